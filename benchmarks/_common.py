@@ -116,10 +116,10 @@ def small_run(name: str, change: dict[str, Any]) -> Path:
 
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import find, load
+    from dpdist.training.collectives import Reducer
     from dpdist.training.job import prepare
-    from dpdist.training.loop import run
-    from dpdist.training.reducer import Reducer
     from dpdist.training.trainer import fit
+    from dpdist.training.worker import run
 
     folder = scratch() / "runs" / Path(name).stem
     job = prepare(load(find(name), change), RunFolder(folder), name)

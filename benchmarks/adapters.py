@@ -18,11 +18,10 @@ from collections.abc import Callable
 import torch
 from _common import parse_arguments
 
-from dpdist.base.console import table
-from dpdist.gradients.blocks import Blocks
+from dpdist.core.console import table
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.task import cross_entropy
+from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.gradients.sampling import Blocks
 from dpdist.models import ModelSpec, initialise
 
 AIM = 1.15

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 import dpdist.data
 from dpdist import models
-from dpdist.adversary.balls import Ball, distance
-from dpdist.adversary.randomised import RandomisedClassifier
-from dpdist.attacks.evasion import ATTACKS, attack
-from dpdist.certification.sampling import Randomness
-from dpdist.randomness.places import OnInput
-from dpdist.randomness.units import UnitSource
+from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, distance
+from dpdist.certification.worker import Randomness
+from dpdist.core.fields import ATTACKS
+from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.noise_location import OnInput
 
 BLOCK = 100
 SIZES = {"linf": 0.1, "l2": 1.5}

@@ -33,15 +33,15 @@ from scipy.stats import binomtest
 
 from dpdist.audits.canaries import audit_canaries
 from dpdist.audits.target import of_run
-from dpdist.base.binomial import clopper_pearson_upper
-from dpdist.privacy.audited import Audited
+from dpdist.config.sections import CanaryAudit
+from dpdist.core.binomial import clopper_pearson_upper
+from dpdist.privacy.card import Audited
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse, resolve
-from dpdist.sections.audit import CanaryAudit
-from dpdist.training import loop
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.reducer import Reducer
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 DIGITS_RECORDS = 1440
@@ -68,7 +68,7 @@ def planted(raw: dict[str, Any], epsilon: float, section: dict[str, Any]) -> Rec
 
 def audited(recipe: Recipe, folder: RunFolder) -> Audited:
     """Train and audit."""
-    loop.run(prepare(recipe, folder, recipe.name), Reducer(0, 1, torch.device("cpu")))
+    worker.run(prepare(recipe, folder, recipe.name), Reducer(0, 1, torch.device("cpu")))
     assert isinstance(recipe.audit, CanaryAudit)
     target = of_run(folder, read_facts(folder).guarantee)
     return audit_canaries(recipe.audit, target, folder.path, lambda done, total: None)

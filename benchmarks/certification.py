@@ -23,18 +23,19 @@ from _common import data_root, parse_arguments
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
-from dpdist.certification.classifier import ExecutedClassifier, choose
-from dpdist.certification.noises import Gaussian
-from dpdist.certification.sampling import Sampler
+from dpdist.certification.inference import ExecutedClassifier, choose
+from dpdist.certification.noise import Gaussian
 from dpdist.certification.sequential import (
+    FUTILE,
+    TargetRadius,
     TargetTest,
     beta_mixture_rejects,
     planned_looks,
 )
-from dpdist.certification.stopping import FUTILE, TargetRadius
-from dpdist.randomness import units
-from dpdist.randomness.units import UnitSource
+from dpdist.certification.worker import Sampler
+from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.randomness import keys
+from dpdist.randomness.keys import UnitSource
 
 SIGMA, ALPHA, CAP, RADIUS = 0.25, 0.001, 100_000, 0.5
 BATCH, STEP = 1000, 500
@@ -118,7 +119,7 @@ def fixed_n(model: nn.Module, x: Tensor, draws: int, rounds: int) -> dict[str, f
 
     def count() -> None:
         for block in range(blocks):
-            engine.histogram(x, 0, units.ESTIMATE, block, BATCH, BATCH)
+            engine.histogram(x, 0, keys.ESTIMATE, block, BATCH, BATCH)
 
     def forward() -> None:
         for _ in range(blocks):
@@ -191,7 +192,7 @@ class ChunkWorker:
     def __call__(self, number: int) -> Record:
         start, cpu = time.time(), time.process_time()
         for block in range(self.blocks):
-            self.sampler.histogram(self.x, number, units.ESTIMATE, block, BATCH, BATCH)
+            self.sampler.histogram(self.x, number, keys.ESTIMATE, block, BATCH, BATCH)
         return os.getpid(), start, time.time(), time.process_time() - cpu
 
 
@@ -220,7 +221,7 @@ def actors_against_processes(
 ) -> None:
     import ray
 
-    from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
+    from dpdist.cluster.actor_pool import Chunk, PoolSettings, run_chunks
 
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -275,9 +276,9 @@ def sequential(model: nn.Module, xs: Tensor, draws: int, loop_rate: float) -> No
     engine = sampler(model, BATCH)
     hits = []
     for i, x in enumerate(xs):
-        top = int(engine.histogram(x, i, units.SELECT, 0, 100, 100).argmax())
+        top = int(engine.histogram(x, i, keys.SELECT, 0, 100, 100).argmax())
         blocks = range(draws // BATCH)
-        counts = sum(engine.histogram(x, i, units.ESTIMATE, b, BATCH, BATCH) for b in blocks)
+        counts = sum(engine.histogram(x, i, keys.ESTIMATE, b, BATCH, BATCH) for b in blocks)
         hits.append(int(counts[top]))  # type: ignore[index]
     rng = np.random.default_rng(0)
     k = np.repeat(np.array(hits), 5)

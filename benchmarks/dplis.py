@@ -36,10 +36,10 @@ from dpdist.data import Dataset
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find, load, parse
-from dpdist.training import loop
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.records import evaluation_data
-from dpdist.training.reducer import Reducer
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "dplis.jsonl"
@@ -98,7 +98,7 @@ def reading(recipe: Recipe, steps: dict[str, int]) -> dict[str, Any]:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
         splits = {"test": evaluation_data(recipe, job.source), "train": job.records()}
         for column, until in steps.items():
-            loop.run(job, Reducer(0, 1, torch.device("cpu")), until)
+            worker.run(job, Reducer(0, 1, torch.device("cpu")), until)
             model = models.load(job.folder.model, trusted_factory=recipe.model.name)
             for split, records in splits.items():
                 found[split][column] = accuracy(model, records)

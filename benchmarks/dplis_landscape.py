@@ -23,17 +23,17 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from dpdist.base import console
-from dpdist.base.errors import UserError
+from dpdist.core import console
+from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
+from dpdist.gradients.engine import cross_entropy
 from dpdist.gradients.perturbations import standard_normal_shared
-from dpdist.gradients.task import cross_entropy
 from dpdist.runs.folder import RunFolder, open_run
 from dpdist.runs.recipe import Recipe, parse, resolve
-from dpdist.training import loop
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.records import evaluation_data, source_of
-from dpdist.training.reducer import Reducer
 
 BOX = 0.0045  # DPlis, PoPETs 2021
 # theta + alpha * direction for alpha in [-0.8, 0.8], as the paper plots it.
@@ -205,7 +205,7 @@ def measured(
 def quick(picture: Path | None) -> str:
     with tempfile.TemporaryDirectory(prefix="dpdist-landscape-") as place:
         recipe, folder = parse(QUICK, "quick"), RunFolder(Path(place) / "run")
-        loop.run(prepare(recipe, folder, "quick"), Reducer(0, 1, torch.device("cpu")))
+        worker.run(prepare(recipe, folder, "quick"), Reducer(0, 1, torch.device("cpu")))
         return measured(recipe, folder, 20, 2, picture)
 
 

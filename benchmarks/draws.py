@@ -25,14 +25,13 @@ from _common import parse_arguments
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.certification import sequential, stopping
-from dpdist.certification import two_class as two_class_module
-from dpdist.certification.catalogue import settings_of
-from dpdist.certification.noises import Gaussian
-from dpdist.certification.two_class import certify
+from dpdist.certification import cohen, sequential
+from dpdist.certification.cohen import certify_against_runner_up
+from dpdist.certification.noise import Gaussian
+from dpdist.certification.registry import settings_of
 from dpdist.certification.worker import Assignment, Piece, Worker, probe
-from dpdist.randomness.units import UnitSource
+from dpdist.core.errors import UserError
+from dpdist.randomness.keys import UnitSource
 
 HIDDEN = 0.3  # standard deviation behind the first layer
 ARCHITECTURE = {False: ("small-cnn", {"width": 8}), True: ("tf-cnn", {})}
@@ -151,7 +150,7 @@ def looks_of(count: int, futile: float) -> Iterator[None]:
 
     with (
         mock.patch.object(sequential, "planned_looks", more),
-        mock.patch.object(stopping, "FUTILE", futile),
+        mock.patch.object(sequential, "FUTILE", futile),
     ):
         yield
 
@@ -185,8 +184,11 @@ def two_class(options: argparse.Namespace) -> None:
     one = np.array([row["radius"] for row in rows])
     both = {}
     for share in (0.02, 0.1, 0.3, 0.5):
-        with mock.patch.object(two_class_module, "_OF_RUNNER_UP", share):
-            made = [certify(a, c, alpha, noise) for a, c in zip(selected, counts, strict=True)]
+        with mock.patch.object(cohen, "_OF_RUNNER_UP", share):
+            made = [
+                certify_against_runner_up(a, c, alpha, noise)
+                for a, c in zip(selected, counts, strict=True)
+            ]
         both[share] = made
     for share, made in both.items():
         right = np.array([v.prediction for v in made]) == labels.numpy()

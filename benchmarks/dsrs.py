@@ -30,7 +30,7 @@ from scipy import special, stats
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper
 
 ALPHA, LEFT = 0.001, 24
 BALLS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97)  # shares of P inside

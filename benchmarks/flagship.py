@@ -36,11 +36,11 @@ from typing import Any
 
 from _common import parse_arguments, require_data
 
-from dpdist.base import vision
-from dpdist.base.errors import ClusterError, UserError
 from dpdist.certification.certificate import CertificateTable
+from dpdist.cli.main import app
 from dpdist.cluster.session import connect
-from dpdist.commands.cli import app
+from dpdist.core import optional_imports
+from dpdist.core.errors import ClusterError, UserError
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.charts import Axis, Line, alone, chart
 from dpdist.reports.facts import Facts, read_facts
@@ -546,7 +546,7 @@ def main(arguments: list[str] | None = None) -> None:
             }
             bench.data_root = require_data(given.data_root, *sorted(needed))
         bench.out.mkdir(parents=True, exist_ok=True)
-        with connect(bench.out / "ray.log", worker_setup=vision.install):
+        with connect(bench.out / "ray.log", worker_setup=optional_imports.install_torchvision_hook):
             for name, row in (todo | whole).items():
                 try:
                     if not bench.done(name):

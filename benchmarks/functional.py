@@ -29,20 +29,20 @@ from _common import parse_arguments, require_data
 from torch import nn
 
 from dpdist import models
-from dpdist.adversary.names import ATTACKS
-from dpdist.attacks.counting import Counted, fix_form
+from dpdist.attacks.evaluation import Counted, fix_form
+from dpdist.attacks.job import Assignment, Block, Worker
 from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.worker import Assignment, Block, Worker
-from dpdist.certification.expected import expected_log_scores
+from dpdist.certification.worker import expected_log_scores
+from dpdist.core.fields import ATTACKS
 from dpdist.data import Dataset
-from dpdist.randomness.places import place_of
-from dpdist.randomness.units import UnitSource
+from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.noise_location import place_of
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find, load
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.loop import run
 from dpdist.training.records import evaluation_data
-from dpdist.training.reducer import Reducer
+from dpdist.training.worker import run
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SIZES, PASSES, BLOCK = "0.025,0.05,0.1,0.3", 16, 1000  # half of those on [-1, 1]

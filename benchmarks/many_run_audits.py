@@ -27,18 +27,18 @@ import numpy as np
 import torch
 from _common import parse_arguments
 
-from dpdist.audits.many_runs import audit_many_runs, judge
+from dpdist.audits.canaries import audit_many_runs, judge
 from dpdist.audits.target import of_recipe
+from dpdist.config.sections import ManyRunsAudit
 from dpdist.privacy.audit_bounds import Trials
-from dpdist.privacy.audited import Audited
+from dpdist.privacy.card import Audited
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.sections.audit import ManyRunsAudit
-from dpdist.training import checkpoint, loop
+from dpdist.training import checkpoint, worker
 from dpdist.training.canaries import SLOT, coins
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.records import source_of, training_data
-from dpdist.training.reducer import Reducer
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SEED = "5b" * 32
@@ -65,7 +65,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     """Coin and score of the first canary of one training."""
     with tempfile.TemporaryDirectory(prefix="dpdist-many-runs-") as place:
         folder = RunFolder(Path(place) / "run")
-        loop.run(prepare(recipe, folder, "benchmark"), Reducer(0, 1, torch.device("cpu")))
+        worker.run(prepare(recipe, folder, "benchmark"), Reducer(0, 1, torch.device("cpu")))
         state = checkpoint.latest(folder.checkpoints)
         assert state is not None and state.step == folder.read_plan().steps
         present = coins(folder.read_key(), PLANTED["canaries"])[0]

@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from _common import parse_arguments
 
-from dpdist.gradients.allocator import keep_freed_memory
-from dpdist.gradients.device_noise import add_noise_on
-from dpdist.gradients.noise import add_noise, standard_normal
+from dpdist.gradients.engine import keep_freed_memory
+from dpdist.gradients.noise import add_noise, add_noise_on, standard_normal
 
 KEY, STD = bytes(range(32)), 1.3
 OURS, RELEASE = "standard_normal (ours)", "add_noise (ours: scale, add, round)"

@@ -36,7 +36,7 @@ import yaml
 from _common import parse_arguments
 from scipy import stats
 
-from dpdist.audits.roc import Estimate
+from dpdist.audits.membership_statistics import Estimate
 from dpdist.runs.recipe import Recipe, find, load
 
 HERE = Path(__file__).resolve().parent

@@ -26,17 +26,17 @@ import numpy as np
 import torch
 from _common import parse_arguments, small_run, stop
 
-from dpdist.base.storage import private_folder, write_atomic
+from dpdist.core.files import private_folder, write_atomic
 from dpdist.evaluation import evaluate_stage
 from dpdist.methods.pate import UNANSWERED, VOTES
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.loop import run
-from dpdist.training.reducer import Reducer
 from dpdist.training.trainer import fit
+from dpdist.training.worker import run
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SMALL = {

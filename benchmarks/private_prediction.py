@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 from _common import parse_arguments, small_run, stop
 
-from dpdist.base import console
+from dpdist.core import console
 from dpdist.methods.private_prediction import bounded
-from dpdist.privacy.calibrate import least_noise
+from dpdist.privacy.calibration import least_noise
+from dpdist.privacy.phases import GaussianAnswers
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianAnswers
 from dpdist.runs.folder import RunFolder
+from dpdist.training.ensembles import Ensemble
 from dpdist.training.records import evaluation_data, source_of
-from dpdist.training.teachers import Ensemble
 
 SMALL = {
     "method.teachers": 4, "method.queries": 8, "method.evaluate": 4, "training.steps": 2,

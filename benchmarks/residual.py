@@ -39,28 +39,24 @@ from safetensors.numpy import load as load_tensors
 from scipy.special import expit
 
 from dpdist import models
-from dpdist.audits.bank import BankScores
 from dpdist.audits.canaries import audit_canaries
-from dpdist.audits.games import GAMES, Game
-from dpdist.audits.inference import Lira, Shadow
 from dpdist.audits.membership import Membership
-from dpdist.audits.roc import Estimate, Roc
-from dpdist.audits.scores import log_odds
-from dpdist.audits.shadow import ShadowSetup, ShadowTrainer
+from dpdist.audits.membership_findings import Lira, Shadow
+from dpdist.audits.membership_statistics import GAMES, BankScores, Estimate, Game, Roc, log_odds
 from dpdist.audits.target import of_run
-from dpdist.certification.expected import expected_log_scores
-from dpdist.data.images import decode
-from dpdist.data.parquet import split_files
+from dpdist.audits.trainings import ShadowSetup, ShadowTrainer
+from dpdist.certification.worker import expected_log_scores
+from dpdist.config.sections import CanaryAudit
+from dpdist.data.parquet import decode_picture, split_files
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.randomness.places import place_of
+from dpdist.randomness.noise_location import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.sections.audit import CanaryAudit
-from dpdist.training import loop
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.records import evaluation_data, source_of, training_data
-from dpdist.training.reducer import Reducer
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 Scores = dict[str, np.ndarray]
@@ -175,7 +171,7 @@ def smaller(source: Path, root: Path, name: str, side: int, needed: Mapping[str,
         table = pq.read_table(list(files)).slice(0, count)
         images = []
         for one in table["image"].to_pylist():
-            picture = decode(one["bytes"])
+            picture = decode_picture(one["bytes"])
             channels, cell = picture.shape[0], picture.shape[1] // side
             if cell * side != picture.shape[1]:
                 raise SystemExit(f"--side {side}: must divide {picture.shape[1]}, {name}'s own")
@@ -270,7 +266,7 @@ def audit(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Pa
     recipe = parse(raw, row)
     with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
         folder = RunFolder(Path(place) / "run")
-        loop.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
+        worker.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
         target = of_run(folder, read_facts(folder).guarantee)
         found = audit_canaries(options, target, folder.path, lambda done, total: None)
     return {
@@ -284,7 +280,7 @@ def inside(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
     recipe = recipe_of(data, row, given, seed, 1.0)
     with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
         folder = RunFolder(Path(place) / "run")
-        loop.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
+        worker.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
         model, epsilon = models.load(folder.model), read_facts(folder).guarantee.epsilon
     line: dict[str, Any] = {"epsilon": format_epsilon(epsilon), "test": {}, "auc": {}}
     source = source_of(recipe)

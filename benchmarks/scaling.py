@@ -40,7 +40,7 @@ from training_ray import _ALONE, RECORDS, recipe
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-_COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
+_COMMAND = [sys.executable, "-c", "from dpdist.cli.main import main; main()"]
 
 
 def worker_counts(limit: int | None) -> list[int]:
@@ -91,7 +91,7 @@ def release_seconds(entries: int) -> float:
     import numpy as np
 
     from dpdist.gradients.noise import add_noise
-    from dpdist.training.sharding import leaf_digests
+    from dpdist.training.collectives import leaf_digests
 
     total, took = np.zeros(entries), []
     for key in range(9):
@@ -345,7 +345,7 @@ def driver(chunks: int, actors: int) -> dict[str, float]:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
 
-    from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
+    from dpdist.cluster.actor_pool import Chunk, PoolSettings, run_chunks
 
     ray.init(
         "local", num_cpus=actors, include_dashboard=False, configure_logging=False,
@@ -449,10 +449,9 @@ def scheduling(
     hand the chunks over as a list, for comparison. pace: seconds that an actor says it took for a
     chunk; from 0.1 on, each chunk is a call of its own.
     """
-    from dpdist.cluster import calls as answers
-    from dpdist.cluster import pool
+    from dpdist.cluster import actor_pool
 
-    real, done, grew = pool.ray, 0, 0
+    real, done, grew = actor_pool.ray, 0, 0
 
     def on_result(key: str, result: object) -> None:
         nonlocal done, grew
@@ -460,14 +459,14 @@ def scheduling(
         if done == chunks * 9 // 10:
             grew = resident() - before
 
-    pool.ray = answers.ray = fake = _Instant(actors, pace)
+    actor_pool.ray = fake = _Instant(actors, pace)
     before, begun = resident(), time.process_time()
     try:
-        stream = (pool.Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
+        stream = (actor_pool.Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
         given = list(stream) if stored else stream
-        pool.run_chunks(None, None, given, on_result, pool.PoolSettings(actors=actors))
+        actor_pool.run_chunks(None, None, given, on_result, actor_pool.PoolSettings(actors=actors))
     finally:
-        pool.ray = answers.ray = real
+        actor_pool.ray = real
     used = time.process_time() - begun
     calls = fake.made - actors
     return {

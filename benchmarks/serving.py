@@ -28,10 +28,10 @@ from _common import parse_arguments, scratch, small_run
 
 import dpdist
 from dpdist import pipeline
-from dpdist.commands.releasing import write_release
+from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
-from dpdist.serving.deployments import Serving, deployed
-from dpdist.serving.gate import Limits
+from dpdist.serving.app import Limits
+from dpdist.serving.deployment import Serving, deployed
 
 MODELS = ("linear", "small-cnn")
 IMAGES, PORT = 40, 8017

@@ -69,9 +69,9 @@ def kind(resources: dict[str, Any]) -> str:
 
 def stated(recipe: Any, plan: Any) -> float:
     """MiB for a worker, of a dry run."""
-    from dpdist.training.estimate import describe
+    from dpdist.training.model_setup import describe_cost
 
-    said = dict(describe(recipe, plan))["memory per worker"]
+    said = dict(describe_cost(recipe, plan))["memory per worker"]
     return float(said.split()[1].replace(",", ""))
 
 
@@ -90,8 +90,8 @@ def work(job: Any, rank: int, workers: int, folder: str, answers: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from dpdist.training import loop
-    from dpdist.training.reducer import Reducer
+    from dpdist.training import worker
+    from dpdist.training.collectives import Reducer
 
     torch.set_num_threads(1)
     if workers > 1:
@@ -110,8 +110,8 @@ def work(job: Any, rank: int, workers: int, folder: str, answers: Any) -> None:
         return done
 
     with ExitStack() as stack:
-        one = loop.Loop(job, Reducer(rank, workers, torch.device("cpu")), stack)
-        loop.add_noise = timed("noise", loop.add_noise)
+        one = worker.Loop(job, Reducer(rank, workers, torch.device("cpu")), stack)
+        worker.add_noise = timed("noise", worker.add_noise)
         one._step = timed("step", one._step)
         one._clipped_sums = timed("sums", one._clipped_sums)
         job.recipe.method.learn(one)
@@ -163,7 +163,7 @@ def on_ray(raw: dict[str, Any], folder: str) -> list[str]:
 
     path = Path(folder) / "r.yaml"
     path.write_text(json.dumps(raw))
-    code = "from dpdist.commands.cli import main; main()"
+    code = "from dpdist.cli.main import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "train", str(path), "--runs", f"{folder}/runs"],
         stdout=subprocess.DEVNULL,
@@ -197,7 +197,7 @@ def _below(pid: str, root: int) -> bool:
 
 
 def main() -> None:
-    from dpdist.base.console import columns
+    from dpdist.core.console import columns
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--millions", type=float, nargs="+", default=[0.03, 1.0, 25.0])

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from _common import make_images, parse_arguments, require_data, scratch, stop
 
-from dpdist.audits.roc import Estimate
+from dpdist.audits.membership_statistics import Estimate
 from dpdist.evaluation import evaluate_stage
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find, load, read_changes
-from dpdist.training import loop
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.reducer import Reducer
 
 
 def training(name: str, change: dict[str, Any], root: Path) -> dict[str, float]:
@@ -34,7 +34,7 @@ def training(name: str, change: dict[str, Any], root: Path) -> dict[str, float]:
     recipe = load(find(name), change | {"data.root": str(root.resolve()), "resources.workers": 1})
     with tempfile.TemporaryDirectory(prefix="dpdist-smoothing-") as place:
         folder = RunFolder(Path(place) / "run")
-        loop.run(prepare(recipe, folder, name), Reducer(0, 1, torch.device("cpu")))
+        worker.run(prepare(recipe, folder, name), Reducer(0, 1, torch.device("cpu")))
         evaluate_stage(recipe, folder)
         found = json.loads(folder.evaluation.read_text())
     told = {"accuracy": round(100 * found["accuracy"], 3)}

@@ -18,7 +18,7 @@ from _common import parse_arguments
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from dpdist.methods.pate_spreading import Spreading, ties
+from dpdist.methods.pate import Spreading, ties
 from dpdist.reports.compare import markdown
 
 SHARES = (1.0, 0.5, 0.3, 0.1)

@@ -82,7 +82,7 @@ CASES = (
 CODE = """
 import sys
 sys.argv = ["dpdist", *sys.argv[1:]]
-from dpdist.commands.cli import main
+from dpdist.cli.main import main
 try:
     main()
 except SystemExit:

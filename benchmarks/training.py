@@ -3,7 +3,7 @@
 Peers are interleaved in one process, block by block, and medians of the blocks are compared, so
 that a machine that is busy or changes its clock treats all alike. Every step is a whole training
 step: gradients and an SGD update, without noise for anyone. The setting our engine makes
-(dpdist.gradients.allocator) is on for the whole process, so the peers enjoy it too; without it they
+(dpdist.gradients.engine) is on for the whole process, so the peers enjoy it too; without it they
 are slower than printed here.
 
     python benchmarks/training.py [--quick] [--threads 2] [--only cnn,memory] [--peers ours]
@@ -26,12 +26,11 @@ import torch.nn.functional as F
 from _common import parse_arguments
 from torch import Tensor, nn
 
-from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import ParameterDraws
-from dpdist.models.residual import resnet_gn
-from dpdist.models.zoo import tf_cnn
+from dpdist.gradients.sampling import Blocks
+from dpdist.models.zoo import resnet_gn, tf_cnn
 
 Step = Callable[[], None]
 CLIP_NORM, LEARNING_RATE = 1.0, 0.05

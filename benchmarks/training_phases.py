@@ -67,14 +67,14 @@ class Watch:
         """Wrap what a `Loop` calls in a step."""
         import torch
 
-        from dpdist.training import loop
+        from dpdist.training import worker
 
         one.members = self.timed("sample", one.members)
         fetch = self.timed("records", one.dataset.batch)
         object.__setattr__(one.dataset, "batch", fetch)  # a frozen dataclass
         one.engine.clipped_sum = self.timed("gradients", one.engine.clipped_sum)
-        loop._announce = self.timed("ledger", loop._announce)
-        loop.add_noise = self.timed("noise", loop.add_noise)
+        worker._announce = self.timed("ledger", worker._announce)
+        worker.add_noise = self.timed("noise", worker.add_noise)
         one.optimizer.update = self.timed("update", one.optimizer.update)
         one.divergence.check = self.timed("check", one.divergence.check)
         if one.monitor is not None:
@@ -114,15 +114,15 @@ class Watch:
 
 
 def watched(steps: int, answer: Path) -> Any:
-    """`dpdist.training.loop.run`, watched."""
+    """`dpdist.training.worker.run`, watched."""
     from contextlib import ExitStack
 
-    from dpdist.training import loop
+    from dpdist.training import worker
 
     def run(job: Any, reducer: Any, until: int | None = None) -> None:
         watch = Watch(steps // 3)
         with ExitStack() as stack:
-            one = loop.Loop(job, reducer, stack, until)
+            one = worker.Loop(job, reducer, stack, until)
             watch.put_on(one)
             job.recipe.method.learn(one)
             one.finish()
@@ -139,7 +139,7 @@ def one_process(path: Path, folder: Path, rank: int, workers: int, answer: Path)
     import torch
     import torch.distributed as dist
 
-    from dpdist.training.reducer import Reducer
+    from dpdist.training.collectives import Reducer
 
     torch.set_num_threads(1)
     if workers > 1:
@@ -165,19 +165,19 @@ def prepared(recipe: Path, folder: Path) -> Any:
 def on_ray(path: Path, answer: Path) -> None:
     """The driver of a training on Ray; its workers watch themselves."""
     from dpdist.cluster.session import connect
-    from dpdist.training import loop
+    from dpdist.training import worker
     from dpdist.training.trainer import train
 
     job = pickle.loads(path.read_bytes())
     steps = job.recipe.training.steps
 
     def train_worker(config: dict[str, Any]) -> None:
-        from dpdist.training import loop
+        from dpdist.training import worker
 
-        loop.run = watched(steps, answer)
-        loop.train_worker(config)  # the worker's own, which is not this one
+        worker.run = watched(steps, answer)
+        worker.train_worker(config)  # the worker's own, which is not this one
 
-    loop.train_worker = train_worker
+    worker.train_worker = train_worker
     with connect(job.folder.private / "ray.log") as session:
         train(job, session)
 
@@ -310,7 +310,7 @@ def main() -> None:
 
 
 def show(found: dict[str, list[list[Any]]], shares: dict[str, list[float]]) -> None:
-    from dpdist.base.console import columns
+    from dpdist.core.console import columns
 
     def typical(way: str, *names: str) -> float:
         per_round = []

@@ -34,8 +34,8 @@ from pathlib import Path
 from dpdist.runs.recipe import load
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
-from dpdist.training.loop import run
-from dpdist.training.reducer import Reducer
+from dpdist.training.worker import run
+from dpdist.training.collectives import Reducer
 torch.set_num_threads(1)
 path = Path(sys.argv[1])
 job = prepare(load(path), RunFolder(Path(sys.argv[2])), str(path))
@@ -139,7 +139,7 @@ def main() -> None:
     options = parse_arguments(parser, {"rounds": 1, "steps": 30, "records": 256})
     records = options.records
     rounds, steps = (1, 30) if options.start else (options.rounds, options.steps)
-    cli = "from dpdist.commands.cli import main; main()"
+    cli = "from dpdist.cli.main import main; main()"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["DPDIST_CACHE"] = str(folder / "cache")

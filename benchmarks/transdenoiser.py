@@ -32,19 +32,19 @@ import numpy as np
 from _common import parse_arguments, require_data
 
 from dpdist import models
-from dpdist.adversary.names import ATTACKS
-from dpdist.attacks.reading import AttackTable, read_attack
-from dpdist.base import vision
-from dpdist.certification import reading
+from dpdist.attacks.table import AttackTable, read_attack
+from dpdist.certification import table_reader
 from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.paired import compare
+from dpdist.certification.statistics import compare
+from dpdist.cli.main import app
 from dpdist.cluster.session import connect
-from dpdist.commands.cli import app
+from dpdist.core import optional_imports
+from dpdist.core.fields import ATTACKS
 from dpdist.evaluation import load_model
 from dpdist.methods.stobatch import StoBatch
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.randomness.places import place_of
+from dpdist.randomness.noise_location import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find, load, parse, resolve
@@ -211,7 +211,7 @@ class Bench:
             return
         self.out.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + 60 * minutes
-        with connect(self.out / "ray.log", worker_setup=vision.install):
+        with connect(self.out / "ray.log", worker_setup=optional_imports.install_torchvision_hook):
             for place, (row, repeat) in enumerate(todo):
                 if time.monotonic() > end:
                     print(f"{len(todo) - place} runs are left: the same command makes them")
@@ -322,9 +322,8 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
     import torch
 
     from dpdist import data
-    from dpdist.gradients.mixed_jacobian import MixedJacobian
-    from dpdist.gradients.task import squared_error
-    from dpdist.methods.transdenoiser_split import remainders
+    from dpdist.gradients.engine import squared_error
+    from dpdist.methods.transdenoiser_split import MixedJacobian, remainders
 
     name = "digits" if data_root is None else "mnist"
     public = data.load(data.Source(name, 10, data_root), "train").part(0.0, 0.5)
@@ -372,7 +371,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
             Measured(
                 "sees none of them",
                 json.loads((folder / "accuracy.json").read_text()),
-                reading.read(folder / "certificates" / "certificates.parquet"),
+                table_reader.read(folder / "certificates" / "certificates.parquet"),
                 read_attack(attacks),
             )
         ]

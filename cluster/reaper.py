@@ -1,8 +1,8 @@
 """End the processes of a local Ray session, and remove its folder, however its command ended.
 
 Ray's own agents outlive a killed command by a minute: they wait for a server that died with it. So
-a session has a small process beside it (this file, run as a program) that waits on a pipe. The pipe
-ends with the command; what then still has a file of the session open is killed.
+a session has a small process beside it (this file, run as a program) that waits on a pipe. The
+pipe ends with the command; every process that then still has a file of the session open is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Connect to the Ray cluster that was asked for, or start one on this machine, on loopback only."""
+"""Connect to the given Ray cluster, or start one on this machine, on loopback only.
+
+A command that waits for a lost host of the cluster tells the user so.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,72 @@ import secrets
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.base.console import say
-from dpdist.base.errors import ClusterError, UserError
-from dpdist.base.storage import SESSION_FOLDER, TRAINING_FOLDER, held, remove_temporary
 from dpdist.cluster.reaper import reaped
+from dpdist.core.console import say
+from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.files import SESSION_FOLDER, TRAINING_FOLDER, held, remove_temporary
+
+# --- waiting for lost hosts -------------------------------------------------------------------
+
+
+_LOOK_EVERY = 10.0  # seconds
+
+
+class Room:
+    """Says, once each time it happens, that the cluster is smaller than what the work needs.
+
+    need, and what `have` returns: amounts of Ray's resources ("CPU", "GPU") in the whole cluster.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        need: dict[str, float],
+        say: Callable[[str], None],
+        have: Callable[[], dict[str, float]] | None = None,
+        look_every: float = _LOOK_EVERY,
+    ) -> None:
+        self._what, self._say, self._look_every = what, say, look_every
+        self._need = {name: amount for name, amount in need.items() if amount > 0}
+        self._have = have or _cluster_resources
+        self._looked, self._missing = time.monotonic(), False
+
+    def look(self) -> None:
+        """To be called often; asks Ray every ten seconds."""
+        now = time.monotonic()
+        if now - self._looked < self._look_every:
+            return
+        self._looked = now
+        have = self._have()
+        missing = any(have.get(name, 0.0) < amount - 1e-9 for name, amount in self._need.items())
+        if missing and not self._missing:
+            shares = " and ".join(
+                f"{have.get(name, 0.0):g} of {amount:g} {name}s"
+                for name, amount in self._need.items()
+            )
+            self._say(
+                f"{self._what}: waits for hosts: the cluster has {shares}; an autoscaler starts "
+                "them, on your own hosts `ray up` does"
+            )
+        elif self._missing and not missing:
+            self._say(f"{self._what}: the cluster has room again")
+        self._missing = missing
+
+
+def _cluster_resources() -> dict[str, float]:
+    import ray
+
+    return ray.cluster_resources()
+
+
+# --- the session ------------------------------------------------------------------------------
+
 
 # Ray listens on all interfaces even with a loopback node address unless it takes the machine for a
 # single desktop.
@@ -160,7 +220,7 @@ def require_gpus(key: str, what: str, need: float) -> None:
         return
     import ray
 
-    from dpdist.cluster.calls import may_grow
+    from dpdist.cluster.actor_pool import may_grow
 
     if may_grow() or ray.is_initialized() or need <= (have := gpus_here()):
         return
@@ -190,7 +250,7 @@ def _session_folder() -> Iterator[Path]:
     Ray's own place, /tmp/ray, is readable by every user of the machine and is never emptied: a
     search's number of trials and their scores lay there. A killed process leaves the removal to the
     session's reaper; where that was killed too, the next session removes the folders whose lock
-    nobody holds, and what single trainings left (`dpdist.base.storage.temporary_folder`).
+    nobody holds, and what single trainings left (`dpdist.core.files.temporary_folder`).
     """
     root = Path(tempfile.gettempdir())
     if len(os.fsencode(root)) > _LONGEST_ROOT:

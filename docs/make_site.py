@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from dpdist.base.errors import UserError
-from dpdist.base.extras import library
+from dpdist.core.errors import UserError
+from dpdist.core.optional_imports import library
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-NOT_API = {"__main__", "commands", "recipes"}  # what runs, and no module
+NOT_API = {"__main__", "cli", "recipes"}  # what runs, and no module
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>

@@ -3,7 +3,7 @@
 import dpdist
 folder = dpdist.run("digits")              # everything the recipe asks for
 facts = dpdist.read_facts(folder)          # epsilon, accuracy, certificates
-dpdist.write_release(folder)               # what may be published; also `dpdist release`
+dpdist.write_release(folder)               # the publishable files; also `dpdist release`
 release = dpdist.load("runs/x/release")    # here or elsewhere
 """
 
@@ -11,26 +11,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dpdist.core.version import __version__
+
 if TYPE_CHECKING:
-    from dpdist.base.errors import ClusterError as ClusterError
-    from dpdist.base.errors import UserError as UserError
-    from dpdist.certification.catalogue import settings_of as settings_of
     from dpdist.certification.job import certify as certify
-    from dpdist.certification.population import population_bounds as population_bounds
+    from dpdist.certification.registry import settings_of as settings_of
+    from dpdist.certification.statistics import population_bounds as population_bounds
     from dpdist.cluster.session import connect as connect
-    from dpdist.commands.releasing import write_release as write_release
+    from dpdist.core.errors import ClusterError as ClusterError
+    from dpdist.core.errors import UserError as UserError
     from dpdist.pipeline import run as run
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
-    from dpdist.release.reading import Release as Release
-    from dpdist.release.reading import load as load
+    from dpdist.publishing import write_release as write_release
+    from dpdist.release.bundle import Release as Release
+    from dpdist.release.bundle import load as load
     from dpdist.reports.facts import Facts as Facts
     from dpdist.reports.facts import read_facts as read_facts
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
     from dpdist.training.trainer import train as train
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "run": "dpdist.pipeline",
@@ -40,16 +40,16 @@ _LAZY = {
     "RunFolder": "dpdist.runs.folder",
     "Facts": "dpdist.reports.facts",
     "read_facts": "dpdist.reports.facts",
-    "settings_of": "dpdist.certification.catalogue",
+    "settings_of": "dpdist.certification.registry",
     "certify": "dpdist.certification.job",
-    "population_bounds": "dpdist.certification.population",
+    "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
     "connect": "dpdist.cluster.session",
-    "write_release": "dpdist.commands.releasing",
-    "load": "dpdist.release.reading",
-    "Release": "dpdist.release.reading",
-    "UserError": "dpdist.base.errors",
-    "ClusterError": "dpdist.base.errors",
+    "write_release": "dpdist.publishing",
+    "load": "dpdist.release.bundle",
+    "Release": "dpdist.release.bundle",
+    "UserError": "dpdist.core.errors",
+    "ClusterError": "dpdist.core.errors",
 }
 __all__ = ["__version__", *_LAZY]
 

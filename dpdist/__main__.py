@@ -1,4 +1,4 @@
-"""The entry point, of `dpdist` and of `python -m dpdist`; it loads nothing before it is called."""
+"""Entry point of `dpdist` and of `python -m dpdist`; it imports nothing before it is called."""
 
 import signal
 import sys
@@ -9,9 +9,9 @@ def start() -> None:
     which schedulers and `dpdist cluster stop` end a command, does what Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        from dpdist.commands import cli
+        from dpdist.cli import main
 
-        cli.main()
+        main.main()
     except KeyboardInterrupt:
         sys.exit(130)
 

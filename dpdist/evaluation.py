@@ -1,4 +1,7 @@
-"""The one door to a run's model, and its accuracy on the named test data."""
+"""Load the model of a run and measure its accuracy on the named test data.
+
+Every other part of dpdist that needs a run's model takes it from here.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.base.reading import check_shape
-from dpdist.base.storage import json_number, write_json
+from dpdist.core.errors import UserError
+from dpdist.core.files import check_shape, json_number, write_json
 from dpdist.data import Dataset
-from dpdist.randomness.places import place_of
+from dpdist.randomness.noise_location import place_of
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.records import evaluation_data, source_of
@@ -135,7 +137,7 @@ def _answering(
     """How many of the inputs may be asked about, from the first on; scores of inputs that begin at
     a place in the data; and what the evaluation says of them."""
     if recipe.method.withheld is not None:
-        from dpdist.training.answering import Oracle
+        from dpdist.training.ensembles import Oracle
 
         oracle = Oracle(recipe, folder)
         asked = oracle.affords(dataset.batch(slice(0, len(dataset))))
@@ -144,7 +146,7 @@ def _answering(
     about: dict[str, Any] = {"model": models.model_hash(folder.model)}
     if not place_of(model).random:
         return len(dataset), lambda inputs, start: model(inputs), about | {"noise_draws": None}
-    from dpdist.certification.expected import expected_log_scores
+    from dpdist.certification.worker import expected_log_scores
 
     seed, draws = secrets.token_hex(16), _DRAWS
     return (

@@ -1,5 +1,7 @@
-"""The stages of a run in order: train, evaluate, certify, report. Each is skipped when already
-done."""
+"""Run the stages of a recipe in order: train, evaluate, certify, report.
+
+Each stage is skipped when its results are already in the run folder.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpdist.base import console, vision
-from dpdist.base.errors import Interrupted, UserError
-from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.certification.certificate import Certificate
-from dpdist.cluster.packages import check_nodes
+from dpdist.certification.evaluation import Evaluation, Subject
 from dpdist.cluster.session import Session, connect, require_gpus
+from dpdist.cluster.versions import check_nodes
+from dpdist.core import console, optional_imports
+from dpdist.core.errors import Interrupted, UserError
 from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import OtherRun, RunFolder
@@ -26,8 +28,8 @@ from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.job import check as check_training
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.trainer import train
-from dpdist.tuning.preparing import check as check_search
 from dpdist.tuning.search import Search
+from dpdist.tuning.search import check as check_search
 
 if TYPE_CHECKING:
     from dpdist.certification.job import Data
@@ -46,7 +48,7 @@ def run(
 
     recipe: a validated recipe, or the path or name of one. changes: of its keys, by dotted key, as
     in {"training.batch_size": 512}. where: begins complaints. Returns the run's folder. Raises
-    UserError and dpdist.base.errors.ClusterError for what the user can mend.
+    UserError and dpdist.core.errors.ClusterError for what the user can mend.
     """
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
     recipe = resolve(recipe, changes=changes, name=name, data_root=data_root)
@@ -136,7 +138,7 @@ def dry_run(
     of a new run, and a row says why this name cannot have it. Raises as `run` does before it
     begins.
     """
-    from dpdist.training.estimate import describe
+    from dpdist.training.model_setup import describe_cost
 
     folder = RunFolder(Path(runs) / recipe.name)
     checked = partial(_checked, recipe, search=recipe.tune is not None, pretrain=False)
@@ -149,8 +151,12 @@ def dry_run(
             work = checked(RunFolder(Path(empty) / recipe.name), where)
     if isinstance(work, Search):
         trial, plan = work.example()
-        return [*taken, *work.describe(), *describe(trial, plan)]
-    return [*taken, ("guarantee", str(work.plan.guarantee())), *describe(work.recipe, work.plan)]
+        return [*taken, *work.describe(), *describe_cost(trial, plan)]
+    return [
+        *taken,
+        ("guarantee", str(work.plan.guarantee())),
+        *describe_cost(work.recipe, work.plan),
+    ]
 
 
 def _require_gpus(recipe: Recipe) -> None:
@@ -181,7 +187,9 @@ def session(folder: RunFolder | Path | None, workers_cpus: float = 0) -> Iterato
     cpus = max(here, math.ceil(workers_cpus))
     try:
         log = folder.log if isinstance(folder, RunFolder) else folder
-        with connect(log, cpus=cpus, worker_setup=vision.install) as ray_session:
+        with connect(
+            log, cpus=cpus, worker_setup=optional_imports.install_torchvision_hook
+        ) as ray_session:
             if ray_session.local and cpus > here:
                 console.say(f"training: {cpus} CPUs asked for, this machine has {here}: slower")
             yield ray_session
@@ -211,7 +219,7 @@ def public_stage(recipe: Recipe, where: str) -> None:
         return
     if recipe.model.pretrained[1].folder.exists():
         return
-    from dpdist.training.pretrain import pretrain
+    from dpdist.training.pretraining import pretrain
 
     with console.progress("pretraining, WITHOUT privacy, on public records", "steps") as show:
         path, _ = pretrain(recipe, where, show)
@@ -324,7 +332,7 @@ def evaluation_stage(
     check_nodes(PACKAGES, folder.private.resolve())
     output, recipe = evaluation.place(folder, output), evaluation.recipe_of(recipe)
     source = source_of(recipe)
-    from dpdist.bulk.job import run as run_job
+    from dpdist.cluster.resumable_job import run as run_job
 
     subject = Subject(
         folder.model,
@@ -344,10 +352,9 @@ def report_stage(folder: RunFolder, images: bool | None = None, *, dated: bool =
     """The HTML report, from the folder's files and, where it may show them, the test images.
 
     images: whether it may; None: as was asked last, and unasked only those of built-in data.
-    dated: as in `dpdist.reports.page.write_report`.
+    dated: as in `dpdist.reports.html.write_report`.
     """
-    from dpdist.reports.images import UNASKED, allowed
-    from dpdist.reports.page import write_report
+    from dpdist.reports.html import UNASKED, allowed, write_report
 
     recipe = folder.read_recipe()
     shown = allowed(folder, images, built_in=recipe.data.root is None)

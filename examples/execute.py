@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dpdist.base.errors import UserError
-from dpdist.base.extras import library
+from dpdist.core.errors import UserError
+from dpdist.core.optional_imports import library
 
 HERE = Path(__file__).resolve().parent
 

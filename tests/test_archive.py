@@ -22,20 +22,20 @@ import torch
 from support.training import interrupted
 
 from dpdist import pipeline
-from dpdist.base.errors import ClusterError, UserError
-from dpdist.cluster import objectstore
-from dpdist.cluster.objectstore import Missing, ObjectStore, check_url
-from dpdist.commands.cli import main
-from dpdist.privacy.journal import Anchor
-from dpdist.privacy.ledger import Ledger
+from dpdist.cli.main import main
+from dpdist.cluster import object_store
+from dpdist.cluster.object_store import Missing, ObjectStore, check_url
+from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.files import read_json
+from dpdist.privacy.ledger import Anchor, Ledger
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive, Permit, layout, writing
-from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run, read_json
+from dpdist.runs.archive import Archive, Permit
+from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import loop, permit
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.permit import PermitGate
-from dpdist.training.reducer import Reducer
+from dpdist.training.worker import PermitGate
 
 sys.path.insert(0, str(Path(__file__).parent))
 import s3_guard
@@ -68,7 +68,7 @@ def server() -> Iterator[tuple[str, str]]:
 @pytest.fixture(autouse=True)
 def _short_permits(monkeypatch) -> None:
     """Fifty steps ahead, however fast they are."""
-    monkeypatch.setattr(permit, "_AHEAD_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "_AHEAD_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -119,11 +119,11 @@ def training(
 
     def work() -> None:
         with suppress(Stop):
-            loop.run(job, Reducer(0, 1, torch.device("cpu")))
+            worker.run(job, Reducer(0, 1, torch.device("cpu")))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.PermitGate, "wait", wait)
-        patch.setattr(permit, "read_permit", read)
+        patch.setattr(worker.PermitGate, "wait", wait)
+        patch.setattr(worker, "read_permit", read)
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
@@ -268,7 +268,7 @@ def rewrite(store: ObjectStore, change) -> None:
     manifest = json.loads(store.get("00000001/manifest.json"))
     manifest.pop("check")
     change(manifest)
-    raw = {**manifest, "check": layout.digest_of(manifest)}
+    raw = {**manifest, "check": archives.digest_of(manifest)}
     store.put("00000001/manifest.json", json.dumps(raw).encode())
 
 
@@ -522,7 +522,7 @@ def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch
     archive = Archive.begin(folder, url, True)
     folder.permit_asked.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 50}))
     clock = [1000.0]
-    monkeypatch.setattr(writing.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(archives.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(ObjectStore, "put", lambda *_: (_ for _ in ()).throw(ClusterError("no")))
     said: list[str] = []
     look = archive.follow(said.append)
@@ -591,7 +591,7 @@ def test_a_killed_writer_s_part_is_no_object(tmp_path, monkeypatch) -> None:
     """A claim's part counted as another run's claim, or ended every later command."""
     store = ObjectStore(f"file://{tmp_path}/store")
 
-    class Killed(objectstore.ObjectStore):
+    class Killed(object_store.ObjectStore):
         def __init__(self) -> None:
             super().__init__(f"file://{tmp_path}/store")
             self._fs = self
@@ -623,7 +623,7 @@ def test_a_file_that_ends_early_leaves_no_object_in_a_bucket(tmp_path, url, monk
         yield b"half"
         raise OSError("cannot be read")
 
-    monkeypatch.setattr(objectstore, "_pieces", ends)
+    monkeypatch.setattr(object_store, "_pieces", ends)
     with pytest.raises(ClusterError, match="cannot be read"):
         store.put("a/whole", tmp_path / "file")
     assert store.names("a") == ["before"]
@@ -765,7 +765,7 @@ def test_commands_that_write_an_archive_check_its_key_first(
 
 
 def kept_in(url: str) -> dict[str, Any]:
-    return layout.newest(ObjectStore(url))[1]["files"]
+    return archives.newest(ObjectStore(url))[1]["files"]
 
 
 def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
@@ -799,17 +799,17 @@ def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
     url = f"file://{tmp_path}/store"
     archive = Archive.begin(folder, url, True)
     assert archive is not None
-    writing.write_json(folder.permit, {"epoch": 0, "step": 0, "steps": 1})
-    writing.write_json(folder.permit_asked, {"epoch": 0, "step": 1, "steps": 7})
+    archives.write_json(folder.permit, {"epoch": 0, "step": 0, "steps": 1})
+    archives.write_json(folder.permit_asked, {"epoch": 0, "step": 1, "steps": 7})
     assert archive.update() == Permit(0, 1, 7)
     store = ObjectStore(url)
-    assert layout.permit_of(layout.newest(store)[1]) == Permit(0, 1, 7)
-    body = {k: v for k, v in layout.newest(store)[1].items() if k != "check"}
-    store.put(f"claims/{layout.new_claim(2)}", b"{}")
+    assert archives.permit_of(archives.newest(store)[1]) == Permit(0, 1, 7)
+    body = {k: v for k, v in archives.newest(store)[1].items() if k != "check"}
+    store.put(f"claims/{archives.new_claim(2)}", b"{}")
     later = {**body, "files": {}, "permit": {"epoch": 1, "step": 0, "steps": 2}}
-    store.put(f"{layout.folder_of(2)}/{layout.MANIFEST}", layout.write_manifest(later))
-    number, manifest = layout.newest(store)
-    assert (number, layout.permit_of(manifest)) == (2, Permit(1, 0, 2))
+    store.put(f"{archives.folder_of(2)}/{archives.MANIFEST}", archives.write_manifest(later))
+    number, manifest = archives.newest(store)
+    assert (number, archives.permit_of(manifest)) == (2, Permit(1, 0, 2))
 
 
 def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monkeypatch) -> None:
@@ -823,11 +823,11 @@ def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monke
     assert archive is not None
 
     def ask(folder: RunFolder, archive: Archive, epoch: int, step: int) -> None:
-        writing.write_json(folder.permit_asked, {"epoch": epoch, "step": step, "steps": 6})
+        archives.write_json(folder.permit_asked, {"epoch": epoch, "step": step, "steps": 6})
         assert archive.update() == Permit(epoch, step, 6)
 
     ask(folder, archive, 0, 5)
-    archive.store.put(f"claims/{layout.new_claim(2)}", b"{}")  # whose owner came no further
+    archive.store.put(f"claims/{archives.new_claim(2)}", b"{}")  # whose owner came no further
     again, charged = archives.restore(url, tmp_path / "again")
     assert charged == 1 and released(again) == dict.fromkeys(range(6), 1)
 

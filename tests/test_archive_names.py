@@ -15,11 +15,11 @@ from support.files import contents
 from support.training import make, train
 from test_exporting import OUTSIDE
 
-from dpdist.base.errors import ClusterError, UserError
-from dpdist.base.names import check_path, check_paths
-from dpdist.cluster.objectstore import ObjectStore
+from dpdist.cluster.object_store import ObjectStore
+from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.files import check_path, check_paths
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive, layout
+from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
@@ -57,7 +57,7 @@ def forge(store: ObjectStore, change: Callable[[dict], object]) -> None:
     manifest = json.loads(store.get("00000001/manifest.json"))
     manifest.pop("check")
     change(manifest)
-    raw = {**manifest, "check": layout.digest_of(manifest)}
+    raw = {**manifest, "check": archives.digest_of(manifest)}
     store.put("00000001/manifest.json", json.dumps(raw).encode())
 
 
@@ -176,29 +176,29 @@ def test_the_name_to_restore_under_stays_below_runs(archived, tmp_path):
 
 
 def test_with_a_key_nobody_else_can_write_a_manifest(finished, tmp_path, monkeypatch):
-    monkeypatch.setenv(layout.KEY, SECRET)
+    monkeypatch.setenv(archives.KEY, SECRET)
     store = archived_as(finished, tmp_path)
     good = store.get("00000001/manifest.json")
     archives.fetch(store.url, tmp_path / "fetched")
     with monkeypatch.context() as writer:  # of the bucket, without the key
-        writer.delenv(layout.KEY)
+        writer.delenv(archives.KEY)
         forge(store, lambda manifest: manifest.update(trained=False))
-        refused(store, tmp_path, f"written with a key: set {layout.KEY}")
+        refused(store, tmp_path, f"written with a key: set {archives.KEY}")
     refused(store, tmp_path, "its check does not fit its content")
     with monkeypatch.context() as writer:
-        writer.delenv(layout.KEY)
+        writer.delenv(archives.KEY)
         forge(store, lambda manifest: manifest.update(keyed=False))
     refused(store, tmp_path, "was written without a key")
     store.put("00000001/manifest.json", good)
     with monkeypatch.context() as other:
-        other.setenv(layout.KEY, SECRET[::-1])
+        other.setenv(archives.KEY, SECRET[::-1])
         refused(store, tmp_path, "its check does not fit its content")
-        other.setenv(layout.KEY, "short")
+        other.setenv(archives.KEY, "short")
         refused(store, tmp_path, "must have at least 32 characters")
     # The owner's next process reads its own manifest, and only with the key.
     mine = RunFolder(tmp_path / "mine" / "x")
     Archive.of(mine).update()
-    monkeypatch.delenv(layout.KEY)
+    monkeypatch.delenv(archives.KEY)
     with pytest.raises(UserError, match="written with a key"):
         Archive.of(mine).update()
 

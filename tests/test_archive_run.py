@@ -14,7 +14,7 @@ from support.here import command, without_ray
 from support.processes import kill, slow_steps, start, steps_done, wait_for
 from support.recipes import write_recipe
 
-from dpdist.cluster.objectstore import Missing, ObjectStore
+from dpdist.cluster.object_store import Missing, ObjectStore
 from dpdist.privacy.ledger import Ledger
 
 sys.path.insert(0, str(Path(__file__).parent))

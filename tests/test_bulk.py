@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dpdist import bulk
-from dpdist.base.errors import UserError
-from dpdist.base.table_files import Column
-from dpdist.cluster.journal import Journal
+from dpdist.cluster import job_folder
+from dpdist.cluster.job_folder import Journal
+from dpdist.core.errors import UserError
+from dpdist.core.files import Column
 
-KIND = bulk.Kind("certification", "certifying", frozenset({"radii"}))
+KIND = job_folder.Kind("certification", "certifying", frozenset({"radii"}))
 SCHEMA = pa.schema(
     [pa.field("index", pa.int64(), nullable=False), pa.field("radius", pa.float64())]
 )
@@ -30,9 +30,9 @@ def wanted(model: str = "A", **settings: Any) -> dict[str, Any]:
 
 def work(folder: Path, entry: Any = None, seed: str | None = None, **what: Any) -> list[Any]:
     """Open the folder as a job does, add one entry; what it held before."""
-    with bulk.held(folder, KIND) as journal:
+    with job_folder.held(folder, KIND) as journal:
         begin = {"seed": seed or "drawn", "classifier": None}
-        bulk.pin(journal, KIND, wanted(**what), seed, lambda: begin)
+        job_folder.pin(journal, KIND, wanted(**what), seed, lambda: begin)
         before = list(journal.entries)
         journal.append(entry)
         return before
@@ -42,9 +42,9 @@ def test_what_was_done_is_found_again(tmp_path: Path) -> None:
     assert work(tmp_path / "c", 1) == []
     assert work(tmp_path / "c", 2) == [1]
     assert work(tmp_path / "c", 3, radii=(0.1, 0.2)) == [1, 2]  # nothing depends on them
-    about = json.loads((tmp_path / "c" / bulk.SETTINGS).read_text())
-    with Journal(tmp_path / "c" / bulk.JOURNAL) as journal:
-        assert journal.header == {"settings": bulk.digest(about)}
+    about = json.loads((tmp_path / "c" / job_folder.SETTINGS).read_text())
+    with Journal(tmp_path / "c" / job_folder.JOURNAL) as journal:
+        assert journal.header == {"settings": job_folder.settings_digest(about)}
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         work(tmp_path, n=11)
     with pytest.raises(UserError, match="seed was 'drawn', now 'mine'"):
         work(tmp_path, seed="mine")
-    with bulk.held(tmp_path, KIND) as journal, pytest.raises(UserError) as refused:
+    with job_folder.held(tmp_path, KIND) as journal, pytest.raises(UserError) as refused:
         secret = replace(KIND, secret=True)
-        bulk.pin(journal, secret, wanted(), "mine", lambda: {})
+        job_folder.pin(journal, secret, wanted(), "mine", lambda: {})
     assert "the seed is another" in str(refused.value) and "drawn" not in str(refused.value)
     assert work(tmp_path) == [1]
 
@@ -65,28 +65,30 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["A", "B"])
 def test_without_settings_nothing_is_taken_over(tmp_path: Path, model: str) -> None:
     work(tmp_path, "a row of A")
-    (tmp_path / bulk.SETTINGS).unlink()
+    (tmp_path / job_folder.SETTINGS).unlink()
     with pytest.raises(UserError, match=r"but not settings\.json, which says of which; remove"):
         work(tmp_path, model=model)
-    assert not (tmp_path / bulk.SETTINGS).exists()  # so that it is refused again
-    with Journal(tmp_path / bulk.JOURNAL) as journal:
+    assert not (tmp_path / job_folder.SETTINGS).exists()  # so that it is refused again
+    with Journal(tmp_path / job_folder.JOURNAL) as journal:
         assert list(journal.entries)[1:] == ["a row of A"]
 
 
 def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
     work(tmp_path / "a", "a row of A")
     work(tmp_path / "b", "a row of B", model="B")
-    (tmp_path / "b" / bulk.JOURNAL).write_bytes((tmp_path / "a" / bulk.JOURNAL).read_bytes())
+    (tmp_path / "b" / job_folder.JOURNAL).write_bytes(
+        (tmp_path / "a" / job_folder.JOURNAL).read_bytes()
+    )
     with pytest.raises(UserError, match=r"do not belong to settings\.json"):
         work(tmp_path / "b", model="B")
     # Settings changed by hand, and a journal that does not say whose it is.
-    path = tmp_path / "a" / bulk.SETTINGS
+    path = tmp_path / "a" / job_folder.SETTINGS
     path.write_text(path.read_text().replace('"n": 10', '"n": 99'))
     with pytest.raises(UserError, match=r"do not belong to settings\.json"):
         work(tmp_path / "a", n=99)
     work(tmp_path / "old")
-    (tmp_path / "old" / bulk.JOURNAL).unlink()
-    with Journal(tmp_path / "old" / bulk.JOURNAL) as journal:
+    (tmp_path / "old" / job_folder.JOURNAL).unlink()
+    with Journal(tmp_path / "old" / job_folder.JOURNAL) as journal:
         journal.append({"index": 3})
     with pytest.raises(UserError, match=r"do not belong to settings\.json"):
         work(tmp_path / "old")
@@ -94,7 +96,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 def test_a_lost_journal_begins_anew(tmp_path: Path) -> None:
     work(tmp_path, 1)
-    (tmp_path / bulk.JOURNAL).unlink()
+    (tmp_path / job_folder.JOURNAL).unlink()
     assert work(tmp_path, 2) == []
     assert work(tmp_path) == [2]
 
@@ -105,38 +107,42 @@ def test_what_fails_before_it_began_leaves_nothing(tmp_path: Path) -> None:
 
     with (
         pytest.raises(UserError, match="cannot be certified"),
-        bulk.held(tmp_path / "new", KIND) as journal,
+        job_folder.held(tmp_path / "new", KIND) as journal,
     ):
-        bulk.pin(journal, KIND, wanted(), None, fail)
+        job_folder.pin(journal, KIND, wanted(), None, fail)
     assert not (tmp_path / "new").exists()
 
 
 def table(folder: Path, model: str = "A") -> Path:
     about = {**wanted(model), "format": 1, "seed": "s"}
     path = folder / "t.parquet"
-    bulk.write_table(bulk.build_table([{"index": 1, "radius": 0.5}], SCHEMA, about, KEY), path)
-    (folder / bulk.SETTINGS).write_text(json.dumps(about))
+    job_folder.write_table(
+        job_folder.build_table([{"index": 1, "radius": 0.5}], SCHEMA, about, KEY), path
+    )
+    (folder / job_folder.SETTINGS).write_text(json.dumps(about))
     return path
 
 
 def read(path: Path) -> pa.Table:
-    return bulk.read_table(path, COLUMNS, KEY)
+    return job_folder.read_table(path, COLUMNS, KEY)
 
 
 def test_a_table_is_read_beside_its_own_settings_only(tmp_path: Path) -> None:
     ours, theirs = table(tmp_path / "a"), table(tmp_path / "b", "B")
     assert read(ours).num_rows == 1
-    (tmp_path / "a" / bulk.SETTINGS).write_bytes((tmp_path / "b" / bulk.SETTINGS).read_bytes())
+    (tmp_path / "a" / job_folder.SETTINGS).write_bytes(
+        (tmp_path / "b" / job_folder.SETTINGS).read_bytes()
+    )
     with pytest.raises(UserError, match=r"not of the settings in settings\.json beside it"):
         read(ours)
-    (tmp_path / "a" / bulk.SETTINGS).unlink()
-    assert bulk.about_table(read(ours), KEY)["model"] == "A"  # it says itself
+    (tmp_path / "a" / job_folder.SETTINGS).unlink()
+    assert job_folder.about_table(read(ours), KEY)["model"] == "A"  # it says itself
     assert read(theirs).num_rows == 1
 
 
 def test_a_table_whose_settings_were_replaced_is_damaged(tmp_path: Path) -> None:
     path = table(tmp_path)
-    (tmp_path / bulk.SETTINGS).unlink()
+    (tmp_path / job_folder.SETTINGS).unlink()
     found = pq.read_table(path)
     metadata = dict(found.schema.metadata)
     metadata[KEY] = metadata[KEY].replace(b'"A"', b'"B"')

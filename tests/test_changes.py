@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dpdist.base.errors import UserError
-from dpdist.commands import audit, cli
+from dpdist.cli import audit, main
+from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load, read_changes, resolve
 
@@ -86,7 +86,7 @@ def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, message):
 )  # fmt: skip
 def test_every_command_that_takes_a_recipe_takes_it(path, command):
     asked = [*command.split(), str(path), "--set", "training.batch_size=0"]
-    done = CliRunner().invoke(cli.app, asked)
+    done = CliRunner().invoke(main.app, asked)
     assert isinstance(done.exception, UserError), done.output
     assert "training.batch_size: must be >= 1, got 0" in str(done.exception)
 

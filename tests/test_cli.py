@@ -14,7 +14,7 @@ import yaml
 from support.datasets import write_split
 from support.recipes import write_recipe
 
-from dpdist.commands.cli import main
+from dpdist.cli.main import main
 
 pytestmark = pytest.mark.whole
 
@@ -109,7 +109,7 @@ def test_calculators_import_neither_torch_nor_ray():
     code = (
         "import sys; sys.argv = ['dpdist', 'account', 'epsilon', '--records', '1000', "
         "'--batch-size', '10', '--noise-multiplier', '1', '--steps', '5', '--delta', '1e-5']\n"
-        "from dpdist.commands.cli import main\n"
+        "from dpdist.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print({'torch', 'ray'} & set(sys.modules))"
     )
@@ -283,8 +283,7 @@ def test_a_run_of_a_newer_version(dpdist, tmp_path):
 
 def test_files_that_cannot_be_used(dpdist, tmp_path):
     """A file where the run folder should be; a damaged ledger; a ledger that is gone."""
-    from dpdist.runs.planning import make_plan
-    from dpdist.runs.recipe import load
+    from dpdist.runs.recipe import load, make_plan
 
     (tmp_path / "runs").write_text("")
     line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))

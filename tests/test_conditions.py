@@ -10,13 +10,12 @@ import pytest
 import yaml
 from support.here import command, without_ray
 
+import dpdist.config
 import dpdist.methods
-import dpdist.sections
-from dpdist.base.conditions import conditions_of, unused
-from dpdist.base.errors import UserError
-from dpdist.base.fields import Section
+from dpdist.core.errors import UserError
+from dpdist.core.fields import Section, conditions_of, unused
 from dpdist.methods.base import Method
-from dpdist.methods.catalogue import METHODS
+from dpdist.methods.registry import METHODS
 from dpdist.runs.recipe import RECIPES, load, parse, refuse_unused
 
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
@@ -194,7 +193,7 @@ def test_an_option_that_nothing_would_use_is_refused(case):
 
 def sections() -> list[type[Section]]:
     """Every section that a recipe may have, and every method."""
-    for package in (dpdist.sections, dpdist.methods):
+    for package in (dpdist.config, dpdist.methods):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
     found, grown = [Section], 0
@@ -266,6 +265,6 @@ def test_a_run_that_was_begun_so_goes_on(tmp_path, monkeypatch, capsys):
 
 def test_the_names_of_built_in_data_are_right():
     from dpdist import data
-    from dpdist.sections.data import BUILT_IN
+    from dpdist.config.data import BUILT_IN
 
     assert set(BUILT_IN) == set(data.BUILT_IN)

@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from dpdist import pipeline
-from dpdist.base.errors import UserError
-from dpdist.base.storage import write_json
+from dpdist.core.errors import UserError
+from dpdist.core.files import write_json
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import ParameterDraws
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training.estimate import _besides
+from dpdist.training.collectives import Sharded, Whole
 from dpdist.training.job import prepare
+from dpdist.training.model_setup import _besides
 from dpdist.training.records import source_of, training_data
-from dpdist.training.sharding import Sharded, Whole
-from dpdist.tuning import preparing
+from dpdist.tuning import search as preparing
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.trial import begin_trial
 

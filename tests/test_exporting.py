@@ -11,9 +11,9 @@ import tarfile
 import pytest
 from support.files import contents
 
-from dpdist.base.errors import UserError
-from dpdist.release.files import RELEASED
-from dpdist.runs.exporting import PUBLISHABLE, export, unpack
+from dpdist.core.errors import UserError
+from dpdist.release.bundle import RELEASED
+from dpdist.runs.archive import PUBLISHABLE, export_text, unpack_text
 from dpdist.runs.folder import RunFolder
 
 PUBLIC = {
@@ -53,8 +53,8 @@ def run(tmp_path) -> RunFolder:
 
 
 def test_publishable_files_come_home_and_private_ones_stay(run, tmp_path):
-    log = f"chatter before\n{export(run)}\nchatter after\n"
-    written = unpack(log, tmp_path / "home")
+    log = f"chatter before\n{export_text(run)}\nchatter after\n"
+    written = unpack_text(log, tmp_path / "home")
     assert contents(tmp_path / "home") == PUBLIC
     assert len(written) == len(PUBLIC)
     assert "private" not in PUBLISHABLE and "run.json" not in PUBLISHABLE
@@ -62,7 +62,7 @@ def test_publishable_files_come_home_and_private_ones_stay(run, tmp_path):
 
 def test_a_release_folder_that_is_a_link_into_private_is_not_followed(run):
     (run.path / "attacks").symlink_to(run.private)
-    raw = base64.b64decode("".join(export(run).splitlines()[1:-1]))
+    raw = base64.b64decode("".join(export_text(run).splitlines()[1:-1]))
     with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
         names = archive.getnames()
     assert names == sorted(PUBLIC, key=lambda name: PUBLISHABLE.index(name.split("/")[0]))
@@ -71,7 +71,7 @@ def test_a_release_folder_that_is_a_link_into_private_is_not_followed(run):
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
 def test_a_damaged_log_gives_nothing(run, tmp_path, damage):
-    log = export(run)
+    log = export_text(run)
     if damage == "cut":
         log = log[: len(log) // 2]
     elif damage == "changed":
@@ -80,7 +80,7 @@ def test_a_damaged_log_gives_nothing(run, tmp_path, damage):
     else:
         log = "nothing here"
     with pytest.raises(UserError, match="export"):
-        unpack(log, tmp_path / "home")
+        unpack_text(log, tmp_path / "home")
     assert not (tmp_path / "home").exists()
 
 
@@ -114,24 +114,24 @@ def as_log(raw: bytes) -> str:
 )  # fmt: skip
 def test_a_file_that_has_no_business_there_is_refused(names, tmp_path):
     with pytest.raises(UserError, match="export that cannot be used"):
-        unpack(crafted(*names), tmp_path / "home")
+        unpack_text(crafted(*names), tmp_path / "home")
     assert not (tmp_path / "home").exists() and not (tmp_path / "evil").exists()
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
 def test_an_export_holds_files_only(kind, tmp_path):
     with pytest.raises(UserError, match="may not leave"):
-        unpack(crafted("report/page", kind=kind, size=0), tmp_path / "home")
+        unpack_text(crafted("report/page", kind=kind, size=0), tmp_path / "home")
 
 
 def test_an_export_that_unpacks_to_very_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpdist.runs.exporting.MAX_BYTES", 10_000)
+    monkeypatch.setattr("dpdist.runs.archive.MAX_BYTES", 10_000)
     log = crafted("report/index.html", size=10**6)
     with pytest.raises(UserError, match="larger than"):
-        unpack(log, tmp_path / "home")
+        unpack_text(log, tmp_path / "home")
     for raw in (b"", b"no gzip", gzip.compress(b"no tar")):
         with pytest.raises(UserError, match="cannot be used"):
-            unpack(as_log(raw), tmp_path / "home")
+            unpack_text(as_log(raw), tmp_path / "home")
 
 
 def test_a_link_in_the_target_is_not_followed(run, tmp_path):
@@ -139,22 +139,22 @@ def test_a_link_in_the_target_is_not_followed(run, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "home" / "report").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a link"):
-        unpack(export(run), tmp_path / "home")
+        unpack_text(export_text(run), tmp_path / "home")
     assert not list((tmp_path / "elsewhere").iterdir())
     (tmp_path / "home" / "report").unlink()
     (tmp_path / "elsewhere" / "victim").write_text("mine")
     (tmp_path / "home" / "recipe.yaml").symlink_to(tmp_path / "elsewhere" / "victim")
-    unpack(export(run), tmp_path / "home")
+    unpack_text(export_text(run), tmp_path / "home")
     assert (tmp_path / "elsewhere" / "victim").read_text() == "mine"
     assert contents(tmp_path / "home") == PUBLIC
 
 
 def test_weights_do_not_leave_without_their_card(run, tmp_path):
     (run.release / "privacy_card.json").unlink()
-    unpack(export(run), tmp_path / "home")
+    unpack_text(export_text(run), tmp_path / "home")
     assert not (tmp_path / "home" / "release").exists()
 
 
 def test_too_much_for_a_log_is_refused(run):
     with pytest.raises(UserError, match="copy it from the shared storage"):
-        export(run, limit=100)
+        export_text(run, limit=100)

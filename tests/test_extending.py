@@ -14,12 +14,12 @@ from support.recipes import write_recipe
 from support.training import make, train
 
 from dpdist import data
-from dpdist.adversary import ascents, names
-from dpdist.adversary.balls import Ball
-from dpdist.attacks import evasion
-from dpdist.certification import catalogue, reading
+from dpdist.attacks import gradient_attacks
+from dpdist.attacks.gradient_attacks import Ball
+from dpdist.certification import registry, table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.job import certify
+from dpdist.core import fields
 from dpdist.training.records import source_of
 
 pytestmark = pytest.mark.whole
@@ -70,11 +70,11 @@ def test_a_certificate(beside, monkeypatch):
     without_ray(monkeypatch)
     test = data.load(source_of(recipe), "test")
     tables = {}
-    monkeypatch.setitem(catalogue.BY_MODE, "hoeffding", Hoeffding)
+    monkeypatch.setitem(registry.BY_MODE, "hoeffding", Hoeffding)
     for kind in (Hoeffding, Cohen):
         settings = kind(sigma=0.1, n=400, n0=20, max_inputs=30, seed="5a")
         certify(folder.model, test, settings, beside / kind.__name__)
-        tables[kind] = reading.read(beside / kind.__name__ / "certificates.parquet")
+        tables[kind] = table_reader.read(beside / kind.__name__ / "certificates.parquet")
     mine, exact = (tables[kind].table.to_pandas() for kind in (Hoeffding, Cohen))
     assert (mine["k"] == exact["k"]).all()
     assert (mine["p_lower"] < exact["p_lower"]).all()  # the exact bound is the better one
@@ -84,11 +84,11 @@ def test_a_certificate(beside, monkeypatch):
 def test_an_attack(beside, monkeypatch, capsys):
     recipe, folder = make(beside / "runs", "x", model="linear", training__steps=30)
     train(recipe, folder)
-    monkeypatch.setitem(ascents.FROM_THE_CENTRE, "settling", None)  # gone again afterwards
+    monkeypatch.setitem(gradient_attacks.FROM_THE_CENTRE, "settling", None)  # gone again afterwards
     import settling  # noqa: F401
 
-    every = (*names.ATTACKS, "settling")
-    for module in (names, evasion, sys.modules["dpdist.attacks.settings"]):
+    every = (*fields.ATTACKS, "settling")
+    for module in (fields, gradient_attacks, sys.modules["dpdist.attacks.settings"]):
         monkeypatch.setattr(module, "ATTACKS", every)
     without_ray(monkeypatch)
     asked = ("--attacks", "settling", "--sizes", "0.1", "--max-inputs", "20", "--steps", "4")
@@ -97,5 +97,7 @@ def test_an_attack(beside, monkeypatch, capsys):
     assert "settling" in done.out
     centre = torch.full((2, 1, 8, 8), 0.5)
     ball = Ball(centre, torch.full((2,), 0.1, dtype=torch.float64), "l2")
-    moved = ascents.FROM_THE_CENTRE["settling"](lambda point, step: torch.ones(2, 1, 8, 8), ball, 3)
+    moved = gradient_attacks.FROM_THE_CENTRE["settling"](
+        lambda point, step: torch.ones(2, 1, 8, 8), ball, 3
+    )
     assert torch.allclose((moved - centre).flatten(1).norm(dim=1), ball.size.float(), rtol=0.2)

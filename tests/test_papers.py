@@ -13,10 +13,9 @@ import pytest
 from scipy.special import gammaln, logsumexp
 from support.benchmarks import load as load_benchmark
 
-from dpdist.base.errors import UserError
-from dpdist.commands.cli import app
-from dpdist.runs.planning import make_plan
-from dpdist.runs.recipe import RECIPES
+from dpdist.cli.main import app
+from dpdist.core.errors import UserError
+from dpdist.runs.recipe import RECIPES, make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "evidence" / "papers.md"

@@ -15,7 +15,7 @@ from support.processes import LOOPBACK, descendants, listened_on, start
 from support.recipes import write_recipe
 from support.training import make, train
 
-from dpdist.commands.releasing import write_release
+from dpdist.publishing import write_release
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.whole]
 

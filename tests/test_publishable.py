@@ -18,19 +18,18 @@ from support.datasets import write_images
 from typer.testing import CliRunner
 
 from dpdist import pipeline
-from dpdist.commands.cli import app
-from dpdist.commands.releasing import write_release
-from dpdist.data.hashes import hashes_of, positions
-from dpdist.reports.as_json import published as published_json
+from dpdist.cli.main import app
+from dpdist.data.record_hashes import hashes_of, positions
+from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
-from dpdist.runs.archive import Archive
-from dpdist.runs.exporting import export, publishable
+from dpdist.reports.summary import published as published_json
+from dpdist.runs.archive import Archive, export_text, publishable
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import loop
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.records import evaluation_data, source_of, training_data
-from dpdist.training.reducer import Reducer
 
 pytestmark = pytest.mark.whole
 
@@ -81,7 +80,7 @@ def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
     pipeline.public_stage(recipe, "test")
     job = prepare(recipe, folder, "test")
     Archive.begin(folder, f"file://{store}", private=False)
-    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run(job, Reducer(0, 1, torch.device("cpu")))
     pipeline.evaluate_stage(recipe, folder)
     write_release(folder, not_private=True)
     pipeline.report_stage(folder)
@@ -99,7 +98,7 @@ def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
     told = CliRunner().invoke(app, ["data", "check", str(work / "recipe.yaml")])
     assert told.exit_code == 0, told.output
     found["data check"] = told.output.encode()
-    assert export(folder)  # holds the publishable files and nothing else
+    assert export_text(folder)  # holds the publishable files and nothing else
     fingerprint = training_data(recipe, source_of(recipe)).fingerprint
     shutil.rmtree(work)
     return {name: timeless(raw) for name, raw in found.items()}, fingerprint

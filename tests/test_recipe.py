@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.runs.recipe import Recipe, load, parse
 
 RECIPE = {

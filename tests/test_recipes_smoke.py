@@ -10,15 +10,15 @@ from support.extras import needs_hf
 from support.here import without_ray
 
 from dpdist import data, models
-from dpdist.data import catalog
+from dpdist.data import registry
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import RECIPES, load
+from dpdist.training.collectives import Reducer
+from dpdist.training.ensembles import Ensemble
 from dpdist.training.job import prepare
-from dpdist.training.loop import run
-from dpdist.training.pretrain import pretrain
-from dpdist.training.reducer import Reducer
-from dpdist.training.teachers import Ensemble
+from dpdist.training.pretraining import pretrain
 from dpdist.training.trainer import fit
+from dpdist.training.worker import run
 
 pytestmark = pytest.mark.whole
 
@@ -117,8 +117,8 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         if recipe.public.weights is not None:
             small["public.weights"] = None  # nothing is downloaded here
         small["public.training"] = {"batch_size": 2, "steps": 1, "learning_rate": 0.01}
-        for made in catalog.INVENTED.values():
-            monkeypatch.setattr(made, "RECORDS", 400)
+        for made in registry.INVENTED.values():
+            monkeypatch.setattr(made, "records", 400)
     recipe = load(path, small)
     if recipe.public is not None:
         pretrain(recipe, str(path))

@@ -32,21 +32,21 @@ from support.here import Done, command, without_ray
 from support.recipes import write_recipe
 
 import dpdist
-from dpdist import bulk, models
-from dpdist.base.errors import UserError
-from dpdist.base.json_values import same_json
-from dpdist.certification import reading
+from dpdist import models
 from dpdist.certification import table as tables
+from dpdist.certification import table_reader
 from dpdist.certification.cohen import certify
-from dpdist.certification.noises import Gaussian
+from dpdist.certification.noise import Gaussian
+from dpdist.cluster import job_folder
+from dpdist.core.errors import UserError
+from dpdist.core.files import same_json
 from dpdist.models import ModelSpec
 from dpdist.privacy import accounting
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.release import verifying
-from dpdist.release.description import certified_of, description_of
-from dpdist.release.files import (
+from dpdist.release import verify as verifying
+from dpdist.release.bundle import (
     CARD,
     CARD_TEXT,
     DESCRIPTION,
@@ -55,12 +55,14 @@ from dpdist.release.files import (
     SIGNATURE,
     SUMS,
     ReleaseError,
+    certified_of,
+    description_of,
     sums_of,
     table_name,
 )
-from dpdist.release.page import model_card
+from dpdist.release.model_card import model_card
 from dpdist.release.tables import count_difference
-from dpdist.release.verifying import verify
+from dpdist.release.verify import verify
 from dpdist.runs.folder import RunFolder
 
 RECIPE = {
@@ -144,8 +146,9 @@ def changed_table(
     table = tables.read(folder / name)
     found, said = table.to_pylist(), tables.about(table)
     rows(found)
-    if bulk.LABELS in said:
-        said[bulk.LABELS] = bulk.label_digest(*zip(*((r["index"], r["label"]) for r in found)))  # noqa: B905
+    if job_folder.LABELS in said:
+        pairs = [(row["index"], row["label"]) for row in found]
+        said[job_folder.LABELS] = job_folder.label_digest(*zip(*pairs, strict=True))
     about(said)
     tables.write(tables.build(found, said, table.schema), folder / name)
     if (folder / SUMS).exists():
@@ -180,7 +183,7 @@ def test_what_is_in_it(made):
     assert "seed" not in about["certificate"] and "max_train" not in about["data"]
     (table,) = about["certified"]
     path = made.parent / "certificates" / table["title"] / "certificates.parquet"
-    certified = reading.read(path)
+    certified = table_reader.read(path)
     assert table["radii"] == [0.0, 0.1]
     assert table["accuracy"] == [certified.certified_accuracy(radius) for radius in (0.0, 0.1)]
     evaluation = json.loads((made.parent / "evaluation.json").read_text())
@@ -577,8 +580,8 @@ def test_a_release_answers_without_its_run(copied, call, work):
 
 
 def test_a_replica_answers_by_the_release_that_is_described_and_no_other(copied):
-    from dpdist.serving.deployments import Classifier, Serving
-    from dpdist.serving.gate import Limits
+    from dpdist.serving.app import Limits
+    from dpdist.serving.deployment import Classifier, Serving
 
     serving = Serving(copied, None, None, 100, 0.001, 1, Limits())
     described = dpdist.load(copied).sums
@@ -593,7 +596,7 @@ def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch)
     done = call("certify", copied, "--n", "50", "--max-inputs", "3", "--csv", "all.csv")
     assert done.code == 0, done.err
     (path,) = (work / "certificates/small").glob("*/certificates.parquet")
-    table = reading.read(path)
+    table = table_reader.read(path)
     assert table.about["model"] == models.model_hash(copied)
     assert (table.sigma, table.n, len(table.index)) == (0.25, 50, 3)
     assert (work / "all.csv").read_text().count("\n") == 4
@@ -612,7 +615,7 @@ def test_numbers_may_differ_in_their_last_bits():
 
 def test_a_model_with_noise_inside_names_it(tmp_path):
     """Its deviations are among the weights; their digest is in the description."""
-    from dpdist.randomness.places import BehindLayer, place_of
+    from dpdist.randomness.noise_location import BehindLayer, place_of
 
     spec = ModelSpec("linear", (1, 2, 2), 3)
     model = models.initialise(spec, 1)
@@ -641,7 +644,7 @@ def other_counts(rows: list[dict[str, Any]]) -> None:
 
 def say_what_follows(folder: Path) -> None:
     """release.json and the pages say what an edited table says."""
-    found = reading.of(tables.read(folder / table_name(1)))
+    found = table_reader.of(tables.read(folder / table_name(1)))
     edit(folder, DESCRIPTION, at("certified", 0, to=certified_of(found)))
     write_pages(folder)
 
@@ -664,7 +667,7 @@ def test_counts_are_drawn_again_where_one_asks_for_it(copied, call, monkeypatch)
     say_what_follows(copied)
     assert call("verify", copied).code == 0  # consistent in itself
     fails(call, copied, "are not those of its noise", "--redraw", 4)
-    monkeypatch.setattr("dpdist.certification.device.name", lambda device: "a machine elsewhere")
+    monkeypatch.setattr("dpdist.certification.inference.name", lambda device: "a machine elsewhere")
     fails(call, copied, "rounding explains 0.01 %", "--redraw", 4)
 
 
@@ -711,7 +714,7 @@ def test_data_are_brought_for_drawing_again_alone(copied, call, tmp_path):
 
 
 def test_what_differs_by_rounding_is_said_and_little(copied):
-    stated = reading.read(copied / table_name(1)).table
+    stated = table_reader.read(copied / table_name(1)).table
     row = stated.slice(0, 1).to_pylist()[0]
     assert count_difference(row, row, stated.schema) == 0
     moved = copy.deepcopy(row) | {"k": row["k"] - 1}

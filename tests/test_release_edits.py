@@ -26,11 +26,10 @@ from test_release import (
     write_pages,
 )
 
-from dpdist.base.errors import UserError
 from dpdist.certification import table as tables
-from dpdist.release.description import certified_of
-from dpdist.release.files import CARD, DESCRIPTION, table_name
-from dpdist.release.verifying import PUBLISHERS_WORD, verify
+from dpdist.core.errors import UserError
+from dpdist.release.bundle import CARD, DESCRIPTION, certified_of, table_name
+from dpdist.release.verify import PUBLISHERS_WORD, verify
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpdist.audits.roc import Estimate
-from dpdist.base.rounding import bound, confidence, exact, percent, significant
-from dpdist.certification import reading
+from dpdist.audits.membership_statistics import Estimate
 from dpdist.certification import table as tables
-from dpdist.certification.catalogue import settings_of
+from dpdist.certification import table_reader
+from dpdist.certification.registry import settings_of
+from dpdist.core.console import bound, confidence, exact, percent, significant
 from dpdist.privacy.budget import (
     BudgetExceeded,
     Charge,
@@ -24,8 +24,8 @@ from dpdist.privacy.budget import (
     composed_guarantee,
 )
 from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -96,7 +96,7 @@ def test_target_radii_are_printed_as_they_are() -> None:
     place = settings.place(None, ())  # type: ignore[arg-type]
     row = settings.row(0, 0, settings.verdict([partial], place), place)
     about = {"settings": settings.identity, "seed": "s"}
-    found = reading.of(tables.build([row], about, settings.table_schema()))
+    found = table_reader.of(tables.build([row], about, settings.table_schema()))
     assert found.kind.lines(found, found.radii)[0] == (
         "certified at L2 radius 0.12345678", "100.00 %"
     )  # fmt: skip

@@ -14,11 +14,9 @@ import pytest
 from PIL import Image
 from support.datasets import png
 
-from dpdist.base.errors import UserError
-from dpdist.serving.batches import Batches
-from dpdist.serving.deployments import Classifier, require_server
-from dpdist.serving.gate import Gate, Limits, Lost, Reply
-from dpdist.serving.http import Application, listen, speak
+from dpdist.core.errors import UserError
+from dpdist.serving.app import Application, Gate, Limits, Lost, Reply, listen, speak
+from dpdist.serving.deployment import Batches, Classifier, require_server
 
 pytestmark = pytest.mark.whole
 
@@ -178,7 +176,7 @@ async def silent() -> AsyncIterator[bytes]:
 
 def test_a_body_that_does_not_come_holds_no_place(monkeypatch):
     """However long an answer may take: a body has a limit of its own."""
-    monkeypatch.setattr("dpdist.serving.gate._BODY_SECONDS", 0.05)
+    monkeypatch.setattr("dpdist.serving.app._BODY_SECONDS", 0.05)
     gate = Gate({}, SHAPE, Replica())
     assert asyncio.run(gate.reply("POST", "/predict", {}, silent())).status == 408
 

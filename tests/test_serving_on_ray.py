@@ -21,9 +21,9 @@ from support.training import make, train
 
 import dpdist
 from dpdist import pipeline
-from dpdist.commands.releasing import write_release
-from dpdist.serving.deployments import Serving, deployed
-from dpdist.serving.gate import Limits
+from dpdist.publishing import write_release
+from dpdist.serving.app import Limits
+from dpdist.serving.deployment import Serving, deployed
 
 pytestmark = pytest.mark.whole
 

@@ -16,7 +16,7 @@ CODE = """
 import contextlib, io, os, sys
 from pathlib import Path
 from start_up import CASES, prepare
-from dpdist.commands.cli import main
+from dpdist.cli.main import main
 
 prepare(Path("."))
 LIGHT = [
@@ -58,7 +58,7 @@ import runpy, sys
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
-        if name == "dpdist.commands.cli":
+        if name == "dpdist.cli.main":
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Interrupting())

@@ -10,132 +10,103 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.privacy.catalogue import KINDS
+from dpdist.privacy.phases import KINDS
 
 pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The rooms from the ground up: room -> rooms it may import, besides itself and base.
+# The rooms from the ground up: room -> rooms it may import, besides itself and core.
 ROOMS: dict[str, set[str]] = {
-    "base": set(),
+    "core": set(),
     "cluster": set(),
     "data": set(),
     "models": set(),
-    "randomness": {"models"},
-    "adversary": {"randomness", "models"},
-    "gradients": {"randomness"},
     "privacy": set(),
-    "bulk": {"cluster"},
-    "certification": {"randomness", "cluster", "models", "privacy", "bulk"},
-    "attacks": {"randomness", "adversary", "cluster", "models", "bulk", "certification"},
-    "sections": {"privacy", "certification"},
-    "release": {"randomness", "models", "privacy", "certification", "sections"},
+    "randomness": {"models"},
+    "certification": {"cluster", "models", "privacy", "randomness"},
+    "gradients": {"randomness"},
+    "attacks": {"cluster", "models", "randomness", "certification"},
+    "config": {"privacy", "certification"},
+    "methods": {"data", "models", "privacy", "randomness", "gradients", "attacks", "config"},
+    "release": {"models", "privacy", "randomness", "certification", "config"},
+    "runs": {"cluster", "privacy", "config", "methods", "release"},
     "serving": {"data", "certification", "release"},
-    "methods": {
-        "randomness",
-        "adversary",
-        "gradients",
-        "data",
-        "models",
-        "privacy",
-        "sections",
-    },
-    "runs": {"cluster", "privacy", "release", "sections", "methods"},
     "training": {
-        "randomness",
         "cluster",
-        "gradients",
         "data",
         "models",
         "privacy",
-        "release",
-        "bulk",
-        "sections",
+        "randomness",
+        "gradients",
+        "config",
         "methods",
+        "release",
         "runs",
     },
+    "evaluation": {"data", "models", "randomness", "certification", "runs", "training"},
     "poisoning": {
-        "randomness",
+        "cluster",
         "models",
         "privacy",
-        "bulk",
+        "randomness",
         "certification",
+        "runs",
+        "training",
+    },
+    "tuning": {
+        "cluster",
+        "data",
+        "models",
+        "privacy",
+        "randomness",
+        "certification",
+        "gradients",
+        "config",
+        "methods",
         "runs",
         "training",
     },
     "audits": {
-        "poisoning",
-        "randomness",
         "cluster",
-        "gradients",
         "data",
         "models",
         "privacy",
-        "bulk",
+        "randomness",
         "certification",
+        "gradients",
         "attacks",
-        "sections",
+        "config",
         "methods",
         "runs",
         "training",
-    },
-    "reports": {
-        "randomness",
-        "privacy",
-        "bulk",
-        "certification",
-        "attacks",
-        "audits",
-        "sections",
-        "runs",
-    },
-    "tuning": {
-        "randomness",
-        "cluster",
-        "gradients",
-        "data",
-        "models",
-        "privacy",
-        "certification",
-        "sections",
-        "methods",
-        "runs",
-        "training",
-    },
-    "evaluation": {"randomness", "data", "models", "certification", "runs", "training"},
-    "pipeline": {
-        "evaluation",
-        "cluster",
-        "bulk",
-        "certification",
-        "runs",
-        "reports",
-        "training",
-        "tuning",
-    },
-    "commands": {
-        "randomness",
-        "cluster",
-        "data",
-        "models",
-        "privacy",
-        "bulk",
-        "certification",
-        "attacks",
-        "audits",
         "poisoning",
+    },
+    "reports": {"privacy", "randomness", "certification", "attacks", "config", "runs", "audits"},
+    "pipeline": {"cluster", "certification", "runs", "training", "evaluation", "tuning", "reports"},
+    "publishing": {"models", "privacy", "randomness", "release", "runs", "reports"},
+    "cli": {
+        "cluster",
+        "data",
+        "models",
+        "privacy",
+        "randomness",
+        "certification",
+        "attacks",
         "release",
-        "serving",
         "runs",
-        "reports",
+        "serving",
         "training",
-        "tuning",
         "evaluation",
+        "poisoning",
+        "tuning",
+        "audits",
+        "reports",
         "pipeline",
+        "publishing",
     },
 }
-NO_TORCH_NO_RAY = ("dpdist.bulk", "dpdist.privacy", "dpdist.reports", "dpdist.runs")
+NO_TORCH_NO_RAY = ("dpdist.cluster.job_folder", "dpdist.privacy", "dpdist.reports", "dpdist.runs")
 
 
 def _files():
@@ -173,7 +144,7 @@ def violations(path: Path, text: str) -> list[str]:
     found = []
     for name in _imports(ast.parse(text)):
         target = _room(name)
-        if room and target not in (None, room, "base") and target not in ROOMS[room]:
+        if room and target not in (None, room, "core") and target not in ROOMS[room]:
             found.append(f"{module} imports {name}")
         if module.startswith(NO_TORCH_NO_RAY) and name.split(".")[0] in ("torch", "ray"):
             found.append(f"{module} imports {name}")
@@ -274,7 +245,7 @@ def asks_for(text: str, classes: set[str], names: set[str]) -> list[str]:
 
 
 def test_nobody_asks_which_kind_a_phase_is():
-    own = {ROOT / "dpdist" / "privacy" / f"{name}.py" for name in ("releases", "combined", "votes")}
+    own = {ROOT / "dpdist" / "privacy" / "phases.py"}
     classes = {kind.__name__ for kind in KINDS.values()}
     for path in set(_files()) - own:
         assert asks_for(path.read_text(), classes, set(KINDS)) == [], path
@@ -297,36 +268,36 @@ def test_questions_about_kinds_are_found():
 def test_the_rule_can_fail():
     path = ROOT / "dpdist" / "privacy" / "plan.py"
     assert violations(path, "import torch")
-    assert violations(path, "from dpdist.training import loop")
-    assert violations(ROOT / "cluster" / "pool.py", "from dpdist import models")
-    assert violations(ROOT / "tuning" / "search.py", "from cluster import pool")
+    assert violations(path, "from dpdist.training import worker")
+    assert violations(ROOT / "cluster" / "actor_pool.py", "from dpdist import models")
+    assert violations(ROOT / "tuning" / "search.py", "from cluster import actor_pool")
 
 
 def test_no_circle_among_rooms():
     rooms = list(ROOMS)
-    assert rooms[0] == "base" and not ROOMS["base"]
+    assert rooms[0] == "core" and not ROOMS["core"]
     for number, (room, below) in enumerate(ROOMS.items()):
         assert below <= set(rooms[:number]), room
 
 
 LIGHT = (
-    "dpdist.commands.cli",
+    "dpdist.cli.main",
     "dpdist.runs.recipe",
-    "dpdist.methods.catalogue",
+    "dpdist.methods.registry",
     "dpdist.privacy.plan",
     "dpdist.privacy.ledger",
-    "dpdist.certification.catalogue",
-    "dpdist.certification.reading",
-    "dpdist.release.reading",
-    "dpdist.audits.findings",
-    "dpdist.audits.catalogue",
-    "dpdist.attacks.reading",
+    "dpdist.certification.registry",
+    "dpdist.certification.table_reader",
+    "dpdist.release.bundle",
+    "dpdist.audits.membership_findings",
+    "dpdist.audits.registry",
+    "dpdist.attacks.table",
     "dpdist.models",
     "dpdist.data",
     "dpdist.pipeline",
-    "dpdist.training.pretrain",
-    "dpdist.reports.page",
-    "dpdist.commands.releasing",
+    "dpdist.training.pretraining",
+    "dpdist.reports.html",
+    "dpdist.publishing",
 )
 
 

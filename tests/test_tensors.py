@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dpdist.base.tensors import tensor_of
+from dpdist.core.optional_imports import tensor_of
 
 
 def test_what_may_not_be_written_is_copied_and_all_else_shared(recwarn) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """\
 import cluster, tuning
 import dpdist
-from dpdist.cluster.clusterfile import templates
+from dpdist.cluster.cluster_file import templates
 from dpdist.tuning import space
 assert set(templates()) == {{"aws", "gcp", "local", "kuberay", "rayjob"}}
 assert cluster.OWNER == tuning.OWNER == "the user"

@@ -1,8 +1,9 @@
-"""The private manifest: how many trials, their keys and their settings, drawn before the first.
+"""The private manifest of a search: number of trials, keys and settings, drawn beforehand.
 
-Whoever learns K or sees trials that lost learns more than the guarantee allows, so the manifest
-never leaves private/. It is written once, whole, before anything runs; a continued search reads it
-back and draws nothing again: a second draw after looking at the first would be a second search.
+An adversary that learns K or sees trials that lost learns more than the guarantee allows, so the
+manifest never leaves private/. It is written once, whole, before anything runs; a continued search
+reads it back and draws nothing again: a second draw after looking at the first would be a second
+search.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.base.errors import UserError
-from dpdist.base.reading import read_json, shown
-from dpdist.base.storage import private_folder, write_json
+from dpdist.config.search import LawRecipe, TuneRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.files import private_folder, read_json, shown, write_json
 from dpdist.privacy.plan import plan_of
 from dpdist.randomness.keys import derive_key, words
 from dpdist.runs.folder import RunFolder
-from dpdist.sections.search import LawRecipe, TuneRecipe
-from dpdist.tuning.cost import Limit
-from dpdist.tuning.space import Values, draw
+from dpdist.tuning.space import Limit, Values, draw
 
 FORMAT = 1
 

@@ -1,4 +1,4 @@
-"""The table of `dpdist tune RECIPE --plan`: what each law of the number of trials would cost."""
+"""The table of `dpdist tune RECIPE --plan`: the cost of each law of the number of trials."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.base.errors import UserError
-from dpdist.base.storage import write_result
+from dpdist.config.search import LawRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.files import write_result
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.planning import settle
-from dpdist.runs.recipe import Recipe
-from dpdist.sections.search import LawRecipe
-from dpdist.tuning.cost import SearchCost, Sizes, kept_out
+from dpdist.runs.recipe import Recipe, settle
+from dpdist.tuning.space import SearchCost, Sizes, kept_out
 
 # Training records of data sets that everybody has; --records tells of others.
 KNOWN_SIZES = {
@@ -164,7 +163,8 @@ def row(recipe: Recipe, law: LawRecipe, own: bool, sizes: Sizes, noise: float, w
 
 def _by_renyi(plan: PrivacyPlan) -> float | None:
     """Epsilon by Renyi DP alone (quick orders); None where it has no bound."""
-    from dpdist.privacy.accounting import QUICK_ORDERS, Unsupported, rdp_epsilon
+    from dpdist.privacy.accounting import QUICK_ORDERS, rdp_epsilon
+    from dpdist.privacy.pld import Unsupported
 
     paths = plan.alternatives(plan.phases)
     try:

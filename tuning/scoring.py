@@ -1,9 +1,9 @@
 """The score of one trial: a count over records, with noise when the records are private.
 
-Every record adds a number in [0, 1] that depends on itself, the model and fresh randomness only, so
-the sum changes by at most 1 when one record is added or removed. Private records are executed one
-at a time, in batches of one shape: with other records in the batch, the last bit of a result (and
-so a class) could depend on them.
+Every record adds a number in [0, 1] that depends on itself, the model and fresh randomness only,
+so the sum changes by at most 1 when one record is added or removed. Private records are executed
+one at a time, in batches of one shape: with other records in the batch, the last bit of a result
+(and so a class) could depend on them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from dpdist import models
-from dpdist.base.errors import UserError
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.worker import Assignment, Worker, probe
+from dpdist.config.search import ScoreRecipe
+from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.gradients.noise import add_noise, grid_exponent
-from dpdist.randomness.keys import derive_key
-from dpdist.randomness.units import UnitSource
-from dpdist.sections.search import ScoreRecipe
+from dpdist.randomness.keys import UnitSource, derive_key
 
 _PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64

@@ -1,9 +1,10 @@
 """A private search from its recipe to the released winner, on Ray Tune; continued after a crash.
 
-The rules that make its guarantee true (docs/how-to/tuning.md): everything is drawn before the first
-trial; all K trials run to their end, whatever the others score; a failed trial counts as minus
-infinity; a repetition replays with the same keys; only the best trial leaves private/; a search
-that is broken off releases nothing.
+The rules that make its guarantee true (docs/how-to/tuning.md): everything is drawn before the
+first trial; all K trials run to their end, whatever the others score; a failed trial counts as
+minus infinity; a repetition replays with the same keys; only the best trial leaves private/; a
+search that is broken off releases nothing. Everything is checked before a search is drawn; nothing
+is written until all holds.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from dpdist.base.errors import NoRoom, UserError
-from dpdist.base.reading import read_json
-from dpdist.base.storage import write_atomic, write_json
-from dpdist.cluster.packages import check_nodes
+from dpdist.certification.noise import gaussian_l2_radius
 from dpdist.cluster.session import Session
+from dpdist.cluster.versions import check_nodes
+from dpdist.config.search import ScoreRecipe, TuneRecipe
+from dpdist.core.binomial import clopper_pearson_lower
+from dpdist.core.errors import NoRoom, UserError
+from dpdist.core.files import read_json, write_atomic, write_json
 from dpdist.data import Dataset
+from dpdist.data.dataset import refuse_common
 from dpdist.privacy.budget import Charge, Lineage
 from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
-from dpdist.runs.folder import RunFolder
-from dpdist.runs.planning import make_plan
-from dpdist.runs.recipe import Recipe
-from dpdist.runs.released import read_released
-from dpdist.sections.search import TuneRecipe
-from dpdist.training import charging
-from dpdist.training.job import PACKAGES
-from dpdist.training.records import source_of, training_data
-from dpdist.tuning.cost import SearchCost, kept_out
+from dpdist.runs.folder import OtherRun, RunFolder, read_released
+from dpdist.runs.recipe import Recipe, make_plan
+from dpdist.training import job
+from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
+from dpdist.training.records import private_data, source_of, training_data
 from dpdist.tuning.manifest import (
     SearchFolder,
     best,
@@ -48,10 +49,26 @@ from dpdist.tuning.manifest import (
     scores_of,
     trial_limit,
 )
-from dpdist.tuning.room import live_nodes, trials_at_once
-from dpdist.tuning.rounds import in_background, one_pass
-from dpdist.tuning.space import Values, probes, with_values
-from dpdist.tuning.trial import scoring_data, trial_recipe
+from dpdist.tuning.space import (
+    SearchCost,
+    Sizes,
+    Values,
+    check_space,
+    kept_out,
+    probes,
+    with_values,
+)
+from dpdist.tuning.trial import (
+    in_background,
+    live_nodes,
+    one_pass,
+    scoring_data,
+    trial_recipe,
+    trials_at_once,
+)
+
+# --- the search -------------------------------------------------------------------------------
+
 
 Progress = Callable[[int, int, float], None]
 
@@ -329,9 +346,9 @@ class Search:
         records = records_of(self.recipe, 0.0, 1.0)  # some to train, the others to score
         charge = Charge.of(self._charge_id(), self.recipe.name, plan, (), self._lineage(settle))
         if settle:
-            charging.settle(self.recipe, records, charge, where)
+            job.settle_charge(self.recipe, records, charge, where)
         else:
-            charging.reserve(self.recipe, records, charge, where)
+            job.reserve_charge(self.recipe, records, charge, where)
 
     def _lineage(self, ended: bool) -> Lineage:
         """What this search may release, or has where it ended. Of two copies of its folder each is
@@ -355,3 +372,105 @@ def records_of(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:
     """The training records of the recipe with these shares."""
     section = recipe.data.model_copy(update={"hold_out": hold_out, "fraction": fraction})
     return training_data(recipe.model_copy(update={"data": section}), source_of(recipe))
+
+
+# --- checks before a search -------------------------------------------------------------------
+
+
+def prepare(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = False) -> Search:
+    """Check as `check` does, then draw the search, or read it back. Raises UserError, and then
+    nothing was written."""
+    return check(recipe, folder, where, only_resume=only_resume).begin()
+
+
+def check(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = False) -> Search:
+    """Check all that can be checked, account the search, and write nothing.
+
+    only_resume: refuse to begin. Raises UserError.
+    """
+    assert recipe.tune is not None
+    continued = _check_same_search(recipe, folder)
+    if only_resume and not continued:
+        raise UserError(f"{folder.path}: no search to resume; without --resume one is begun")
+    check_space(recipe, where)
+    hold_out = kept_out(recipe)
+    dataset = records_of(recipe, hold_out, recipe.data.fraction)
+    check_records(recipe, source_of(recipe), where)
+    check_groups(recipe, dataset, where)
+    _check_scoring(recipe, dataset, where)
+
+    @cache
+    def counted(fraction: float) -> int:
+        return len(records_of(recipe, hold_out, fraction))
+
+    sizes = Sizes(len(records_of(recipe, 0.0, 1.0)), hold_out, counted)
+    cost = SearchCost(recipe, sizes, recipe.tune.law, where)
+    everything = private_data(recipe, source_of(recipe))  # what is scored on is among it
+    search = Search(recipe, folder, cost, everything.fingerprint)
+    if not (continued and search.folder.terms.exists()):
+        cost.plan  # noqa: B018  (refused here, if no theorem covers it)
+        parts = [check_trainable(search.planned(v)[0], where)[1] for v in probes(recipe.tune)]
+        search.assumed = sorted({part["assumed"] for part in parts if part and part["assumed"]})
+    search.check_begun()
+    return search
+
+
+def _check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
+    """Whether this search was begun before. Raises UserError when the folder holds another run."""
+    if not folder.asked.exists():
+        # Between the two files of a beginning there is nothing else.
+        if folder.check_same_recipe(recipe) and folder.plan.exists():
+            raise OtherRun(f"{folder.path}: holds a run without a search; choose another --name")
+        return False
+    folder.check_format()
+    different = folder.read_asked().same_experiment(recipe)
+    if different:
+        raise OtherRun(
+            f"{folder.path}: a search of that name exists with a different recipe "
+            f"({', '.join(different)} differ); choose another --name, or repeat the recipe to "
+            "continue it"
+        )
+    return True
+
+
+def _check_scoring(recipe: Recipe, dataset: Dataset, where: str) -> None:
+    """Raise UserError when the records or the objective of the scores cannot be used."""
+    assert recipe.tune is not None
+    score = recipe.tune.score
+    records = scoring_data(recipe)
+    if not len(records):
+        raise UserError(f"{where}: tune.score: there are no records to score on")
+    if score.public is not None:
+        if records.input_shape != dataset.input_shape:
+            raise UserError(
+                f"{where}: tune.score.public: inputs of shape {records.input_shape}, the training "
+                f"records have {dataset.input_shape}"
+            )
+        why = (
+            f"are in {records.name}, and scores on them would be used as if they were public; "
+            "leave public out to score on a held-out part, with noise"
+        )
+        private = private_data(recipe, source_of(recipe))
+        refuse_common(private, records, f"{where}: tune.score.public", why)
+    if not score.certifies:
+        return
+    for values in probes(recipe.tune):
+        _check_certified(with_values(recipe, values, where), score, where)
+
+
+def _check_certified(trial: Recipe, score: ScoreRecipe, where: str) -> None:
+    """Raise UserError when a trial cannot be scored by what is certified."""
+    certify = trial.certify
+    if certify is None or certify.sigma is None or certify.noise != "gaussian":
+        raise UserError(
+            f"{where}: tune.score.objectives: certified objectives need certify.sigma and Gaussian "
+            "noise in the recipe"
+        )
+    p_lower = clopper_pearson_lower(score.draws, score.draws, score.alpha)
+    reach = float(gaussian_l2_radius(p_lower, certify.sigma))
+    if score.radius is not None and score.radius > reach:
+        raise UserError(
+            f"{where}: tune.score.radius: {score.draws} draws at alpha {score.alpha:g} never "
+            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more draws "
+            "or a larger sigma"
+        )

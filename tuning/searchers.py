@@ -1,8 +1,8 @@
-"""How trials reach Ray Tune: in the manifest's order, or as an adaptive searcher suggests.
+"""Suggest trials to Ray Tune: in the manifest's order, or by an adaptive searcher.
 
 Ray asks for one trial after another; each is written down, with its noise, before it starts. So a
-continued search starts the trials it had, never others. An adaptive searcher (Optuna's TPE) is told
-scores that were paid for beforehand.
+continued search starts the trials it had, never others. An adaptive searcher (Optuna's TPE) is
+told scores that were paid for beforehand.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from dpdist.base.extras import library
-from dpdist.base.storage import write_json
-from dpdist.sections.search import Domain, TuneRecipe
+from dpdist.config.search import Domain, TuneRecipe
+from dpdist.core.files import write_json
+from dpdist.core.optional_imports import library
 from dpdist.tuning.manifest import SearchFolder, Trial, scores_of
 from dpdist.tuning.space import Values
 

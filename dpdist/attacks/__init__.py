@@ -1,1 +1,1 @@
-"""Evasion attacks, and certificates under attack."""
+"""Evasion attacks in bulk, and attacks on certificates."""

@@ -1,31 +1,221 @@
-"""A test set under attack, on a Ray cluster: resumable, the same table however it was computed."""
+"""Attack a test set, or its certificates, on a Ray cluster: resumable, with an identical table.
+
+A worker holds the classifier and attacks blocks of inputs.
+
+Certificates against attacks: no other class may be certified inside a certified radius. Each
+certified input is attacked within its radius and certified again at the attacked point, with fresh
+noise and in the same way. A *contradiction* is another class certified there. One noisy answer of
+another class is none, and neither is ABSTAIN: both may happen to a valid certificate.
+
+Certificates are wrong with probability alpha each, so some contradictions are allowed. Let A
+points be tried for each input. An input's contradiction needs a wrong first certificate (at most
+alpha) or, where the first is right, a wrong one at one of the points (at most alpha each, by noise
+drawn after the point was fixed): at most (1 + A) alpha by the union bound, for every input that
+was *submitted* to certification. Among the certified ones alone the share of wrong certificates
+may be larger, so the count is compared with all of them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
-from dpdist import bulk, models
+from dpdist import models
 from dpdist.attacks import table as tables
-from dpdist.attacks.counting import Counted, fix_form, require_logits
-from dpdist.attacks.worker import Assignment, Block, Worker
-from dpdist.base.errors import UserError
-from dpdist.bulk import Progress
-from dpdist.bulk.job import Book, Item, Row, Task, Work, run
+from dpdist.attacks.evaluation import Counted, Counters, MeanScores, count, fix_form, require_logits
+from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, box_of, distance
+from dpdist.attacks.table import VERDICT, Plausibility, plausibility
 from dpdist.certification import job as certification
-from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.reexecution import RowChoice
-from dpdist.cluster.calls import run_once
-from dpdist.randomness.places import place_of
-from dpdist.randomness.units import UnitSource
+from dpdist.certification import table_reader
+from dpdist.certification.certificate import ABSTAIN, Certificate, Counter, SampledPlace
+from dpdist.certification.cohen import predict
+from dpdist.certification.inference import ClassifierSpec, quiet_threads, stated_form
+from dpdist.certification.reexecution import Reexecution, RowChoice, alone_by
+from dpdist.certification.worker import Randomness
+from dpdist.cluster import job_folder
+from dpdist.cluster.actor_pool import run_once
+from dpdist.cluster.job_folder import Progress
+from dpdist.cluster.resumable_job import Book, Item, Row, Task, Work, run
+from dpdist.core.errors import UserError
+from dpdist.core.fields import NORMS, Norm
+from dpdist.core.files import shown, write_json
+from dpdist.core.optional_imports import tensor_of
+from dpdist.models import NO_CLASS, predicted_classes
+from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.noise_location import place_of
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
+
+
+# --- the worker -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows low..high-1 of the attacked inputs, and what is done to them.
+
+    sizes: float64 (high - low,); all equal but in a check of certificates.
+    """
+
+    attack: str
+    low: int
+    high: int
+    sizes: np.ndarray
+
+    @classmethod
+    def of(cls, attack: str, rows: slice, sizes: np.ndarray) -> Block:
+        """Of these rows, with the sizes of all inputs."""
+        part = sizes[rows]
+        return cls(attack, rows.start, rows.start + len(part), part)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """All that workers share; put into the object store once: workers need no data set.
+
+    inputs: float32 (N, ...), the attacked ones. indices: (N,), their places in the data set.
+    targets: int64 (N,), the classes that attacks lead away from.
+    """
+
+    counted: Counted
+    settings: AttackSettings
+    source: UnitSource
+    inputs: np.ndarray
+    indices: np.ndarray
+    targets: np.ndarray
+
+
+class Attacker:
+    """Finds attacked points of blocks, always with the same random numbers for the same input."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        quiet_threads()
+        self._assignment = assignment
+        self._randomness = Randomness(assignment.source)
+        counted = assignment.counted
+        counted.code.check("this worker")
+        model = counted.model.eval().requires_grad_(False)
+        self.classifier = RandomisedClassifier(model, counted.place, counted.by_votes)
+
+    def centres(self, block: Block) -> Tensor:
+        """float32 (B, ...): the block's inputs."""
+        return torch.from_numpy(self._assignment.inputs[block.low : block.high].copy())
+
+    def points(self, block: Block, targets: Tensor) -> Tensor:
+        """float32 (B, ...), within the block's sizes; raises RuntimeError if they were not."""
+        centres = self.centres(block)
+        if block.attack == "none":
+            return centres
+        settings = self._assignment.settings
+        found = attack(
+            block.attack,  # type: ignore[arg-type]
+            self.classifier,
+            Ball(centres, torch.tensor(block.sizes), settings.norm, box_of(centres)),
+            targets,
+            self._assignment.indices[block.low : block.high].tolist(),
+            self._randomness,
+            steps=settings.steps,
+            draws=settings.draws,
+            restarts=settings.restarts,
+            step_scale=settings.step_scale,
+        )
+        if not (distance(found.numpy(), centres.numpy(), settings.norm) <= block.sizes).all():
+            raise RuntimeError(f"{block.attack} left its ball")
+        return found
+
+
+class Worker:
+    """Called with a block; returns a JSON row for each of its inputs."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._attacker = Attacker(assignment)
+        self._assignment, self._settings = assignment, assignment.settings
+        self._counts: Counter | None = None
+        self._inspect: Reexecution | None = None
+        counted = assignment.counted
+        if counted.place.random:
+            counters = Counters(counted, assignment.source)
+            self._counts, self._batch = counters.named("answers"), counters.batch
+        elif counted.choice is not None:
+            others = tensor_of(counted.inputs)
+            self._inspect = Reexecution(
+                counted.choice, counted.model, self._logits, others,
+                alone=alone_by("eager", counted.code),
+            )  # fmt: skip
+
+    def __call__(self, block: Block) -> list[dict[str, Any]]:
+        centres = self._attacker.centres(block)
+        indices, labels = (
+            values[block.low : block.high].tolist()
+            for values in (self._assignment.indices, self._assignment.targets)
+        )
+        targets = torch.tensor(labels)
+        if self._settings.labels == "predicted" and block.attack != "none":
+            found = self._answers(centres, indices, "targets")[0]
+            targets = torch.where(found == NO_CLASS, targets, found)  # there is no answer to leave
+        points = self._attacker.points(block, targets)
+        stage = f"predict/{block.attack}/{float(block.sizes[0]).hex()}"
+        predictions, hits = self._answers(points, indices, stage)
+        moved = distance(points.numpy(), centres.numpy(), self._settings.norm)
+        return [
+            {
+                "index": index,
+                "label": labels[i],
+                "attack": block.attack,
+                "size": float(block.sizes[i]),
+                "distance": float(moved[i]),
+                "prediction": int(predictions[i]),
+                "hits": int(hits[i]),
+                "n": 1 if self._counts is None else self._settings.n,
+            }
+            for i, index in enumerate(indices)
+        ]
+
+    def _logits(self, points: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self._attacker.classifier.logits(points, None)
+
+    def _answers(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
+        """Return classes and how many draws say the most frequent one, int64 (B,) each.
+
+        Deterministic: the largest logit, -1 where the logits are not finite. Randomised, with fresh
+        noise, -1 where it abstains: PREDICT (Cohen et al., ICML 2019) by votes, the class of the
+        largest mean score where the certificates of the same noise speak of that. For the attack's
+        own targets what seems likeliest.
+        """
+        if self._counts is None:
+            logits = self._logits(points)
+            if self._inspect is not None:
+                self._inspect(indices[0], stage, 0, points, logits, len(points))
+            found = predicted_classes(logits)
+            return found, (found != NO_CLASS).long()
+        n, alpha = self._settings.n, None if stage == "targets" else self._settings.alpha
+        labels, hits = [], []
+        for x, index in zip(points, indices, strict=True):
+            asked = self._counts, x, index, stage, n, self._batch
+            if self._assignment.counted.by_votes:
+                histogram = count(*asked)
+                labels.append(predict(histogram, 1.0 if alpha is None else alpha, n))
+            else:
+                scores = MeanScores.of(*asked)
+                histogram = scores.histogram
+                labels.append(scores.largest if alpha is None else scores.predict(alpha))
+            hits.append(int(histogram.max()))
+        return torch.tensor(labels), torch.tensor(hits)
+
+
+# --- the job ----------------------------------------------------------------------------------
+
 
 _SLOW = 1000.0  # forward passes per second of an honest worker
 
@@ -49,9 +239,10 @@ def attack_model(
 ) -> pa.Table:
     """Attack the inputs that ``settings`` names at every size; return the table.
 
-    ``output`` receives attacks.parquet and what `dpdist.bulk.job.run` says, which names the other
-    arguments and what is raised. Called again it computes what is missing: after an interruption,
-    or when more attacks or sizes are asked for; the table holds all that the folder has.
+    ``output`` receives attacks.parquet and what `dpdist.cluster.resumable_job.run` says, which
+    names the other arguments and what is raised. Called again it computes what is missing: after an
+    interruption, or when more attacks or sizes are asked for; the table holds all that the folder
+    has.
     """
     work = Attack(model_folder, dataset, settings, trusted_factory)
     return run(work, output, actors=actors, progress=progress)
@@ -64,7 +255,7 @@ class Attacking(Work):
     that it makes of the noise at each attacked point; certain: those that it makes at all of them.
     """
 
-    kind, key, grows = bulk.Kind("attack", "attacking"), tables.KEY, True
+    kind, key, grows = job_folder.Kind("attack", "attacking"), tables.KEY, True
     purpose: ClassVar[str]
     worker: ClassVar[Any]
     answers: int
@@ -181,7 +372,9 @@ class Attack(Attacking):
 
     def begin(self, output: Path) -> dict[str, Any]:
         it = self.assignment
-        return super().begin(output) | {bulk.LABELS: bulk.label_digest(it.indices, it.targets)}
+        return super().begin(output) | {
+            job_folder.LABELS: job_folder.label_digest(it.indices, it.targets)
+        }
 
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
         self._each = len(rows)
@@ -204,3 +397,204 @@ class Attack(Attacking):
 def _form(assignment: Assignment) -> ClassifierSpec:
     """Chosen on the kind of machine that will execute it."""
     return fix_form(assignment.counted, assignment.source)
+
+
+# --- certificates against attacks -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """again: how points are certified. place: where the classifier is random then. votes: whether
+    the attacked claim speaks of votes of draws, or of their mean scores."""
+
+    assignment: Assignment
+    again: Certificate
+    place: SampledPlace
+    votes: bool
+
+
+class Checker:
+    """Called with a block of certified inputs; returns a JSON row for each attacked point."""
+
+    def __init__(self, shared: _Shared) -> None:
+        assignment, again = shared.assignment, shared.again
+        self._attacker = Attacker(assignment)
+        self._assignment, self._again, self._place = assignment, again, shared.place
+        self._votes = shared.votes
+        self._counters = Counters(assignment.counted, assignment.source, (again.n0,))
+
+    def __call__(self, block: Block) -> list[Row]:
+        certified = torch.from_numpy(self._assignment.targets[block.low : block.high].copy())
+        indices = self._assignment.indices[block.low : block.high].tolist()
+        points, centres = self._attacker.points(block, certified), self._attacker.centres(block)
+        moved = distance(points.numpy(), centres.numpy(), self._assignment.settings.norm)
+        counter = self._counters.named(f"certify/{block.attack}")
+        rows = []
+        for i, (index, target) in enumerate(zip(indices, certified.tolist(), strict=True)):
+            verdict = self._again.certify_other(
+                counter, points[i], index, target, self._counters.batch, self._place
+            )
+            verdict = self._again.verdict_on(self._votes, verdict, self._place)
+            rows.append(
+                {
+                    "attack": block.attack,
+                    "index": index,
+                    "certified": target,
+                    "radius": float(block.sizes[i]),
+                    "distance": float(moved[i]),
+                    "selected": verdict.selected,
+                    "prediction": verdict.prediction,
+                    "k": verdict.k,
+                    "n": verdict.n,
+                    "p_lower": verdict.p_lower,
+                    "contradiction": verdict.prediction not in (ABSTAIN, target),
+                }
+            )
+        return rows
+
+
+class Check(Attacking):
+    """Attacks on the certificates of a table, each within its radius; and their verdict."""
+
+    file, schema, columns = tables.CHECK_TABLE, tables.CHECK_SCHEMA, tables.CHECK_COLUMNS
+    order, purpose, worker = ("attack", "index"), "check certificates", Checker
+    verdict: Plausibility  # of the finished job
+
+    def __init__(
+        self,
+        model_folder: Path,
+        dataset: Data,
+        certificates: Path,
+        settings: AttackSettings,
+        claim: str | None = None,
+        trusted_factory: str | None = None,
+    ) -> None:
+        found = table_reader.read(certificates)
+        _refuse_others(found, model_folder, dataset)
+        found, rows, self._votes = _claimed(found, claim)
+        self._found, self._claim = found, claim
+        self._submitted = [rows[i] for i in settings.indices(len(rows))]
+        self._certified = [row for row in self._submitted if row["prediction"] != ABSTAIN]
+        if not self._certified:
+            count = len(self._submitted)
+            raise UserError(f"{found.path}: none of the {count} chosen inputs is certified")
+        # Our own probe fills in the rest. Attacks count on CPUs.
+        like = replace(stated_form(found.about, found.path), notes=(), check="").on_cpu()
+        like.check_memory(dataset.batch(slice(0, 1)).shape[1:], found.path)
+        norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
+        settings = replace(settings, norm=norm, sizes=None, n=found.n)
+        if found.attacked_as is None:
+            raise UserError(
+                f"{found.path}: only Gaussian smoothing can be attacked, not {found.noise}"
+            )
+        self._again, self._place = found.kind.again(found, norm, like.batch)
+        settings = replace(settings, sigma=self._again.sigma)
+        self.answers, self.certain = self._again.n0 + self._again.n, self._again.n0
+        super().__init__(
+            model_folder, dataset, settings, self._column("index"), self._column("prediction"),
+            trusted_factory, like, self._votes,
+        )  # fmt: skip
+
+    def _column(self, name: str) -> np.ndarray:
+        return np.array([row[name] for row in self._certified])
+
+    def identity(self) -> dict[str, Any]:
+        about = {
+            "certificates": _digest(self._submitted),
+            "again": self._again.model_dump(mode="json"),
+        }
+        if self._votes != self._found.by_votes:
+            about[tables.ANSWERS] = tables.VOTES if self._votes else tables.MEAN_SCORES
+        return {**super().identity(), **about, "claim": self._claim}
+
+    def blocks(self, rows: list[slice]) -> dict[Item, Block]:
+        radii, self._each = self._column("radius"), len(rows)
+        return {
+            f"{attack} rows {part.start}": Block.of(attack, part, radii)
+            for attack in self.assignment.settings.attacks
+            for part in rows
+        }
+
+    def begin(self, output: Path) -> dict[str, Any]:
+        bank = self._found.about["settings"].get("noise_bank")
+        about = {tables.SUBMITTED: len(self._submitted), tables.INDEPENDENT: not bank}
+        return super().begin(output) | about
+
+    def shared(self) -> _Shared:
+        return _Shared(self.assignment, self._again, self._place, self._votes)
+
+    def finish(self, book: Book, output: Path) -> list[Row]:
+        by_attack: dict[str, list[list[Row]]] = {}
+        for key, some in book.rows.items():
+            by_attack.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(some)
+        # Of all attacks that the folder has: a weaker one does not take back what one found.
+        whole = {name: some for name, some in by_attack.items() if len(some) == self._each}
+        rows = [row for some in whole.values() for part in some for row in part]
+        found, settings = self._found, self.assignment.settings
+        self.verdict = verdict = plausibility(
+            len({row["index"] for row in rows if row["contradiction"]}),
+            len(self._submitted),
+            found.alpha,
+            len(whole),
+            independent=not found.about["settings"].get("noise_bank"),
+        )
+        about = {
+            **asdict(verdict),
+            "plausible": verdict.plausible,
+            "alpha": found.alpha,
+            "certified": len(self._certified),
+            "points": len(rows),
+            "same_class": sum(row["selected"] == row["certified"] for row in rows),
+            "attacks": sorted(whole),
+            "steps": settings.steps,
+            "restarts": settings.restarts,
+            "sigma": found.sigma,
+            "certificates": " ".join(filter(None, (found.name, self._claim))),
+        }
+        write_json(output / VERDICT, about)
+        return rows
+
+
+def _refuse_others(found: table_reader.CertificateTable, model_folder: Path, dataset: Data) -> None:
+    path, about = found.path, found.about
+    if "classifier" not in about or not about.get("settings"):
+        raise UserError(f"{path}: does not say what it was computed from")
+    if about["model"] != models.model_hash(model_folder):
+        raise UserError(f"{path}: certificates of another model than {model_folder}")
+    if about["data"] != dataset.fingerprint:
+        raise UserError(f"{path}: certificates of other data than {dataset.name}")
+    labels = np.asarray(dataset.labels)
+    there = {"inputs": len(labels), "classes": dataset.classes, "format": job_folder.FORMAT}
+    for name, right in there.items():
+        if about.get(name, right) != right:
+            raise UserError(f"{path}: damaged: {name} must be {right}, got {shown(about[name])}")
+    if found.index.max() >= len(labels) or (labels[found.index] != found.label).any():
+        raise UserError(f"{path}: damaged: its inputs and labels are not those of {dataset.name}")
+    if found.norm not in NORMS:
+        raise UserError(
+            f"{path}: only L2 and L-infinity certificates can be attacked, these are "
+            f"{found.norm.upper()}"
+        )
+
+
+def _claimed(
+    found: table_reader.CertificateTable, claim: str | None
+) -> tuple[table_reader.CertificateTable, list[dict[str, Any]], bool]:
+    """Return the table and its rows, with another column's sizes and classes for radius and
+    prediction, and whether that column speaks of votes."""
+    rows = found.table.to_pylist()
+    if claim is None:
+        return found, rows, found.by_votes
+    certificate, _, norm = claim.rpartition("_")
+    sizes = found.sizes_of(certificate, norm)
+    claimed = [
+        {**row, "radius": size, "prediction": answer}
+        for row, size, answer in zip(rows, sizes.size.tolist(), sizes.answer.tolist(), strict=True)
+    ]
+    return replace(found, norm=norm), claimed, sizes.votes
+
+
+def _digest(rows: list[dict[str, Any]]) -> str:
+    """What of the certificates a check depends on."""
+    kept = [[row[name] for name in ("index", "prediction", "radius", "alpha")] for row in rows]
+    return hashlib.blake2b(json.dumps(kept).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""What is to be attacked, and how: the part of an attack that its results depend on."""
+"""Settings of attacks and of checks of certificates: everything that their results depend on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from dpdist.adversary.names import ATTACKS, NORMS, AttackName, Norm
-from dpdist.attacks import reading
-from dpdist.attacks.reading import AttackTable
-from dpdist.attacks.table import TABLE
-from dpdist.base.errors import UserError
-from dpdist.bulk.evaluation import Evaluation, Subject
+from dpdist.attacks import table as reading
+from dpdist.attacks.table import TABLE, AttackTable
+from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.core.errors import UserError
+from dpdist.core.fields import ATTACKS, NORMS, AttackName, Norm
 
 if TYPE_CHECKING:
-    from dpdist.attacks.check import Check
-    from dpdist.attacks.job import Attack
+    from dpdist.attacks.job import Attack, Check
 
 Labels = Literal["true", "predicted"]
 DEFAULT_SIZES: dict[Norm, tuple[float, ...]] = {
@@ -192,7 +190,7 @@ class CheckSettings(Evaluation):
 
     def work(self, subject: Subject) -> Check:
         """Raises UserError for certificates of another model, of other data, or in L1."""
-        from dpdist.attacks.check import Check
+        from dpdist.attacks.job import Check
 
         return Check(
             subject.model, subject.test, self.certificates, self.attack, self.claim,

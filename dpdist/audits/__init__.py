@@ -1,1 +1,1 @@
-"""What leaks, measured: lower bounds of epsilon, and membership inference."""
+"""Empirical audits: lower bounds of epsilon, and membership inference."""

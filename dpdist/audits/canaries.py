@@ -1,9 +1,17 @@
-"""The audit of one training with canaries: secret coins, guessed from what the adversary saw.
+"""Audits of trainings with canaries: many canaries in one run, or many runs with one.
 
-The coins are independent of everything else, and each moves the run by no more than one record
-does. So the number of right guesses bounds what the run can satisfy: by counting, without any
-assumption, and by trade-off curves (`dpdist.privacy.audit_bounds`). The plan's own curve is tested
-as it stands; epsilon is that of the plan with as much more noise as is still rejected.
+One training: the coins are independent of everything else, and each moves the run by no more than
+one record does. So the number of right guesses bounds the guarantees that the run can satisfy: by
+counting, without any assumption, and by trade-off curves (`dpdist.privacy.audit_bounds`). The
+plan's own curve is tested as it stands; epsilon is that of the plan with as much more noise as is
+still rejected.
+
+Many runs: trained anew again and again, with a canary and without. Independent trainings give
+Clopper-Pearson bounds without any assumption, as the residual perturbation paper measures its
+empirical epsilon (Jagielski, Ullman and Oprea 2020). Those bounds test the plan's own trade-off
+curve; epsilon is that of the plan with as much more noise as is still rejected, beside the one
+that counts alone give. Trainings are vectorised (`dpdist.audits.trainings` says which parts of a
+run they share) and done in chunks on the actor pool, journalled: an interrupted audit continues.
 """
 
 from __future__ import annotations
@@ -16,19 +24,33 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpdist.audits.noise_family import ASSUMED, noise_rejected
 from dpdist.audits.target import Target, of_recipe
-from dpdist.base.errors import UserError
-from dpdist.privacy import trade_off
-from dpdist.privacy.audit_bounds import OneRun, shared_alpha
-from dpdist.privacy.audited import Audited
-from dpdist.runs.folder import RunFolder
+from dpdist.config.sections import AuditOptions, CanaryAudit, ManyRunsAudit
+from dpdist.core.errors import UserError
+from dpdist.core.files import private_folder
+from dpdist.privacy import audit_bounds
+from dpdist.privacy.audit_bounds import (
+    ASSUMED,
+    ManyRuns,
+    OneRun,
+    Trials,
+    log_likelihood_ratio,
+    noise_rejected,
+    of_group,
+    of_plan,
+    shared_alpha,
+)
+from dpdist.privacy.card import Audited
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.folder import RunFolder, read_released
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.runs.released import read_released
-from dpdist.sections.audit import AuditOptions, CanaryAudit
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+# --- one training with many canaries ----------------------------------------------------------
+
 
 _RIDGE = 1e-3  # of a mean square: below it gradients differ by rounding
 _BATCH = 1000
@@ -49,7 +71,7 @@ def audit_canaries(
     seen = _every_step(folder) if options.every_step else _final(options, target.recipe, folder)
     alpha = shared_alpha(options.alpha, options.audits)
     run = OneRun.of(seen, coins(folder.read_key(), options.canaries), options.guessed, alpha)
-    curve = trade_off.of_plan(plan)
+    curve = audit_bounds.of_plan(plan)
     counted = run.epsilon(plan.delta)
     found = None if curve is None else noise_rejected(run, plan)
     show(1, 1)
@@ -134,8 +156,8 @@ def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarra
     import torch
 
     from dpdist import models
-    from dpdist.training.building import initial_model, model_spec
     from dpdist.training.canaries import places
+    from dpdist.training.model_setup import initial_model, model_spec
     from dpdist.training.records import source_of, training_data
 
     dataset = training_data(recipe, source_of(recipe))
@@ -157,7 +179,7 @@ def _flat(recipe: Recipe, model: nn.Module) -> Tensor:
     """The trained parameters, in the order of the gradient's coordinates: float64 (size,)."""
     import torch
 
-    from dpdist.training.building import build_engine
+    from dpdist.training.model_setup import build_engine
 
     parts = [p.detach().reshape(-1) for p in build_engine(recipe, model).parameters]
     return torch.cat(parts).double()
@@ -205,8 +227,8 @@ def _likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     """Log probability of the labels, the mean over the model's own noise if it has any: (m,)."""
     import torch
 
-    from dpdist.certification.expected import expected_log_scores
-    from dpdist.randomness.places import place_of
+    from dpdist.certification.worker import expected_log_scores
+    from dpdist.randomness.noise_location import place_of
 
     noisy, found = place_of(model).random, []
     with torch.inference_mode():
@@ -220,3 +242,78 @@ def _likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
             )
             found.append(scores.log_softmax(1).gather(1, wanted[:, None])[:, 0])
     return torch.cat(found)
+
+
+# --- many trainings with one canary -----------------------------------------------------------
+
+
+Show = Callable[[int, int], None]
+_PILOT = 20_000  # expected scores of either kind
+
+
+def audit_many_runs(options: ManyRunsAudit, target: Target, output: Path, show: Show) -> Audited:
+    """Raises UserError for a method whose step is more than clipped gradients and noise."""
+    from dpdist.audits.trainings import Retraining
+    from dpdist.cluster.resumable_job import run
+    from dpdist.cluster.session import connect
+    from dpdist.core import optional_imports
+
+    work = Retraining(options, target)
+    private = private_folder(output)  # wherever it was asked for: models of private records
+    with connect(private / "ray.log", worker_setup=optional_imports.install_torchvision_hook):
+        table = run(work, private, progress=lambda done, total, rate: show(done, total))
+    trial, present, score = (table[name].to_numpy() for name in work.columns)
+    return judge(options, target, Trials(trial, present == 1, score))
+
+
+def judge(options: ManyRunsAudit, target: Target, trials: Trials) -> Audited:
+    """What such trainings say. Two statements, which share alpha: by counts alone, and by the
+    plan's trade-off curve, whose threshold is another one.
+
+    Where the adversary sees every step the plan says what scores to expect, and fixes thresholds
+    before the first training; else half of the trainings do.
+    """
+    plan, size = target.plan, options.copies
+    alpha = shared_alpha(options.alpha, options.audits)
+    curve = of_plan(plan)
+    promised = None if curve is None else of_group(curve, size)
+    pilot = expected(plan, size) if options.every_step and promised is not None else None
+    counted = ManyRuns.of(trials, alpha / 2, delta=plan.delta, pilot=pilot)
+    runs = ManyRuns.of(trials, alpha / 2, curve=promised, pilot=pilot)
+    by_counting = counted.epsilon(plan.delta, size)
+    found = by_counting if promised is None else noise_rejected(runs, plan, size)
+    most = ManyRuns(counted.inside, counted.inside, 0, counted.outside, alpha / 2)
+    return target.audited(
+        options,
+        alpha,
+        method="Clopper-Pearson bounds of independent trainings, "
+        + ("by counting" if promised is None else "by trade-off curves"),
+        epsilon=found,
+        trials=runs.inside + runs.outside,
+        rule=f"score above {runs.threshold:.6g}, fixed by "
+        + ("the first half of the trainings" if pilot is None else "what the plan leads to expect"),
+        curve_rejected=promised is not None and runs.rejects(promised),
+        assumptions=(*(() if promised is None else (ASSUMED,)), *target.removal),
+        details={
+            "copies": size,
+            "canary": options.canary,
+            "hits": f"{runs.hits} of {runs.inside} with, {runs.false} of {runs.outside} without",
+            "epsilon_by_counting": by_counting,
+            "counting_at_most": most.epsilon(plan.delta, size),
+            "if_gaussian": runs.gaussian_epsilon(plan.delta, size),
+            "not_the_real_code": "per-example gradients by torch.func, in place of the engine",
+        },
+    )
+
+
+def expected(plan: PrivacyPlan, copies: int) -> Trials:
+    """Scores of many trainings with so many copies of a gradient canary, and as many without it, if
+    every sum is what the plan says: public, and the same for everybody."""
+    rng, present = np.random.default_rng(0), np.arange(2 * _PILOT) % 2 == 1
+    scores = np.zeros(len(present))
+    for step in range(plan.steps):
+        todo = plan.step(step)
+        joined = rng.binomial(copies * present, todo.sample_rate)
+        sums = joined + todo.noise_multiplier * rng.standard_normal(len(present))
+        scores += log_likelihood_ratio(sums, todo.noise_multiplier, todo.sample_rate)
+    return Trials(np.arange(len(present)), present, scores)

@@ -1,4 +1,4 @@
-"""The audit of the mechanism: scenes played with the real pieces of a training step.
+"""Audit the mechanism: scenarios with the real pieces of a training step, or with any other step.
 
 * `canaries`: a record for each coordinate, each in or out by a fair coin, full batches. Too little
   noise, a wrong clip or a record that counts twice moves its coordinate too far.
@@ -10,11 +10,21 @@
 * `alone`: a canary without any other record: an empty batch is a step like any other.
 
 `canaries` has the run's own noise, with as many copies of each record as it takes to be seen under
-it (a group: their bound is divided). The other scenes are about structure: each has the noise under
-which its faults are soonest seen.
+it (a group: their bound is divided). The other scenarios are about structure: each has the noise
+under which its faults are soonest seen. Coordinates of one release are taken as trials of their
+own in `canaries` and `witness`. Under the plan their noise and coins are independent; that the
+pieces execute the plan is the tested statement.
 
-Coordinates of one release are taken as trials of their own in `canaries` and `witness`. Under the
-plan their noise and coins are independent; that the pieces execute the plan is what is tested.
+Any training step, one's own or another library's, is audited through three functions:
+
+    step = Step(release, score, curve)
+    found = audit_step(step, releases=1000, alpha=0.05)
+
+`release(included, key)` does one step on one of two neighbouring data sets, with the canary or
+without, and returns the adversary's view: an array, or None where nothing was released. All its
+randomness must follow from `key`. `score(seen)` is one number or several: several are weighed by a
+likelihood ratio that is fitted on other releases. `curve` is the promised trade-off curve, from
+``dpdist.privacy.audit_bounds``.
 """
 
 from __future__ import annotations
@@ -24,21 +34,114 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from dpdist.audits.step import Step, StepAudit, audit_step, judged
 from dpdist.audits.target import Target
-from dpdist.base.errors import UserError
-from dpdist.privacy import trade_off
-from dpdist.privacy.audit_bounds import ManyRuns, log_likelihood_ratio, shared_alpha
-from dpdist.privacy.audited import Audited
+from dpdist.config.sections import MechanismAudit
+from dpdist.core.errors import UserError
+from dpdist.privacy import audit_bounds
+from dpdist.privacy.audit_bounds import (
+    Array,
+    Curve,
+    ManyRuns,
+    Trials,
+    log_likelihood_ratio,
+    shared_alpha,
+)
+from dpdist.privacy.card import Audited
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
-from dpdist.sections.audit import MechanismAudit
 
 if TYPE_CHECKING:
-    from dpdist.audits.driving import Driven
+    from dpdist.audits.step_harness import Driven
+
+
+# --- any other step ---------------------------------------------------------------------------
+
+
+_FITTED = 0.5  # the share of the releases that fixes a score of several numbers, and its threshold
+_FIXED = 0.1  # and the threshold alone
+_NOTHING = -1e3  # the score of no release
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to be audited; see above."""
+
+    release: Callable[[bool, int], Any]
+    score: Callable[[Any], ArrayLike]
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class StepAudit:
+    """counts: of the releases that fixed nothing. rejected: whether the step breaks its promise,
+    at confidence 1 - alpha."""
+
+    counts: ManyRuns
+    rejected: bool
+
+
+def audit_step(
+    step: Step, releases: int, alpha: float = 0.05, seed: int = 0,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> StepAudit:  # fmt: skip
+    """So many releases with the canary and as many without, all under keys of their own.
+
+    The promise is wrongly found broken with probability at most alpha, whatever the score is.
+    """
+    keys = np.random.default_rng([seed, releases]).permutation(2 * releases).tolist()
+    seen = []
+    for place in range(2 * releases):
+        released = step.release(place % 2 == 0, keys[place])
+        seen.append(None if released is None else np.atleast_1d(step.score(released)))
+        show(place + 1, 2 * releases)
+    return judge_step(_filled(seen[::2]), _filled(seen[1::2]), step.curve, alpha)
+
+
+def judge_step(inside: Array, outside: Array, curve: Curve, alpha: float) -> StepAudit:
+    """Of features (n, k) of independent releases with and without the canary."""
+    scores, fix = (inside, outside), _FIXED
+    if inside.shape[1] > 1:
+        fix = _FITTED
+        ratio = _fitted_ratio(*(side[: round(fix * len(side))] for side in scores))
+        scores = ratio(inside), ratio(outside)
+    counts = ManyRuns.of(
+        Trials.of(*(side.reshape(-1) for side in scores)), alpha, fix=fix, curve=curve
+    )
+    return StepAudit(counts, counts.rejects(curve))
+
+
+def _filled(seen: list[Array | None]) -> Array:
+    width = next((len(one) for one in seen if one is not None), 1)
+    return np.array([np.full(width, _NOTHING) if one is None else one for one in seen])
+
+
+def _fitted_ratio(inside: Array, outside: Array) -> Callable[[Array], Array]:
+    """The log likelihood ratio of two Gaussians fitted to features (n, k)."""
+    pooled = np.concatenate([inside, outside])
+    middle, scale = pooled.mean(0), pooled.std(0) + 1e-9
+    fitted = []
+    for side in (inside, outside):
+        units = (side - middle) / scale
+        spread = np.cov(units, rowvar=False) + 1e-3 * np.eye(units.shape[1])
+        fitted.append((units.mean(0), np.linalg.inv(spread), np.linalg.slogdet(spread)[1]))
+
+    def ratio(features: Array) -> Array:
+        units = (features - middle) / scale
+        logs = [
+            -0.5 * (np.einsum("ni,ij,nj->n", units - m, inverse, units - m) + size)
+            for m, inverse, size in fitted
+        ]
+        return logs[0] - logs[1]
+
+    return ratio
+
+
+# --- scenarios of dpdist's own step -----------------------------------------------------------
+
 
 Show = Callable[[int, int], None]
 Pieces = Callable[[StepPlan], "Driven"]
@@ -76,7 +179,7 @@ def play(
 ) -> Played:  # fmt: skip
     """Scenes, all of which share alpha. pieces: makes them for a step. releases: of canaries with,
     and as many without. scenes: only these."""
-    from dpdist.audits.driving import WIDTH
+    from dpdist.audits.step_harness import WIDTH
 
     each = shared_alpha(alpha, len(SCENES))
     few, rounds = max(100, releases // _PER_PAIR), max(10, -(-2 * releases // WIDTH))
@@ -126,7 +229,7 @@ def _along(seen: np.ndarray) -> np.ndarray:
 def _canaries(
     driven: Driven, copies: int, rounds: int, alpha: float, seed: int, show: Show
 ) -> StepAudit:
-    from dpdist.audits.driving import WIDTH
+    from dpdist.audits.step_harness import WIDTH
 
     coins = np.random.default_rng(seed).random((rounds, WIDTH)) < 0.5
     along = np.zeros(coins.shape)
@@ -135,7 +238,7 @@ def _canaries(
         if seen is not None:
             along[place] = _along(seen)
         show(place + 1, rounds)
-    curve = trade_off.gaussian(copies / driven.todo.noise_multiplier)
+    curve = audit_bounds.gaussian_curve(copies / driven.todo.noise_multiplier)
     # Half way: the plan says where a Gaussian is told apart best, so no release need be spent.
     middle, inside, outside = copies / 2, along[coins], along[~coins]
     hits, false = int((inside > middle).sum()), int((outside > middle).sum())
@@ -156,7 +259,7 @@ def _own(seen: np.ndarray) -> np.ndarray:
 def _witness(driven: Driven, rounds: int, alpha: float, seed: int, show: Show) -> StepAudit:
     """Record i is the witness of record i + WIDTH / 2, whose place is the same in the second of two
     shares. A canary that is out leaves a record without gradient, so that no place moves."""
-    from dpdist.audits.driving import WIDTH
+    from dpdist.audits.step_harness import WIDTH
 
     half = WIDTH // 2
     coins = np.random.default_rng([seed, 1]).random((rounds, half)) < 0.5
@@ -169,7 +272,7 @@ def _witness(driven: Driven, rounds: int, alpha: float, seed: int, show: Show) -
             ratios[place] = _shared_coin_ratio(along[half:], along[:half])
         show(place + 1, rounds)
     curve = one_step_curve(_SAMPLING, _RATE)
-    return judged(ratios[coins][:, None], ratios[~coins][:, None], curve, alpha)
+    return judge_step(ratios[coins][:, None], ratios[~coins][:, None], curve, alpha)
 
 
 def _shared_coin_ratio(canary: np.ndarray, witness: np.ndarray) -> np.ndarray:
@@ -183,21 +286,21 @@ def _shared_coin_ratio(canary: np.ndarray, witness: np.ndarray) -> np.ndarray:
 
 
 @cache
-def one_step_curve(noise: float, rate: float) -> trade_off.Curve:
+def one_step_curve(noise: float, rate: float) -> audit_bounds.Curve:
     """What one release promises to a record: with it against without it."""
     if rate == 1:
-        return trade_off.gaussian(1 / noise)
+        return audit_bounds.gaussian_curve(1 / noise)
     plan = PrivacyPlan.dp_sgd(
         records=1000, batch_size=round(1000 * rate), noise_multiplier=noise, steps=1, delta=1e-5
     )
-    curve = trade_off.of_plan(plan, directed=True)
+    curve = audit_bounds.of_plan(plan, directed=True)
     assert curve is not None
     return curve
 
 
 def replays(pieces: Pieces) -> dict[str, bool]:
     """What is wrong when the same is done twice."""
-    from dpdist.audits.replay import forgets_releases, reuses_noise
+    from dpdist.audits.step_harness import forgets_releases, reuses_noise
 
     step = pieces(StepPlan(_STRUCTURE, 1.0, 1.0, 1.0, None))
     return {"replay of keys": reuses_noise(step), "replay of a restart": forgets_releases()}
@@ -221,10 +324,10 @@ def _noise(target: Target) -> float:
 
 def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show: Show) -> Audited:
     """The mechanism of a recipe or a run. Raises UserError where it adds no noise."""
-    from dpdist.audits.driving import Driven
+    from dpdist.audits.step_harness import Driven
     from dpdist.gradients.clipping import clipping_for
     from dpdist.randomness.keys import derive_key
-    from dpdist.runs.planning import plan_at
+    from dpdist.runs.recipe import plan_at
 
     plan, privacy = target.plan, target.recipe.privacy
     noise = _noise(target)

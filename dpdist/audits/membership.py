@@ -1,7 +1,7 @@
-"""Membership inference against the models of a recipe: the bank, and who attacks it.
+"""Membership inference against the models of a recipe: the evaluation and its settings.
 
-Whose record was trained on is private, so all of it lies in private/: no release, report, public
-archive or fetch takes anything from there.
+Whether a record was trained on is private, so all of it lies in private/: no release, report,
+public archive or fetch takes anything from there.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpdist.audits.bank import TABLE, BankScores, read_scores
-from dpdist.audits.games import GAMES, Game
+from dpdist.audits.membership_statistics import GAMES, TABLE, BankScores, Game, read_scores
 from dpdist.audits.target import refuse_planted, refuse_withheld
-from dpdist.base.errors import UserError
-from dpdist.base.fields import MOST_MODELS, check_hex_key
-from dpdist.bulk.evaluation import Evaluation, Subject
+from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.core.errors import UserError
+from dpdist.core.fields import MOST_MODELS, check_hex_key
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 
 if TYPE_CHECKING:
-    from dpdist.audits.bank_job import Bank
-    from dpdist.audits.shadow import ShadowSetup
+    from dpdist.audits.trainings import Bank, ShadowSetup
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Membership(Evaluation):
 
     def work(self, subject: Subject) -> Bank:
         """Raises UserError for a recipe whose shadows cannot be trained."""
-        from dpdist.audits.bank_job import Bank
+        from dpdist.audits.trainings import Bank
 
         recipe, records = subject.recipe, subject.training()
         shadow = self.shadows(recipe, len(records))
@@ -89,7 +87,7 @@ class Membership(Evaluation):
         }
 
         def share(seed: str) -> ShadowSetup:
-            from dpdist.audits.shadow import ShadowSetup
+            from dpdist.audits.trainings import ShadowSetup
 
             recipes, plans = zip(*shadow, strict=True)
             passes = tuple(sorted({1, *self.passes}))
@@ -105,12 +103,7 @@ class Membership(Evaluation):
         A shadow is trained as the recipe says on fewer records. With coins their number is drawn:
         rate, divisor and steps follow from the expected one, as with privacy.nominal_records.
         """
-        from dpdist.runs.planning import (
-            make_plan,
-            ordinary,
-            refuse_answers,
-            training_alone,
-        )
+        from dpdist.runs.recipe import make_plan, ordinary, refuse_answers, training_alone
 
         refuse_planted(recipe, "shadow models")
         refuse_withheld(recipe)

@@ -1,20 +1,27 @@
-"""What is audited: a recipe's plan, or a run, with what is proved and claimed of it."""
+"""The target of an audit, a recipe's plan or a run, and the results of audits in a run folder.
+
+A target states the proved and the claimed guarantee.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from dpdist.base.errors import UserError
-from dpdist.privacy.audited import Audited
+from dpdist.certification.evaluation import Evaluation, Folders
+from dpdist.config.sections import AuditOptions
+from dpdist.core.errors import UserError
+from dpdist.privacy.card import Audited
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import RunFolder, read_released
 from dpdist.runs.recipe import Recipe
-from dpdist.runs.released import read_released
-from dpdist.sections.audit import AuditOptions
+
+# --- the target -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def refuse_withheld(recipe: Recipe) -> None:
 
 def of_recipe(recipe: Recipe, where: str) -> Target:
     """What a run of the recipe would execute. Raises UserError."""
-    from dpdist.runs.planning import make_plan
+    from dpdist.runs.recipe import make_plan
     from dpdist.training.job import check_trainable
 
     dataset, _ = check_trainable(recipe, where)
@@ -106,3 +113,46 @@ def of_run(folder: RunFolder, proved: Guarantee) -> Target:
     (`dpdist.reports.facts`). Raises UserError."""
     model = folder.require_trained().get("model")
     return Target(folder.read_recipe(), read_released(folder).plan, proved, folder, model)
+
+
+# --- results in a run folder ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AuditResult(Evaluation):
+    """RUN/audit/NAME/audit.json. Nothing in it is made of more than the run's guarantee covers: of
+    its canaries the number of right guesses, never scores or coins."""
+
+    options: AuditOptions
+
+    name: ClassVar[str] = "audit"
+    file: ClassVar[str] = "audit.json"
+    private: ClassVar[bool] = False
+
+    @property
+    def folder_name(self) -> str:
+        return self.options.folder_name
+
+    @classmethod
+    def home(cls, run: Folders) -> Path:
+        return (run.private if cls.private else run.path) / "audit"
+
+    @classmethod
+    def read(cls, path: Path) -> Audited:
+        return Audited.read(path)
+
+    @classmethod
+    def lines(cls, found: Sequence[Audited]) -> list[tuple[str, str]]:
+        return [(f"audited, {audited.kind}", audited.line) for audited in found]
+
+
+@dataclass(frozen=True)
+class PrivateAuditResult(AuditResult):
+    """RUN/private/audit/NAME/audit.json, made of more trainings than the run's guarantee covers."""
+
+    private: ClassVar[bool] = True
+
+
+def result_of(options: AuditOptions) -> AuditResult:
+    """The kind of result that an audit has."""
+    return (PrivateAuditResult if options.private else AuditResult)(options)

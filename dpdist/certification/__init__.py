@@ -1,1 +1,1 @@
-"""Monte Carlo certification: counts to bounds, bounds to radii, in bulk."""
+"""Monte Carlo certification of robustness in bulk: counts to bounds, bounds to radii."""

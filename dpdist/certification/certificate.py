@@ -1,13 +1,29 @@
-"""What a certificate is: one class, whose settings are the recipe's ``certify`` section.
+"""The base class of certificates, its verdict, and two Gaussian noises certified together.
 
-A subclass says everything about one kind: how work on an input is cut (`units`), done (`work`) and
-judged (`verdict`, `row`), where the randomness is (`place`), and what its table states
-(`table_schema`, `columns`, `sizes`, `rebound`, `lines`). Reading a description needs no torch; it
-is imported by the functions that work. ``dpdist.certification.catalogue`` lists the classes.
+The settings of a certificate are the recipe's ``certify`` section. A subclass describes one kind:
+how work on an input is cut (`units`), done (`work`) and judged (`verdict`, `row`), where the
+randomness is (`place`), and what its table states (`table_schema`, `columns`, `sizes`, `rebound`,
+`lines`). Reading a description needs no torch. ``dpdist.certification.registry`` lists the
+classes.
+
+Noise on the input and behind the first layer, in one pass: the network is rest(W x + W e + n), e ~
+N(0, s^2 I), n ~ N(0, r^2 diag(Kr)), and all that is drawn is Gaussian before the first thing that
+is not linear. A shift d of the input moves the mean of the rest's input by W d, under the
+covariance S = s^2 W W^T + r^2 diag(Kr), and the rest is post-processing: it is randomised
+smoothing at Mahalanobis length (d^T W^T S^-1 W d)^(1/2). With Delta the L2 norm of (Kr)^-1/2 W,
+
+    d^T W^T S^-1 W d <= |d|^2 / (s^2 + (r / Delta)^2),
+
+with equality for some d, so both noises certify what noise of s^2 + (r / Delta)^2 on the input
+alone would: sizes add in quadrature. Proof in docs/how-to/certification.md. Where the second noise
+is not Gaussian, or not behind an affine first layer, the larger of the two sizes holds and no
+more; for a product of two passes with one noise each, the harmonic sum. kappa + phi, as DPAL's
+Proposition 1 has it, holds for neither.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +33,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError
 
-from dpdist.base.errors import UserError
-from dpdist.base.fields import (
+from dpdist.certification.noise import NOISES, Gaussian, Noise
+from dpdist.core.errors import UserError
+from dpdist.core.fields import (
     Count,
     CountOrZero,
     PositiveOrZero,
@@ -27,17 +44,128 @@ from dpdist.base.fields import (
     Text,
     of_key,
 )
-from dpdist.certification.verdict import ABSTAIN
-from dpdist.randomness import units
-from dpdist.randomness.units import Generator
+from dpdist.core.files import check_shape
+from dpdist.randomness import keys
+from dpdist.randomness.keys import Generator
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from dpdist.base.table_files import Column
+    from dpdist.core.files import Column
+    from dpdist.randomness.noise_location import Place
 
-# How a network can be executed (`dpdist.certification.classifier.FORMS`).
+
+# --- the verdict ------------------------------------------------------------------------------
+
+
+ABSTAIN = -1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The certificate of one input. prediction is -1 and radius 0 when nothing is certified.
+
+    k of n draws returned ``selected``. looks: how many times a decision could be made.
+    target: the radius that a test decided on (the smallest one when it failed). histogram: counts
+    of all classes, at fixed n. p_upper: of a bounded runner-up. hits: counts at each look.
+    """
+
+    prediction: int
+    selected: int
+    k: int
+    n: int
+    p_lower: float
+    radius: float
+    looks: int = 1
+    target: float | None = None
+    histogram: tuple[int, ...] | None = None
+    p_upper: float | None = None
+    hits: tuple[int, ...] | None = None
+
+
+# --- two noises certified together ------------------------------------------------------------
+
+
+_DOWN = 1 - 1e-12  # rounding of the quotient, the squares and the root
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """sigma: s, on the input. hidden: r, root mean square behind the first layer. sensitivity: a
+    bound of Delta, that layer's L2 norm over sqrt(Kr)."""
+
+    sigma: float
+    hidden: float
+    sensitivity: float
+
+    @property
+    def behind(self) -> float:
+        """The noise on the input that the hidden noise alone is worth: r / Delta."""
+        return self.hidden / self.sensitivity * _DOWN
+
+    @property
+    def both(self) -> float:
+        """The noise on the input that both together are worth; never rounded up."""
+        return math.hypot(self.sigma, self.behind) * _DOWN
+
+    @property
+    def as_printed(self) -> float:
+        """What kappa + phi takes them for. It does not hold; for comparison only."""
+        return self.sigma + self.behind
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a table says of it beside sigma, as JSON."""
+        return {"hidden": self.hidden, "sensitivity": {"l2": self.sensitivity}}
+
+
+def of_place(
+    where: Place, model: nn.Module, input_shape: tuple[int, ...], sigma: float
+) -> Quadrature | None:
+    """Of a model with noise at ``where``, input noise sigma included; None where that is all that
+    certifies its inputs."""
+    noise = where.behind_affine(model, input_shape)
+    if noise is None:
+        return None
+    from dpdist.certification.operator_norms import l2_to_l2
+    from dpdist.models import require_split
+
+    layer = require_split(model).affine(input_shape)
+    return Quadrature(sigma, noise.scale, l2_to_l2(layer, input_shape, noise.shares))
+
+
+def of_table(table: pa.Table) -> Quadrature | None:
+    """What a table of votes states; None where its input noise alone certifies."""
+    from dpdist.certification.table import about
+
+    return stated(about(table), table["sigma"][0].as_py())
+
+
+def certified_by(table: pa.Table) -> Noise:
+    """The noise on the input that all noise of a table of votes is worth."""
+    both = of_table(table)
+    if both is not None:
+        return Gaussian(both.both)
+    return NOISES[table["noise"][0].as_py()](table["sigma"][0].as_py())
+
+
+def stated(about: Mapping[str, Any], sigma: float) -> Quadrature | None:
+    """What a table's description states, at its sigma. Raises UserError where it is damaged."""
+    if "hidden" not in about:
+        return None
+    where, shape = "the table's description", {"hidden": float, "sensitivity.l2": float}
+    found = check_shape(dict(about), where, shape)
+    hidden, sensitivity = float(found["hidden"]), float(found["sensitivity"]["l2"])
+    if not (0 < hidden < math.inf and 0 < sensitivity < math.inf):
+        raise UserError(f"{where}: damaged: hidden and sensitivity.l2 must be > 0")
+    return Quadrature(sigma, hidden, sensitivity)
+
+
+# --- the base class ---------------------------------------------------------------------------
+
+
+# How a network can be executed (`dpdist.certification.inference.FORMS`).
 FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 Partial = dict[str, Any]  # JSON: what the first unit says once, then counts
 _ONCE = ("selected",)
@@ -305,7 +433,6 @@ class Certificate(Section):
     def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
         """Of votes: the radius that probabilities of the labels, (N,), could certify with any
         number of draws, -1 where none."""
-        from dpdist.certification.quadrature import certified_by
 
         return np.where(label > 0.5, certified_by(table).radius(label), -1.0)
 
@@ -514,13 +641,13 @@ class CertificateTable:
 
 def select(counter: Counter, n0: int, x: Tensor, index: int) -> int:
     """The class whose probability will be estimated, from n0 draws used for nothing else."""
-    return int(counter.histogram(x, index, units.SELECT, 0, n0, n0).argmax())
+    return int(counter.histogram(x, index, keys.SELECT, 0, n0, n0).argmax())
 
 
 def sample(counter: Counter, x: Tensor, index: int, block: int, batch: int, n: int) -> np.ndarray:
     """Histogram of one canonical block of the n draws; the last one may be counted in part."""
     draws = min(batch, n - block * batch)
-    return counter.histogram(x, index, units.ESTIMATE, block, batch, draws)
+    return counter.histogram(x, index, keys.ESTIMATE, block, batch, draws)
 
 
 def selected_by(partials: Sequence[Partial]) -> int:

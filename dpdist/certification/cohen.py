@@ -6,38 +6,280 @@ The smoothed classifier g says the class that f says most often under noise:
 
 Theorem 1, with p_B = 1 - p_A: if p_A >= p_lower > 1/2 then g(x + d) = A for all d of L2 norm below
 R = sigma Phi^-1(p_lower). CERTIFY and PREDICT (Section 3.2) estimate g and R from draws of f; each
-errs with probability at most alpha. This is the code that `dpdist certify` and `predict` run; other
-noises have their own radius in other norms (``dpdist.certification.noises``). Draws are made in
-canonical blocks, so that a block can be counted anywhere and again: see ``dpdist.bulk.job``.
+errs with probability at most alpha. This is the code that `dpdist certify` and `predict` run;
+other noises have their own radius in other norms (``dpdist.certification.noise``). Draws are made
+in canonical blocks, so that a block can be counted anywhere and again: see
+``dpdist.cluster.resumable_job``.
+
+The certificate with the runner-up's own bound has R = sigma / 2 (Phi^-1(p_a) - Phi^-1(p_b)), for
+p_a a lower bound of the class's probability and p_b an upper bound of every other's; CERTIFY takes
+p_b = 1 - p_a. Where the rest is spread over several classes the runner-up has less, and the radius
+is larger; a class may even be certified that has no majority. Nine tenths of alpha are for p_a, a
+tenth for p_b, both by Clopper and Pearson, p_b from the largest count among the other classes.
+Other tools share the error among these classes; none is needed.
+*Proof.* The runner-up is one class b by the truth, whatever was drawn. Its own bound, at a tenth
+of alpha, is wrong with that probability; the bound from the largest count is never smaller, and
+beside a true p_a it makes the radius too large only if it is below b's probability. As p_b <= 1 -
+p_a is taken where it is smaller, the radius is never below Cohen's at 0.9 alpha. A draw without a
+class (its logits are not finite) counts as the runner-up's, whichever class that is: then its
+count is never too small, and an answer that is no class is bounded with the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import Field, model_validator
 
-from dpdist.base.binomial import clopper_pearson_lower, two_sided_p_value
 from dpdist.certification.certificate import (
+    ABSTAIN,
+    Certificate,
+    CertifiedSizes,
     Partial,
+    Verdict,
+    certified_by,
     counted,
+    lists,
+    of_table,
+    require,
     sample,
     select,
     selected_by,
+    selected_hits,
+    stated,
     totals,
 )
-from dpdist.certification.noises import Noise
-from dpdist.certification.quadrature import stated
-from dpdist.certification.smoothing import Smoothing
-from dpdist.certification.verdict import ABSTAIN, Verdict
+from dpdist.certification.noise import (
+    NOISES,
+    Gaussian,
+    Noise,
+    ball_factor,
+    gaussian_l2_radius_two_class,
+)
+from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper, two_sided_p_value
+from dpdist.core.console import exact, percent
+from dpdist.core.errors import UserError
+from dpdist.core.fields import Positive
+from dpdist.core.files import shown
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import pyarrow as pa
+    from torch import Tensor, nn
 
-    from dpdist.certification.certificate import CertificateTable, Counter
-    from dpdist.certification.places import SmoothedPlace
+    from dpdist.certification.certificate import CertificateTable, Counter, SampledPlace
+    from dpdist.certification.worker import SmoothedPlace
+    from dpdist.core.files import Column
+
+
+# --- smoothing of the inputs ------------------------------------------------------------------
+
+
+_NEAR = 1e-6  # decided radii are tested at a probability a hair above their own
+
+
+class Smoothing(Certificate):
+    """Votes of a model under noise on its input.
+
+    sigma: standard deviation of the noise, in input units. noise_bank: one noise stream for all
+    inputs; each certificate stays valid, errors can coincide.
+    """
+
+    sigma: Positive
+    noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
+    noise_bank: bool = Field(
+        default=False, description="one noise stream for all inputs; errors can then coincide"
+    )
+
+    mode: str
+    belongs: ClassVar[str] = "with sigma, by smoothing the inputs"
+    counted: ClassVar[str] = "{n:,} draws an input"
+    keeps_blocks: ClassVar[bool] = True  # the first of a noise bank are asked for again and again
+
+    @model_validator(mode="after")
+    def _radii(self) -> Self:
+        rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
+        require(rising, "radii", "ascending")
+        reachable = all(self.smoothing.probability_for_radius(r) < 1 - 1e-12 for r in self.radii)
+        require(reachable, "radii", f"reachable with {self.noise} noise, sigma {self.sigma}")
+        return self
+
+    @classmethod
+    def fits(cls, section: Mapping[str, Any]) -> bool:
+        mode = section.get("mode") or "fixed"
+        return section.get("sigma") is not None and mode == cls.mode_name()
+
+    @property
+    def smoothing(self) -> Noise:
+        """The noise."""
+        return NOISES[self.noise](self.sigma)
+
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> SampledPlace:
+        """Noise that the model has further inside is drawn too: behind an affine first layer it
+        certifies with the input's, elsewhere it is post-processing."""
+        from dpdist.certification.certificate import of_place
+        from dpdist.certification.worker import SmoothedPlace
+        from dpdist.randomness.noise_location import place_of
+
+        where = place_of(model).smoothed(self.sigma)
+        if where.deeper and (self.noise != Gaussian.name or self.noise_bank):
+            raise UserError(
+                "the model has noise of its own behind its input: certify with noise gaussian and "
+                "without noise bank"
+            )
+        both = of_place(where, model, input_shape, self.sigma)
+        return SmoothedPlace(self.smoothing, self.noise_bank, self.keeps_blocks, where, both)
+
+    def hypotheses(self, noise: Noise) -> tuple[float, ...]:
+        """p0 of each radius under what certifies, a hair above the exact one so that rounding
+        favours no radius."""
+        exact = [noise.probability_for_radius(radius) for radius in self.radii]
+        return tuple(p + (1 - p) * 1e-9 for p in exact)
+
+    def counts(self, counter: Counter, x: Tensor, index: int, batch: int) -> np.ndarray:
+        """Of the classes over all n draws, whatever the mode: int64 (classes,). Draws without a
+        class are in none of them."""
+        blocks = range(-(-self.n // batch))
+        return np.sum([sample(counter, x, index, b, batch, self.n) for b in blocks], axis=0)
+
+    def row(self, index: int, label: int, verdict: Verdict, place: SampledPlace) -> dict[str, Any]:
+        return {
+            "index": index,
+            "label": label,
+            **dataclasses.asdict(verdict),
+            "n0": self.n0,
+            "alpha": self.alpha,
+            "norm": self.smoothing.norm,
+            "noise": self.noise,
+            "sigma": self.sigma,
+            "mode": self.mode,
+            "cap": self.n,
+            "spending": self.spending,
+        }
+
+    @classmethod
+    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        noise = table["noise"][0].as_py()
+        if noise not in NOISES:
+            raise UserError(
+                f"the table: damaged: noise must be one of {', '.join(NOISES)}, got {shown(noise)}"
+            )
+        return {**super().constants(table, settings), "norm": NOISES[noise].norm}
+
+    @classmethod
+    def check(cls, table: pa.Table, where: str) -> None:
+        """What is stated of noise behind the input must be what the radii were made with."""
+        both = of_table(table)
+        if both is not None:
+            follow = Gaussian(both.both).radius(table["p_lower"].to_numpy())
+            radii, near = table["radius"].to_numpy(), _NEAR * (follow + both.both)
+            if not (abs(radii - follow) <= near).all():
+                raise UserError(
+                    f"{where}: damaged: its radii do not follow from the sigma, hidden noise and "
+                    "sensitivity that it states"
+                )
+        super().check(table, where)
+
+    @classmethod
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """All draws that were asked for, with the counts of all classes."""
+        found = lists(table, "histogram")
+        return np.zeros(len(table), bool) if found is None else selected_hits(table, found[0])
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        k, n, selected = (table[name].to_numpy() for name in ("k", "n", "selected"))
+        lower = np.asarray(cls.bound(k, n, alpha))
+        radius = np.asarray(certified_by(table).radius(lower))
+        prediction = np.where(lower > 0.5, selected, ABSTAIN)
+        return {"p_lower": lower, "radius": radius, "prediction": prediction}
+
+    @classmethod
+    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """The vote's, with its noise: other noise is another classifier. With noise behind the
+        first layer too, what either alone certifies, and what DPAL's sum would."""
+        first = table.slice(0, 1).to_pylist()[0]
+        title = f"vote (Cohen), {first['noise']} {first['sigma']:g}"
+        answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
+        both = of_table(table)
+        if both is None:
+            return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
+        share = size / both.both * (1 - 1e-12)
+        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size, "--")]
+        for name, of, worth, holds in (
+            ("input", "its input noise alone", both.sigma, True),
+            ("hidden", "its hidden noise alone", both.behind, True),
+            ("as_printed", "kappa + phi (does not hold)", both.as_printed, False),
+        ):
+            words = f"vote, {of}"
+            found.append(CertifiedSizes(name, "l2", words, answer, share * worth, holds=holds))
+        return tuple(found)
+
+    @classmethod
+    def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:
+        """In other norms: the largest ball inside the certified one."""
+        return [
+            dataclasses.replace(
+                sizes, norm=norm, size=sizes.size / ball_factor(sizes.norm, norm, numbers)
+            )
+            for sizes in cls.sizes(table)
+        ]
+
+    @classmethod
+    def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+        """The lower bound of the class's probability that counts allow at this error: float64, of
+        the shape of the counts."""
+        raise NotImplementedError
+
+    @classmethod
+    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        made = {name: column.tolist() for name, column in cls.made(table, alpha).items()}
+        return [
+            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
+            for place, row in enumerate(table.to_pylist())
+        ], {}
+
+    @classmethod
+    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
+        name = f"certified at {found.norm.upper()} radius"
+        lines = [(f"{name} {exact(r)}", f"{percent(found.certified_accuracy(r))} %") for r in at]
+        for sizes in found.sizes[1:]:
+            held = sizes.certified(found.label)
+            shares = ", ".join(f"{percent(np.mean(held >= r))} % at {exact(r)}" for r in at)
+            lines.append((sizes.title, shares))
+        return lines
+
+    @classmethod
+    def words(cls, found: CertificateTable) -> str:
+        hidden = "" if of_table(found.table) is None else " and hidden noise"
+        noise = f"{found.noise.capitalize()} noise {found.sigma:g}{hidden}"
+        return f"Smoothing by {noise}, {cls.counted.format(n=found.n)}"
+
+    @classmethod
+    def terms(cls, found: CertificateTable) -> dict[str, Any]:
+        return {"sigma": found.sigma, "radii": () if "radii" in cls.free else found.radii}
+
+    @classmethod
+    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
+        """Attacks smooth by Gaussian noise only."""
+        return ("input", sigma) if noise == Gaussian.name else None
+
+    def fresh(self, seed: str) -> Certificate:
+        return super().fresh(seed).model_copy(update={"noise_bank": False})
+
+    def name_parts(self) -> list[str]:
+        parts = [f"sigma-{self.sigma:g}", *self.mode_parts(), f"n-{self.n}"]
+        return parts if self.noise == "gaussian" else [*parts, self.noise]
+
+    def mode_parts(self) -> list[str]:
+        """The mode, and what of it tells two tables apart."""
+        return [self.mode]
+
+
+# --- CERTIFY and PREDICT ----------------------------------------------------------------------
 
 
 class Cohen(Smoothing):
@@ -91,7 +333,7 @@ class Cohen(Smoothing):
 
     @classmethod
     def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Cohen, SmoothedPlace]:
-        from dpdist.certification.places import SmoothedPlace
+        from dpdist.certification.worker import SmoothedPlace
 
         settings = cls.model_validate(
             {"sigma": found.sigma, "n0": found.n0, "n": found.n, "alpha": found.alpha}
@@ -147,3 +389,92 @@ def predict(counts: np.ndarray, alpha: float, draws: int | None = None) -> int:
     second = max(second, undefined)
     sure = first >= undefined and two_sided_p_value(first, first + second) <= alpha
     return int(order[0]) if sure else ABSTAIN
+
+
+# --- the runner-up's own bound ----------------------------------------------------------------
+
+
+_OF_RUNNER_UP = 0.1  # of the error
+
+
+class TwoClass(Cohen):
+    """Cohen's procedure, the runner-up bounded by its own count. Gaussian noise."""
+
+    mode: Literal["two-class"] = "two-class"  # type: ignore[assignment]
+    counted: ClassVar[str] = "{n:,} draws an input, the runner-up bounded by its own"
+
+    @model_validator(mode="after")
+    def _gaussian(self) -> Self:
+        require(self.noise == Gaussian.name, "noise", "gaussian when mode is two-class")
+        return self
+
+    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
+        counts = totals(partials, "histogram", self.n)
+        return certify_against_runner_up(
+            selected_by(partials), counts, self.alpha, place.certified, self.n
+        )
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        import pyarrow as pa
+
+        return super().table_schema().append(pa.field("p_upper", pa.float64(), nullable=False))
+
+    @classmethod
+    def columns(cls) -> Mapping[str, Column]:
+        return {**super().columns(), "p_upper": (float, 0), "histogram": (object, None)}
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
+        selected = table["selected"].to_numpy()
+        lower, upper = runner_up_bounds(counts, selected, alpha, table["n"].to_numpy())
+        sigma = certified_by(table).sigma
+        radius = np.asarray(gaussian_l2_radius_two_class(lower, upper, sigma))
+        prediction = np.where(radius > 0, selected, ABSTAIN)
+        return {"p_lower": lower, "p_upper": upper, "radius": radius, "prediction": prediction}
+
+    @classmethod
+    def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
+        """With what is left spread evenly over the other classes."""
+        others = max(1, len(table["histogram"][0]) - 1)
+        rest = (1 - label) / others
+        radius = gaussian_l2_radius_two_class(label, rest, certified_by(table).sigma)
+        return np.where(label > rest, radius, -1.0)
+
+
+def runner_up_bounds(
+    counts: np.ndarray, selected: np.ndarray, alpha: ArrayLike, draws: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Below each selected class's probability and above every other's, each pair wrong with
+    probability at most alpha. counts: int (N, classes); selected, alpha: of each row; draws (N,):
+    how many were made, those without a class included."""
+    others = counts.copy()
+    others[np.arange(len(counts)), selected] = 0
+    hits = counts.sum(1) - others.sum(1)
+    runner_up = others.max(1) + draws - counts.sum(1)
+    lower = np.asarray(clopper_pearson_lower(hits, draws, (1 - _OF_RUNNER_UP) * np.asarray(alpha)))
+    upper = clopper_pearson_upper(runner_up, draws, _OF_RUNNER_UP * np.asarray(alpha))
+    left = np.nextafter(1 - lower, 2)
+    return lower, np.minimum(np.minimum(upper, left), 1.0)
+
+
+def certify_against_runner_up(
+    selected: int, counts: np.ndarray, alpha: float, noise: Noise, draws: int | None = None
+) -> Verdict:
+    """As `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
+    n = int(counts.sum()) if draws is None else draws
+    (p_lower,), (p_upper,) = runner_up_bounds(
+        counts[None], np.array([selected]), alpha, np.array([n])
+    )
+    radius = float(gaussian_l2_radius_two_class(p_lower, p_upper, noise.sigma))
+    return Verdict(
+        prediction=selected if radius > 0 else ABSTAIN,
+        selected=selected,
+        k=int(counts[selected]),
+        n=n,
+        p_lower=float(p_lower),
+        radius=radius,
+        histogram=tuple(int(count) for count in counts),
+        p_upper=float(p_upper),
+    )

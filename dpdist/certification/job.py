@@ -1,4 +1,4 @@
-"""Bulk certification on a Ray cluster: resumable, and the same table however it was computed."""
+"""Certify a data set on a Ray cluster: resumable, and the same table however it was computed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,30 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from dpdist import bulk, models
-from dpdist.base.errors import UserError
-from dpdist.base.reading import parse_any_json, read_text, reason, shown
-from dpdist.base.storage import write_atomic, write_json
-from dpdist.bulk import Progress
-from dpdist.bulk.job import CHUNK_SECONDS, Book, Cut, Item, Partial, Row, Task, Work, run
-from dpdist.bulk.job import Piece as Interval
-from dpdist.certification import device as devices
+from dpdist import models
+from dpdist.certification import inference
 from dpdist.certification import table as tables
-from dpdist.certification.bank import BLOCKS_PER_PIECE
 from dpdist.certification.certificate import Certificate, join
-from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.streams import CPU
-from dpdist.certification.worker import Assignment, Piece, Worker, probe
-from dpdist.cluster import calls
-from dpdist.cluster.calls import run_once
-from dpdist.randomness import units
+from dpdist.certification.inference import CPU, ClassifierSpec
+from dpdist.certification.worker import BLOCKS_PER_PIECE, Assignment, Piece, Worker, probe
+from dpdist.cluster import actor_pool, job_folder
+from dpdist.cluster.actor_pool import run_once
+from dpdist.cluster.job_folder import Progress
+from dpdist.cluster.resumable_job import (
+    CHUNK_SECONDS,
+    Book,
+    Cut,
+    Item,
+    Partial,
+    Row,
+    Task,
+    Work,
+    run,
+)
+from dpdist.cluster.resumable_job import Piece as Interval
+from dpdist.core.errors import UserError
+from dpdist.core.files import parse_any_json, read_text, reason, shown, write_atomic, write_json
+from dpdist.randomness import keys
 
 TABLE = tables.TABLE
 _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
@@ -66,8 +73,9 @@ def certify(
 ) -> pa.Table:
     """Certify the inputs that ``settings`` names; return the table, sorted by index.
 
-    ``output`` receives certificates.parquet, timings.csv and what `dpdist.bulk.job.run` says, which
-    names the other arguments and what is raised. progress(inputs done, in all, draws per second).
+    ``output`` receives certificates.parquet, timings.csv and what
+    `dpdist.cluster.resumable_job.run` says, which names the other arguments and what is raised.
+    progress(inputs done, in all, draws per second).
     gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the cluster
     has them. A certification stays on the kind of device that it began on. say: is told of GPUs.
     """
@@ -109,7 +117,7 @@ class Certification(Work):
         self._dataset, self.seed = dataset, settings.seed
         # What a place measures may differ in its last bits elsewhere: the stored one is used.
         free = settings.free | {"sensitivity"}
-        self.kind = bulk.Kind("certification", "certifying", free)
+        self.kind = job_folder.Kind("certification", "certifying", free)
         self.schema = settings.table_schema()
         self._assignment = _assignment(
             model_folder, dataset, settings, trusted_factory, self._indices
@@ -128,9 +136,9 @@ class Certification(Work):
     def begin(self, output: Path) -> dict[str, Any]:
         gpus = self._gpus
         if gpus is None:
-            gpus = 1.0 if calls.gpus() >= 1 else 0.0
+            gpus = 1.0 if actor_pool.gpus() >= 1 else 0.0
         _require_gpus(gpus)
-        device = devices.GPU if gpus else CPU.type
+        device = inference.GPU if gpus else CPU.type
         assignment = replace(self._assignment, device=device, gpus=gpus)
         spec = run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
@@ -139,7 +147,7 @@ class Certification(Work):
             "seed": self._assignment.source.seed,
             "classifier": spec.pinned,
             "inputs": len(self._dataset.labels),  # by which a reader knows that no row is missing
-            bulk.LABELS: bulk.label_digest(self._indices, labels),
+            job_folder.LABELS: job_folder.label_digest(self._indices, labels),
         }
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
@@ -192,8 +200,8 @@ class Certification(Work):
 
 def _require_gpus(gpus: float) -> None:
     """Raise UserError where an actor with so many GPUs could never start."""
-    have = calls.gpus()
-    if gpus > have and not calls.may_grow():
+    have = actor_pool.gpus()
+    if gpus > have and not actor_pool.may_grow():
         raise UserError(
             f"resources.certify_gpus: each actor needs {gpus:g} GPUs, this machine has {have:g}; "
             "leave it out or set 0 to count on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
@@ -215,7 +223,7 @@ def _assignment(
         place = settings.place(model, shape)
     except UserError as error:
         raise UserError(f"{model_folder}: {error}") from None
-    source = units.UnitSource(
+    source = keys.UnitSource(
         "certify",
         settings.seed or secrets.token_hex(16),
         models.model_hash(model_folder),

@@ -1,4 +1,4 @@
-"""True upper bounds of a layer's operator norm: the actual linear map, stride and padding included.
+"""Upper bounds of a layer's operator norm: the actual linear map, stride and padding included.
 
 The norms take the input in L1, L2 or L-infinity to the output in L2 (Gaussian noise) or L1
 (Laplace noise). ``weights`` is the vector of variances K r of heterogeneous noise, shaped like the

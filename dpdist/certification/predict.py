@@ -1,6 +1,7 @@
-"""Label and certificate of single inputs, in this process, with fresh secret noise.
+"""Label and certify single inputs in this process, with fresh secret noise.
 
-The noise is never reused or stored: whoever knew it beforehand could choose the input to fit it.
+The noise is never reused or stored: an adversary that knew it beforehand could choose the input to
+fit it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpdist.certification.certificate import Certificate
-from dpdist.randomness.units import UnitSource
+from dpdist.randomness.keys import UnitSource
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

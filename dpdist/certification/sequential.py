@@ -1,21 +1,72 @@
-"""Tests of a class probability that look at the counts more than once, with the error exact.
+"""Certificates that draw only as often as a decision needs: target radii and confidence sequences.
 
-Two ways. A test against one probability p0 with planned looks: the thresholds come from the exact
-distribution of the counts at p0, so the error over all looks together is at most alpha. And a
-confidence sequence, valid at every number of draws at once. Clopper-Pearson on an early-stopped
-count is neither (its error at alpha = 0.001 is about 0.004).
+The error is exact although counts are looked at more than once. A test against one probability p0
+with planned looks has thresholds from the exact distribution of the counts at p0, so the error
+over all looks together is at most alpha. A confidence sequence is valid at every number of draws
+at once. Clopper-Pearson on an early-stopped count is neither (its error at alpha = 0.001 is about
+0.004).
+
+Target radii of expected scores are tested by betting. Under the noise p_a and p_b are the expected
+scores of two classes, and a's stays the larger one while the input moves less than r if
+Phi^-1(p_a) - Phi^-1(p_b) > 2 t, with t = r times the norm of the first layer over the noise. That
+is so where
+
+    (1 + p_a - p_b) / 2 > Phi(t),
+
+because p_a - p_b is the mass of the interval from Phi^-1(p_b) to Phi^-1(p_a) under N(0, 1), and an
+interval of length 2 t or less has at most the mass 2 Phi(t) - 1. The left side is the mean of a
+score in [0, 1], the *lead* of a over b; it is never less than a's own, so a test of leads passes
+wherever one of p_a alone would, with p_b <= 1 - p_a. The class a is chosen by draws used for
+nothing else. Its lead over each other class is tested by betting
+(`dpdist.certification.score_bounds`): the capital exceeds 1 / alpha at any number of draws with
+probability at most alpha. A radius is certified when *every* lead has passed. If it is false, one
+lead is too small, by the truth and not by the draws, and this one's test alone errs with alpha: no
+class pays for another. Radii are tested in ascending order and the first failure ends them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import scipy
 from numpy.typing import ArrayLike
+from pydantic import ValidationError, model_validator
 
-from dpdist.base.binomial import check_alpha, clopper_pearson_upper
+from dpdist.certification import score_bounds
+from dpdist.certification.certificate import (
+    ABSTAIN,
+    Certificate,
+    CertifiedSizes,
+    Partial,
+    Verdict,
+    certified_by,
+    require,
+    sample,
+    select,
+)
+from dpdist.certification.cohen import Cohen, Smoothing, predict
+from dpdist.certification.expected_scores import BettingScores, OfHiddenNoise, stated_norms
+from dpdist.certification.score_bounds import SCORE_UNIT
+from dpdist.core.binomial import check_alpha, clopper_pearson_upper
+from dpdist.core.console import exact, percent
+from dpdist.core.errors import UserError
+from dpdist.core.files import reason
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from torch import Tensor, nn
+
+    from dpdist.certification.certificate import CertificateTable, Counter, SampledPlace
+    from dpdist.certification.worker import HiddenNoiseSampler, ScoredPlace, SmoothedPlace
+
+
+# --- sequential tests of a probability --------------------------------------------------------
+
 
 # Probability below which a tail is not carried along; it is charged as an error all the same.
 _NEGLIGIBLE = 1e-25
@@ -179,3 +230,480 @@ def anytime_lower(hits: ArrayLike, draws: ArrayLike, alpha: float) -> np.ndarray
         rejected = (middle > 0) & beta_mixture_rejects(k, n, middle, alpha)
         low, high = np.where(rejected, middle, low), np.where(rejected, high, middle)
     return low[()]
+
+
+# --- certificates by votes --------------------------------------------------------------------
+
+
+# Error of the upper bound by which hopeless inputs are given up (never adds a certificate).
+FUTILE = 0.01
+_Kind = TypeVar("_Kind", bound=Certificate)
+HITS = "hits"  # column: how often the selected class was said by each look, from the first one on
+
+
+class _Sequential(Smoothing):
+    """A sequential test is one unit of work; n is its cap."""
+
+    def units(self, batch: int) -> int:
+        return 1
+
+    def label(
+        self, counter: Counter, x: Tensor, index: int, batch: int, place: SampledPlace
+    ) -> int:
+        return predict(self.counts(counter, x, index, batch), self.alpha, self.n)
+
+    @classmethod
+    def again(
+        cls, found: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, SampledPlace]:
+        """By Cohen's procedure at the cap, whatever stopped the table's own."""
+        return Cohen.again(found, norm, batch)
+
+
+class TargetRadius(_Sequential):
+    """Early stopping: exact tests of the target radii at planned looks; certifies those only."""
+
+    mode: Literal["target"] = "target"
+    spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
+    counted: ClassVar[str] = "given radii decided by at most {n:,} draws"
+    drawn: ClassVar[frozenset[str]] = frozenset({"selected", HITS})
+
+    @model_validator(mode="after")
+    def _targets(self) -> Self:
+        require(bool(self.radii), "radii", "given when mode is target")
+        return self
+
+    def work(
+        self,
+        counter: Counter,
+        x: Tensor,
+        index: int,
+        low: int,
+        high: int,
+        batch: int,
+        place: SmoothedPlace,
+    ) -> Partial:
+
+        selected = select(counter, self.n0, x, index)
+        hypotheses = self.hypotheses(place.certified)
+        looks = planned_looks(self.n, batch)
+        test = TargetTest(hypotheses, self.alpha, looks, FUTILE)
+        k = block = number = 0
+        hits = []
+        for number, look in enumerate(looks):
+            while block * batch < look:
+                k += int(sample(counter, x, index, block, batch, self.n)[selected])
+                block += 1
+            hits.append(k)
+            if test.look(number, k):
+                break
+        return {
+            "selected": selected,
+            "k": k,
+            "n": looks[number],
+            "looks": number + 1,
+            "passed": test.passed(),
+            HITS: hits,
+        }
+
+    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
+        (partial,) = partials
+        passed = partial["passed"]
+        last = max(passed - 1, 0)
+        return Verdict(
+            prediction=partial["selected"] if passed else ABSTAIN,
+            selected=partial["selected"],
+            k=partial["k"],
+            n=partial["n"],
+            p_lower=self.hypotheses(place.certified)[last] if passed else 0.0,
+            radius=self.radii[last] if passed else 0.0,
+            looks=partial["looks"],
+            target=self.radii[last],
+            hits=partial.get(HITS),
+        )
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        import pyarrow as pa
+
+        return super().table_schema().append(pa.field(HITS, pa.list_(pa.int64())))
+
+    @classmethod
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """Counts at the looks that were planned; earlier versions kept the last look's alone."""
+        looks = _planned(table)
+        k, n, number, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
+        inside = (number >= 1) & (number <= len(looks)) & (table["selected"].to_numpy() >= 0)
+        inside &= (cap == looks[-1]) & (looks[np.clip(number, 1, len(looks)) - 1] == n) & (k <= n)
+        steps = np.diff(looks, prepend=0)
+        for place, hits in enumerate(_hits(table)):
+            if hits is None:
+                continue
+            more = np.diff(hits, prepend=0)
+            inside[place] &= (
+                len(more) == number[place]
+                and bool(((more >= 0) & (more <= steps[: len(more)])).all())
+                and hits[-1] == k[place]
+            )
+        return inside
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """What the counts at the looks decide, by the tests' own thresholds."""
+
+        settings = stated_targets(cls, table)
+        radii = np.array(settings.radii)
+        p0 = np.array(settings.hypotheses(certified_by(table)))
+        looks = _planned(table)
+        needed = np.array([thresholds(p, alpha, tuple(looks.tolist())).needed for p in p0])
+        passed = _possible(table, radii, needed)
+        for place, hits in enumerate(_hits(table)):
+            if hits is not None:
+                rejected = (np.array(hits) >= needed[:, : len(hits)]).any(1)
+                passed[place] = int(np.minimum.accumulate(rejected).sum())
+        last, certified = np.maximum(passed - 1, 0), passed > 0
+        return {
+            "prediction": np.where(certified, table["selected"].to_numpy(), ABSTAIN),
+            "radius": np.where(certified, radii[last], 0.0),
+            "target": radii[last],
+            "p_lower": np.where(certified, p0[last], 0.0),
+        }
+
+    @classmethod
+    def rebound(cls, table: Any, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        raise UserError(
+            "results of early stopping (mode target) certify their radius at their alpha and "
+            "nothing else; certify again with mode fixed or anytime to choose alpha later"
+        )
+
+    def mode_parts(self) -> list[str]:
+        return [self.mode, "r-" + "-".join(map(exact, self.radii))]
+
+
+def stated_targets(kind: type[_Kind], table: pa.Table) -> _Kind:
+    """The settings that a table of target radii states. Raises UserError where they are none."""
+    from dpdist.certification.table import about
+
+    stated = about(table).get("settings", {})
+    given = {name: stated[name] for name in stated.keys() & kind.model_fields.keys()}
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise UserError(f"the table's description: damaged: {reason(error)}") from None
+
+
+def executed_batch(table: pa.Table) -> int:
+    """The rows of the executed batch that a table states. Raises UserError where it does not."""
+    from dpdist.certification.table import about
+
+    batch = about(table).get("classifier", {}).get("batch")
+    if type(batch) is not int or batch < 1:
+        raise UserError("the table's description: damaged: classifier.batch must be >= 1")
+    return batch
+
+
+def blocks_hold(table: pa.Table) -> np.ndarray:
+    """Return whether each row of a test after every block has the draws of so many blocks as it
+    states, the last of them perhaps in part, and no more hits than draws: bool (N,)."""
+    k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
+    batch = executed_batch(table)
+    blocks = (looks == -(-n // batch)) & (n == np.minimum(looks * batch, cap)) & (n >= 1)
+    return blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
+
+
+def _planned(table: pa.Table) -> np.ndarray:
+    """Numbers of draws at the looks of a table, int64."""
+
+    looks = planned_looks(table["cap"][0].as_py(), executed_batch(table))
+    return np.array(looks, dtype=np.int64)
+
+
+def _hits(table: pa.Table) -> list[list[int] | None]:
+    """Counts of each row at its looks; None where an earlier version did not keep them."""
+    if HITS not in table.column_names:
+        return [None] * table.num_rows
+    return table[HITS].to_pylist()
+
+
+def _possible(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    """How many radii each row of an earlier version's table says have passed: int64 (N,).
+
+    It kept the last count alone. What it says must be possible with that: each radius at some look,
+    one of them at the last where all of them passed. Another number stands where it is not.
+    """
+    k, radius = table["k"].to_numpy(), table["radius"].to_numpy()
+    stated = np.where(
+        table["prediction"].to_numpy() == ABSTAIN, 0, np.searchsorted(radii, radius) + 1
+    )
+    number = table["looks"].to_numpy()
+    taken = np.arange(needed.shape[1]) < number[:, None]
+    reached = ((needed[None] <= k[:, None, None]) & taken[:, None]).any(2)  # (N, radii)
+    at_last = k[:, None] >= needed[:, number - 1].T
+    asked = np.arange(len(radii)) < stated[:, None]
+    possible = (reached | ~asked).all(1) & ((stated < len(radii)) | at_last.any(1))
+    return np.where(possible, stated, np.where(stated > 0, 0, len(radii)))
+
+
+class Anytime(_Sequential):
+    """A confidence sequence: stops when every radius is decided, and may be re-bounded later."""
+
+    mode: Literal["anytime"] = "anytime"
+    spending: ClassVar[str] = "beta mixture, 1/alpha"
+    counted: ClassVar[str] = "at most {n:,} draws, valid at any time"
+    drawn: ClassVar[frozenset[str]] = frozenset({"selected"})
+
+    @model_validator(mode="after")
+    def _error(self) -> Self:
+        require(self.alpha < 0.25, "alpha", "below 1/4 when mode is anytime")
+        return self
+
+    def work(
+        self,
+        counter: Counter,
+        x: Tensor,
+        index: int,
+        low: int,
+        high: int,
+        batch: int,
+        place: SmoothedPlace,
+    ) -> Partial:
+
+        selected = select(counter, self.n0, x, index)
+        p0 = self.hypotheses(place.certified)
+        hits = draws = block = passed = 0
+        while draws < self.n:
+            counts = sample(counter, x, index, block, batch, self.n)
+            hits += int(counts[selected])
+            draws = min(draws + batch, self.n)  # those without a class are draws too
+            block += 1
+            while passed < len(p0) and beta_mixture_rejects(hits, draws, p0[passed], self.alpha):
+                passed += 1
+            if p0 and (
+                passed == len(p0) or clopper_pearson_upper(hits, draws, FUTILE) <= p0[passed]
+            ):
+                break
+        return {"selected": selected, "k": hits, "n": draws, "looks": block}
+
+    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
+        (partial,) = partials
+        p_lower = float(self.bound(partial["k"], partial["n"], self.alpha))
+        return Verdict(
+            prediction=partial["selected"] if p_lower > 0.5 else ABSTAIN,
+            selected=partial["selected"],
+            k=partial["k"],
+            n=partial["n"],
+            p_lower=p_lower,
+            radius=float(place.certified.radius(p_lower)),
+            looks=partial["looks"],
+            target=self.radii[-1] if self.radii else None,
+        )
+
+    @classmethod
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """Return whether each row has the draws of the blocks that it states, and no more hits."""
+        return blocks_hold(table)
+
+    @classmethod
+    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        radii = stated_targets(cls, table).radii
+        return {**super().constants(table, settings), "target": radii[-1] if radii else None}
+
+    @classmethod
+    def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+
+        return anytime_lower(hits, draws, alpha)
+
+
+# --- certificates by expected scores ----------------------------------------------------------
+
+
+_NEAR_ONE = 1 - 1e-12
+
+
+class LeadTest:
+    """Of the leads over all other classes against ascending means; `passed` of them are shown.
+
+    futile: error by which hopeless inputs are given up; it can lose a certificate, never add one.
+    """
+
+    def __init__(self, means: Sequence[float], alpha: float, futile: float = FUTILE) -> None:
+        self._means, self._alpha, self._futile = means, alpha, futile
+        self._scores = score_bounds.ENDS / SCORE_UNIT
+        self._counts = np.zeros((len(self._scores), 1))
+        self.passed = 0
+
+    def look(self, counts: np.ndarray, excess: np.ndarray) -> bool:
+        """Take what more draws say, as `betting.binned` makes it; True when all is decided."""
+        self._counts = self._counts + score_bounds.at_ends(counts, excess).T
+        while self.passed < len(self._means) and self._shown(self._means[self.passed]):
+            self.passed += 1
+        if self.passed == len(self._means):
+            return True
+        left = 1 - self._means[self.passed]
+        return bool(
+            score_bounds.means_above(self._counts, 1 - self._scores, left, self._futile).any()
+        )
+
+    def _shown(self, mean: float) -> bool:
+        return bool(score_bounds.means_above(self._counts, self._scores, mean, self._alpha).all())
+
+
+class TargetScores(OfHiddenNoise):
+    """Early stopping of expected scores: given radii, tested by betting after every block of draws.
+
+    norm: of the radii. n: draws at most. It certifies the largest radius that passed, no more.
+    """
+
+    mode: Literal["target-scores"] = "target-scores"
+    norm: Literal["l2", "linf"] = "l2"
+
+    spending: ClassVar[str] = "betting, 1/alpha"
+    belongs: ClassVar[str] = "with mode target-scores"
+    drawn: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
+
+    @model_validator(mode="after")
+    def _targets(self) -> Self:
+        require(bool(self.radii), "radii", f"given when mode is {self.mode}")
+        rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
+        require(rising, "radii", "ascending")
+        return self
+
+    @classmethod
+    def fits(cls, section: Mapping[str, Any]) -> bool:
+        return section.get("sigma") is None and section.get("mode") == cls.mode_name()
+
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoredPlace:
+        place = super().place(model, input_shape)
+        if not all(p < _NEAR_ONE for p in self.hypotheses(place)):
+            raise UserError(f"certify.radii: must be reachable with its noise, got {self.radii}")
+        return place
+
+    def hypotheses(self, place: ScoredPlace) -> tuple[float, ...]:
+        """What the leads must exceed for each radius, a hair above the exact number."""
+        scale = getattr(place.norms, self.norm) / place.sigma
+        exact = [float(scipy.special.ndtr(radius * scale)) for radius in self.radii]
+        return tuple(p + (1 - p) * 1e-9 for p in exact)
+
+    def units(self, batch: int) -> int:
+        return 1
+
+    def work(
+        self,
+        counter: HiddenNoiseSampler,
+        x: Tensor,
+        index: int,
+        low: int,
+        high: int,
+        batch: int,
+        place: ScoredPlace,
+    ) -> Partial:
+        selected = select(counter, self.n0, x, index)
+        test = LeadTest(self.hypotheses(place), self.alpha)
+        votes = draws = block = 0
+        while draws < self.n:
+            rows = min(batch, self.n - draws)
+            found = counter.block(x, index, block, batch, rows, binned=True, leader=selected)
+            assert found.bins is not None and found.excess is not None
+            votes, draws, block = votes + int(found.histogram[selected]), draws + rows, block + 1
+            if test.look(found.bins, found.excess):
+                break
+        return {
+            "selected": selected, "k": votes, "n": draws, "looks": block, "passed": test.passed
+        }  # fmt: skip
+
+    def verdict(self, partials: Sequence[Partial], place: ScoredPlace) -> Verdict:
+        (partial,) = partials
+        passed = partial["passed"]
+        last = max(passed - 1, 0)
+        return Verdict(
+            prediction=partial["selected"] if passed else ABSTAIN,
+            selected=partial["selected"],
+            k=partial["k"],
+            n=partial["n"],
+            p_lower=self.hypotheses(place)[last] if passed else 0.0,
+            radius=self.radii[last] if passed else 0.0,
+            looks=partial["looks"],
+            target=self.radii[last],
+        )
+
+    def row(self, index: int, label: int, verdict: Verdict, place: ScoredPlace) -> dict[str, Any]:
+        found = dataclasses.asdict(verdict)
+        found |= {"index": index, "label": label, "sigma": place.sigma, "cap": self.n}
+        named = ("n0", "alpha", "norm", "noise", "mode", "spending")
+        return found | {name: getattr(self, name) for name in named}
+
+    @classmethod
+    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().constants(table, settings), "noise": cls.noise}
+
+    @classmethod
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """Blocks of draws as they were executed."""
+        return blocks_hold(table)
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """One of the radii that were asked for, of the selected class, or none. The scores of the
+        draws are not kept: whether it passed cannot be made again."""
+        from dpdist.certification.worker import ScoredPlace
+
+        settings = stated_targets(cls, table)
+        place = ScoredPlace(table["sigma"][0].as_py(), stated_norms(table))
+        radii, p0 = np.array(settings.radii), np.array(settings.hypotheses(place))
+        certified = table["prediction"].to_numpy() != ABSTAIN
+        last = np.searchsorted(radii, table["radius"].to_numpy()).clip(0, len(radii) - 1)
+        return {
+            "prediction": np.where(certified, table["selected"].to_numpy(), ABSTAIN),
+            "radius": np.where(certified, radii[last], 0.0),
+            "target": np.where(certified, radii[last], radii[0]),
+            "p_lower": np.where(certified, p0[last], 0.0),
+        }
+
+    @classmethod
+    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """The targets that expected scores passed: of the exact profile."""
+        answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
+        norm = table["norm"][0].as_py()
+        title = "exact profile, targets"
+        return (CertifiedSizes("exact", norm, title, answer, size, "-", votes=False),)
+
+    @classmethod
+    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        raise UserError(
+            "results of early stopping (mode target-scores) certify their radius at their alpha "
+            "and nothing else; certify again with bound betting to choose alpha later"
+        )
+
+    @classmethod
+    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
+        name = f"certified at {found.norm.upper()} radius"
+        return [(f"{name} {exact(r)}", f"{percent(found.certified_accuracy(r))} %") for r in at]
+
+    @classmethod
+    def words(cls, found: CertificateTable) -> str:
+        return (
+            "Expected scores under the model's own noise, given radii decided by at most "
+            f"{found.n:,} draws"
+        )
+
+    @classmethod
+    def terms(cls, found: CertificateTable) -> dict[str, Any]:
+        return {"norm": found.norm, "radii": found.radii}
+
+    @classmethod
+    def again(
+        cls, found: CertificateTable, norm: str, batch: int
+    ) -> tuple[BettingScores, ScoredPlace]:
+        """By bets on the class alone at the cap, whatever stopped the table's own."""
+        from dpdist.certification.score_bounds import Sensitivity
+        from dpdist.certification.worker import ScoredPlace
+
+        settings = BettingScores.model_validate(
+            {"n": found.n, "n0": found.n0, "alpha": found.alpha, "one_sided": True}
+            | {"norm": norm, "batch": batch}
+        )
+        return settings, ScoredPlace(found.sigma, Sensitivity(**found.about["sensitivity"]))
+
+    def name_parts(self) -> list[str]:
+        radii = "-".join(map(exact, self.radii))
+        return [self.mode, self.norm, f"r-{radii}", f"n-{self.n}", f"eta-{1 - self.alpha:g}"]

@@ -11,11 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from dpdist import bulk
-from dpdist.base.storage import write_result
-from dpdist.base.table_files import Column
-from dpdist.bulk import write_table as write
-from dpdist.certification.radii import format_radius
+from dpdist.certification.noise import format_radius
+from dpdist.cluster import job_folder
+from dpdist.cluster.job_folder import write_table as write
+from dpdist.core.files import Column, write_result
 
 __all__ = [
     "COLUMNS",
@@ -71,17 +70,17 @@ def build(
     rows: list[dict[str, Any]], about: Mapping[str, Any], schema: pa.Schema = SCHEMA
 ) -> pa.Table:
     """The rows sorted by index; ``about`` (what was executed) goes into the file's metadata."""
-    return bulk.build_table(sorted(rows, key=lambda row: row["index"]), schema, about, KEY)
+    return job_folder.build_table(sorted(rows, key=lambda row: row["index"]), schema, about, KEY)
 
 
 def about(table: pa.Table) -> dict[str, Any]:
     """What was executed: settings, seed, model, data, classifier."""
-    return bulk.about_table(table, KEY)
+    return job_folder.about_table(table, KEY)
 
 
 def read(path: Path) -> pa.Table:
     """A table of certificates. Raises UserError when it is none, or not of its settings."""
-    return bulk.read_table(path, COLUMNS, KEY)
+    return job_folder.read_table(path, COLUMNS, KEY)
 
 
 def write_cohen_tsv(

@@ -1,29 +1,553 @@
-"""The worker of a certification: holds the executed classifier, does pieces of inputs."""
+"""Sample a model under noise and count its answers, in one process: the worker of a certification.
+
+A worker holds the executed classifier and does pieces of inputs. The noise is sampled where the
+model is random, by votes or by sums of scores: the location knows the network that is executed
+behind the noise, a batch on which every worker must answer alike, and the sampler that counts
+under the noise.
+
+A shared noise bank is one stream of noise for all inputs, through a dense first layer only once.
+That layer is affine, so layer(x + noise) = layer(noise) + layer(x) - layer(0): its output for the
+noise is kept and only shifted for each input. Each certificate is as valid as with noise of its
+own; but the errors of different inputs can coincide, so statements about a whole set need
+Bonferroni's inequality.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
+import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.base.errors import UserError
-from dpdist.base.tensors import tensor_of
-from dpdist.certification import device as devices
-from dpdist.certification.certificate import Certificate, SampledPlace
-from dpdist.certification.classifier import ClassifierSpec, check_digest, choose, differing_rows
-from dpdist.certification.fresh_process import SameProcess, alone_by
-from dpdist.certification.reexecution import Reexecution, RowChoice
-from dpdist.certification.streams import CPU, STREAMS, Stream, usual
-from dpdist.models import fresh_copy, mixing
+from dpdist.certification import inference, operator_norms, score_bounds
+from dpdist.certification.certificate import Certificate, Counter, Quadrature, SampledPlace, stated
+from dpdist.certification.inference import (
+    CPU,
+    STREAMS,
+    Aes,
+    ClassifierSpec,
+    ExecutedClassifier,
+    Stream,
+    check_digest,
+    choose,
+    differing_rows,
+    usual,
+)
+from dpdist.certification.noise import Gaussian, Laplace, Noise
+from dpdist.certification.reexecution import Reexecution, RowChoice, SameProcess, alone_by
+from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.core.errors import UserError
+from dpdist.core.optional_imports import tensor_of
+from dpdist.models import (
+    SplitModel,
+    fresh_copy,
+    mixing,
+    predicted_classes,
+    require_split,
+    softmax_scores,
+    split_first,
+)
 from dpdist.models.factory_code import FactoryCode
-from dpdist.randomness.keys import new_run_key
-from dpdist.randomness.units import UnitSource
+from dpdist.randomness import keys
+from dpdist.randomness.keys import ESTIMATE, RandomWords, UnitSource, new_run_key
+from dpdist.randomness.noise_location import BehindLayer, NoiseCut, Nowhere, Place, place_of
+
+# --- samplers and counters --------------------------------------------------------------------
+
+
+class Inspector(Protocol):
+    """Looks at counted blocks (`dpdist.certification.reexecution`)."""
+
+    def __call__(
+        self, index: int, stage: str, block: int, rows: Tensor, logits: Tensor, draws: int,
+        scores: bool = False,
+    ) -> None:  # fmt: skip
+        """Raise where what was counted of the first draws does not hold. rows: as executed;
+        scores: whether scores were counted, not classes alone."""
+        ...
+
+
+def class_counts(logits: Tensor, classes: int) -> Tensor:
+    """How many rows of logits (B, classes) have each class: int64 (classes,), where they are. Rows
+    that are not finite have none."""
+    return torch.bincount(predicted_classes(logits) + 1, minlength=classes + 1)[1:]
+
+
+class Sampler:
+    """Counts classes over canonical blocks of noisy copies of an input.
+
+    A block has ``batch`` rows; a block counted in part (the last of n draws) is executed whole,
+    because the executed batch is fixed. Which blocks are asked for, and in what order, changes
+    nothing in their counts. stream: makes the noise, on the device of the classifier; of a block
+    its counts alone come back from there. inspect: sees each block that was counted.
+    """
+
+    def __init__(
+        self,
+        classify: ExecutedClassifier,
+        noise: Noise,
+        units: UnitSource,
+        classes: int,
+        input_shape: tuple[int, ...],
+        *,
+        bank: bool = False,
+        stream: Stream | None = None,
+        inspect: Inspector | None = None,
+    ) -> None:
+        self._classify, self._inspect = classify, inspect
+        self._noise, self._stream = noise, stream or Aes()
+        self._units = units
+        self._classes = classes
+        self._shape = input_shape
+        self._bank = bank
+        self._buffers: dict[int, Tensor] = {}
+
+    def histogram(
+        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
+    ) -> np.ndarray:
+        """int64 (classes,): classes of the first ``draws`` of the block's ``rows`` noisy copies.
+
+        x: float32 of the input's shape, in [0, 1]. index names the input in the noise's key.
+        """
+        noisy = self._noisy(x, self._units.key(None if self._bank else index, stage, block), rows)
+        logits = self._classify.logits(noisy)
+        if self._inspect is not None:
+            self._inspect(index, stage, block, noisy, logits, draws)
+        return class_counts(logits[:draws], self._classes).cpu().numpy()
+
+    def _noisy(self, x: Tensor, key: bytes, rows: int) -> Tensor:
+        if rows not in self._buffers:
+            self._buffers[rows] = torch.empty(rows, *self._shape, device=self._stream.device)
+        return self._stream.fill(self._noise, key, self._buffers[rows]).add_(x)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Softmax scores under noise, in units of 1 / SCORE_UNIT, rounded down. A draw whose logits are
+    not finite has score 0 in every class.
+
+    sums, squares: of the scores per class, int64 (K,); histogram: of the classes, as `Counter` has
+    it; draws: how many.
+    bins, excess: of the scores, int64 (K, BINS) each, where asked for (`betting.binned`).
+    """
+
+    sums: np.ndarray
+    squares: np.ndarray
+    histogram: np.ndarray
+    draws: int
+    bins: np.ndarray | None = None
+    excess: np.ndarray | None = None
+
+
+class HiddenNoiseSampler:
+    """Scores with fresh noise after the first layers (certificates: ``scores``).
+
+    first: the network before the noise. rest: what executes the network behind it. scale: standard
+    deviation (Gaussian) or b (Laplace) of every component, a number or a tensor of the hidden shape
+    (heterogeneous noise; 0 where there is none). Blocks are canonical, and stream and inspect are,
+    as in ``Sampler``.
+    """
+
+    def __init__(
+        self,
+        first: nn.Module,
+        rest: Callable[[Tensor], Tensor],
+        scale: float | Tensor,
+        units: UnitSource,
+        *,
+        laplace: bool = False,
+        stream: Stream | None = None,
+        inspect: Inspector | None = None,
+    ) -> None:
+        self._first, self._rest, self._stream = first.eval(), rest, stream or Aes()
+        self._inspect = inspect
+        self._scale = torch.as_tensor(scale, dtype=torch.float32).to(self._stream.device)
+        if not bool((self._scale >= 0).all()) or not bool((self._scale > 0).any()):
+            raise ValueError("scales must be >= 0, and one of them positive")
+        self._noise: Noise = Laplace(math.sqrt(2)) if laplace else Gaussian(1.0)
+        self._units = units
+        self._hidden: tuple[Tensor, Tensor] | None = None
+        self._buffers: dict[int, Tensor] = {}
+
+    def noisy(self, x: Tensor, index: int | None, stage: str, block: int, rows: int) -> Tensor:
+        """The hidden layer of one input under the noises of one block: (rows, *hidden)."""
+        hidden = self._behind_first(x)
+        if rows not in self._buffers:
+            self._buffers[rows] = torch.empty(rows, *hidden.shape, device=hidden.device)
+        key = self._units.key(index, stage, block)
+        noise = self._stream.fill(self._noise, key, self._buffers[rows])
+        return noise.mul_(self._scale).add_(hidden)
+
+    def histogram(
+        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
+    ) -> np.ndarray:
+        """Classes of the first ``draws`` of a block's ``rows``, as ``Sampler`` counts them."""
+        return self._scores(x, index, stage, block, rows, draws).histogram
+
+    def block(
+        self,
+        x: Tensor,
+        index: int,
+        block: int,
+        rows: int,
+        draws: int,
+        binned: bool = False,
+        leader: int | None = None,
+        stage: str = ESTIMATE,
+    ) -> Scores:
+        """Scores of the first ``draws`` of one canonical block's ``rows``.
+
+        x: float32 of the network's input shape. index names the input in the noise's key. leader:
+        what is binned are its leads over each class (`betting.leads`).
+        """
+        return self._scores(x, index, stage, block, rows, draws, binned, leader, counted=True)
+
+    def _scores(
+        self,
+        x: Tensor,
+        index: int,
+        stage: str,
+        block: int,
+        rows: int,
+        draws: int,
+        binned: bool = False,
+        leader: int | None = None,
+        counted: bool = False,
+    ) -> Scores:
+        """counted: whether the scores count, not the classes alone."""
+        with torch.inference_mode():
+            noisy = self.noisy(x, index, stage, block, rows)
+            logits = self._rest(noisy)
+            if self._inspect is not None:
+                self._inspect(index, stage, block, noisy, logits, draws, scores=counted)
+            logits = logits[:draws].double()
+            p = (softmax_scores(logits) * SCORE_UNIT).long()
+            votes = class_counts(logits, p.shape[1])
+            found = torch.stack([p.sum(0), p.square().sum(0), votes]).cpu().numpy()
+            scores = p.cpu().numpy() if binned else None
+            if scores is not None and leader is not None:
+                scores = score_bounds.leads(scores, leader)
+            bins = () if scores is None else score_bounds.binned(scores)
+            return Scores(found[0], found[1], found[2], draws, *bins)
+
+    def _behind_first(self, x: Tensor) -> Tensor:
+        """The first layer's answer, kept for the blocks of one input."""
+        if self._hidden is None or self._hidden[0] is not x:
+            with torch.inference_mode():
+                self._hidden = (x, self._first(x[None])[0])
+        return self._hidden[1]
+
+
+def build_counter(
+    cut: NoiseCut,
+    executed: ExecutedClassifier,
+    units: UnitSource,
+    classes: int,
+    input_shape: tuple[int, ...],
+    inspect: Inspector | None = None,
+) -> Counter:
+    """Of a place's answers under Gaussian noise. executed: the network behind the noise. inspect:
+    as in `Sampler`."""
+    if cut.first is None:
+        noise = Gaussian(float(cut.std))
+        return Sampler(executed, noise, units, classes, input_shape, inspect=inspect)
+    return HiddenNoiseSampler(cut.first, executed.logits, cut.std, units, inspect=inspect)
+
+
+class Randomness:
+    """Random numbers that are a pure function of the source, the input and what they are for.
+
+    So an input is attacked or evaluated alike whoever does it, in whatever order and company.
+    """
+
+    def __init__(self, source: UnitSource) -> None:
+        self._source = source
+        self._words = RandomWords()
+
+    def normals(
+        self, indices: Sequence[int], stage: str, block: int, draws: int, shape: tuple[int, ...]
+    ) -> Tensor:
+        """Standard normals, float32 (len(indices) * draws, *shape); row by row of one input."""
+        out = np.empty((len(indices), draws * int(np.prod(shape))), dtype=np.float32)
+        noise = Gaussian(1.0)
+        for row, index in zip(out, indices, strict=True):
+            noise.draw(self._fill(index, stage, block, row.size), row)
+        return torch.from_numpy(out).view(-1, *shape)
+
+    def uniforms(self, indices: Sequence[int], stage: str, block: int, count: int) -> Tensor:
+        """Uniform on (0, 1), float64 (len(indices), count)."""
+        rows = [self._fill(index, stage, block, count)[:count] + 0.5 for index in indices]
+        return torch.from_numpy(np.stack(rows) * 2.0**-32 + 0.5)
+
+    def _fill(self, index: int, stage: str, block: int, count: int) -> np.ndarray:
+        size = count + count % 2  # Box-Muller takes words in pairs
+        return self._words.fill(self._source.key(index, stage, block), size)
+
+
+# --- the shared noise bank --------------------------------------------------------------------
+
+
+# Blocks of one piece of work at fixed n: they are kept while all inputs of a chunk pass.
+BLOCKS_PER_PIECE = 8
+_CACHE_BYTES = 512 * 2**20
+
+
+def split_first_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """(first, rest) with rest(first(x)) = model(x) when the model begins with a dense layer.
+
+    None otherwise. A convolution fused with what follows it runs faster than anything split (76,500
+    against 48,000 draws/s for the TF-Privacy tutorial's CNN), so it is left whole.
+    """
+    split = split_first(model)
+    if split is None or not isinstance(split.layer, nn.Linear):
+        return None
+    return split.first.eval(), split.rest.eval()
+
+
+class BankSampler:
+    """As ``Sampler``, with the noise named without the input and kept behind the first layer.
+
+    evict: drop kept blocks for newer ones (work that passes over the blocks once); otherwise the
+    first blocks stay (sequential tests, which all begin with them). inspect: set later, sees each
+    block that was counted, as behind the first layer.
+    """
+
+    def __init__(
+        self,
+        first: nn.Module,
+        rest: nn.Module,
+        form: str,
+        noise: Noise,
+        units: UnitSource,
+        classes: int,
+        shapes: list[tuple[int, ...]],
+        *,
+        evict: bool,
+        stream: Stream | None = None,
+    ) -> None:
+        self._first, self._stream = first, stream or Aes()
+        self.inspect: Inspector | None = None
+        self._shape, device = shapes[0][1:], self._stream.device
+        with torch.inference_mode():
+            self._zero = first(torch.zeros(1, *self._shape, device=device))
+        hidden = tuple(self._zero.shape[1:])
+        behind = [(rows, *hidden) for rows, *_ in shapes]
+        self._classify = ExecutedClassifier(rest, form, behind, device)
+        self._noise = noise
+        self._units = units
+        self._classes = classes
+        self._evict = evict
+        self._kept: dict[bytes, Tensor] = {}
+        self._kept_bytes = 0
+
+    def histogram(
+        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
+    ) -> np.ndarray:
+        """int64 (classes,): classes of the first ``draws`` of the block's ``rows`` noisy copies."""
+        with torch.inference_mode():
+            shift = self._first(x[None]) - self._zero
+            noisy = self._hidden(self._units.key(None, stage, block), rows) + shift
+        logits = self.logits(noisy)
+        if self.inspect is not None:
+            self.inspect(index, stage, block, noisy, logits, draws)
+        return class_counts(logits[:draws], self._classes).cpu().numpy()
+
+    def classes_of(self, noise: Tensor, inputs: Tensor) -> Tensor:
+        """What this form says about inputs + noise, row by row: for the check against the model."""
+        return self._classify(self.behind_first(noise, inputs))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, classes), of what the first layer made: (B, *hidden)."""
+        return self._classify.logits(hidden)
+
+    def behind_first(self, noise: Tensor, inputs: Tensor) -> Tensor:
+        """What the first layer makes of inputs + noise, (B, ...) each: (B, *hidden)."""
+        with torch.inference_mode():
+            return self._first(noise) + (self._first(inputs) - self._zero)
+
+    def _hidden(self, key: bytes, rows: int) -> Tensor:
+        if key in self._kept:
+            return self._kept[key]
+        noise = torch.empty(rows, *self._shape, device=self._stream.device)
+        hidden = self._first(self._stream.fill(self._noise, key, noise))
+        if self._kept_bytes + hidden.nbytes > _CACHE_BYTES and self._evict:
+            self._kept.clear()
+            self._kept_bytes = 0
+        if self._kept_bytes + hidden.nbytes <= _CACHE_BYTES:
+            self._kept[key] = hidden
+            self._kept_bytes += hidden.nbytes
+        return hidden
+
+
+# --- sampling at each location of noise -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SmoothedPlace:
+    """Votes under noise on the input, and under what noise the model has behind it. bank: the same
+    stream for all inputs, behind a dense first layer once; keeps_blocks: the first blocks of it
+    stay. where: the place, beside the law that ``noise`` has on the input. quadrature: what noise
+    behind an affine first layer certifies with it."""
+
+    noise: Noise
+    bank: bool = False
+    keeps_blocks: bool = True
+    where: Place = field(default_factory=Nowhere)
+    quadrature: Quadrature | None = None
+
+    @property
+    def sigma(self) -> float:
+        return self.noise.sigma
+
+    @property
+    def certified(self) -> Noise:
+        """The noise on the input that all of it is worth."""
+        return self.noise if self.quadrature is None else Gaussian(self.quadrature.both)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {} if self.quadrature is None else self.quadrature.about
+
+    def pinned(self, about: dict[str, Any]) -> SmoothedPlace:
+        """A norm may differ in its last bits elsewhere: the one stored at the beginning is used."""
+        return replace(self, quadrature=stated(about, self.sigma))
+
+    def check_batch(
+        self, assignment: Assignment, *, copies: bool = False
+    ) -> tuple[nn.Module, Tensor]:
+        cut = self.where.cut(assignment.model, assignment.input_shape)
+        if cut.first is not None:
+            return _check_behind(cut, assignment, copies)
+        noise, inputs = self._check_parts(assignment, copies)
+        return cut.rest, noise + inputs
+
+    def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
+        cut = self.where.cut(assignment.model, assignment.input_shape)
+        if cut.first is not None:
+            return _sampler_behind(cut, assignment, spec)
+        source, classes, stream = assignment.source, assignment.classes, assignment.stream
+        shapes = [(rows, *assignment.input_shape) for rows in (spec.batch, assignment.settings.n0)]
+        if self.bank and (parts := split_first_layer(cut.rest)) is not None:
+            bank = BankSampler(
+                *parts, spec.form, self.noise, source, classes, shapes,
+                evict=not self.keeps_blocks, stream=stream,
+            )  # fmt: skip
+            parts_of = self._check_parts(assignment)
+            others = bank.behind_first(*parts_of)
+            bank.inspect = assignment.reexecution(parts[1], bank.logits, others, spec)
+            return bank, bank.classes_of(*parts_of)
+        classify = ExecutedClassifier(cut.rest, spec.form, shapes, stream.device)
+        batch = self.check_batch(assignment)[1]
+        sampler = Sampler(
+            classify, self.noise, source, classes, assignment.input_shape, bank=self.bank,
+            stream=stream, inspect=assignment.reexecution(cut.rest, classify.logits, batch, spec),
+        )  # fmt: skip
+        return sampler, classify(batch)
+
+    def _check_parts(self, assignment: Assignment, copies: bool = False) -> tuple[Tensor, Tensor]:
+        """Noise and inputs of the check batch."""
+        stream, rows = assignment.stream, assignment.rows(int(np.prod(assignment.input_shape)))
+        inputs = tensor_of(assignment.check_inputs).to(stream.device)
+        unit = assignment.source.key(None, keys.CHECK, 0)
+        values = torch.empty(rows, *assignment.input_shape, device=stream.device)
+        return stream.fill(self.noise, unit, values), inputs[_in_turn(rows, inputs, copies)]
+
+
+@dataclass(frozen=True)
+class ScoredPlace:
+    """Sums of scores under the model's own noise behind its first layer. sigma: sigma_r; norms: of
+    that layer."""
+
+    sigma: float
+    norms: Sensitivity
+
+    @classmethod
+    def of(cls, model: nn.Module, input_shape: tuple[int, ...]) -> Self:
+        """Of a model with such noise. Raises UserError for another."""
+        noise = place_of(model).behind_first()
+        return cls(noise.scale, first_layer_sensitivity(require_split(model), noise, input_shape))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"sensitivity": asdict(self.norms)}
+
+    def pinned(self, about: dict[str, Any]) -> ScoredPlace:
+        """Norms may differ in their last bits elsewhere: those stored at the beginning are used."""
+        return replace(self, norms=Sensitivity(**about["sensitivity"]))
+
+    def check_batch(
+        self, assignment: Assignment, *, copies: bool = False
+    ) -> tuple[nn.Module, Tensor]:
+        return _check_behind(self._cut(assignment), assignment, copies)
+
+    def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
+        return _sampler_behind(self._cut(assignment), assignment, spec)
+
+    def _cut(self, assignment: Assignment) -> NoiseCut:
+        return place_of(assignment.model).cut(assignment.model, assignment.input_shape)
+
+
+def _in_turn(rows: int, inputs: Tensor, copies: bool) -> Tensor:
+    """Which of the inputs stands in each row of a check batch."""
+    return torch.arange(rows) % (1 if copies else len(inputs))
+
+
+def _check_behind(
+    cut: NoiseCut, assignment: Assignment, copies: bool = False
+) -> tuple[nn.Module, Tensor]:
+    """`check_batch` of a place with a network before its noise."""
+    assert cut.first is not None
+    stream = assignment.stream
+    inputs = tensor_of(assignment.check_inputs).to(stream.device)
+    sampler = HiddenNoiseSampler(cut.first, cut.rest, cut.std, assignment.source, stream=stream)
+    with torch.inference_mode():
+        at_zero = cut.first(torch.zeros_like(inputs[:1]))
+        rows = assignment.rows(at_zero.numel())
+        quiet = cut.first(inputs[_in_turn(rows, inputs, copies)])
+        noise = sampler.noisy(torch.zeros_like(inputs[0]), None, keys.CHECK, 0, rows)
+        return cut.rest, quiet + (noise - at_zero)
+
+
+def _sampler_behind(
+    cut: NoiseCut, assignment: Assignment, spec: ClassifierSpec
+) -> tuple[Counter, Tensor]:
+    """`sampler` of a place with a network before its noise."""
+    assert cut.first is not None
+    network, batch = _check_behind(cut, assignment)
+    shapes = [(rows, *batch.shape[1:]) for rows in (spec.batch, assignment.settings.n0)]
+    stream = assignment.stream
+    executed = ExecutedClassifier(network, spec.form, shapes, stream.device)
+    sampler = HiddenNoiseSampler(
+        cut.first, executed.logits, cut.std, assignment.source, stream=stream,
+        inspect=assignment.reexecution(network, executed.logits, batch, spec),
+    )  # fmt: skip
+    return sampler, executed(batch)
+
+
+def first_layer_sensitivity(
+    split: SplitModel, noise: BehindLayer, input_shape: tuple[int, ...]
+) -> Sensitivity:
+    """Of the actual first layer, normalisation included. Raises UserError without noise."""
+    if not bool((noise.std > 0).all()) or not bool(noise.std.isfinite().all()):
+        raise UserError("every hidden component needs noise: some deviations are not positive")
+    layer, shares = split.affine(input_shape), noise.shares
+    l2 = operator_norms.l2_to_l2(layer, input_shape, shares)
+    linf = operator_norms.linf_to_l2(layer, input_shape, shares, l2=l2)
+    printed = operator_norms.hgm_linf_to_l2_as_printed(
+        layer, input_shape, shares, feature_map=0 if shares.dim() > 1 else None
+    )
+    return Sensitivity(l2, linf, printed)
+
+
+# --- the worker -------------------------------------------------------------------------------
+
 
 Progress = Callable[[int, int, float], None]  # units done, units, per second
 
@@ -96,8 +620,8 @@ class Assignment:
         code of the model's."""
         self.code.check("this worker")
         device = torch.device(self.device)
-        devices.require_device(device)
-        devices.settle(device)
+        inference.require_device(device)
+        inference.settle(device)
         if device == CPU:
             return self
         return replace(self, model=copy.deepcopy(self.model).to(device))
@@ -168,7 +692,7 @@ def _sized(assignment: Assignment) -> Assignment:
     if device == CPU or settings.batch is not None:
         return assignment
     network, batch = assignment.place.check_batch(assignment)
-    fit = devices.fitting_rows(
+    fit = inference.fitting_rows(
         network.eval(), batch[:1], settings.device_batch, min(1.0, assignment.gpus)
     )
     blocks = -(-settings.n // fit)
@@ -218,7 +742,7 @@ class Worker:
 
 def sampler_of(assignment: Assignment) -> Any:
     """The sampler on the executed classifier. Raises UserError when it fails the check here."""
-    spec, here = assignment.executed, devices.name(torch.device(assignment.device))
+    spec, here = assignment.executed, inference.name(torch.device(assignment.device))
     if spec.device != CPU.type and here != spec.machine:
         raise UserError(
             f"this worker counts on {here}, the certification began on {spec.machine}: another "
@@ -232,3 +756,34 @@ def sampler_of(assignment: Assignment) -> Any:
             "one kind"
         )
     return sampler
+
+
+# --- mean scores over a few draws -------------------------------------------------------------
+
+
+def expected_log_scores(
+    model: nn.Module, inputs: Tensor, draws: int, seed: str | None = None, first: int = 0
+) -> Tensor:
+    """log of the mean softmax over ``draws`` noises, each fresh for every input: (B, classes).
+
+    A draw whose logits are not finite has score 0 in every class; an input of which all are such
+    has no scores: NaN.
+
+    The noise of input b is keyed by its name first + b, wherever it stands in a batch. seed: None
+    draws a secret one. Raises ValueError for a model without noise of its own.
+    """
+    place = place_of(model)
+    shape = place.normals_shape(model, tuple(inputs.shape[1:]))
+    if shape is None:
+        raise ValueError("the model has no noise of its own")
+    names = range(first, first + len(inputs))
+    source = UnitSource("evaluate", seed or secrets.token_hex(16), "", "", "gaussian", 1.0)
+    randomness, total = Randomness(source), torch.zeros(())
+    with torch.inference_mode():
+        for draw in range(draws):
+            normals = randomness.normals(names, ESTIMATE, draw, 1, shape).to(inputs.device)
+            total = total + softmax_scores(place.logits(model, inputs, normals).double())
+        none = total.sum(1, keepdim=True) == 0
+        # A class that is never said has a finite log score too: others have no more than a number.
+        least = torch.finfo(torch.float64).tiny
+        return (total / draws).clamp_min(least).log().masked_fill(none, torch.nan)

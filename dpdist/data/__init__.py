@@ -1,8 +1,8 @@
-"""Datasets: Parquet/Arrow in, memory-mapped arrays out."""
+"""Data sets: Parquet and Arrow in, memory-mapped arrays out."""
 
-from dpdist.data.catalog import BUILT_IN, Source, cache_folder, fetch, has, load, split_by_id
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns
+from dpdist.data.registry import BUILT_IN, Source, cache_folder, fetch, has, load, split_by_id
 from dpdist.data.text import WORDS, TextColumn, Words
 
 __all__ = [

@@ -1,14 +1,24 @@
-"""Parquet in, memory-mapped arrays out, row group by row group; every complaint names file and row.
+"""Read Parquet into memory-mapped arrays, row group by row group, and decode pictures exactly.
 
-Three layouts are read, each with a label column: an image column (bytes, or a struct with a `bytes`
-field); numeric feature columns (or one list column of numbers); a column of texts (`text.py`),
-which may do without labels.
+Three layouts are read, each with a label column: an image column (bytes, or a struct with a
+`bytes` field); numeric feature columns (or one list column of numbers); a column of texts
+(`dpdist.data.text`), which may do without labels. A picture is decoded exactly or not at all.
+Every error names file and row.
+
+A reader stops where a file's footer says, so a footer edited to fewer rows would drop records
+silently. The pages' own headers (Thrift's compact protocol; Apache Parquet, `parquet.thrift`,
+struct PageHeader) are therefore held against the footer.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import mmap
+import re
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,20 +29,322 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
-from dpdist.base.errors import UserError, no_room
-from dpdist.base.parquet_pages import check_pages
-from dpdist.base.reading import reason, shown
-from dpdist.base.storage import built_aside, private_folder
-from dpdist.base.table_files import open_parquet, parquet_errors
+from dpdist.core.errors import UserError, no_room
+from dpdist.core.files import (
+    built_aside,
+    open_parquet,
+    parquet_errors,
+    private_folder,
+    reason,
+    shown,
+)
 from dpdist.data.dataset import Dataset
-from dpdist.data.hashes import write_hashes
-from dpdist.data.images import Inexact, decode
-from dpdist.data.sealed import seal
+from dpdist.data.record_hashes import seal, write_hashes
 from dpdist.data.text import TextColumn
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
+
+
+# --- pages held against the footer ------------------------------------------------------------
+
+
+_DATA, _DATA_V2 = 0, 3  # of the enumeration PageType; 1 is an index, 2 a dictionary
+_KINDS = 4
+_HEADERS = {5: _DATA, 8: _DATA_V2}  # the fields of a data page's own header, by number
+_INTEGERS, _STRUCT = (3, 4, 5, 6), 12  # types of the compact protocol
+_DEEPEST = 8
+_MAGIC = 4  # bytes at a file's beginning
+
+
+class _Odd(Exception):
+    """These bytes are no header of a page."""
+
+
+class _Compact:
+    """Reads values of Thrift's compact protocol from `at` on, and none beyond `end`."""
+
+    def __init__(self, raw: mmap.mmap, at: int, end: int) -> None:
+        self._raw, self.at, self._end = raw, at, end
+
+    def fields(self, depth: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield number and type of each field of a struct, whose value is to be read before the
+        next one."""
+        number = 0
+        if depth > _DEEPEST:
+            raise _Odd
+        while head := self._byte():
+            step = head >> 4
+            number = number + step if step else self.integer()
+            yield number, head & 15
+
+    def integer(self) -> int:
+        """Read a whole number."""
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)
+
+    def skip(self, kind: int, depth: int = 0, inside: bool = False) -> None:
+        """Read a value of this type. inside: of a list, where truth values take a byte."""
+        if kind in (1, 2):
+            self._move(int(inside))
+        elif kind == 3:
+            self._move(1)
+        elif kind in _INTEGERS:
+            self._varint()
+        elif kind == 7:
+            self._move(8)
+        elif kind == 8:
+            self._move(self._varint())
+        elif kind in (9, 10):
+            head = self._byte()
+            count = self._varint() if head >> 4 == 15 else head >> 4
+            for _ in range(count):
+                self.skip(head & 15, depth + 1, inside=True)
+        elif kind == _STRUCT:
+            for _, inner in self.fields(depth + 1):
+                self.skip(inner, depth + 1)
+        else:
+            raise _Odd
+
+    def _byte(self) -> int:
+        self._move(1)
+        return self._raw[self.at - 1]
+
+    def _varint(self) -> int:
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise _Odd
+
+    def _move(self, count: int) -> None:
+        self.at += count
+        if self.at > self._end:
+            raise _Odd
+
+
+def check_pages(path: Path, reader: pq.ParquetFile) -> None:
+    """Check the pages of all columns against the footer, and that no page lies outside of them.
+
+    Where bytes are no page, as indexes and filters are not, nothing is said of them.
+
+    Args:
+        path: the file.
+        reader: the same, as `dpdist.core.files.open_parquet` opened it.
+
+    Raises:
+        UserError: pages hold more values than the footer counts, or belong to no row group.
+    """
+    about = reader.metadata
+    chunks = [
+        about.row_group(group).column(column)
+        for group in range(about.num_row_groups)
+        for column in range(about.num_columns)
+    ]
+    covered = []
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+        footer = len(raw) - 8 - about.serialized_size
+        for chunk in chunks:
+            begin = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
+            end = begin + chunk.total_compressed_size
+            covered.append((begin, end))
+            held = sum(values for _, values in _pages(raw, begin, min(end, footer)))
+            if held > chunk.num_values:
+                raise UserError(
+                    f"{path}: damaged: its footer counts {chunk.num_values:,} values of column "
+                    f"{chunk.path_in_schema!r}, its pages hold {held:,}; write it again"
+                )
+        position = _MAGIC
+        for begin, end in [*sorted(covered), (footer, footer)]:
+            if next(_pages(raw, position, min(begin, footer), padded=True), None):
+                raise UserError(
+                    f"{path}: damaged: holds values at byte {position:,} that no row group of its "
+                    "footer counts; write it again"
+                )
+            position = max(position, end)
+
+
+def _pages(
+    raw: mmap.mmap, begin: int, end: int, *, padded: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Yield kind and number of values of each data page from `begin` on, up to `end` or to what is
+    no page. padded: zeros may come first."""
+    while padded and begin < end and raw[begin] == 0:
+        begin += 1
+    while begin < end:
+        try:
+            kind, size, values, begin = _header(raw, begin, end)
+        except _Odd:
+            return
+        begin += size
+        if begin > end:
+            return
+        if kind in _HEADERS.values():
+            yield kind, values
+
+
+def _header(raw: mmap.mmap, at: int, end: int) -> tuple[int, int, int, int]:
+    """Return a page's kind, its size in the file, its number of values, and where its header ends.
+
+    Raises _Odd for what is no header.
+    """
+    reading, found, values = _Compact(raw, at, end), dict.fromkeys((1, 2, 3), -1), -1
+    for number, kind in reading.fields():
+        if number in found and kind in _INTEGERS:
+            found[number] = reading.integer()
+        elif number in _HEADERS and kind == _STRUCT:
+            for inner, its in reading.fields(1):
+                if inner == 1 and its in _INTEGERS:
+                    values = reading.integer()
+                else:
+                    reading.skip(its, 1)
+        else:
+            reading.skip(kind)
+    kind, whole, size = found.values()
+    if not 0 <= kind < _KINDS or min(whole, size) < 0:
+        raise _Odd
+    if (kind in _HEADERS.values()) != (values >= 0):
+        raise _Odd
+    return kind, size, values, reading.at
+
+
+# --- pictures to pixels -----------------------------------------------------------------------
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+# First column and row of each pass of an interlaced PNG, and the steps between them.
+_ADAM7 = (
+    (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2),
+    (0, 1, 1, 2),
+)  # fmt: skip
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
+
+
+class Inexact(ValueError):
+    """A picture whose pixels would not be what was stored."""
+
+
+class Unreadable(ValueError):
+    """Bytes that are no picture, or one of more pixels than are decoded."""
+
+
+def decode_picture(raw: bytes, size: tuple[int, int] | None = None) -> np.ndarray:
+    """Pixels (C, H, W), C = 1 for grey and 3 for colour. size: the only (H, W) that is decoded;
+    another one raises Unreadable before its pixels take room.
+
+    uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for grey
+    pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
+    everywhere. An EXIF orientation is not applied: pixels lie as they are stored. Raises Inexact
+    for what would lose something (transparency, several frames, colours of 16 bits, CMYK and other
+    colour spaces, floats outside [0, 1]); Unreadable for bytes that are no picture of these
+    formats.
+    """
+    try:
+        return _decode_pillow(raw, size)
+    except (Inexact, Unreadable):
+        raise
+    except UnidentifiedImageError:  # whose words are an address in this process's memory
+        raise Unreadable(f"no picture in {', '.join(FORMATS)}") from None
+    except Exception as error:  # decoders raise whatever a damaged picture leads them to
+        raise Unreadable(reason(error)) from error
+
+
+def _decode_pillow(raw: bytes, size: tuple[int, int] | None) -> np.ndarray:
+    with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
+        found = (picture.height, picture.width)
+        if size not in (None, found):
+            raise Unreadable(f"{found[0]} x {found[1]} pixels, not those of the model")
+        frames = getattr(picture, "n_frames", 1)
+        if frames != 1:
+            raise Inexact(f"it has {frames} frames; store the one that is meant")
+        stored = _stored_as(picture)
+        if picture.format == "PNG":
+            _check_png(raw)
+        picture.load()
+        pixels = _pixels(picture, stored)
+    return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+
+
+def _check_png(raw: bytes) -> None:
+    """Raise Unreadable for a PNG that holds fewer rows than it says: they would be black."""
+    at, found, wanted = len(_PNG), 0, 0
+    stream = zlib.decompressobj()
+    while at + 8 <= len(raw):
+        length, kind = struct.unpack(">I4s", raw[at : at + 8])
+        content = raw[at + 8 : at + 8 + length]
+        if kind == b"IHDR":
+            wanted = _png_bytes(*struct.unpack(">IIBBxxB", content))
+        elif kind == b"IDAT" and found < wanted:
+            found += len(stream.decompress(content, wanted - found))
+        at += 12 + length
+    if found < wanted:
+        raise Unreadable(f"it is cut: {found:,} bytes of pixels are there, {wanted:,} belong to it")
+
+
+def _png_bytes(width: int, height: int, depth: int, colour: int, interlaced: int) -> int:
+    """Return the bytes of all rows of a PNG before compression, each with its filter's byte."""
+    bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
+    passes = _ADAM7 if interlaced else ((0, 0, 1, 1),)
+    sizes = [(-((x - width) // dx), -((y - height) // dy)) for x, y, dx, dy in passes]
+    return sum(rows * (1 + (bits * columns + 7) // 8) for columns, rows in sizes if columns)
+
+
+def _stored_as(picture: Image.Image) -> str:
+    """How the decoder reads the samples; known only before they are loaded."""
+    tiles = getattr(picture, "tile", [])
+    arguments = tiles[0][3] if tiles else ""
+    first = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
+    return first if isinstance(first, str) else ""
+
+
+def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
+    """Shape (H, W) or (H, W, 3)."""
+    mode = picture.mode
+    if mode not in ("1", "L") and _white_is_zero(picture):  # these the decoder turns round
+        raise Inexact("its zero is white; store it with zero for black")
+    if mode == "F":
+        values = np.asarray(picture, dtype=np.float32)
+        if not ((values >= 0) & (values <= 1)).all():
+            raise Inexact("its numbers are not all in [0, 1]; scale them")
+        return values
+    if mode.startswith("I;16") and stored.startswith("I;16") and "S" not in stored:
+        if "transparency" in picture.info:
+            raise Inexact("it has a transparent grey; put it before a background")
+        return np.asarray(picture).astype(np.float32) / np.float32(65535)
+    if re.search(r";1[0-6]", stored):
+        raise Inexact(f"its samples ({stored}) cannot be read in full; store 8 bits per channel")
+    if mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        return _opaque(picture)
+    if mode == "1":
+        return np.asarray(picture.convert("L"))
+    if mode == "P":
+        return np.asarray(picture.convert("RGB"))
+    if mode in ("L", "RGB"):
+        return np.asarray(picture)
+    raise Inexact(f"its colours ({mode}) have no exact grey or RGB values; convert it")
+
+
+def _white_is_zero(picture: Image.Image) -> bool:
+    return (
+        isinstance(picture, TiffImageFile) and picture.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0
+    )
+
+
+def _opaque(picture: Image.Image) -> np.ndarray:
+    """The pixels of a picture that could be transparent and nowhere is."""
+    whole = np.asarray(picture.convert("RGBA"))
+    if (whole[..., 3] != 255).any():
+        raise Inexact("it is transparent in places; put it before a background")
+    return whole[..., 0] if picture.mode in ("1", "L", "LA") else whole[..., :3]
+
+
+# --- Parquet to arrays ------------------------------------------------------------------------
+
 
 _LAYOUT = 4  # of the cache; a new number re-reads everything
 
@@ -450,7 +762,7 @@ def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.nda
         if raw is None:
             raise UserError(f"{where}: no image")
         try:
-            images.append(decode(raw))
+            images.append(decode_picture(raw))
         except Inexact as error:
             raise UserError(f"{where}: the image cannot be taken as it is: {error}") from None
         except ValueError as error:

@@ -1,1 +1,1 @@
-"""How a private gradient is made: sampled, perturbed, clipped, summed, noised. Torch; never ray."""
+"""Private gradients: sampled, perturbed, clipped, summed and noised; torch, never Ray."""

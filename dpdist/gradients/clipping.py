@@ -1,4 +1,4 @@
-"""How much one example may contribute: clip factors from per-example gradient norms.
+"""Clip factors from per-example gradient norms: how much one example may contribute.
 
 A clipping turns per-example, per-layer squared norms into factors; the engine multiplies them in.
 `sensitivity` is the largest L2 norm one example's clipped gradient can have, hence the L2
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 
 
 def rounding_slack(dtype: torch.dtype) -> float:
     """Return the relative bound on the rounding of a computed per-example gradient norm.
 
-    `dpdist.gradients.forms` proves 2^-16.9 for float32 and 2^-43 for float64: a norm is a product
-    of two `squared_lengths` at most, or float64 throughout.
+    `dpdist.gradients.per_example` proves 2^-16.9 for float32 and 2^-43 for float64: a norm is a
+    product of two `squared_lengths` at most, or float64 throughout.
     """
     return 2.0**-40 if dtype == torch.float64 else 2.0**-16
 
@@ -41,7 +41,8 @@ def short_run(rows: int) -> int:
 
 def sum_slack(dtype: torch.dtype) -> float:
     """Bound, relative to the sensitivity, on what rounding adds to the difference of two sums that
-    differ in the rows of one keyed block (`dpdist.gradients.blocks`): n <= 1025 clipped gradients.
+    differ in the rows of one keyed block (`dpdist.gradients.sampling`): n <= 1025 clipped
+    gradients.
 
     A run of r gradients in unit roundoff u is off by at most (r + 2) u times the sum of their norms
     (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1): both sums together by

@@ -1,11 +1,28 @@
 """The private gradient engine: sums of clipped per-example gradients at nearly ordinary cost.
 
 One backward pass ("book-keeping", Bu et al. 2023): hooks keep every trainable layer's inputs,
-autograd gives gradients of the outputs only; norms and clipped sums follow from both by layer.
+autograd gives gradients of the outputs only; norms and clipped sums follow from both, layer by
+layer. The objective says which loss is learned, which part of the model it trains and what its
+outputs should be.
+
+Consistency (Jeong & Shin, NeurIPS 2020) stays inside a record's own clip: to the cross-entropy of
+each of a record's K noisy copies, weight * KL(mean || p_k) is added, the divergence of its
+prediction p_k from the mean of the K predictions, which is held constant. So the copies learn to
+agree, which is what randomised smoothing certifies. The mean is of the record's own copies only,
+and gradients are clipped per record afterwards, so it costs no privacy. Up to a constant the sum
+of both is the cross-entropy against weighted classes, onehot(label) + weight * mean, and is
+computed so.
+
+Freed memory is kept with the process: by default glibc returns every block of some megabytes to
+the kernel when it is freed, and the page faults of the next step take a third of a small model's
+step.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,21 +32,40 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.base.errors import UserError
-from dpdist.base.independence import BY_STRUCTURE, ISOLATED, SCREENED
-from dpdist.gradients.allocator import keep_freed_memory
-from dpdist.gradients.augmentation import CropAndFlip
-from dpdist.gradients.blocks import Blocks, padded, slots_of
-from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
+from dpdist.core.errors import UserError
+from dpdist.core.fields import BY_STRUCTURE, ISOLATED, PADDING, SCREENED
 from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_slack
-from dpdist.gradients.contributions import PerExampleGradient
-from dpdist.gradients.forms import Dense
-from dpdist.gradients.kernel_rows import EXAMPLES, INVENTED_KEY, row_classes
-from dpdist.gradients.perturbations import Draws, ParameterDraws
-from dpdist.gradients.row_independence import mixing_operation
-from dpdist.gradients.rules import LayerCall
-from dpdist.gradients.screening import invented, refuse_mixing_layers, self_check
-from dpdist.randomness.inside import changed
+from dpdist.gradients.hooks import Layer, Objective, OnCall, find_layers, run_pass
+from dpdist.gradients.per_example import Dense, LayerCall, PerExampleGradient
+from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
+from dpdist.gradients.row_independence import EXAMPLES, INVENTED_KEY, mixing_operation, row_classes
+from dpdist.gradients.sampling import Blocks, padded, slots_of
+from dpdist.gradients.validation import invented, refuse_mixing_layers, self_check
+from dpdist.randomness.noisy_modules import changed
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc accepts no more
+_KEEP = 1 << 30
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Raise glibc's trim and mmap thresholds, once per process; False where there is no glibc."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _KEEP)
+    )
+
+
+# --- the engine -------------------------------------------------------------------------------
+
 
 # Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
@@ -437,7 +473,7 @@ class GradientEngine:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
 
     def kept_apart(self, inputs: Tensor, targets: Tensor) -> str:
-        """Return how records are kept apart in passes of this shape (`dpdist.base.independence`).
+        """Return how records are kept apart in passes of this shape (`dpdist.core.fields`).
 
         inputs (B, ...), targets (B, ...): public or invented, as many as a pass has rows.
         """
@@ -494,4 +530,103 @@ def _collector(gradients: list[PerExampleGradient]) -> OnCall:
     return collect
 
 
-__all__ = ["ClippedSum", "GradientEngine", "Objective"]
+# --- the objective ----------------------------------------------------------------------------
+
+
+# (engine, inputs, labels, draw key, record ids) to targets, row b from record b, key and model.
+Targets = Callable[[GradientEngine, Tensor, Tensor, bytes, Tensor], Tensor]
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Per-example cross-entropy: logits (B, classes), labels (B,) to losses (B,).
+
+    Of an example with many targets, logits (B, T, classes) and (B, T), the mean over those that
+    there are, which are not below 0; so an example's gradient is the mean of theirs, before it is
+    clipped, and what one of them says about it is clipped with all others.
+    """
+    if targets.dim() == 1:
+        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        outputs.transpose(1, 2), targets, reduction="none", ignore_index=PADDING
+    )
+    return losses.sum(1) / (targets >= 0).sum(1).clamp(min=1)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """||g(z) - x||_2^2 of each record: (B, ...), (B, ...) to (B,)."""
+    return (outputs - targets).square().flatten(1).sum(1)
+
+
+def the_labels(
+    engine: GradientEngine, inputs: Tensor, labels: Tensor, draw_key: bytes, record_ids: Tensor
+) -> Tensor:
+    """Targets of a classifier."""
+    return labels
+
+
+def the_inputs(
+    engine: GradientEngine, inputs: Tensor, labels: Tensor, draw_key: bytes, record_ids: Tensor
+) -> Tensor:
+    """Targets of a denoiser: the clean inputs."""
+    return inputs
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned: per-example losses (B,) of (outputs, targets).
+
+    part: the submodule that is trained and whose outputs count; None for the whole model. targets:
+    what the outputs are compared with; row b depends on record b, the key and the model.
+    """
+
+    losses: Objective = cross_entropy
+    part: str | None = None
+    targets: Targets = the_labels
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """The part of `model` to train."""
+        return model if self.part is None else model.get_submodule(self.part)
+
+
+# --- consistency of noisy copies --------------------------------------------------------------
+
+
+def weighted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Logits (B, C) and weights of the classes (B, C), >= 0, of any sum, to losses (B,)."""
+    return -(targets * outputs.log_softmax(1)).sum(1)
+
+
+def agreed_targets(
+    engine: GradientEngine,
+    inputs: Tensor,
+    labels: Tensor,
+    draw_key: bytes,
+    record_ids: Tensor,
+    weight: float,
+) -> Tensor:
+    """Class weights (B, C) for `weighted_cross_entropy`, from the engine's draws of this key."""
+
+    def agreed(some: Tensor, ids: Tensor, key: bytes) -> Tensor:
+        copies = [
+            engine.model(engine.seen(some, ids, key, k)).softmax(1)
+            for k in range(engine.draws.count)
+        ]
+        return torch.stack(copies).mean(0)
+
+    def invented_pass(some: Tensor, _: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return [agreed(some, torch.zeros_like(record_ids[:1]).expand(len(some)), INVENTED_KEY)]
+
+    def classes(rows: int) -> np.ndarray | None:
+        return engine.row_classes("consistency", invented_pass, rows, inputs, labels)
+
+    passes = list(engine.passes(len(inputs), draw_key, record_ids, classes))
+    parts = []
+    with torch.no_grad():
+        for rows, real in passes or [(torch.arange(0), slice(0))]:
+            parts.append(agreed(inputs[rows], record_ids[rows], draw_key)[real])
+    mean = torch.cat(parts)
+    if passes:
+        order = torch.cat([rows[real] for rows, real in passes])
+        mean = mean[order.argsort()]
+    return torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean) + weight * mean

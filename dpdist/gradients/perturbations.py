@@ -1,10 +1,11 @@
-"""Where randomness enters before the clip: parameters, inputs or hidden layers, K draws each.
+"""Randomness before the clip: on parameters, inputs or hidden layers, in K draws each.
 
 The gradient that is clipped is weight * sum over the draws of the example's gradient under that
 draw; weight = 1/K gives the mean. Where draws differ in kind, each has a share of its own, which
-multiplies its loss. Draws are independent of the private data (their scales must
-be: a scale computed from private records would let one record move all gradients), so they sit
-before the clip, cost no privacy and earn none.
+multiplies its loss. Draws are independent of the private data (their scales must be: a scale
+computed from private records would let one record move all gradients), so they sit before the
+clip, cost no privacy and earn none. A crop or flip of record i is a function of record i, the
+step's key and the draw, and costs no privacy for the same reason.
 
 Keys: shared draws depend on (draw_key, draw index) only, per-example draws on (draw_key, draw
 index, record id). So they are the same for any number of workers and any micro-batch. Each is a
@@ -15,16 +16,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from dpdist.base.errors import UserError
-from dpdist.randomness.inside import perturbed, require_modules
+from dpdist.core.errors import UserError
 from dpdist.randomness.keys import KEY_BYTES, derive_key
-from dpdist.randomness.places import Several
+from dpdist.randomness.noise_location import Several
+from dpdist.randomness.noisy_modules import perturbed, require_modules
+
+# --- crop and flip ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CropAndFlip:
+    """crop: images are padded with zeros by so many pixels, and a window of the old size is cut out
+    where it falls (He et al. 2016). flip: mirrored with probability 1/2."""
+
+    crop: int
+    flip: bool
+
+    def __call__(self, images: Tensor, record_ids: Tensor, draw_key: bytes, draw: int) -> Tensor:
+        """Images (B, C, H, W); row b depends on row b, the key, the draw and record_ids[b]."""
+        words = words_per_record(draw_key, "draws/augment", draw, record_ids, 3)
+        height, width = images.shape[-2:]
+        places = words[:, :2] % np.uint64(2 * self.crop + 1)  # uneven by less than 2^-56
+        down, right = torch.from_numpy(places.astype(np.int64)).to(images.device).T
+        mirrored = torch.from_numpy((words[:, 2] >> np.uint64(63)).astype(bool))
+        rows = down[:, None] + torch.arange(height, device=images.device)
+        columns = torch.arange(width, device=images.device).repeat(len(images), 1)
+        if self.flip:
+            columns[mirrored] = columns[mirrored].flip(1)
+        columns = right[:, None] + columns
+        record = torch.arange(len(images), device=images.device)[:, None, None]
+        padded = pad(images, [self.crop] * 4).permute(0, 2, 3, 1)
+        seen = padded[record, rows[:, :, None], columns[:, None, :]]
+        return seen.permute(0, 3, 1, 2).contiguous()
+
+
+# --- noise ------------------------------------------------------------------------------------
+
 
 Aggregate = Literal["mean", "sum"]
 

@@ -2,29 +2,246 @@
 
 Examples can show that a model mixes records, never that it does not. The operations can: torch's
 dispatcher names every one that a pass executes, backward included, and of those on a list
-(`row_operations`) it is known along which dimension of the result the records lie, given where they
-lie in the arguments. A pass of known operations carries record i in row i alone, from the inputs to
-the losses and to all that a layer's rule reads. What is not on the list, or works along the
-records' dimension (a mean over the batch, a softmax, a reshape through it), shows nothing. What no
-operation names is watched beside them (`value_reads`).
+(`dpdist.gradients.row_operations`) it is known along which dimension of the result the records
+lie, given where they lie in the arguments. A pass of known operations carries record i in row i
+alone, from the inputs to the losses and to all that a layer's rule reads. An operation that is not
+on the list, or works along the records' dimension (a mean over the batch, a softmax, a reshape
+through it), shows nothing.
+
+Values can also reach Python on ways that no operation names: a printed tensor, an array or an
+address on its memory, or an error that an operation raises for a value and the model's code
+catches. They are noticed where Python calls them, by the interpreter's profile hook, which no mode
+of torch switches off.
+
+Rows that round alike: a kernel may add up in another order on another row, since a matrix product
+of few columns takes rows that begin at other alignments in memory by other code. The last bit that
+differs is harmless where gradients are continuous. On a kink it is not: a ReLU's input of exactly
+0 in one row and of 1e-9 in the next gives two gradients of one record, and one record more, which
+moves all behind it by a row, would move their sum by far more than the clip. So rows are sorted
+into classes of equal bits, and a record's class follows from its own id
+(`dpdist.gradients.sampling.padded`).
 """
 
 from __future__ import annotations
 
+import dis
+import importlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _tensor_str, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from dpdist.gradients.capture import Layer, Objective, find_layers, run_pass
+from dpdist.core.version import PACKAGE
+from dpdist.gradients.hooks import Layer, Objective, find_layers, run_pass
+from dpdist.gradients.per_example import LayerCall
 from dpdist.gradients.row_operations import METADATA, PUBLIC, Mark, Mixes, Operation, Place
-from dpdist.gradients.rules import LayerCall
-from dpdist.gradients.value_reads import catching_function, unwatched, watched
+
+# --- values that reach Python -----------------------------------------------------------------
+
+
+# What reads a tensor's memory, or hands it to others who may read it later: in C and in Python.
+_IN_C = frozenset(("numpy", "tolist", "data_ptr", "untyped_storage"))
+_METHODS = (
+    Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.storage,
+    Tensor._typed_storage, Tensor.share_memory_, _tensor_str._str_intern,
+)  # fmt: skip
+_IN_PYTHON: dict[CodeType, str] = {
+    method.__code__: method.__name__.strip("_") for method in _METHODS
+}
+# What does so unseen, or lets something run that is not seen here.
+_UNSEEN = frozenset((
+    "_to_dlpack", "_to_dlpack_versioned", "start_new_thread", "start_joinable_thread", "fork",
+    "setprofile", "_pop_torch_dispatch_stack", "_pop_torch_function_stack",
+))  # fmt: skip
+_KNOWN = tuple(f"{folder}/" for folder in (Path(str(torch.__file__)).parent, PACKAGE))
+# Python itself goes on after an error in these: a loop by number ends, a deletion is done.
+_SILENT = ("__getitem__", "__del__")
+
+# An error is asked for its kind, or is over.
+_CAUGHT = frozenset((
+    "CHECK_EXC_MATCH", "CHECK_EG_MATCH", "WITH_EXCEPT_START", "POP_EXCEPT", "RETURN_VALUE",
+    "RETURN_CONST",
+))  # fmt: skip
+
+# Of a tensor, the name of what reads it.
+Notice = Callable[[Tensor, str], None]
+
+
+@contextmanager
+def watched(read: Notice, unseen: Callable[[str], None]) -> Iterator[None]:
+    """Tell of every call that reads a tensor's memory or hands it on, until the end of the block.
+
+    Args:
+        read: called with the tensor and the name of what reads it.
+        unseen: called with the name of a call behind which nothing can be seen.
+    """
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        if event == "call":
+            if frame.f_code in _IN_PYTHON:
+                first = frame.f_code.co_varnames[0]
+                read(frame.f_locals[first], _IN_PYTHON[frame.f_code])
+        elif event == "c_call":
+            name = called.__name__
+            if name in _IN_C:
+                if isinstance(called.__self__, Tensor):
+                    read(called.__self__, name)
+            elif name in _UNSEEN and not frame.f_code.co_filename.startswith(_KNOWN):
+                unseen(name)
+
+    importlib.import_module("torch._dynamo")  # torch would within the block, which is slow there
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        with _FromPython():
+            yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Leave out what the block calls: it is none of the model's."""
+    hook = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        sys.setprofile(hook)
+
+
+class _FromPython(TorchFunctionMode):
+    """Has Python call the methods that C code calls (`map`), of which no hook is told otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def catching_function(last: CodeType) -> str | None:
+    """Return the name of a function now being executed that would go on after an error raised here.
+
+    Functions of torch and of dpdist are left out: they catch no error to learn a value.
+
+    Args:
+        last: code of the function at which to stop looking, outwards.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not last:
+        code = frame.f_code
+        if not code.co_filename.startswith(_KNOWN) and (
+            code.co_name in _SILENT
+            or any(start <= frame.f_lasti < end for start, end in _guarded(code))
+        ):
+            return code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@cache
+def _guarded(code: CodeType) -> frozenset[tuple[int, int]]:
+    """Return where an error among its instructions may be caught by a `try` or a `with`."""
+    if not code.co_exceptiontable:
+        return frozenset()
+    steps = list(dis.get_instructions(code))
+    places = {step.offset: place for place, step in enumerate(steps)}
+    entries: Any = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+    handlers = {(e.start, e.end): _handler(steps[places[e.target] :]) for e in entries}
+    catching = {guarded for guarded, (_, _, goes_on) in handlers.items() if goes_on}
+    while True:  # what raises an error again may do so where it is caught
+        more = {
+            guarded for guarded, (first, last, _) in handlers.items()
+            if any(start <= last and first < end for start, end in catching)
+        } - catching  # fmt: skip
+        if not more:
+            return frozenset(catching)
+        catching |= more
+
+
+def _handler(steps: list[dis.Instruction]) -> tuple[int, int, bool]:
+    """Return where what handles an error begins and raises it again, as `finally` does, and whether
+    it may do something else."""
+    first = steps[0].offset
+    last = next((step.offset for step in steps if step.opname == "RERAISE"), steps[-1].offset)
+    if steps[0].opname != "PUSH_EXC_INFO":  # puts the stack in order, no more
+        return first, last, False
+    within = [step for step in steps if step.offset < last]
+    leaves = any("JUMP" in s.opname and not first <= s.argval <= last for s in within)
+    return first, last, leaves or any(step.opname in _CAUGHT for step in within)
+
+
+# --- rows that round alike --------------------------------------------------------------------
+
+
+EXAMPLES = 64  # most that are tried
+INVENTED_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
+_LEAST = 4
+_NUMBERS = 4096  # of a row that are compared, unless `EXAMPLES` have fewer
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def row_classes(
+    run: Callable[[Tensor, Tensor], Sequence[Tensor]], inputs: Tensor, targets: Tensor, rows: int
+) -> np.ndarray | None:
+    """Sort the rows of a pass into classes that give one example the same bits.
+
+    Each example fills a whole pass, so rows that round alike have equal results. Kernels choose
+    their code by shapes and addresses and not by values, so a few examples of many numbers tell:
+    two rows of different code agree on all of them with negligible probability, not never.
+
+    Args:
+        run: executes a pass: inputs (rows, ...), targets (rows, ...) to tensors (rows, ...), all
+            that a record's clipped vector is computed from.
+        inputs, targets: (count, ...), invented: they hold nothing private.
+        rows: of the pass.
+
+    Returns:
+        The class of each row, int64 (rows,); None where all rows are alike.
+    """
+    classes, seen = np.zeros(rows, np.int64), 0
+    for number in range(len(inputs)):
+        if number >= _LEAST and seen >= _NUMBERS:
+            break
+        found = run(_filled(inputs, number, rows), _filled(targets, number, rows))
+        for tensor in found:
+            classes = _refined(classes, tensor.detach())
+            seen += tensor[0].numel()
+    return classes if classes.any() else None
+
+
+def _filled(examples: Tensor, number: int, rows: int) -> Tensor:
+    return examples[number : number + 1].repeat(rows, *[1] * (examples.dim() - 1))
+
+
+def _refined(classes: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Split classes whose rows differ in a bit."""
+    if not tensor[0].numel():
+        return classes
+    if tensor.dtype == torch.bool:
+        tensor = tensor.to(torch.uint8)
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
+    if bool((bits == bits[:1]).all()):
+        return classes
+    flat = np.ascontiguousarray(bits.flatten(1).cpu().numpy())
+    whole = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).ravel()
+    _, labels = np.unique(whole, return_inverse=True)
+    _, both = np.unique(np.stack([classes, labels]), axis=1, return_inverse=True)
+    return both.ravel().astype(np.int64)
+
+
+# --- tracing a pass ---------------------------------------------------------------------------
+
 
 _ROWS: Place = (0, 1)  # record i in row i
 

@@ -1,8 +1,8 @@
-"""Which operations of torch treat each record alone, given along which dimension the records lie.
+"""List the torch operations that treat each record alone, given the dimension of the records.
 
 One function for each kind of operation: from where the records lie in its arguments to where they
-lie in its results, or `Mixes`. `OPERATIONS` is the list; what is not on it is not known. Shapes are
-those of one executed pass, so every dimension is a number.
+lie in its results, or an error if it mixes them. `OPERATIONS` is the list; an operation that is
+not on it is unknown. Shapes are those of one executed pass, so every dimension is a number.
 """
 
 from __future__ import annotations

@@ -1,15 +1,27 @@
-"""Keyed Poisson sampling: record i joins the step iff the generator gives it u_i < q, whoever
-holds it.
+"""Choose the records of a step by keyed Poisson sampling, and the blocks in which they run.
 
-The batch is then the same for any number of workers and exactly Poisson: the records join
-independently, each with probability q. A worker whose share is empty still takes part in the step.
+Record i joins the step iff the generator gives it u_i < q, whichever worker holds it. The batch is
+then the same for any number of workers and exactly Poisson: the records join independently, each
+with probability q. A worker whose share is empty still takes part in the step.
+
+Which records run together is a function of each record's id and the step's key, never of a
+record's place among the sampled ones: one record more or less changes one block and no other. A
+block runs in passes of one fixed shape, filled up with rows that count for nothing, so that
+kernels do not change with the other records of a batch.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
 import numpy as np
 
-from dpdist.randomness.keys import words
+from dpdist.randomness.keys import derive_key, words
+
+# --- Poisson sampling -------------------------------------------------------------------------
 
 
 def share(records: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -52,3 +64,173 @@ def _joins(draws: np.ndarray, sample_rate: float) -> np.ndarray:
     if sample_rate == 1.0:
         return np.ones(len(draws), dtype=bool)
     return draws < np.uint64(int(sample_rate * 2.0**64))
+
+
+# --- blocks of records ------------------------------------------------------------------------
+
+
+LARGEST = 1024  # most records of a block; `dpdist.gradients.clipping.sum_slack` rests on it
+# Room above the expected number, in standard deviations: two per cent of the blocks are cut in two.
+_ROOM = 2.0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """count: into how many blocks a batch is hashed. capacity: most records of one block; a block
+    that has more is halved by the next bit of the hash, until none has.
+
+    One record more or less changes the rows of at most capacity + 1 records: those of the block
+    that holds it, or of the two halves of a block that it made overfull.
+    """
+
+    count: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 1 <= self.capacity <= LARGEST:
+            raise ValueError(f"no blocks: {self.count} of at most {self.capacity} records")
+
+    @classmethod
+    def for_batches(cls, records: int, sample_rate: float, batch_cap: int | None = None) -> Blocks:
+        """Blocks for Poisson batches out of `records`: as few as `LARGEST` allows, none of them
+        much larger than they will mostly be."""
+        expected = max(1.0, records * sample_rate)
+        if batch_cap is not None:
+            expected = min(expected, float(batch_cap))
+        count = 1
+        while _capacity(expected, count, sample_rate) > LARGEST:
+            count += 1
+        capacity = _capacity(expected, count, sample_rate)
+        return cls(count, min(capacity, batch_cap) if batch_cap is not None else capacity)
+
+    def split(self, key: bytes, ids: np.ndarray) -> list[np.ndarray]:
+        """Positions in `ids` (int64, distinct, >= 0), block by block; no block is empty.
+
+        Within a block the order is the hash's, so it does not depend on the order of `ids` either.
+        """
+        hashes = keyed_hash(derive_key(key, "blocks"), ids)
+        order = np.argsort(hashes, kind="stable")
+        ordered = hashes[order]
+        edges = [(i << 64) // self.count for i in range(self.count + 1)]
+        return [
+            order[first:last]
+            for low, high in pairwise(edges)
+            for first, last in self._halved(ordered, low, high)
+        ]
+
+    def _halved(self, ordered: np.ndarray, low: int, high: int) -> Iterator[tuple[int, int]]:
+        first, last = _place(ordered, low), _place(ordered, high)
+        if first == last:
+            return
+        if last - first <= self.capacity or high - low == 1:
+            yield first, last
+            return
+        middle = (low + high) // 2
+        yield from self._halved(ordered, low, middle)
+        yield from self._halved(ordered, middle, high)
+
+    def rows(self, most: int) -> int:
+        """Rows of every pass: a block's capacity, or an equal part of it when that exceeds `most`
+        rows."""
+        return math.ceil(self.capacity / math.ceil(self.capacity / most))
+
+    def rows_in_use(self, classes: np.ndarray) -> np.ndarray:
+        """Choose the rows of a pass that records go into, for as few passes as can be expected.
+
+        A class of few rows costs a pass for each time that its rows are full, so it is often
+        cheaper to leave its rows empty. The choice follows from the rows and the capacity alone,
+        never from the records that are there.
+
+        Args:
+            classes: (rows,) from `kernel_rows.row_classes`.
+
+        Returns:
+            A copy of classes with -1 for each row that stays empty: int64 (rows,).
+        """
+        names, sizes = np.unique(classes, return_counts=True)
+        largest = np.argsort(-sizes, kind="stable")
+        names, sizes = names[largest], sizes[largest]
+        members = max(1.0, self.capacity - _ROOM * math.sqrt(self.capacity))
+        totals = np.cumsum(sizes)
+        passes = [
+            _expected_passes(members, sizes[: count + 1], int(totals[count]))
+            for count in range(len(sizes))
+        ]
+        return np.where(np.isin(classes, names[: int(np.argmin(passes)) + 1]), classes, -1)
+
+
+def _expected_passes(members: float, sizes: np.ndarray, total: int) -> float:
+    """Return in how many passes `members` records mostly run that are spread over classes of
+    `sizes` rows, `total` in all, in proportion."""
+    shares = sizes / total
+    room = _ROOM * np.sqrt(members * shares * (1 - shares))
+    return float(np.ceil((members * shares + room) / sizes).max())
+
+
+def padded(
+    block: np.ndarray, rows: int, classes: np.ndarray | None = None, slots: np.ndarray | None = None
+) -> Iterator[tuple[np.ndarray, slice | np.ndarray]]:
+    """The block in passes of `rows` rows, and which rows of each are real.
+
+    The others repeat the pass's first record: whatever the model accepts. Where rows do not round
+    alike, a record goes into a row of a class that follows from its own slot alone, so that one
+    record more or less never moves another one into a row of another class.
+
+    Args:
+        block: (n,) members in their order.
+        rows: of every pass.
+        classes: (rows,) from `Blocks.rows_in_use`, of which -1 stays empty; None: all rows round
+            alike.
+        slots: (n,) hashes of the members' ids; needed with classes.
+    """
+    if classes is None:
+        for start in range(0, len(block), rows):
+            members = block[start : start + rows]
+            filler = np.repeat(members[:1], rows - len(members))
+            yield np.concatenate([members, filler]), slice(len(members))
+        return
+    assert slots is not None
+    used = np.flatnonzero(classes >= 0)
+    wanted = classes[used[(slots % np.uint64(len(used))).astype(np.int64)]]
+    turn, row = np.empty(len(block), np.int64), np.empty(len(block), np.int64)
+    for one in np.unique(wanted):
+        mine, own = np.flatnonzero(wanted == one), np.flatnonzero(classes == one)
+        turn[mine] = np.arange(len(mine)) // len(own)
+        row[mine] = own[np.arange(len(mine)) % len(own)]
+    for number in range(int(turn.max(initial=-1)) + 1):
+        mine = np.flatnonzero(turn == number)
+        members = np.repeat(block[mine[:1]], rows)
+        members[row[mine]] = block[mine]
+        yield members, np.sort(row[mine])
+
+
+def slots_of(key: bytes, ids: np.ndarray) -> np.ndarray:
+    """Return the hashes (n,) that choose the class of row of records with these ids."""
+    return keyed_hash(derive_key(key, "rows"), ids)
+
+
+def _capacity(expected: float, count: int, sample_rate: float) -> int:
+    mean = expected / count
+    spread = mean * (1 - sample_rate / count)
+    return math.ceil(mean + _ROOM * math.sqrt(spread))
+
+
+def _place(ordered: np.ndarray, edge: int) -> int:
+    if edge >> 64:
+        return len(ordered)
+    return int(np.searchsorted(ordered, np.uint64(edge)))
+
+
+def keyed_hash(key: bytes, ids: np.ndarray) -> np.ndarray:
+    """64-bit hashes, different for different ids: two rounds of SplitMix64's finaliser, keyed.
+
+    They spread records, over blocks or attacks, and hide nothing: any function of id and key would
+    do.
+    """
+    hashes = ids.astype(np.uint64)
+    for word in words(key, 0, 2):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + word
+        hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        hashes = hashes ^ (hashes >> np.uint64(31))
+    return hashes

@@ -1,1 +1,1 @@
-"""One file per published system: short compositions of the blocks in gradients/ and models/."""
+"""Published systems, one class each, composed of the blocks in gradients/ and models/."""

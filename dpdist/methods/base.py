@@ -1,8 +1,9 @@
-"""What a published system is here: its options, and all that the rest of dpdist asks of it.
+"""The base class of methods: a published system's options, and everything dpdist asks of it.
 
-The fields of a method are the recipe's `method` section. Its rules, its cost, its paper's claim and
-its way to train are methods, whose defaults are plain DP-SGD. Nobody outside asks which method it
-is. torch is imported where work is done, so that a recipe is read without it.
+The fields of a method are the recipe's `method` section. Its rules, its cost, its paper's claim
+and its way to train are methods of the class, whose defaults are plain DP-SGD. No other code asks
+which method a recipe has. torch is imported where work is done, so that a recipe is read without
+it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from dpdist.base.conditions import OnlyWith
-from dpdist.base.errors import UserError
-from dpdist.base.fields import Number, Section
-from dpdist.privacy.phases import Phase
+from dpdist.config.sections import Sections
+from dpdist.core.errors import UserError
+from dpdist.core.fields import (
+    Count,
+    FilePath,
+    Number,
+    OnlyWith,
+    Positive,
+    PositiveNoise,
+    Section,
+    Share,
+    Text,
+)
+from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
-from dpdist.privacy.releases import GaussianSteps
-from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,12 +38,60 @@ if TYPE_CHECKING:
 
     from dpdist.data import Dataset
     from dpdist.gradients.clipping import Clipping
-    from dpdist.gradients.engine import GradientEngine
+    from dpdist.gradients.engine import GradientEngine, Task
     from dpdist.gradients.perturbations import Draws
-    from dpdist.gradients.task import Task
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
+
+
+# --- options of heterogeneous noise -----------------------------------------------------------
+
+
+class Redistribution(Section):
+    """Where the shares r of heterogeneous noise come from (HGM, IJCAI 2019, Equation 7).
+
+    r_k is the mean over records of |dL/dh_k|^beta, normalised, and at least `floor` of the uniform
+    share. source:
+
+    * "public": records of the public data set `data` (under `root`, with `classes` classes; images
+      are resized to the model's), and the network trained on them for `steps` steps;
+    * "paid": the private records, in one clipped and noised sum that the plan pays for; the network
+      at its initial weights;
+    * "private": the private records, for nothing, as the paper does it, and the network trained on
+      them for `steps` steps. Needs paper_faithful: true; nothing is then proved.
+    """
+
+    conditions = (
+        OnlyWith(
+            ("data", "root", "classes"), "with source: public", lambda it: it.source == "public"
+        ),
+        OnlyWith(
+            ("steps", "max_records"),
+            "with source: public and private",
+            lambda it: it.source != "paid",
+        ),
+        OnlyWith(
+            ("noise_multiplier", "clip_norm", "sample_rate"),
+            "with source: paid",
+            lambda it: it.source == "paid",
+        ),
+    )
+
+    source: Literal["public", "paid", "private"] = "public"
+    data: Text = "digits"
+    root: FilePath | None = None
+    classes: Annotated[int, Number, Field(ge=1, le=100_000)] = 10
+    steps: Annotated[int, Number, Field(ge=0, le=1_000_000)] = 200
+    beta: Positive = 1.0
+    floor: Share = 0.1
+    max_records: Count = 2000
+    noise_multiplier: PositiveNoise = 20.0
+    clip_norm: Positive = 1.0
+    sample_rate: Share = 1.0
+
+
+# --- the base class ---------------------------------------------------------------------------
 
 
 _MOST_UNKNOWN = 2**20  # records, where their number is declared
@@ -128,7 +185,7 @@ class Fixed:
 
 
 class Committee(Protocol):
-    """Models trained on disjoint shards of the records (`dpdist.training.teachers`)."""
+    """Models trained on disjoint shards of the records (`dpdist.training.ensembles`)."""
 
     def __len__(self) -> int: ...
 
@@ -171,7 +228,7 @@ class Run(Protocol):
 class Worker(Protocol):
     """A training in the hands of one worker, from its newest checkpoint on.
 
-    It is `dpdist.training.loop.Loop`, whose other parts (dataset, model, engine, fixed, release,
+    It is `dpdist.training.worker.Loop`, whose other parts (dataset, model, engine, fixed, release,
     save) are there for methods that do not take steps.
     """
 
@@ -306,7 +363,7 @@ class Method(Section):
 
     def task(self) -> Task:
         """What is learned; by default, to classify."""
-        from dpdist.gradients.task import Task
+        from dpdist.gradients.engine import Task
 
         return Task()
 

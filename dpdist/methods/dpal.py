@@ -1,8 +1,8 @@
 """DPAL as published (ICLR 2020 submission; StoBatch, ICML 2020): NOT PRIVATE, a reference.
 
 One Laplace noise is drawn on inputs, on the code of an auto-encoder and on the coefficients of a
-Taylor-expanded loss, and is held to pay for all records and all steps. Nothing is proved of it, and
-its lemmas have counterexamples (docs/explanation/adversarial.md). The sound forms are methods
+Taylor-expanded loss, and is held to pay for all records and all steps. Nothing is proved of it,
+and its lemmas have counterexamples (docs/explanation/adversarial.md). The sound forms are methods
 functional and stobatch.
 """
 
@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.base.conditions import OnlyWith
-from dpdist.base.fields import Count, CountOrZero, Number, Positive, PositiveOrZero
+from dpdist.config.sections import Sections
+from dpdist.core.fields import Count, CountOrZero, Number, OnlyWith, Positive, PositiveOrZero
 from dpdist.methods.base import DrawCount, Method
-from dpdist.privacy.phases import Phase
+from dpdist.privacy.phases import FixedBatches, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import FixedBatches, GaussianSteps
-from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from torch import nn
@@ -140,26 +138,25 @@ class DPAL(Method):
         )
 
     def measured(self, private: Path) -> list[tuple[str, str]]:
-        from dpdist.methods.dpal_inference import lines
+        from dpdist.methods.dpal_training import accuracy_lines
 
-        return lines(private)
+        return accuracy_lines(private)
 
     # --- done in training
 
     def constraint(self, model: nn.Module) -> Callable[[], None]:
         """Each filter of the encoder is scaled back into its norm. Raises UserError for another
         network, or other sensitivities than the paper's formulas give for it."""
-        from dpdist.methods.dpal_steps import check_network, keep_filters
+        from dpdist.methods.dpal_training import check_network, keep_filters
 
         network = check_network(self, model)
         return lambda: keep_filters(network.encoder, self.weight_norm)
 
     def learn(self, worker: Any) -> None:
-        from dpdist.methods.dpal_inference import measure
-        from dpdist.methods.dpal_steps import Steps
+        from dpdist.methods.dpal_training import Steps, measure_accuracy
 
         plan, steps = worker.job.plan, Steps(self, worker)
         for step in range(worker.start, worker.last):
             steps.take(step)
         if worker.reducer.rank == 0 and worker.last == plan.steps:
-            measure(self, worker)
+            measure_accuracy(self, worker)

@@ -1,8 +1,8 @@
-"""The functional mechanism in a sound form: the coefficients of a quadratic objective, each sum of
-them released once with Gaussian noise; what AdLM and DPAL want, and do not prove.
+"""The functional mechanism in a sound form: a quadratic objective, its coefficients released once.
 
-The last layer of a model is fitted; what is before it stays as it began: public features. A few
-sums are released in a whole training, whatever the number of workers.
+Each sum of coefficients is released with Gaussian noise: the aim of AdLM and DPAL, which they do
+not prove. The last layer of a model is fitted; the layers before it stay as they began: public
+features. A few sums are released in a whole training, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from dpdist.base.conditions import OnlyWith
-from dpdist.base.fields import (
+from dpdist.config.sections import Sections
+from dpdist.core.fields import (
     Count,
     FilePath,
     Number,
+    OnlyWith,
     Positive,
     PositiveOrZero,
     Section,
@@ -35,10 +36,8 @@ from dpdist.methods.base import (
     assumed_room,
     check_room,
 )
-from dpdist.privacy.phases import Phase
+from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
-from dpdist.privacy.releases import GaussianSteps
-from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -219,7 +218,7 @@ class Functional(Method):
     def fix(self, setup: Setup) -> dict[str, Tensor]:
         if self.relevance is None:
             return {}
-        from dpdist.methods.functional_relevance import scales_of
+        from dpdist.methods.functional_sums import scales_of
 
         return {SCALES: scales_of(self, self.relevance, setup)}
 
@@ -353,7 +352,7 @@ class Functional(Method):
         """A noisy copy of these records."""
         import torch
 
-        from dpdist.data.hashes import hashes_of
+        from dpdist.data.record_hashes import hashes_of
         from dpdist.randomness.keys import derive_key
 
         inputs, names = worker.dataset.batch(rows), rows

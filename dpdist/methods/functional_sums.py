@@ -1,7 +1,8 @@
-"""The sums that method functional releases, and what is made of them; float64.
+"""The sums that method functional releases, and the layer that is fitted from them, in float64.
 
 A sum is PRIVATE until noise is added. One record moves each by a vector of norm at most 1, by
-`slack` with the rounding in it.
+`slack` with the rounding in it. The scales of public features are chosen by their relevance on
+public records.
 """
 
 from __future__ import annotations
@@ -14,15 +15,48 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dpdist.adversary.balls import box_of, per_row
-from dpdist.base.errors import UserError
+from dpdist.attacks.gradient_attacks import box_of, per_row
+from dpdist.core.errors import UserError
+from dpdist.methods.base import Setup
+from dpdist.methods.hidden_noise_shares import shares, without_privacy
 from dpdist.models import mixing
-from dpdist.models.company import difference
-from dpdist.models.head import Features, last_linear
+from dpdist.models.batch_independence import difference
+from dpdist.models.features import Features, last_linear
 
 if TYPE_CHECKING:
-    from dpdist.methods.functional import Functional
+    from dpdist.methods.functional import Functional, Relevance
     from dpdist.models import Patches
+
+
+# --- relevance of public features -------------------------------------------------------------
+
+
+_EXAMPLES = 32
+_PASS = 128
+
+
+def scales_of(method: Functional, asked: Relevance, setup: Setup) -> Tensor:
+    """float64 (D,), whose squares have mean 1: a function of public records and initial weights."""
+    records = setup.public
+    assert records is not None
+    field = "method.relevance.data"
+    model, inputs, labels = without_privacy(records, asked.max_records, setup, field)
+    plain = method.model_copy(update={"adversarial": None, "relevance": None})
+    sums = Sums(plain, model, inputs[:_EXAMPLES], len(inputs))
+    features = torch.cat([sums.features(some) for some in inputs.split(_PASS)])
+    passes = [(features, labels, 1.0)]
+    nowhere = features.new_zeros(features.shape[1])
+    centre = sums.centre(sums.of_features(passes, nowhere))
+    weights, _ = sums.fitted(sums.of_coefficients(passes, centre), 1.0)  # a little ridge
+    weight, bias = sums.head(weights, centre)
+    own = features * method.clip
+    left = (own @ weight.T + bias).softmax(1) - nn.functional.one_hot(labels, len(bias))
+    matters = (own * (left @ weight)).abs().pow(asked.beta).mean(0)
+    return shares(matters, asked.floor).sqrt()
+
+
+# --- sums and their minimiser -----------------------------------------------------------------
+
 
 Pass = tuple[Tensor, Tensor, float]  # features, labels, and what each record counts for
 Place = tuple[int, int]  # first record and draw of a pass

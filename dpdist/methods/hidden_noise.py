@@ -1,41 +1,49 @@
-"""Noise behind the first layer, in training and at every prediction: what PixelDP, HGM-PixelDP and
-Secure-SGD share.
+"""Noise behind the first layer, in training and at every prediction: PixelDP, HGM and Secure-SGD.
 
 Its scale is what a Gaussian mechanism needs for (epsilon_r, delta_r) when the input moves by the
 construction size L and the layer has norm Delta: sigma_r = scale(epsilon_r, delta_r) Delta L. It
-protects nothing about training records: epsilon_r is a parameter of robustness. What the trained
-network certifies is computed from its real first layer (`dpdist.certification.scores`).
+protects nothing about training records: epsilon_r is a parameter of robustness. The sizes that the
+trained network certifies are computed from its real first layer
+(`dpdist.certification.expected_scores`).
+
+PixelDP (Lecuyer et al., IEEE S&P 2019) and HGM (Phan et al., IJCAI 2019: the same noise power,
+redistributed over the hidden components) are not private: they claim robustness only. Secure-SGD
+(HGM's paper) is DP-SGD on such a network.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.base.conditions import OnlyWith
-from dpdist.base.fields import Number, Positive
+from dpdist.config.sections import Sections
+from dpdist.core.fields import Number, OnlyWith, Positive
 from dpdist.methods.base import (
     DrawCount,
     Fixed,
     Method,
     PublicRecords,
+    Redistribution,
     Setup,
     assumed_room,
 )
-from dpdist.methods.redistribution import Redistribution
-from dpdist.privacy.phases import Phase
-from dpdist.privacy.plan import StepPlan
-from dpdist.privacy.releases import GaussianReleases, NonPrivate
-from dpdist.sections.recipe import Sections
+from dpdist.privacy.phases import GaussianReleases, NonPrivate, Phase
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dpdist.gradients.perturbations import Draws
     from dpdist.models import ModelSpec
+    from dpdist.privacy.claims import Claim, Verdict
+    from dpdist.privacy.guarantee import Guarantee
+
+
+# --- options that the three share -------------------------------------------------------------
+
 
 STD = "std"  # the tensor of deviations, among what is made once
 
@@ -146,7 +154,7 @@ class HiddenNoiseMethod(Method):
         return unit * reach * self.attack_size
 
     def fix(self, setup: Setup) -> dict[str, Tensor]:
-        from dpdist.methods.hgm_shares import heterogeneous_noise, shares_for
+        from dpdist.methods.hidden_noise_shares import heterogeneous_noise, shares_for
 
         section = self.redistribution
         if section is None:
@@ -175,7 +183,7 @@ class HiddenNoiseMethod(Method):
     def constraint(self, model: nn.Module) -> Callable[[], None]:
         """The first layer is scaled back into its norm."""
         from dpdist.models import require_split
-        from dpdist.models.sensitivity import keep_within
+        from dpdist.models.noise import keep_within
 
         split = require_split(model)
         return lambda: keep_within(split, self.sensitivity)
@@ -199,3 +207,70 @@ class WithoutGradientPrivacy(HiddenNoiseMethod):
                 "privacy.noise_multiplier: 0 and clipping: none, or take method secure-sgd"
             )
         super().check(recipe)
+
+
+# --- PixelDP ----------------------------------------------------------------------------------
+
+
+class PixelDP(WithoutGradientPrivacy):
+    """Certified robustness by equal noise behind the first layer (Lecuyer et al., IEEE S&P 2019).
+
+    Trained without gradient privacy: nothing is proved about training records.
+    """
+
+    name: Literal["pixeldp"] = "pixeldp"
+    known_as: ClassVar[str] = "PixelDP"
+    mechanism: Literal["classical", "analytic", "extended"] = "classical"
+    redistribution: None = None
+
+
+# --- HGM --------------------------------------------------------------------------------------
+
+
+class HGMPixelDP(WithoutGradientPrivacy):
+    """PixelDP with heterogeneous noise and any epsilon_r (HGM, IJCAI 2019). Not private either."""
+
+    name: Literal["hgm-pixeldp"] = "hgm-pixeldp"
+    known_as: ClassVar[str] = "HGM-PixelDP"
+    redistribution: Redistribution = Redistribution()
+
+
+# --- Secure-SGD -------------------------------------------------------------------------------
+
+
+_VERDICTS: dict[str, tuple[Verdict, str]] = {
+    "equal": ("sound", "DP-SGD, clipped one by one, Poisson batches; all noise shares are equal"),
+    "public": ("sound", "DP-SGD, clipped one by one, Poisson batches; r is from public records"),
+    "paid": ("not sound", "r reads private records, which the claim leaves out; the proof pays"),
+    "private": ("not sound", "r is computed from private records and shapes every gradient"),
+}
+
+
+class SecureSGD(HiddenNoiseMethod):
+    """DP-SGD on a network with noise behind its first layer (HGM, IJCAI 2019, Algorithm 1).
+
+    A composition: DP-SGD (clip, noise, Poisson sampling), HGM's noise behind the first layer,
+    PixelDP's certificate at prediction. Privacy is that of DP-SGD and of what r cost.
+    redistribution: null gives every component the same noise; with mechanism: analytic that is the
+    paper's AGM variant.
+    """
+
+    name: Literal["secure-sgd"] = "secure-sgd"
+    known_as: ClassVar[str] = "Secure-SGD"
+    redistribution: Redistribution | None = Redistribution()
+
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
+        """The moments accountant's epsilon of its DP-SGD steps, and that r costs nothing."""
+        from dpdist.privacy.claims import Claim, secure_sgd_claim
+
+        steps = next((phase.loop for phase in plan.phases if phase.loop), None)
+        if steps is None or steps.noise_multiplier == 0:
+            return None
+        expected_batch, noise = plan.step(0).expected_batch, steps.noise_multiplier
+        claimed = secure_sgd_claim(
+            plan.records, round(expected_batch), noise, steps.steps, plan.delta
+        )
+        section = self.redistribution
+        verdict, reason = _VERDICTS["equal" if section is None else section.source]
+        setting = f"N {plan.records}, L {expected_batch:g}, sigma {noise:.4g}, T {steps.steps}"
+        return Claim("Secure-SGD", setting, None, claimed, proved, verdict, reason)

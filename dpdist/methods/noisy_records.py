@@ -1,4 +1,4 @@
-"""Noisy records: each record is noised once, before training, and everything after that is free."""
+"""Noisy records: each record is noised once, before training; the rest is post-processing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from dpdist.base.fields import Positive
+from dpdist.config.sections import Sections
+from dpdist.core.fields import Positive
 from dpdist.methods.base import Method
+from dpdist.privacy.phases import GaussianSteps, NoisyRecords
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps, NoisyRecords
-from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,5 +1,8 @@
-"""Private prediction: teachers on disjoint shards answer together, with noise, so often and no
-more; the models themselves never leave."""
+"""Private prediction: teachers on disjoint shards answer together, with noise.
+
+The number of answers is fixed beforehand and paid for by the plan. The models themselves are never
+released.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from dpdist.base.fields import Count, CountOrZero, Number, Positive
+from dpdist.config.sections import Sections
+from dpdist.core.fields import Count, CountOrZero, Number, Positive
 from dpdist.methods.base import Method
+from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianAnswers, GaussianSteps
-from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from dpdist.methods.base import Run

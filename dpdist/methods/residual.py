@@ -1,10 +1,10 @@
-"""Residual perturbation: noise behind every residual block and on the input, in training and at
-every prediction (Strategies I and II).
+"""Residual perturbation: noise behind every residual block and on the input (Strategies I and II).
 
-A regulariser: it earns no privacy here. The label enters a gradient without any noise, so that one
-released step gives it away however large the noise is (`tests/methods/test_residual.py`). What is
-proved is what DP-SGD proves, inside whose clip the noise stands; without DP-SGD nothing is, and
-the paper's claim is shown with its assumptions measured.
+The noise is drawn in training and at every prediction. It is a regulariser and earns no privacy
+here: the label enters a gradient without any noise, so that one released step gives it away
+however large the noise is (`tests/methods/test_residual.py`). Proved is the guarantee of DP-SGD,
+inside whose clip the noise stands; without DP-SGD nothing is proved, and the paper's claim is
+shown with its assumptions measured.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from dpdist.base.fields import Positive, PositiveOrZero
-from dpdist.base.rounding import percent
+from dpdist.config.sections import Sections
+from dpdist.core.console import percent
+from dpdist.core.fields import Positive, PositiveOrZero
 from dpdist.methods.base import DrawCount, Fixed, Method
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
-from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
-    from dpdist.randomness.places import Several
+    from dpdist.randomness.noise_location import Several
 
 _MEASURED = "assumptions.json"  # in the run's private folder
 _IMAGES, _PASSES = 16, 16  # by which the means of blocks are measured
@@ -117,7 +117,7 @@ class ResidualPerturbation(Method):
         return Claim("Residual I", setting, None, claimed, proved, "not sound", reason)
 
     def measured(self, private: Path) -> list[tuple[str, str]]:
-        from dpdist.base.reading import read_json
+        from dpdist.core.files import read_json
 
         path = private / _MEASURED
         if not path.exists():
@@ -138,9 +138,9 @@ class ResidualPerturbation(Method):
 
     def place(self, model: nn.Module) -> Several:
         """Where a model is random. Raises UserError for one without residual blocks."""
-        from dpdist.base.errors import UserError
+        from dpdist.core.errors import UserError
         from dpdist.models import residual_blocks
-        from dpdist.randomness.places import Several
+        from dpdist.randomness.noise_location import Several
 
         blocks = residual_blocks(model)
         if not blocks:
@@ -184,8 +184,7 @@ class ResidualPerturbation(Method):
 
     def _measure(self, worker: Any, path: Path, when: str) -> None:
         from dpdist import data
-        from dpdist.base.reading import read_json
-        from dpdist.base.storage import write_json
+        from dpdist.core.files import read_json, write_json
         from dpdist.randomness.keys import derive_key
 
         test = data.load(worker.job.source, "test")
@@ -219,7 +218,7 @@ def largest_mean_norm(
     import torch
 
     from dpdist.gradients.perturbations import BlockDraws
-    from dpdist.randomness.inside import changed
+    from dpdist.randomness.noisy_modules import changed
 
     draws, ids = BlockDraws(passes, place), torch.arange(len(inputs))
     halves: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})

@@ -1,10 +1,10 @@
 """Sound StoBatch / DPAL: adversarial training inside each record's clip.
 
-What the papers want: a network trained on records and on adversarial examples of them, through the
-noise that certifies its predictions, privately. Their privacy (one noise for a whole run) does not
-hold (docs/explanation/adversarial.md); here it is DP-SGD's. An adversarial example is a function of
-its own record, the step's key and parameters already released, so it stands inside that record's
-clip.
+The papers' aim is a network trained privately on records and on adversarial examples of them,
+through the noise that certifies its predictions. Their privacy (one noise for a whole run) does
+not hold (docs/explanation/adversarial.md); here it is DP-SGD's. An adversarial example is a
+function of its own record, the step's key and parameters already released, so it stands inside
+that record's clip.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.adversary.names import Norm
-from dpdist.base.conditions import OnlyWith
-from dpdist.base.fields import Number, Positive, PositiveOrZero
+from dpdist.config.sections import Sections
+from dpdist.core.fields import Norm, Number, OnlyWith, Positive, PositiveOrZero
 from dpdist.methods.base import DrawCount, Fixed, Method
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
-from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
-    from dpdist.randomness.places import Place
+    from dpdist.randomness.noise_location import Place
 
 Member = Literal["i-fgsm", "mim", "pgd"]  # of the ensemble
 Share = Annotated[float, Number, Field(ge=0, le=1)]
@@ -126,7 +124,7 @@ class StoBatch(Method):
     def place(self, model: nn.Module) -> Place:
         """Where the model is random. Raises UserError for a model without such a place."""
         from dpdist.models import require_split
-        from dpdist.randomness.places import Nowhere, OnInput, Several
+        from dpdist.randomness.noise_location import Nowhere, OnInput, Several
 
         if self.hidden_noise:
             name = require_split(model).name
@@ -141,7 +139,7 @@ class StoBatch(Method):
     def constraint(self, model: nn.Module) -> Callable[[], None]:
         """Where noise stands behind it, the first layer is scaled back into its norm."""
         from dpdist.models import require_split
-        from dpdist.models.sensitivity import keep_within
+        from dpdist.models.noise import keep_within
 
         if not self.hidden_noise:
             return lambda: None
@@ -151,7 +149,7 @@ class StoBatch(Method):
     def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
         import torch
 
-        from dpdist.models import attach_noise, hidden, require_split
+        from dpdist.models import attach_noise, noise, require_split
 
         model = fixed.model
         if self.hidden_noise and not self.input_noise:
@@ -159,4 +157,4 @@ class StoBatch(Method):
             attach_noise(model, torch.full(shape, self.hidden_noise))
             return replace(spec, hidden_noise=True)
         self.place(model).attach(model)
-        return replace(spec, block_noise=getattr(model, hidden.BLOCK_NOISE, None))
+        return replace(spec, block_noise=getattr(model, noise.BLOCK_NOISE, None))

@@ -1,10 +1,9 @@
-"""The draws of adversarial training: the record, and an adversarial example of it, each with fresh
-noise of its own.
+"""Draws of adversarial training: a record and an adversarial example of it, each with fresh noise.
 
 Row b of everything here is a function of record b's input, its id, the step's key and the model as
-it is: of no label, no other record, and no place in a batch. All rows of a pass are attacked in one
-ascent, whichever attack each has, so that the pass keeps its shape and, with it, the last
-bits of each row: a sign makes a whole step of them.
+it is: of no label, no other record, and no place in a batch. All rows of a pass are attacked in
+one ascent, whichever attack each has, so that the pass keeps its shape and, with it, the last bits
+of each row: a sign makes a whole step of them.
 """
 
 from __future__ import annotations
@@ -15,17 +14,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dpdist.adversary.ascents import ascend, with_momentum
-from dpdist.adversary.balls import Ball, box_of, per_row
-from dpdist.adversary.randomised import RandomisedClassifier, loss_gradient
-from dpdist.base.errors import UserError
-from dpdist.gradients.blocks import keyed_hash
+from dpdist.attacks.gradient_attacks import (
+    Ball,
+    RandomisedClassifier,
+    ascend,
+    box_of,
+    loss_gradient,
+    per_row,
+    with_momentum,
+)
+from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import BlockDraws, standard_normal_per_record
+from dpdist.gradients.sampling import keyed_hash
 from dpdist.randomness.keys import derive_key, words
 
 if TYPE_CHECKING:
     from dpdist.methods.stobatch import StoBatch
-    from dpdist.randomness.places import Place
+    from dpdist.randomness.noise_location import Place
 
 # Each attack: whether it starts at a random point of the ball, and its momentum.
 ENSEMBLE = {"i-fgsm": (False, 0.0), "mim": (False, 1.0), "pgd": (True, 0.0)}

@@ -1,6 +1,7 @@
 """TransDenoiser: a private denoiser before a frozen public classifier (ICLR 2022 submission).
 
-The denoiser g learns ||g(x + b) - x||^2 with input noise b ~ N(0, sigma^2). Three ways to train it:
+The denoiser g learns ||g(x + b) - x||^2 with input noise b ~ N(0, sigma^2). Three ways to train
+it:
 
 * separate-dp: DP-SGD on that loss; the input noise gets no credit. Proved.
 * no-dp: without privacy.
@@ -14,21 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.base.conditions import OnlyWith
-from dpdist.base.fields import NotNegative, Number, Positive
+from dpdist.config.sections import Sections
+from dpdist.core.fields import NotNegative, Number, OnlyWith, Positive
 from dpdist.methods.base import DrawCount, Fixed, Method
-from dpdist.privacy.phases import Phase
+from dpdist.privacy.phases import NonPrivate, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
-from dpdist.privacy.releases import NonPrivate
-from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from torch import nn
 
     from dpdist.gradients.clipping import Clipping
-    from dpdist.gradients.engine import GradientEngine
+    from dpdist.gradients.engine import GradientEngine, Task
     from dpdist.gradients.perturbations import Draws
-    from dpdist.gradients.task import Task
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
 
@@ -130,7 +128,7 @@ class TransDenoiser(Method):
 
     def task(self) -> Task:
         """The denoiser learns to give the clean inputs."""
-        from dpdist.gradients.task import Task, squared_error, the_inputs
+        from dpdist.gradients.engine import Task, squared_error, the_inputs
         from dpdist.models import DENOISER
 
         return Task(squared_error, DENOISER, the_inputs)

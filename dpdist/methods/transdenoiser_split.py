@@ -1,13 +1,19 @@
-"""TransDenoiser's Algorithm 1: how much of a step's noise the input noise is said to be worth.
+"""TransDenoiser's Algorithm 1: the part of a step's noise that input noise is said to replace.
 
-To first order, input noise moves a record's gradient by A_i b (`MixedJacobian`); the paper counts
-that as privacy noise and adds less of its own. Not sound: how much is added depends on the private
-records, A A^T is singular, and the first order is not the distribution.
+A_i = d(grad_theta l) / d(input) of record i, a (w, v) matrix: w parameters, v numbers in an input.
+To first order, input noise b moves the record's gradient by A_i b, which has covariance s^2 A_i
+A_i^T (Section 4, its "transformed" noise); the paper counts that as privacy noise and adds less of
+its own. Not sound: the added amount depends on the private records, A A^T is singular, and the
+first order is not the distribution.
+
+A is never formed: A y and A^T u are two nested derivatives each (Pearlmutter 1994), and give the
+smallest eigenvalue of A A^T.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,18 +22,239 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.gradients.clipping import Clipping
-from dpdist.gradients.engine import ClippedSum, GradientEngine
-from dpdist.gradients.mixed_jacobian import (
-    MixedJacobian,
-    SmallestEigenvalue,
-    settled_by_symmetry,
-    smallest_eigenvalue,
-)
+from dpdist.gradients.engine import ClippedSum, GradientEngine, squared_error
+from dpdist.gradients.hooks import Objective
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import InputDraws
-from dpdist.gradients.task import squared_error
 from dpdist.privacy.mechanisms import mixed_gaussian_added_std
 from dpdist.randomness.keys import derive_key
+
+# --- the mixed Jacobian -----------------------------------------------------------------------
+
+
+_EXACT_UP_TO = 256  # eigenvalues of a matrix of this size cost less than a Lanczos run
+_PROBE = 4  # records that confirm a null direction
+
+
+class MixedJacobian:
+    """A = [A_1 ... A_n] of n records: `times` is A y (w,), `transposed_times` is A^T u (n, v).
+
+    model: its trainable parameters are theta, in the model's order. objective: per-example losses
+    of (outputs, targets); the targets are held fixed while inputs move.
+    """
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, inputs: Tensor, targets: Tensor
+    ) -> None:
+        named = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        self._parameters = {name: value.clone().requires_grad_() for name, value in named.items()}
+        self._inputs = inputs.detach().clone().requires_grad_()
+        self.records = len(inputs)
+        self.width = sum(value.numel() for value in named.values())  # w
+        self.features = inputs[0].numel()  # v
+        with torch.enable_grad():
+            outputs = torch.func.functional_call(model, self._parameters, (self._inputs,))
+            self.losses = objective(outputs, targets)
+            by_parameters = torch.autograd.grad(
+                self.losses.sum(), [*self._parameters.values()], create_graph=True
+            )
+            (self.input_gradients,) = torch.autograd.grad(
+                self.losses.sum(), [self._inputs], create_graph=True
+            )
+            self._by_parameters = torch.cat([piece.reshape(-1) for piece in by_parameters])
+
+    def times(self, y: Tensor) -> Tensor:
+        """sum_i A_i y_i: y (n, v) to (w,)."""
+        product = (self.input_gradients * y.view_as(self.input_gradients)).sum()
+        pieces = torch.autograd.grad(
+            product, [*self._parameters.values()], retain_graph=True, materialize_grads=True
+        )
+        return torch.cat([piece.reshape(-1) for piece in pieces])
+
+    def transposed_times(self, u: Tensor) -> Tensor:
+        """A_i^T u for every record: u (w,) to (n, v)."""
+        (gradient,) = torch.autograd.grad(
+            self._by_parameters @ u, [self._inputs], retain_graph=True, materialize_grads=True
+        )
+        return gradient.reshape(self.records, self.features)
+
+    def squares(self, u: Tensor) -> Tensor:
+        """A A^T u: (w,) to (w,)."""
+        return self.times(self.transposed_times(u))
+
+
+@dataclass(frozen=True)
+class SmallestEigenvalue:
+    """Of a positive semi-definite matrix. value: never below the true one but for rounding.
+
+    exact: it is the true one. why: what decided it.
+    """
+
+    value: float
+    exact: bool
+    why: str
+
+
+def smallest_eigenvalue(
+    jacobian: MixedJacobian,
+    *,
+    thin: bool = False,
+    iterations: int = 20,
+    enough: Callable[[float], bool] = lambda bound: False,
+) -> SmallestEigenvalue:
+    """S_min of A A^T, the covariance of the transformed noise in its weakest direction.
+
+    Exactly 0 when the rank, at most n v, is below w. Otherwise eigenvalues of small matrices, and
+    Lanczos with `iterations` products on large ones: a Ritz value, which is an upper bound. enough:
+    stop as soon as a bound satisfies it.
+
+    thin: the smallest of the min(w, n v) values that a thin singular value decomposition of A
+    returns, squared. That is not S_min where n v < w: there it hides w - n v zeros.
+    """
+    rank = jacobian.records * jacobian.features
+    if rank < jacobian.width and not thin:
+        why = f"rank at most {rank:,} < {jacobian.width:,} parameters"
+        return SmallestEigenvalue(0.0, True, why)
+    shape = (jacobian.records, jacobian.features)
+    size = min(rank, jacobian.width)
+    like = jacobian.input_gradients
+
+    def product(v: Tensor) -> Tensor:
+        if size == jacobian.width:
+            return jacobian.squares(v)
+        return jacobian.transposed_times(jacobian.times(v.view(shape))).reshape(-1)
+
+    if size <= _EXACT_UP_TO:
+        unit = torch.eye(size, dtype=like.dtype, device=like.device)
+        columns = [product(column) for column in unit]
+        return SmallestEigenvalue(_smallest(torch.stack(columns)), True, f"all {size} eigenvalues")
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(size, generator=generator, dtype=torch.float64)
+    value, steps = lanczos_smallest(
+        lambda v: product(v.to(like)).double().to(v.device), start, iterations, enough
+    )
+    return SmallestEigenvalue(value, False, f"at most, after {steps} Lanczos steps")
+
+
+def settled_by_symmetry(
+    network: nn.Module, objective: Objective, inputs: Tensor
+) -> SmallestEigenvalue | None:
+    """S_min = 0 for a network whose parameters can move without effect; None for others.
+
+    `rescaling_directions` are in the null space of every A_i^T, whatever the records: the loss does
+    not change along them, so neither does its gradient in the input. inputs (n, ...), of which a
+    few confirm it numerically, with themselves as targets.
+    """
+    directions = rescaling_directions(network)
+    if directions is None:
+        return None
+    some = inputs[:_PROBE]
+    jacobian = MixedJacobian(network, objective, some, some)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(jacobian.width, generator=generator, dtype=torch.float64)
+    rounding = 1e3 * torch.finfo(jacobian.input_gradients.dtype).eps * _stretch(jacobian, random)
+    if not any(_stretch(jacobian, direction) <= rounding for direction in directions):
+        return None
+    return SmallestEigenvalue(0.0, True, "a symmetry of the network: a direction without effect")
+
+
+def _stretch(jacobian: MixedJacobian, direction: Tensor) -> float:
+    unit = (direction / direction.norm()).to(jacobian.input_gradients)
+    return float(jacobian.transposed_times(unit).double().norm())
+
+
+def _smallest(matrix: Tensor) -> float:
+    symmetric = (matrix + matrix.T).double() / 2
+    return max(0.0, float(torch.linalg.eigvalsh(symmetric)[0]))
+
+
+def lanczos_smallest(
+    product: Callable[[Tensor], Tensor],
+    start: Tensor,
+    iterations: int,
+    enough: Callable[[float], bool] = lambda bound: False,
+) -> tuple[float, int]:
+    """Smallest Ritz value of a symmetric positive semi-definite map, and the products it took.
+
+    Lanczos with full reorthogonalisation in float64 (Golub and Van Loan, Section 10.1). A Ritz
+    value is a Rayleigh quotient, so it is never below the smallest eigenvalue; equal to it once
+    the Krylov space is exhausted.
+    """
+    basis = [start.double() / start.double().norm()]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    value = float("inf")
+    for step in range(min(iterations, len(start))):
+        image = product(basis[-1])
+        diagonal.append(float(image @ basis[-1]))
+        matrix = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
+        value = max(0.0, float(np.linalg.eigvalsh(matrix)[0]))
+        if enough(value):
+            return value, step + 1
+        for _ in range(2):
+            for vector in basis:
+                image = image - (image @ vector) * vector
+        length = float(image.norm())
+        if length <= 1e-12 * max(abs(d) for d in diagonal):
+            return value, step + 1
+        beside.append(length)
+        basis.append(image / length)
+    return value, len(diagonal)
+
+
+def rescaling_directions(network: nn.Module) -> Tensor | None:
+    """Directions in which the parameters move without changing the network, one per hidden channel.
+
+    Between two affine layers with a ReLU, multiplying a channel's incoming weights and bias by c
+    and its outgoing weights by 1/c changes nothing: to first order the direction (incoming,
+    -outgoing). Returns float64 (k, w), or None for networks that are not such a sequence.
+    """
+    if type(network) is not nn.Sequential:
+        return None
+    layers = list(network)
+    if not all(p.requires_grad for p in network.parameters()):
+        return None
+    slots, offset = {}, 0
+    for name, parameter in network.named_parameters():
+        slots[name] = offset
+        offset += parameter.numel()
+    found = []
+    for place in range(len(layers) - 2):
+        before, between, after = layers[place : place + 3]
+        if not (_affine(before) and type(between) is nn.ReLU and _affine(after)):
+            continue
+        for channel in range(_outgoing(before)):
+            direction = torch.zeros(offset, dtype=torch.float64)
+            for name, sign, layer, axis in (
+                (f"{place}.weight", 1.0, before, 1 if _is_transposed(before) else 0),
+                (f"{place}.bias", 1.0, before, 0),
+                (f"{place + 2}.weight", -1.0, after, 0 if _is_transposed(after) else 1),
+            ):
+                value = getattr(layer, name.rpartition(".")[2])
+                if value is None:
+                    continue
+                piece = torch.zeros(value.shape, dtype=torch.float64)
+                piece.select(axis, channel).copy_(value.detach().select(axis, channel))
+                direction[slots[name] : slots[name] + value.numel()] = sign * piece.reshape(-1)
+            if direction.norm() > 0:
+                found.append(direction)
+    return torch.stack(found) if found else None
+
+
+def _affine(layer: nn.Module) -> bool:
+    kinds = nn.Linear | nn.Conv2d | nn.ConvTranspose2d
+    return isinstance(layer, kinds) and getattr(layer, "groups", 1) == 1
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.ConvTranspose2d)
+
+
+def _outgoing(layer: nn.Module) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else int(layer.out_channels)  # type: ignore[arg-type]
+
+
+# --- the split of the noise -------------------------------------------------------------------
 
 
 class Options(Protocol):

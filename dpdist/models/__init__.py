@@ -1,30 +1,28 @@
-"""Architectures: inputs in [0, 1], no layer that mixes examples; saved as safetensors + JSON.
+"""Architectures: inputs in [0, 1], no layer that mixes examples; saved as safetensors and JSON.
 
-Names and descriptions are read without torch; what makes or holds a module loads it on first use.
+Names and descriptions are read without torch; names that need torch are loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from dpdist.models.base_folder import is_base, with_config
-from dpdist.models.catalogue import ZOO, check_name
 from dpdist.models.spec import (
     CLASSIFIER,
     DENOISER,
+    ZOO,
     BlockNoise,
     ModelSpec,
+    check_name,
     check_trusted,
     code_of,
+    is_base,
     model_hash,
     read_spec,
+    with_config,
 )
 
 if TYPE_CHECKING:
-    from dpdist.models.classes import NO_CLASS, predicted_classes, softmax_scores
-    from dpdist.models.company import allowed_rounding, fresh_copy, mixing
-    from dpdist.models.dpal import DPALNetwork
-    from dpdist.models.head import last_linear
-    from dpdist.models.hidden import attach_block_noise, attach_noise
-    from dpdist.models.making import (
+    from dpdist.models.batch_independence import allowed_rounding, fresh_copy, mixing
+    from dpdist.models.builder import (
         build,
         check_denoiser,
         check_outputs,
@@ -34,11 +32,22 @@ if TYPE_CHECKING:
         load_weights,
         save,
     )
-    from dpdist.models.patches import Patches, patches_of
-    from dpdist.models.place import device_of
-    from dpdist.models.residual import residual_blocks
-    from dpdist.models.split import SplitModel, require_split, split_first
-    from dpdist.models.views import check_views
+    from dpdist.models.features import Patches, last_linear, patches_of
+    from dpdist.models.noise import (
+        SplitModel,
+        attach_block_noise,
+        attach_noise,
+        require_split,
+        split_first,
+    )
+    from dpdist.models.outputs import (
+        NO_CLASS,
+        check_views,
+        device_of,
+        predicted_classes,
+        softmax_scores,
+    )
+    from dpdist.models.zoo import DPALNetwork, residual_blocks
 
 __all__ = [
     "CLASSIFIER",
@@ -81,21 +90,22 @@ __all__ = [
     "with_config",
 ]
 _WITH_TORCH = {
-    "classes": ("NO_CLASS", "predicted_classes", "softmax_scores"),
-    "company": ("allowed_rounding", "fresh_copy", "mixing"),
-    "dpal": ("DPALNetwork",),
-    "head": ("last_linear",),
-    "hidden": ("attach_block_noise", "attach_noise"),
-    "making": (
-        "build", "check_denoiser", "check_outputs", "initialise", "load", "load_network",
-        "load_weights", "save",
+    "batch_independence": ("allowed_rounding", "fresh_copy", "mixing"),
+    "builder": (
+        "build",
+        "check_denoiser",
+        "check_outputs",
+        "initialise",
+        "load",
+        "load_network",
+        "load_weights",
+        "save",
     ),
-    "patches": ("Patches", "patches_of"),
-    "place": ("device_of",),
-    "residual": ("residual_blocks",),
-    "views": ("check_views",),
-    "split": ("SplitModel", "require_split", "split_first"),
-}  # fmt: skip
+    "features": ("Patches", "last_linear", "patches_of"),
+    "noise": ("SplitModel", "attach_block_noise", "attach_noise", "require_split", "split_first"),
+    "outputs": ("NO_CLASS", "check_views", "device_of", "predicted_classes", "softmax_scores"),
+    "zoo": ("DPALNetwork", "residual_blocks"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,12 @@
-"""The code of a model that is not of the zoo: the modules that make it the function it is.
+"""Digest the code of a model from outside the zoo: the modules that define its function.
 
 Covered is the source of the module that a factory "package.module:factory" names, of the packages
 around it, and of the modules beside it that any of these imports or names in a string: in the same
 folder as the factory's top-level module or package, below that package, or, where that is
 installed, of the same package. Not covered are installed libraries, Python itself, dpdist, modules
-imported by a name that is computed, and files that the code reads. Names of modules count, places
-do not: the same code has the same digests in every folder and on every host. A changed comment is
-changed code. docs/how-to/extending.md says so too.
+imported by a computed name, and files that the code reads. Names of modules count, places do not:
+the same code has the same digests in every folder and on every host. A changed comment is changed
+code. docs/how-to/extending.md says so too.
 
 Nothing is imported to find out.
 """
@@ -26,7 +26,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from typing import Any, TypeGuard
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 
 _OURS = "dpdist"
 _MODULE = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")

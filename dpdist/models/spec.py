@@ -1,19 +1,217 @@
-"""A model's description, and model.json: read and checked without torch."""
+"""Describe models without torch: names of architectures, bases in folders, and model.json.
+
+A new architecture is its factory function and an entry of the table of names. A base is a folder
+of config.json and safetensors, as `save_pretrained` writes it: only numbers are read. Nothing is
+unpickled, downloaded or imported, whatever the folder says. model.json is checked field by field.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dpdist.base.errors import UserError
-from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
-from dpdist.base.views import MOST_SHIFTS
-from dpdist.models.base_folder import base_hash, is_base
-from dpdist.models.catalogue import ZOO
+from dpdist.core import optional_imports
+from dpdist.core.errors import UserError
+from dpdist.core.fields import MOST_SHIFTS
+from dpdist.core.files import NoSuchFile, check_shape, read_bytes, read_json, reason, regular_file
 from dpdist.models.factory_code import FactoryCode
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+# --- architectures by name --------------------------------------------------------------------
+
+
+# Modules are those of this package.
+ZOO: Mapping[str, str] = {
+    "linear": "zoo:linear",
+    "mlp": "zoo:mlp",
+    "tf-cnn": "zoo:tf_cnn",
+    "unet-cnn": "zoo:unet_cnn",
+    "hgm-cnn": "zoo:hgm_cnn",
+    "pool-cnn": "zoo:pool_cnn",
+    "small-cnn": "zoo:small_cnn",
+    "resnet-gn": "zoo:resnet_gn",
+    "resnet-rp": "zoo:resnet_rp",
+    "next-word-mlp": "zoo:next_word_mlp",
+    "next-word-lstm": "zoo:next_word_lstm",
+    "conv-autoencoder": "zoo:conv_autoencoder",
+    "dncnn": "zoo:dncnn",
+    "unet": "zoo:unet",
+    "dpal-cnn": "zoo:dpal_cnn",
+    "patches": "features:patches",
+    "scattering": "features:scattering",
+    "torchvision": "zoo:torchvision_classifier",
+    "transformer": "transformers:transformer",
+}
+
+# Modules of earlier versions, by which a recipe or a model that was saved may name its factory.
+_MOVED = {
+    "activations": "zoo",
+    "adapters": "transformers",
+    "base_folder": "spec",
+    "catalogue": "spec",
+    "classes": "outputs",
+    "company": "batch_independence",
+    "denoiser": "zoo",
+    "dpal": "zoo",
+    "head": "features",
+    "hidden": "noise",
+    "making": "builder",
+    "normalised": "zoo",
+    "patches": "features",
+    "place": "outputs",
+    "residual": "zoo",
+    "scattering": "features",
+    "sensitivity": "noise",
+    "split": "noise",
+    "torchvision_zoo": "zoo",
+    "transformer": "transformers",
+    "views": "outputs",
+}
+
+
+def check_name(name: str) -> None:
+    """Raise UserError for a name that is neither of the zoo nor package.module:factory."""
+    if name not in ZOO and ":" not in name:
+        known = ", ".join(sorted(ZOO))
+        raise UserError(f"model.name: unknown {name!r}; one of {known}, or package.module:factory")
+    if name.startswith("torchvision."):
+        architecture = name.partition(":")[2]
+        raise UserError(
+            f"model.name: must be a factory of input shape and classes, got {name!r}, which would "
+            "take the shape for a request of weights; use model: {name: torchvision, options: "
+            f"{{architecture: {architecture}}}}}"
+        )
+    if name.partition(":")[0] == "__main__":
+        raise UserError(
+            f"model.name: must be importable in every worker, got {name!r}: there __main__ is "
+            "another program; move the factory into a module beside the script"
+        )
+
+
+def factory_of(name: str) -> Callable[..., Any]:
+    """What makes a model of that name. Raises UserError for a name that leads nowhere."""
+    check_name(name)
+    optional_imports.install_torchvision_hook()  # a user's module may import torchvision
+    module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
+    package, _, last = module.rpartition(".")
+    if package == __package__:
+        module = f"{package}.{_MOVED.get(last, last)}"
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise UserError(f"model.name: cannot import {name!r}: {error}") from error
+
+
+# --- bases in folders -------------------------------------------------------------------------
+
+
+_CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_ADAPTED = ("lora_", "ia3_")  # in names of tensors that no folder of a base has
+_AT_ONCE = 2**22  # bytes
+
+
+def is_base(folder: Path) -> bool:
+    """Whether `folder` holds a base, not a model of dpdist."""
+    return (folder / _CONFIG).exists() and not (folder / "model.json").exists()
+
+
+def with_config(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`options` of a model with the configuration of the base in `folder`; as they are when there
+    is none. Raises UserError for a base that needs code or formats of its own."""
+    if not is_base(folder):
+        return dict(options)
+    if "config" in options:
+        raise UserError(f"model.options.config: leave it out: it is that of {folder / _CONFIG}")
+    found = read_json(folder / _CONFIG, {"model_type": str})
+    for key in ("auto_map", "quantization_config"):
+        if found.get(key):
+            raise UserError(f"{folder / _CONFIG}: has {key}, which is not read: take a plain base")
+    from dpdist.models.transformers import known_settings
+
+    known = known_settings(found["model_type"])
+    return {**options, "config": {k: v for k, v in found.items() if k in known}}
+
+
+def base_hash(folder: Path) -> str:
+    """Hex digest of configuration and weights."""
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
+    for path in (folder / _CONFIG, *_files(folder)):
+        with open(regular_file(path), "rb") as file:
+            while piece := file.read(_AT_ONCE):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def load_base(module: nn.Module, folder: Path) -> None:
+    """Copy the weights in `folder` into the base of a model that has adapters already.
+
+    Heads that the folder has besides are left out. Raises UserError when they do not fit.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from dpdist.models.transformers import Transformer
+
+    if not isinstance(module, Transformer):
+        raise UserError(f"{folder}: a base is for model.name: transformer, without mean and std")
+    tensors: dict[str, Tensor] = {}
+    for path in _files(folder):
+        try:
+            tensors |= load_file(regular_file(path))
+        except SafetensorError as error:
+            raise UserError(f"{path}: damaged: {reason(error)}") from error
+    found = _renamed(module.base, tensors, folder).state_dict()
+    with torch.no_grad():
+        for name, tensor in module.base.state_dict().items():
+            if not any(part in name for part in _ADAPTED):
+                tensor.copy_(found[name.replace(".base_layer.", ".")])
+
+
+def _renamed(base: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
+    """The same base without adapters and with these weights, of which the library knows what they
+    were called before."""
+    import torch
+
+    from dpdist.models.transformers import bare
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            made, found = type(base).from_pretrained(
+                None, config=base.config, state_dict=tensors, dtype=torch.float32,
+                output_loading_info=True, local_files_only=True, **bare(type(base)),
+            )  # fmt: skip
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: does not fit the base: {reason(error)}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"{folder}: has no {missing[0]}, and {len(missing) - 1:,} more are missing: are these "
+            "another network's weights?"
+        )
+    return made
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of weights, which lie in the folder itself."""
+    if not (folder / _INDEX).exists():
+        return [folder / _WHOLE]
+    names = read_json(folder / _INDEX, {"weight_map": dict})["weight_map"].values()
+    for name in names:
+        if not (isinstance(name, str) and name.endswith(".safetensors") and "/" not in name):
+            raise UserError(f"{folder / _INDEX}: damaged: {name!r} is no file of the folder")
+    return [folder / name for name in sorted(set(names))]
+
+
+# --- descriptions of models -------------------------------------------------------------------
+
 
 FORMAT = 1
 DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a frozen part
@@ -37,10 +235,10 @@ class ModelSpec:
     **options). mean, std: public normalisation constants per channel (or one for all), never
     computed from private data. hidden_noise: the model has noise of its own in its first hidden
     layer; block_noise: on its input and in these modules; the deviations are among the saved
-    tensors (`dpdist.models.hidden`). classifier: a frozen network behind this one, which then is a
+    tensors (`dpdist.models.noise`). classifier: a frozen network behind this one, which then is a
     denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
     is a classifier. following: it says at each position of an input what comes next. shifts: once
-    trained, it answers by its average over moves by up to so many pixels (`dpdist.models.views`);
+    trained, it answers by its average over moves by up to so many pixels (`dpdist.models.outputs`);
     mirrored: and over mirror images; denoised_shifts: of what its denoiser shows.
     """
 

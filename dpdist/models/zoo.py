@@ -1,7 +1,11 @@
-"""Networks of the zoo, which `catalogue.py` names. Inputs (B, *input_shape) in [0, 1]; outputs
-logits (B, classes).
+"""Networks of the zoo: small classifiers, residual networks, denoisers, DPAL's, torchvision's.
 
-No layer mixes examples (GroupNorm, never BatchNorm), so per-example gradients exist.
+Inputs are (B, *input_shape) in [0, 1]; outputs logits (B, classes), or images for denoisers. No
+layer mixes examples (GroupNorm, never BatchNorm), so per-example gradients exist. In a network of
+torchvision BatchNorm becomes a fixed map by its running statistics and dropout is taken out: as a
+frozen public part it may stand behind a trained one, since its statistics are public constants.
+DPAL's network (ICLR 2020 submission) is an auto-encoder of one convolution with tied weights and a
+classifier of its code.
 """
 
 from __future__ import annotations
@@ -9,13 +13,69 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import grad
 
-from dpdist.models.activations import activation_layer
-from dpdist.models.denoiser import unet
+from dpdist.core.optional_imports import torchvision
+
+# --- activations ------------------------------------------------------------------------------
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "elu": nn.ELU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+}
+
+
+class TemperedSigmoid(nn.Module):
+    """scale * sigmoid(temperature * x) - offset (Papernot et al. 2021); the defaults are tanh."""
+
+    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.temperature, self.offset = scale, temperature, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
+
+
+ACTIVATIONS["tempered-sigmoid"] = TemperedSigmoid
+
+
+def activation_layer(name: str) -> nn.Module:
+    """The named activation. Raises ValueError for a name that is not known."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation: unknown {name!r}; one of {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]()
+
+
+# --- normalisation by public constants --------------------------------------------------------
+
+
+class Normalised(nn.Module):
+    """(x - mean) / std, then the network; part of the model, so that radii are in input units."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network((x - self.mean) / self.std)
+
+
+# --- classifiers and language models ----------------------------------------------------------
 
 
 def _flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
@@ -102,7 +162,7 @@ def unet_cnn(
 ) -> nn.Module:
     """`tf_cnn` behind a `unet`, as one network: what clears the noise is trained with what reads.
 
-    channels, kernel: of the U-Net (`dpdist.models.denoiser.unet`); activation, width, dense: of the
+    channels, kernel: of the U-Net (`dpdist.models.zoo.unet`); activation, width, dense: of the
     CNN. 43,563 parameters on 1x28x28.
     """
     return nn.Sequential(
@@ -257,3 +317,434 @@ def next_word_lstm(
     return NextWord(
         _Tokens(classes, embedding), _States(embedding, units), nn.Linear(units, classes)
     )
+
+
+# --- residual networks ------------------------------------------------------------------------
+
+
+class ResidualBlock(nn.Module):
+    """One step x + F(x) of a residual network: where residual perturbation puts its noise."""
+
+
+def residual_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Names of the residual blocks in ``model.named_modules()``."""
+    return tuple(name for name, m in model.named_modules() if isinstance(m, ResidualBlock))
+
+
+class _PostActivation(ResidualBlock):
+    """Two 3x3 convolutions with GroupNorm around an identity (or 1x1 projection)."""
+
+    def __init__(self, width_in: int, width_out: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(groups, width_out)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(width_out, width_out, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, width_out)
+        self.relu2 = nn.ReLU()
+        self.skip: nn.Module = nn.Identity()
+        if stride != 1 or width_in != width_out:
+            self.skip = nn.Conv2d(width_in, width_out, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu1(self.norm1(self.conv1(x)))
+        return self.relu2(self.norm2(self.conv2(out)) + self.skip(x))
+
+
+class _PreActivation(ResidualBlock):
+    """x + F(x), or F(x) without the skip: GroupNorm, ReLU and a 3x3 convolution, twice."""
+
+    def __init__(self, width_in: int, width_out: int, stride: int, groups: int, skip: bool) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            nn.GroupNorm(groups, width_in),
+            nn.ReLU(),
+            nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(groups, width_out),
+            nn.ReLU(),
+            nn.Conv2d(width_out, width_out, 3, padding=1, bias=False),
+        )
+        self.skip: nn.Module | None = nn.Identity() if skip else None
+        if skip and (stride != 1 or width_in != width_out):
+            self.skip = nn.Conv2d(width_in, width_out, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.residual(x)
+        return out if self.skip is None else self.skip(x) + out
+
+
+class _Ensemble(nn.Module):
+    """The mean of the logits of several networks."""
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([member(x) for member in self.members]).mean(0)
+
+
+def _stages(depth: int, width: int) -> Iterator[tuple[int, int, int]]:
+    """(width in, width out, stride) of each block of the 6n + 2 network (He et al. 2016)."""
+    if depth < 8 or (depth - 2) % 6:
+        raise ValueError(f"depth must be 6n + 2 with n >= 1 (8, 14, 20, ...), got {depth}")
+    width_in = width
+    for stage, width_out in enumerate((width, 2 * width, 4 * width)):
+        for block in range((depth - 2) // 6):
+            yield width_in, width_out, 2 if stage > 0 and block == 0 else 1
+            width_in = width_out
+
+
+def resnet_gn(
+    input_shape: Sequence[int], classes: int, depth: int = 20, width: int = 16, groups: int = 8
+) -> nn.Module:
+    """The 6n + 2 residual network for 32x32 images (He et al. 2016) with GroupNorm."""
+    blocks = [_PostActivation(*stage, groups) for stage in _stages(depth, width)]
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
+        nn.GroupNorm(groups, width),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, classes),
+    )
+
+
+def resnet_rp(
+    input_shape: Sequence[int],
+    classes: int,
+    depth: int = 8,
+    width: int = 16,
+    ensemble: int = 1,
+    skip: bool = True,
+    groups: int = 8,
+) -> nn.Module:
+    """The 6n + 2 residual network of residual perturbation, with GroupNorm for its BatchNorm.
+
+    Pre-activation blocks, so that a block's output is x + F(x) and nothing follows the sum.
+    ensemble: so many networks, whose logits are averaged (EnResNet): one loss, on the mean. skip:
+    False leaves the skip connections out (the paper's ablation).
+    """
+    if ensemble < 1:
+        raise ValueError(f"ensemble must be >= 1, got {ensemble}")
+    members = [
+        nn.Sequential(
+            nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
+            *[_PreActivation(*stage, groups, skip) for stage in _stages(depth, width)],
+            nn.GroupNorm(groups, 4 * width),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4 * width, classes),
+        )
+        for _ in range(ensemble)
+    ]
+    return members[0] if ensemble == 1 else _Ensemble(members)
+
+
+# --- denoisers --------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """x - network(x): the network predicts the noise (Zhang et al. 2017, "DnCNN")."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.network(x)
+
+
+def conv_autoencoder(
+    input_shape: Sequence[int],
+    classes: int,
+    channels: Sequence[int] = (16, 32),
+    activation: str = "relu",
+    residual: bool = False,
+) -> nn.Module:
+    """Convolutions of stride 2, then as many transposed ones back to the image (TransDenoiser).
+
+    channels: filters of the convolutions, outermost first; the paper's widths are not known. The
+    sides of the image must be divisible by 2^len(channels). residual: x - network(x) instead, with
+    a last layer that begins at 0, so that training begins at the identity. classes is not used.
+    """
+    _check_halved(input_shape, channels)
+    widths = [input_shape[0], *channels]
+    layers: list[nn.Module] = []
+    for width_in, width_out in itertools.pairwise(widths):
+        layers += [
+            nn.Conv2d(width_in, width_out, 3, stride=2, padding=1),
+            activation_layer(activation),
+        ]
+    for width_in, width_out in itertools.pairwise(reversed(widths)):
+        layers += [
+            nn.ConvTranspose2d(width_in, width_out, 4, stride=2, padding=1),
+            activation_layer(activation),
+        ]
+    return _finished(layers[:-1], residual)
+
+
+class _Level(nn.Module):
+    """Inputs to `width` maps of half the size, what the level below sees added, and back."""
+
+    def __init__(self, width_in: int, width: int, kernel: int, inner: nn.Module | None) -> None:
+        super().__init__()
+        padding = kernel // 2 - 1
+        self.down = nn.Conv2d(width_in, width, kernel, stride=2, padding=padding)
+        self.inner = inner
+        self.same = nn.Conv2d(width, width, 3, padding=1)
+        self.up = nn.ConvTranspose2d(width, width_in, kernel, stride=2, padding=padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.down(x).relu()
+        if self.inner is not None:
+            seen = (seen + self.inner(seen)).relu()
+        return self.up((seen + self.same(seen)).relu())
+
+
+def unet(
+    input_shape: Sequence[int],
+    classes: int,
+    channels: Sequence[int] = (16, 32),
+    kernel: int = 6,
+) -> nn.Module:
+    """A U-Net (Ronneberger et al. 2015) without full size: each level halves the image, and adds
+    what the level below makes of it.
+
+    channels: of the levels, outermost first; the sides of the image must be divisible by
+    2^len(channels). kernel: even, of the outermost level; the others have 4. classes is not used.
+    """
+    _check_halved(input_shape, channels)
+    if kernel < 2 or kernel % 2:
+        raise ValueError(f"kernel must be an even number >= 2, got {kernel}")
+    widths = [input_shape[0], *channels]
+    inner: _Level | None = None
+    for depth in reversed(range(len(channels))):
+        inner = _Level(widths[depth], widths[depth + 1], 4 if depth else kernel, inner)
+    assert inner is not None
+    return inner
+
+
+def dncnn(
+    input_shape: Sequence[int],
+    classes: int,
+    depth: int = 17,
+    width: int = 64,
+    groups: int = 8,
+) -> nn.Module:
+    """DnCNN, the denoiser of denoised smoothing (Salman et al. 2020), with GroupNorm.
+
+    3x3 convolutions at full size that predict the noise; groups: of the GroupNorm between them, 0
+    for none. classes is not used.
+    """
+    _check_image(input_shape, [width])
+    if depth < 2:
+        raise ValueError(f"depth must be at least 2, got {depth}")
+    layers: list[nn.Module] = [nn.Conv2d(input_shape[0], width, 3, padding=1), nn.ReLU()]
+    for _ in range(depth - 2):
+        layers.append(nn.Conv2d(width, width, 3, padding=1, bias=not groups))
+        if groups:
+            layers.append(nn.GroupNorm(groups, width))
+        layers.append(nn.ReLU())
+    layers.append(nn.Conv2d(width, input_shape[0], 3, padding=1))
+    return _finished(layers, residual=True)
+
+
+def _check_image(input_shape: Sequence[int], channels: Sequence[int]) -> None:
+    if len(input_shape) != 3:
+        raise ValueError(f"a denoiser works on images (C, H, W), got {tuple(input_shape)}")
+    if not channels or min(channels) < 1:
+        raise ValueError(f"channels must be numbers >= 1, got {list(channels)}")
+
+
+def _check_halved(input_shape: Sequence[int], channels: Sequence[int]) -> None:
+    """And its sides can be halved once for each of the channels."""
+    _check_image(input_shape, channels)
+    reduction = 2 ** len(channels)
+    if any(side % reduction for side in input_shape[1:]):
+        raise ValueError(
+            f"{len(channels)} convolutions of stride 2 need sides divisible by {reduction}, got "
+            f"{tuple(input_shape[1:])}"
+        )
+
+
+def _finished(layers: list[nn.Module], residual: bool) -> nn.Module:
+    network = nn.Sequential(*layers)
+    if not residual:
+        return network
+    last = layers[-1]
+    assert isinstance(last, nn.Conv2d | nn.ConvTranspose2d) and last.bias is not None
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return Residual(network)
+
+
+# --- DPAL's network ---------------------------------------------------------------------------
+
+
+class DPALNetwork(nn.Module):
+    """head(last(code(x + input_noise))), inputs (B, C, H, W) in [-1, 1].
+
+    input_noise (C, H, W), hidden_noise (filters, H', W'): drawn once for a whole training, the same
+    for every record; 0 before it. They are saved with the weights.
+    """
+
+    input_noise: Tensor
+    hidden_noise: Tensor
+
+    def __init__(
+        self,
+        encoder: nn.Conv2d,
+        rest: nn.Module,
+        head: nn.Linear,
+        input_shape: Sequence[int],
+        code_shape: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.encoder, self.rest, self.head = encoder, rest, head
+        self.register_buffer("input_noise", torch.zeros(*input_shape))
+        self.register_buffer("hidden_noise", torch.zeros(*code_shape))
+
+    def code(self, noisy: Tensor) -> Tensor:
+        """h-bar (B, filters, H', W') of noisy inputs."""
+        return self.encoder(noisy) + self.hidden_noise
+
+    def decoded(self, code: Tensor) -> Tensor:
+        """theta_1 h-bar: what the code says of its input, (B, C, H, W)."""
+        shape = (len(code), *self.input_noise.shape)
+        stride, padding = self.encoder.stride, self.encoder.padding
+        return grad.conv2d_input(shape, self.encoder.weight, code, stride, padding)
+
+    def last(self, code: Tensor) -> Tensor:
+        """h_pi, the last hidden layer: (B, dense) in [-1, 1]."""
+        return self.rest(code)
+
+    def answer(self, noisy: Tensor, besides: Tensor | float = 0.0) -> Tensor:
+        """Logits of inputs that have their noise. besides: more noise on the code."""
+        return self.head(self.last(self.code(noisy) + besides))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(x + self.input_noise)
+
+
+def dpal_cnn(
+    input_shape: Sequence[int],
+    classes: int,
+    filters: Sequence[int] = (32, 64),
+    kernel: int = 5,
+    dense: int = 256,
+    activation: str = "relu",
+) -> nn.Module:
+    """DPAL's MNIST network; its batch normalisation, which mixes records, is layer normalisation.
+
+    The encoder has no bias and the last layer none either, as in the paper's equations.
+    """
+    if len(filters) != 2 or kernel % 2 == 0:
+        raise ValueError("two numbers of filters and an odd kernel are needed")
+    encoder = nn.Conv2d(input_shape[0], filters[0], kernel, 2, kernel // 2, bias=False)
+    second = nn.Conv2d(filters[0], filters[1], kernel, 2, kernel // 2)
+    halves = [math.ceil(side / 2) for side in input_shape[1:]]
+    code = [filters[0], *halves]
+    deeper = [filters[1], *(math.ceil(side / 2) for side in halves)]
+    rest = nn.Sequential(
+        nn.LayerNorm(code), activation_layer(activation), second,
+        nn.LayerNorm(deeper), activation_layer(activation), nn.Flatten(),
+        nn.Linear(math.prod(deeper), dense), nn.Tanh(),
+    )  # fmt: skip
+    return DPALNetwork(encoder, rest, nn.Linear(dense, classes, bias=False), input_shape, code)
+
+
+# --- torchvision's classifiers ----------------------------------------------------------------
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+class FixedBatchNorm(nn.Module):
+    """BatchNorm by stored statistics: (x - mean) / sqrt(var + eps) * weight + bias, per channel.
+
+    Its tensors are named as BatchNorm2d's. Only inside `estimating` it normalises by the batch and
+    updates the statistics: that mixes examples and is for training on public records.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, features: int, eps: float, momentum: float | None) -> None:
+        super().__init__()
+        self.eps, self.momentum = eps, 0.1 if momentum is None else momentum
+        self.estimate = False
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features))
+        self.register_buffer("running_mean", torch.zeros(features))
+        self.register_buffer("running_var", torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.estimate:
+            return nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias,
+                training=True, momentum=self.momentum, eps=self.eps,
+            )  # fmt: skip
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+
+
+@contextmanager
+def estimating(module: nn.Module) -> Iterator[None]:
+    """Let the fixed normalisations estimate their statistics, as BatchNorm does in training."""
+    layers = [layer for layer in module.modules() if isinstance(layer, FixedBatchNorm)]
+    for layer in layers:
+        layer.estimate = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.estimate = False
+
+
+def torchvision_classifier(
+    input_shape: Sequence[int], classes: int, architecture: str = "resnet18"
+) -> nn.Module:
+    """torchvision.models' `architecture` with `classes` outputs, for (3, H, W) images."""
+    if len(input_shape) != 3 or input_shape[0] != 3:
+        raise ValueError(f"torchvision's classifiers take (3, H, W), got {tuple(input_shape)}")
+    known = torchvision("models").list_models(module=torchvision("models"))
+    if architecture not in known:
+        raise ValueError(f"architecture: unknown {architecture!r}; torchvision has {known}")
+    options = {"init_weights": True} if architecture in ("googlenet", "inception_v3") else {}
+    network = torchvision("models").get_model(
+        architecture, weights=None, num_classes=classes, **options
+    )
+    return fixed(network)
+
+
+def published_weights(architecture: str) -> tuple[dict[str, Tensor], str]:
+    """torchvision's default weights of an architecture, downloaded, and their name.
+
+    Kept where torch.hub keeps its files; the download is compared with its checksum and nothing in
+    it is executed. Raises ValueError when there are none, OSError or RuntimeError when they cannot
+    be had.
+    """
+    weights = torchvision("models").get_model_weights(architecture).DEFAULT
+    tensors = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    return tensors, str(weights)
+
+
+def fixed(module: nn.Module) -> nn.Module:
+    """Replace, in place, every BatchNorm2d by `FixedBatchNorm` and every dropout by nothing."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            if child.running_mean is None or child.running_var is None or not child.affine:
+                raise ValueError(f"{name}: a BatchNorm without statistics or weights of its own")
+            layer = FixedBatchNorm(child.num_features, child.eps, child.momentum)
+            state = child.state_dict()
+            layer.load_state_dict({key: state[key] for key in layer.state_dict()})
+            setattr(module, name, layer)
+        elif isinstance(child, _DROPOUT):
+            setattr(module, name, nn.Identity())
+        else:
+            fixed(child)
+    return module

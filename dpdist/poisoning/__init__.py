@@ -1,1 +1,1 @@
-"""What poisoned training records cannot change: votes of many models, and what they certify."""
+"""Certificates against poisoned training records, from votes of many models."""

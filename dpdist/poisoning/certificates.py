@@ -1,18 +1,40 @@
-"""From votes to certificates against poisoned training records, and changed inputs besides.
+"""Certificates against poisoned training records, from votes of many models.
 
-Private models: each vote is one run of a differentially private mechanism from training data (and
-input) to a class. A class that a fresh model says with probability p, by secret keys, is still what
-it says most often after k changes of the training data if `dpdist.privacy.poisoning` leaves more
-than 1/2 of p. Models without number agree on that class: what is certified is the answer of the
-recipe, not of these models. The class is chosen by some models, p is bounded by the others
-(Clopper-Pearson), so each certificate errs with probability at most alpha. All inputs are asked of
-the same models, so false certificates come together: of a whole set the union bound alone holds.
+A trainer that is differentially private gives every set S of outcomes at least B_k(x) under any
+data set that differs in k records, where it has probability x under its own: B_k is a lower bound
+of the trade-off curve of k changes. So an answer that a freshly trained model gives with
+probability x is still given with more than 1/2 where B_k(x) > 1/2, whichever the k records and
+however they were chosen (without knowledge of the secret keys). Ma, Zhu and Hsu 2019 bound the
+same by k epsilon.
 
-With noise N(0, sigma^2 I) on each vote's input an L2 change below r besides leaves
-Phi(Phi^-1(q) - r / sigma) of what the changed data leave, q: more than 1/2 where q > Phi(r /
-sigma).
+k counts insertions and removals together. From the data set held to any other: first remove a
+records, then insert b. With R_a and I_b the curves of each direction alone, exact for groups where
+a phase has them (mixtures of Gaussians), the answer keeps at least I_b(R_a(x)), so B_k = min over
+a + b = k of I_b(R_a(x)): one direction's group curve alone would not do, since it says nothing of
+mixtures. The curve of one record in either order, k times over, holds as well; the larger of both
+is taken, and large k are made of exact groups of 16. Under replace-one k counts replaced records,
+and only the curve of one is known.
 
-Models on few records drawn at random: the same, by what `dpdist.poisoning.bagging` leaves of p.
+Models on few records drawn at random: each model is trained on s of the n records, every subset
+alike, by a secret key; training depends on the subset alone. Change the records: a go, b come.
+With m = n - a records in common and n' = m + b, a subset of common ones has probability C(m, s) /
+C(n, s) before, and each of them is C(n, s) / C(n', s) times as likely after; no other subset is
+possible both before and after. So an answer of probability p keeps, by the Neyman-Pearson lemma,
+at least
+
+    (p - 1 + C(m, s) / C(n, s)) C(n, s) / C(n', s),
+
+which some training reaches. Jia, Cao and Gong (AAAI 2021, Theorem 1) draw with replacement: there
+(m / n)^s takes the place of C(m, s) / C(n, s).
+
+From votes to certificates: each vote of a private model is one run of a differentially private
+mechanism from training data (and input) to a class. Models without number agree on the class that
+a fresh model most often says: certified is the answer of the recipe, not of these models. The
+class is chosen by some models, p is bounded by the others (Clopper-Pearson), so each certificate
+errs with probability at most alpha. All inputs are asked of the same models, so false certificates
+come together: of a whole set the union bound alone holds. With noise N(0, sigma^2 I) on each
+vote's input an L2 change below r besides leaves Phi(Phi^-1(q) - r / sigma) of what the changed
+data leave, q: more than 1/2 where q > Phi(r / sigma).
 
 Plain models on disjoint shards: one record is in one shard, so one change moves one vote, and no
 two classes closer than by two. Exact, without probability (Levine and Feizi, ICLR 2021).
@@ -20,19 +42,252 @@ two classes closer than by two. Exact, without probability (Levine and Feizi, IC
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from dpdist.base.binomial import clopper_pearson_lower
-from dpdist.base.errors import UserError
-from dpdist.poisoning.votes import NONE, Votes
+from dpdist.cluster import job_folder
+from dpdist.core.binomial import clopper_pearson_lower
+from dpdist.core.errors import UserError
+from dpdist.core.files import Column, check_shape, shown
+from dpdist.privacy import audit_bounds
+from dpdist.privacy.audit_bounds import Curve
+from dpdist.privacy.plan import PrivacyPlan, group_pld
+from dpdist.randomness.keys import words
 
-_UP = 1 + 1e-12  # a target is rounded up
+# --- the cost of changed records --------------------------------------------------------------
+
+
+_POINTS, _ROUNDS = 1025, 6  # of a search in [0, 1]: 60 bits
+_LARGEST = 16  # of groups whose exact loss is computed, which takes time in proportion
+_MOST_CHANGES = 1000  # changes that are looked for
+
+
+class Poisoned:
+    """Of one training by a plan. Raises ValueError where no trade-off curve is proved for it."""
+
+    def __init__(self, plan: PrivacyPlan) -> None:
+        one = audit_bounds.of_plan(plan)
+        if one is None:
+            raise ValueError("no trade-off curve is proved of its training, so nothing of poison")
+        self._plan, self._one = plan, one
+        self._exact = plan.neighbours == "add-or-remove-one"
+        self._groups: dict[int, tuple[Curve, Curve] | None] = {}
+        self._needed: dict[float, list[float]] = {}
+
+    def needed(self, changes: int, target: float = 0.5) -> float:
+        """The probability from which on more than `target` is left after so many changes, or fewer;
+        infinity where none is enough. Rounded up."""
+        found = self._needed.setdefault(target, [target])
+        while len(found) <= changes:
+            found.append(max(found[-1], self._after(len(found), found)))
+        return found[changes]
+
+    def changes(self, probability: float, target: float = 0.5) -> int:
+        """The largest number of changes, up to 1,000, after which an answer of at least this
+        probability keeps more than `target`; -1 where it has no more than that to begin with."""
+        if probability <= target:
+            return -1
+        most = 0
+        while most < _MOST_CHANGES and self.needed(most + 1, target) <= probability:
+            most += 1
+        return most
+
+    def _after(self, changes: int, fewer: list[float]) -> float:
+        """fewer: what 0 to changes - 1 need. One change, or a group, must keep what the others
+        need."""
+        stepwise, group = _inverse(self._one, fewer[-1]), min(changes, _LARGEST)
+        if self._both(group) is None:
+            return stepwise
+        worst = 0.0
+        for removed in range(group + 1):
+            kept = fewer[changes - group]
+            if inserted := group - removed:
+                kept = _inverse(self._pair(inserted)[1], kept)
+            if removed:
+                kept = _inverse(self._pair(removed)[0], kept)
+            worst = max(worst, kept)
+        return min(stepwise, worst)
+
+    def _pair(self, size: int) -> tuple[Curve, Curve]:
+        found = self._both(size)
+        assert found is not None  # a phase has exact groups of all sizes, or of none
+        return found
+
+    def _both(self, size: int) -> tuple[Curve, Curve] | None:
+        """Of so many removed, and of so many inserted; None where no exact one is known."""
+        if size not in self._groups:
+            found = group_pld(self._plan, size) if self._exact else None
+            self._groups[size] = None if found is None else audit_bounds.by_direction(*found)
+        return self._groups[size]
+
+
+def _inverse(curve: Curve, target: float) -> float:
+    """An x with curve(x) > target, above the least by rounding; infinity where there is none.
+
+    Curves do not decrease, so whatever lies above x keeps more than the target as well.
+    """
+    low, high = target, 1.0  # curve(x) <= x
+    if not low < high or not curve(np.array(high)) > target:
+        return math.inf
+    for _ in range(_ROUNDS):
+        x = np.linspace(low, high, _POINTS)
+        first = int(np.argmax(curve(x) > target))
+        low, high = float(x[max(first - 1, 0)]), float(x[first])
+    return high
+
+
+def cost_of_votes(plan: PrivacyPlan, models: int) -> PrivacyPlan:
+    """What all votes of so many trainings by the plan cost together, queried or not."""
+    return replace(plan, phases=tuple(p for each in plan.phases for p in each.times(models)))
+
+
+# --- models on few records --------------------------------------------------------------------
+
+
+_LOG_SUM_UP = 1 + 1e-10  # sums of as many logarithms as there are changes, rounded up
+
+
+def drawn(key: bytes, records: int, size: int) -> np.ndarray:
+    """A subset of so many of the records, every one alike by the key: bool (N,)."""
+    members = np.zeros(records, dtype=bool)
+    members[np.argsort(words(key, 0, records), kind="stable")[:size]] = True
+    return members
+
+
+class Bagged:
+    """Of one training on `size` of `records` records."""
+
+    def __init__(self, records: int, size: int) -> None:
+        self._records, self._size = records, size
+        self._changes = lru_cache(maxsize=None)(self._most)
+
+    def needed(self, changes: int, target: float = 0.5) -> float:
+        """The probability from which on more than `target` is left after so many changes, or fewer;
+        infinity where none is enough. Rounded up."""
+        if self._records - changes < self._size:  # nothing can be drawn
+            return math.inf
+        removed = np.arange(changes + 1)
+        left, share = changes - removed, self._shares(changes)
+        found = 1 - share[left] / _LOG_SUM_UP + target * share[2 * left] * _LOG_SUM_UP
+        most = float(found.max()) * _LOG_SUM_UP
+        return most if most < 1 else math.inf
+
+    def changes(self, probability: float, target: float = 0.5) -> int:
+        """The largest number of changes after which an answer of at least this probability keeps
+        more than `target`; -1 where it has no more than that to begin with."""
+        return self._changes(probability, target)
+
+    def _most(self, probability: float, target: float) -> int:
+        if probability <= target:
+            return -1
+        low, high = 0, self._records + 1  # `needed` increases with the changes
+        while high - low > 1:
+            middle = (low + high) // 2
+            enough = self.needed(middle, target) <= probability
+            low, high = (middle, high) if enough else (low, middle)
+        return low
+
+    def _shares(self, changes: int) -> np.ndarray:
+        """C(n + i, s) / C(n, s), i from -changes to changes. Of as many products, not of s each:
+        bags may be large."""
+        i = np.arange(changes)
+        fewer = np.log1p(-self._size / (self._records - i)).cumsum()
+        more = -np.log1p(-self._size / (self._records + 1 + i)).cumsum()
+        with np.errstate(over="ignore"):  # infinitely many: nothing is left of an answer
+            return np.exp(np.concatenate([fewer[::-1], [0.0], more]))
+
+
+# --- the table of votes -----------------------------------------------------------------------
+
+
+TABLE = "votes.parquet"
+KEY = b"dpdist.votes"
+FILE = "votes.safetensors"  # of one model: "votes", int64 (N,)
+NONE = -1  # the vote of a training, or an answer, whose numbers are no numbers
+_MOST_CLASSES = 100_000  # classes
+MOST_VOTES = 2**26  # of a table: more would not be read back
+SCHEMA = pa.schema(
+    [
+        pa.field("model", pa.int64(), nullable=False),
+        pa.field("index", pa.int64(), nullable=False),
+        pa.field("label", pa.int64(), nullable=False),
+        pa.field("vote", pa.int64(), nullable=False),
+    ]
+)
+COLUMNS: dict[str, Column] = {
+    "model": (int, 0), "index": (int, 0), "label": (int, 0), "vote": (int, NONE)
+}  # fmt: skip
+_SHAPE = {
+    "settings": dict, "settings.models": int, "settings.partitions": bool,
+    "settings.sigma": float | None, "settings.inputs": list,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Votes:
+    """about: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or NONE."""
+
+    about: dict[str, Any]
+    index: NDArray[np.int64]
+    label: NDArray[np.int64]
+    vote: NDArray[np.int64]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.about.get("settings", {})
+
+    def counts(self, models: slice) -> NDArray[np.int64]:
+        """How many of these models vote for each class: int64 (N, classes)."""
+        classes = int(max(self.vote.max(), self.label.max())) + 1
+        return np.stack([(self.vote[models] == c).sum(0) for c in range(classes)], axis=1)
+
+
+def read_votes(path: Path) -> Votes:
+    """Raises UserError for a table that is damaged, or not of its settings."""
+    table = job_folder.read_table(path, COLUMNS, KEY)
+    about = check_shape(job_folder.about_table(table, KEY, str(path)), str(path), _SHAPE)
+    if not isinstance(about["settings"].get("bag", 1), int):
+        raise UserError(f"{path}: damaged: settings.bag must be int")
+    model, index, label, vote = (table[name].to_numpy() for name in COLUMNS)
+    models = int(model.max()) + 1 if len(model) else 0
+    inputs = len(model) // max(models, 1)
+    regular = models > 0 and len(model) == models * inputs
+    regular = regular and (model == np.repeat(np.arange(models), inputs)).all()
+    for column in (index, label):
+        regular = regular and (column == np.tile(column[:inputs], models)).all()
+    named = max(label.max(initial=0), vote.max(initial=0)) < _MOST_CLASSES
+    if not (regular and named) or len(np.unique(index[:inputs])) < inputs:
+        raise UserError(f"{path}: damaged: not one vote of every model on every input")
+    asked = about["settings"]
+    if asked["models"] != models or not _is_range(asked["inputs"], index[:inputs]):
+        raise UserError(
+            f"{path}: damaged: {models:,} models vote on {inputs:,} inputs, its settings say "
+            f"{asked['models']:,} on the inputs {shown(asked['inputs'])}"
+        )
+    job_folder.check_labels(about, index, label, path)
+    return Votes(about, index[:inputs], label[:inputs], vote.reshape(models, inputs))
+
+
+def _is_range(stated: list[Any], index: NDArray[np.int64]) -> bool:
+    """Whether start, stop and step, as settings state them, are those of these inputs."""
+    if len(stated) != 3 or not all(type(end) is int and abs(end) < 2**31 for end in stated):
+        return False
+    return stated[2] > 0 and np.array_equal(index, np.arange(*stated))
+
+
+# --- from votes to certificates ---------------------------------------------------------------
+
+
+_TARGET_UP = 1 + 1e-12  # a target is rounded up
 Sizes = NDArray[np.int64]
 
 
@@ -97,7 +352,7 @@ def by_keys(
     sure = {int(k): float(clopper_pearson_lower(k, total - select, alpha)) for k in np.unique(hits)}
     found = {}
     for radius in dict.fromkeys(radii):
-        target = 0.5 if radius == 0 else min(1.0, float(ndtr(radius / (sigma or 1.0))) * _UP)
+        target = 0.5 if radius == 0 else min(1.0, float(ndtr(radius / (sigma or 1.0))) * _TARGET_UP)
         withstood = {k: poisoned.changes(p, target) for k, p in sure.items()}
         found[radius] = np.array([withstood[int(k)] for k in hits], dtype=np.int64)
     return Withstands(answer, found, total - select, alpha)

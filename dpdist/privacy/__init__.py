@@ -1,1 +1,1 @@
-"""The arithmetic of privacy: numpy, scipy and dp_accounting; never torch or ray."""
+"""Privacy accounting: plans, guarantees, ledger and budgets, without torch or Ray."""

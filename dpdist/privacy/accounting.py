@@ -1,10 +1,10 @@
-"""From a dp_accounting event to (epsilon, delta): PLD where it applies, RDP otherwise, and named.
+"""Compute (epsilon, delta) from a dp_accounting event: PLD where it applies, RDP otherwise.
 
-Convention of this package: the noise multiplier of an event is noise scale / bound on ONE
-record's contribution, whatever the neighbouring relation. Under replace-one a contribution can
-turn into its opposite, so the sensitivity is twice that bound. The library applies this factor 2
-in PLD and leaves it out in RDP; here it is applied in both: under RDP the multipliers are halved
-before the library sees them.
+The accountant that was used is named in the result. Convention of this package: the noise
+multiplier of an event is noise scale / bound on ONE record's contribution, whatever the
+neighbouring relation. Under replace-one a contribution can turn into its opposite, so the
+sensitivity is twice that bound. The library applies this factor 2 in PLD and leaves it out in RDP;
+here it is applied in both: under RDP the multipliers are halved before the library sees them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ import numpy as np
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 
-from dpdist.privacy.events import WorstOfDpEvent
 from dpdist.privacy.guarantee import Neighbours
-from dpdist.privacy.losses import FINEST_GRID, Loss, LossTooLarge, Unsupported, loss_of, relation
+from dpdist.privacy.pld import (
+    FINEST_GRID,
+    Loss,
+    LossTooLarge,
+    Unsupported,
+    WorstOfDpEvent,
+    loss_of,
+    relation,
+)
 from dpdist.privacy.selection import SelectionLaw
 
 _LARGEST_SPAN = 1e6  # beyond, a guarantee is meaningless and the library overflows

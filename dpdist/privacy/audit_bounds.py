@@ -1,4 +1,9 @@
-"""Lower bounds of epsilon from what an adversary was seen to do: pure functions of counts.
+"""Lower bounds of epsilon from an adversary's guesses: trade-off curves and tests of them.
+
+A trade-off curve is B(x) = the least Q(S) over sets S of outcomes with P(S) >= x, for every pair
+of neighbours P, Q in either order: convex, non-decreasing, B(x) <= x. In the words of f-DP (Dong,
+Roth and Su 2022) B(x) = f(1 - x): a test with true positive rate x has a false positive rate of at
+least B(x). A lower curve says less, so rounding goes down.
 
 An audit tests the hypothesis that a mechanism satisfies a guarantee; a rejection is wrong with
 probability at most alpha. Two experiments, which must not be mixed:
@@ -6,30 +11,153 @@ probability at most alpha. Two experiments, which must not be mixed:
 * `ManyRuns`: the mechanism runs anew for every trial, with the canary or without. Trials are
   independent, so counts give Clopper-Pearson bounds (Jagielski, Ullman and Oprea 2020).
 * `OneRun`: many canaries in one run, each in or out by its own fair coin, and guesses of coins.
-  Guesses in one run depend on each other: counts of them are no binomials, and only
-  theorems about one run hold (Steinke, Nasr and Jagielski 2023; Mahloujifar, Melis and Chaudhuri
-  2025).
+  Guesses in one run depend on each other: counts of them are no binomials, and only theorems about
+  one run hold (Steinke, Nasr and Jagielski 2023; Mahloujifar, Melis and Chaudhuri 2025).
 
-Hypotheses: (epsilon, delta)-DP needs no assumption about the mechanism. mu-Gaussian DP, or another
-family of trade-off curves, gives much more, but its epsilon is the mechanism's only if the
-mechanism is in that family; without that, a rejected curve refutes that curve and no more.
+(epsilon, delta)-DP needs no assumption about the mechanism. mu-Gaussian DP, or another family of
+trade-off curves, gives much more, but its epsilon is the mechanism's only if the mechanism is in
+that family. A mechanism whose trials reject the plan's own curve breaks the plan, without any
+assumption; an epsilon below the proved one is that of the plan with as much more noise as is still
+rejected, a bound where the run is the plan but for the size of its noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy
-from numpy.typing import ArrayLike
-from scipy.special import bdtrc, expit, ndtri
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import bdtrc, expit, ndtr, ndtri
 
-from dpdist.base.binomial import check_alpha, clopper_pearson_lower, clopper_pearson_upper
-from dpdist.privacy.group import lemma_delta
+from dpdist.core.binomial import check_alpha, clopper_pearson_lower, clopper_pearson_upper
 from dpdist.privacy.mechanisms import gaussian_epsilon
-from dpdist.privacy.trade_off import Array, Curve, approximate, gaussian, of_group
+from dpdist.privacy.plan import PrivacyPlan, lemma_delta
+from dpdist.privacy.profiles import Losses, directions
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+
+# --- trade-off curves -------------------------------------------------------------------------
+
+
+Array = NDArray[np.float64]
+Curve = Callable[[Array], Array]
+
+_LARGEST = 600.0  # losses beyond say nothing that a float64 could hold
+
+
+def gaussian_curve(mu: ArrayLike) -> Curve:
+    """Of mu-Gaussian DP: Phi(Phi^-1(x) - mu). mu >= 0, broadcast with x."""
+    shift = np.asarray(mu, float)
+    return lambda x: ndtr(ndtri(np.clip(x, 0.0, 1.0)) - shift)
+
+
+def approximate_dp_curve(epsilon: ArrayLike, delta: ArrayLike = 0.0) -> Curve:
+    """Of (epsilon, delta)-DP: the larger of e^-epsilon (x - delta) and 1 - delta - e^epsilon
+    (1 - x), and at least 0. Broadcast with x."""
+    grown, lost = np.exp(np.minimum(epsilon, _LARGEST)), np.asarray(delta, float)
+
+    def curve(x: Array) -> Array:
+        x = np.clip(x, 0.0, 1.0)
+        return np.maximum(0.0, np.maximum((x - lost) / grown, 1 - lost - grown * (1 - x)))
+
+    return curve
+
+
+def of_losses(
+    alternatives: Sequence[PrivacyLossDistribution], slack: float = 0.0, directed: bool = False
+) -> Curve:
+    """Of a mechanism with one of these privacy losses, in both directions; directed: with the
+    record for P and without for Q only, which says more where it is known who is who.
+
+    P(S) <= e^l Q(S) + delta(l) for every loss l, so B(x) is the largest of e^-l (x - delta(l)).
+    With the maximum of all profiles for delta it is the greatest convex function below the curves
+    of all alternatives and directions (conjugates turn maxima into hulls of minima). slack:
+    added to every delta, what rounding may have lost. Raises ValueError for several grids.
+    """
+    found = [one for loss in alternatives for one in directions(loss)[: 1 if directed else 2]]
+    return _below(found, slack)
+
+
+def by_direction(loss: PrivacyLossDistribution, slack: float = 0.0) -> tuple[Curve, Curve]:
+    """Of a loss in one direction each: from data with the record (or group) to data without, and
+    from data without it to data with it. slack: as in `of_losses`."""
+    found = directions(loss)
+    return _below(found[:1], slack), _below(found[-1:], slack)
+
+
+def _below(found: Sequence[Losses], slack: float) -> Curve:
+    """The greatest convex curve below those of all these. Raises ValueError for several grids."""
+    grid = found[0].grid
+    if any(one.grid != grid for one in found):
+        raise ValueError("losses on one grid are needed")
+    steps = _steps(found, grid)
+    deltas = np.minimum(np.max([one.at(steps) for one in found], axis=0) + slack, 1.0)
+    slopes = np.exp(-steps * grid)
+    # Tangents with falling slopes: where x grows, those of smaller losses are the highest ones.
+    falls = -np.diff(slopes)
+    meets = np.minimum.accumulate(-np.diff(slopes * deltas) / falls)  # with the next larger loss
+
+    def curve(x: Array) -> Array:
+        x = np.clip(x, 0.0, 1.0)
+        above = len(meets) - np.searchsorted(meets[::-1], x, side="right")
+        return np.clip(slopes[above] * (x - deltas[above]), 0.0, x)
+
+    return curve
+
+
+def of_plan(plan: PrivacyPlan, directed: bool = False) -> Curve | None:
+    """Of whatever the plan proves. None where there is no distribution of its loss (no noise, or
+    Renyi DP alone): there is no curve that an audit could refute."""
+    from dpdist.privacy import accounting
+    from dpdist.privacy.pld import Unsupported, loss_of
+
+    paths = plan.alternatives(plan.phases)
+    try:
+        # Ten times coarser than the price: still below the true curve, by 1e-3 of epsilon at most.
+        grid = 10 * max(accounting.grid_for(path, plan.neighbours) for path in paths)
+        found = [loss_of(path, plan.neighbours, grid) for path in paths]
+    except Unsupported:
+        return None
+    known = [loss.pld for loss in found if loss.pld is not None]
+    if len(known) < len(found):
+        return None
+    return of_losses(known, max(loss.rounding for loss in found), directed)
+
+
+def _steps(found: Sequence[Losses], grid: float) -> NDArray[np.int64]:
+    """All losses that occur, in steps of the grid, and their opposites."""
+    ends = [abs(end) for one in found for end in (one.first, one.first + len(one.probabilities))]
+    most = min(max(1, *ends), math.floor(_LARGEST / grid))
+    return np.arange(-most, most + 1)
+
+
+def of_group(curve: Curve, size: int) -> Curve:
+    """Of data sets that differ in up to `size` records: the curve, `size` times over."""
+    if size < 1:
+        raise ValueError(f"a group has at least one record, got {size}")
+
+    def grouped(x: Array) -> Array:
+        for _ in range(size):
+            x = curve(x)
+        return x
+
+    return grouped
+
+
+def curve_ceiling(curve: Curve, false_positives: ArrayLike) -> Array:
+    """The largest true positive rate that any attack can have at these false positive rates."""
+    return 1 - curve(1 - np.asarray(false_positives, float))
+
+
+# --- tests of many runs and of one run --------------------------------------------------------
+
 
 _MOST = 64.0  # no count refutes a larger epsilon or mu
 
@@ -149,7 +277,7 @@ class ManyRuns:
 
         For one copy max(ln((TPR - delta) / FPR), ln((1 - FPR - delta) / (1 - TPR))).
         """
-        rejects = lambda x: self.rejects(of_group(approximate(x, delta), size))  # noqa: E731
+        rejects = lambda x: self.rejects(of_group(approximate_dp_curve(x, delta), size))  # noqa: E731
         return float(_largest(rejects, 0.0, _MOST))
 
     def mu(self, size: int = 1) -> float:
@@ -269,7 +397,7 @@ class OneRun:
     def rejects(self, curve: Curve) -> bool:
         """Whether so many right guesses are impossible at confidence 1 - alpha for a mechanism with
         this trade-off curve (Mahloujifar et al. 2025, Algorithm 3). Convex curves only: all of
-        ``dpdist.privacy.trade_off``."""
+        ``dpdist.privacy.audit_bounds``."""
         return bool(improbable(self.canaries, self.guesses, self.right, self.alpha, curve))
 
     def mu(self, size: int = 1) -> float:
@@ -284,7 +412,7 @@ class OneRun:
 def one_run_mu(canaries: int, guesses: int, right: ArrayLike, alpha: float = 0.05) -> Array:
     """`OneRun.mu` of many runs at once: right (n,) to (n,)."""
     right = np.asarray(right)
-    rejects = lambda mu: improbable(canaries, guesses, right, alpha, gaussian(mu))  # noqa: E731
+    rejects = lambda mu: improbable(canaries, guesses, right, alpha, gaussian_curve(mu))  # noqa: E731
     return _largest(rejects, np.zeros(right.shape), np.full(right.shape, _MOST))
 
 
@@ -341,3 +469,57 @@ def _largest(rejects: Callable[[Array], ArrayLike], low: ArrayLike, high: ArrayL
         hit = np.asarray(rejects(middle))
         low, high = np.where(hit, middle, low), np.where(hit, high, middle)
     return np.where(none, 0.0, low)
+
+
+# --- the plan with another size of noise ------------------------------------------------------
+
+
+ASSUMED = "the run is the plan, but for the size of its noise"
+_RATIO = 1.01  # of neighbouring noises of the family
+_MOST_POWER, _LEAST_POWER = 350, -140  # powers of it: 32 times the noise, a quarter of it
+
+
+def noise_rejected(run: OneRun | ManyRuns, plan: PrivacyPlan, size: int = 1) -> float:
+    """The largest epsilon of the plan with another noise whose trade-off curve the run rejects (in
+    steps of 1 % of the noise); 0 for none. size: copies of the canary."""
+
+    def rejects(power: int) -> bool:
+        curve = _curve(plan, power)
+        return curve is not None and run.rejects(of_group(curve, size))
+
+    if not rejects(_MOST_POWER):
+        return 0.0
+    low, high = -1, _MOST_POWER  # less noise is harder to reject
+    if rejects(0):
+        low, high, width = -10, 0, 10
+        while rejects(low) and low > _LEAST_POWER:
+            low, high, width = max(low - 2 * width, _LEAST_POWER), low, 2 * width
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if rejects(middle) else (middle, high)
+    return _epsilon(plan, high)
+
+
+@lru_cache(maxsize=512)
+def _curve(plan: PrivacyPlan, power: int) -> Curve | None:
+    return of_plan(_with_noise(plan, power))
+
+
+@lru_cache(maxsize=512)
+def _epsilon(plan: PrivacyPlan, power: int) -> float:
+    """As the plan's own is computed: rounded otherwise, less than the plan would exceed it."""
+    return _with_noise(plan, power).guarantee().epsilon
+
+
+def _with_noise(plan: PrivacyPlan, power: int) -> PrivacyPlan:
+    """With _RATIO^power of the noise on its steps."""
+    factor = math.pow(_RATIO, power)
+    return replace(
+        plan,
+        phases=tuple(
+            phase
+            if (loop := phase.loop) is None
+            else replace(loop, noise_multiplier=loop.noise_multiplier * factor)
+            for phase in plan.phases
+        ),
+    )

@@ -1,39 +1,157 @@
-"""What a set of records has cost so far: every run and search on any of them, on one journal.
+"""Privacy budgets of data sets: every run and search on any of their records, on one journal.
 
-A run is put on record before it starts (its whole plan) and settled when it ends (what was really
-released), so that a crash leaves the records charged, never free. With a ceiling, fixed when the
-budget is opened, it is a Renyi filter: runs may be chosen by the results of earlier ones, and what
-is stated is the ceiling. Otherwise what is stated is the composition, which assumes that they are
-not. `dpdist.privacy.budgets` finds the budgets that some records belong to.
+A run is recorded before it starts (its whole plan) and settled when it ends (what it released), so
+that a crash leaves the records charged, never free. Without a ceiling the statement is the
+composition, which assumes that no run was chosen by the results of another. With a ceiling, fixed
+when the budget is opened, it is a Renyi filter, and the statement is the ceiling: a composed
+epsilon holds for runs fixed beforehand, since a run that is chosen by an earlier result can be the
+most harmful one for that result, while a sum that is capped in advance survives the choice if it
+is a sum of ONE number per run.
 
-A copy of a run's folder cannot be told from the original, and both may go on. So a charge says what
-was released by whom: each process has a nonce, in the ledger that it wrote, and what two ledgers
-have in common counts once, all else is added. Renyi divergence adds up over what a run releases one
-after the other, with fresh randomness, whoever does it: what is charged is never less than what all
-copies that were charged have released.
+Budgets are found by the records themselves: one row more, another order or another split is the
+same data. A run is charged to every budget that holds any of its records, and that budget takes in
+the others. Records are kept as hashes under a key that never leaves the folder.
+
+A copy of a run's folder cannot be told from the original, and both may continue. So a charge lists
+releases by process: each process has a nonce in the ledger that it wrote; what two ledgers have in
+common counts once, all else is added. Renyi divergence adds up over releases with fresh
+randomness, whichever copy makes them: the charge is never less than all charged copies have
+released.
 """
 
 from __future__ import annotations
 
 import base64
+import fcntl
+import hashlib
+import math
+import os
+import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpdist.base.rounding import exact, percent
-from dpdist.privacy.catalogue import phases_from
-from dpdist.privacy.filter import RenyiFilter
+from dpdist.core.console import exact, percent
+from dpdist.core.files import make_folder, not_blocking
 from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta, format_epsilon
-from dpdist.privacy.journal import ChainedJournal, JournalError, OnJournal
-from dpdist.privacy.phases import Phase, compose_alternatives, data_alternatives
+from dpdist.privacy.ledger import ChainedJournal, JournalError, OnJournal, anchor_path
+from dpdist.privacy.phases import (
+    NonPrivate,
+    Phase,
+    compose_alternatives,
+    data_alternatives,
+    phases_from,
+    walk,
+)
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import NonPrivate
+
+# --- the Renyi filter -------------------------------------------------------------------------
+
+
+# Whole orders: sampled Gaussians have a closed form there.
+_ORDERS = (*range(2, 65), *(2**k for k in range(7, 15)))
+
+
+@dataclass(frozen=True)
+class RenyiFilter:
+    """Runs whose Renyi divergences at `order` add up to at most `share`, whatever each was chosen
+    by, are together (epsilon, delta)-differentially private.
+
+    Feldman and Zrnic 2021 (individual accounting via a Renyi filter), with one order fixed in
+    advance: "some order suffices" is no filter. The conversion is Canonne, Kamath and Steinke 2020,
+    Proposition 12. `fixed` chooses order and share.
+    """
+
+    epsilon: float
+    delta: float
+    neighbours: Neighbours
+    order: int
+    share: float
+
+    @classmethod
+    def fixed(cls, epsilon: float, delta: float, neighbours: Neighbours) -> RenyiFilter:
+        """The filter of a ceiling, at the order where most Gaussian noise fits under it.
+
+        Raises ValueError for a ceiling that no order reaches.
+        """
+        if not (math.isfinite(epsilon) and epsilon > 0 and 0 < delta < 1):
+            raise ValueError(f"not a ceiling: epsilon {epsilon} at delta {delta}")
+        order = max(_ORDERS, key=lambda a: (epsilon - _conversion(a, delta)) / a)
+        share = epsilon - _conversion(order, delta)
+        if share <= 0:
+            raise ValueError(f"no Renyi order proves epsilon {epsilon:g} at delta {delta:g}")
+        return cls(epsilon, delta, neighbours, order, share)
+
+    def cost(self, phases: Sequence[Phase], records: int) -> float:
+        """Renyi divergence of phases at the filter's order: of the worst path a record may take.
+
+        Raises dpdist.privacy.accounting.Unsupported when no bound is known.
+        """
+        return _divergence(tuple(phases), records, self.neighbours, self.order)
+
+    def epsilon_of(self, spent: float) -> float:
+        """What a sum fixed in advance at `spent` would promise."""
+        return max(0.0, spent + _conversion(self.order, self.delta))
+
+    def guarantee(self, spent: float, size_public: bool) -> Guarantee:
+        """The ceiling: it holds from the first run on, however little is spent.
+
+        A sum above the share (restarts cost more than was reserved) is stated as it is.
+        """
+        from dpdist.privacy import accounting
+
+        lines = [
+            "every release of these records is on this budget",
+            "each run was executed as planned",
+        ]
+        if spent > self.share:
+            lines.append("restarts, which carried the sum above its share, followed no result")
+        return Guarantee(
+            self.epsilon if spent <= self.share else self.epsilon_of(spent),
+            self.delta,
+            self.neighbours,
+            "proved",
+            f"Renyi filter of order {self.order} ({accounting.library_version()})",
+            tuple(lines),
+            size_public,
+        )
+
+    def __str__(self) -> str:
+        return f"epsilon {self.epsilon!r} at delta {self.delta!r}, {self.neighbours}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; the fields are the arguments."""
+        return asdict(self)
+
+
+@lru_cache(maxsize=1024)  # every charge is counted anew with each new one
+def _divergence(
+    phases: tuple[Phase, ...], records: int, neighbours: Neighbours, order: int
+) -> float:
+    from dpdist.privacy import accounting
+
+    several = any(phase.weighs_orders for phase in walk(phases))
+    orders = sorted({*accounting.QUICK_ORDERS, order}) if several else [order]
+    at = orders.index(order)
+    paths = data_alternatives(phases, records, neighbours)
+    curves = [accounting.compose_rdp(path, neighbours, orders).rdp for path in paths]
+    return max((float(curve[at]) for curve in curves), default=0.0)
+
+
+def _conversion(order: int, delta: float) -> float:
+    """epsilon - Renyi divergence."""
+    return math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
+
+
+# --- the budget of one data set ---------------------------------------------------------------
+
 
 KIND, SUFFIX = "budget", ".budget.jsonl"
 _FORMAT = 2
@@ -250,7 +368,7 @@ def composed_guarantee(
 
 
 class DataBudget(OnJournal):
-    """One budget. `dpdist.privacy.budgets` opens it to charge it, `read` is for looking at it."""
+    """One budget. `dpdist.privacy.budget` opens it to charge it, `read` is for looking at it."""
 
     def __init__(self, journal: ChainedJournal) -> None:
         header = journal.header
@@ -297,7 +415,7 @@ class DataBudget(OnJournal):
 
     @cached_property
     def known(self) -> NDArray[np.uint64]:
-        """The records on this budget, as `dpdist.privacy.budgets` recognises them: sorted."""
+        """The records on this budget, as `dpdist.privacy.budget` recognises them: sorted."""
         parts = [
             np.frombuffer(base64.b64decode(record["known"]), "<u8")
             for record in self._journal.records
@@ -378,7 +496,7 @@ def check_fits(
 def _check_filter(
     ceiling: RenyiFilter, others: Sequence[Charge], new: Charge, neighbours: Neighbours
 ) -> None:
-    from dpdist.privacy.accounting import Unsupported
+    from dpdist.privacy.pld import Unsupported
 
     if neighbours != ceiling.neighbours:
         raise BudgetExceeded(f"the budget counts {ceiling.neighbours}, this run {neighbours}")
@@ -400,3 +518,196 @@ def _check_filter(
 
 def _percent(part: float, ceiling: RenyiFilter) -> str:
     return f"{percent(part / ceiling.share, up=True)} %"
+
+
+# --- all budgets of a folder ------------------------------------------------------------------
+
+
+_KEY = "records.key"
+_KEY_BYTES = 32
+
+
+def budgets_in(folder: str | Path) -> list[DataBudget]:
+    """Every budget in a folder, by file name. Raises JournalError if one is damaged."""
+    return [DataBudget.read(path) for path in _files(Path(folder))]
+
+
+def reserve(
+    folder: str | Path,
+    records: NDArray | None,
+    charge: Charge,
+    terms: Terms,
+    neighbours: Neighbours,
+    *,
+    name: str = "",
+    limit: tuple[float, float] | None = None,
+    enforce: bool = True,
+) -> None:
+    """Put a run on record before it starts, on every budget that holds any of its records.
+
+    records: a hash of every record the run reads, one number each; None for a run that is on record
+    and goes on. terms: of the budget that is opened when there is none; otherwise they must be the
+    same. name: a public name of the data. A run on record already (a continued one) is charged
+    once, and of a copy of it what the other has not released (`Lineage`). Durable on return.
+
+    Raises BudgetExceeded, and nothing was recorded, where the run does not fit; JournalError.
+    enforce: False records what was done already, whatever it costs.
+    """
+    with _opened(Path(folder)) as (key, budgets):
+        if records is None:
+            _go_on(budgets, charge, neighbours, limit)
+            return
+        hashed = records.dtype.str
+        other = [budget.path for budget in budgets if budget.hashed != hashed]
+        if other and enforce:
+            raise BudgetExceeded(
+                f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
+                "them, and cannot tell whether it holds these; name a new folder"
+            )
+        known = _recognisable(key, records)
+        held = [budget for budget in budgets if _common(budget, known)]
+        if enforce:
+            for budget in held:
+                if not budget.terms.same(terms):
+                    raise BudgetExceeded(
+                        f"{budget.path} holds some of these records under {budget.terms}, fixed "
+                        f"before its first run; this run comes with {terms}"
+                    )
+            _check_fits(held, terms, charge, neighbours, limit)
+        if not held:
+            held = [DataBudget.create(Path(folder), name, terms, hashed, _key_id(key))]
+            budgets.append(held[0])  # is closed with the others
+        for budget in held:
+            budget.add_records(known)
+            budget.record(charge.joined(budget.charge_of(charge.run)))
+
+
+def _go_on(
+    budgets: Sequence[DataBudget],
+    charge: Charge,
+    neighbours: Neighbours,
+    limit: tuple[float, float] | None,
+) -> None:
+    held = [budget for budget in budgets if budget.charge_of(charge.run) is not None]
+    if not held:
+        raise BudgetExceeded(
+            f"{charge.name!r} is on no budget here; name the folder it was run with"
+        )
+    for budget in held:
+        _check_fits([budget], budget.terms, charge, neighbours, limit)
+    for budget in held:
+        budget.record(charge.joined(budget.charge_of(charge.run)))
+
+
+def _check_fits(
+    held: Sequence[DataBudget],
+    terms: Terms,
+    charge: Charge,
+    neighbours: Neighbours,
+    limit: tuple[float, float] | None,
+) -> None:
+    """Raise BudgetExceeded where a run, with all that copies of it have on record, does not fit."""
+    if not held:
+        check_fits(terms, [], charge, neighbours, limit)
+    for budget in held:
+        whole = charge.joined(budget.charge_of(charge.run))
+        if whole.lineage and charge.lineage and whole.lineage.foreign(charge.lineage):
+            if whole.lineage.alone:
+                raise BudgetExceeded(
+                    f"another copy of {charge.name!r} has gone on, or may: both have one secret "
+                    "number of trials, and what two such searches cost together is not known. Go "
+                    "on with that copy, remove it, or begin a new search"
+                )
+            whole = replace(whole, name=f"{whole.name}, with copies of it that went on or may,")
+        check_fits(terms, budget.charges, whole, neighbours, limit)
+
+
+def settle(
+    folder: str | Path, run: str, phases: Sequence[Phase], lineage: Lineage | None = None
+) -> bool:
+    """Replace a reservation by what was really released (`Ledger.phases`); may be repeated.
+
+    lineage: says by whom; what it has not in common with what is on record is added. False for a
+    run that was never reserved. Raises JournalError.
+    """
+    found = False
+    with _opened(Path(folder)) as (_, budgets):
+        for budget in budgets:
+            for charge in budget.charges:
+                if charge.run == run:
+                    made = replace(charge, phases=tuple(phases), status="settled", lineage=lineage)
+                    budget.record(made.joined(charge))
+                    found = True
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob(f"*{SUFFIX}"))
+    return [path for path in found if path.stat().st_size]  # a crash may leave one just created
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
+    """The folder's key and all its budgets, for one process at a time."""
+    make_folder(folder, 0o700)
+    not_blocking(folder / _KEY)
+    descriptor = os.open(folder / _KEY, os.O_RDWR | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "r+", errors="replace") as file, ExitStack() as stack:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        budgets: list[DataBudget] = []
+        stack.callback(_close, budgets)
+        for path in _files(folder):
+            budgets.append(DataBudget.open(path))
+        left = {anchor_path(budget.path) for budget in budgets}
+        for anchor in sorted(folder.glob(f"*{anchor_path(Path(SUFFIX)).suffix}")):
+            if anchor not in left:
+                raise JournalError(f"{anchor}: the budget it belongs to is gone; bring it back")
+        text = file.read()
+        if not re.fullmatch(rf"[0-9a-f]{{{2 * _KEY_BYTES}}}", text):
+            if budgets:
+                raise JournalError(
+                    f"{folder / _KEY}: lost or damaged, and with it which records the budgets "
+                    "beside it hold; bring it back"
+                )
+            text = secrets.token_hex(_KEY_BYTES)
+            file.seek(0)
+            file.truncate()
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        key = bytes.fromhex(text)
+        for budget in budgets:
+            if budget.key_id not in (None, _key_id(key)):
+                raise JournalError(
+                    f"{budget.path}: keeps its records under another key than that of "
+                    f"{folder / _KEY}, and they would not be recognised: one of the two was "
+                    "replaced or comes from another folder; bring back its own"
+                )
+        yield key, budgets
+
+
+def _key_id(key: bytes) -> str:
+    """Return what a budget keeps of its folder's key to know it again; the key stays secret."""
+    return hashlib.blake2b(key=key, digest_size=8, person=b"dpdist.budget.id").hexdigest()
+
+
+def _close(budgets: list[DataBudget]) -> None:
+    for budget in budgets:
+        budget.close()
+
+
+def _recognisable(key: bytes, records: NDArray) -> NDArray[np.uint64]:
+    """Keyed hashes of the records' own, sorted and each once: uint64."""
+    if records.ndim != 1 or not len(records):
+        raise ValueError(f"one hash for each record is needed, got shape {records.shape}")
+    raw, size = np.ascontiguousarray(records).tobytes(), records.dtype.itemsize
+    person = b"dpdist.budget"
+    digests = b"".join(
+        hashlib.blake2b(raw[i : i + size], digest_size=8, key=key, person=person).digest()
+        for i in range(0, len(raw), size)
+    )
+    return np.unique(np.frombuffer(digests, "<u8"))
+
+
+def _common(budget: DataBudget, known: NDArray[np.uint64]) -> bool:
+    return len(np.intersect1d(budget.known, known, assume_unique=True)) > 0

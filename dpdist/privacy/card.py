@@ -1,22 +1,147 @@
-"""The privacy card: everything a reader of a released model needs to judge its guarantee.
+"""The privacy card of a released model, and the audit results that it lists.
 
-Safe to publish: it holds no run key, no seed, no training score and no trial of a search.
+The card holds everything that a reader needs to judge the guarantee. It is safe to publish: it
+holds no run key, no seed, no training score and no trial of a search. An audit result is an
+empirical lower bound of epsilon beside the proved and the claimed one, with everything needed to
+judge it: confidence, what the adversary saw, which data sets it told apart, the number of trials,
+and the rule that turned them into guesses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from dpdist.base.errors import UserError
-from dpdist.base.reading import check_shape
-from dpdist.privacy.group import group_guarantee
-from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
+from dpdist.core.console import exact
+from dpdist.core.errors import UserError
+from dpdist.core.files import check_shape, read_json, write_json
+from dpdist.privacy.guarantee import Guarantee, check_delta, format_delta, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import walk
-from dpdist.privacy.plan import PrivacyPlan, plan_of
+from dpdist.privacy.plan import PrivacyPlan, group_guarantee, plan_of
+
+# --- results of audits ------------------------------------------------------------------------
+
+
+CONSISTENT = "consistent"
+BUG = "exceeds proved: a bug"
+REFUTED = "refutes the claim"
+
+_AUDIT_SHAPE = {
+    "kind": str, "method": str, "view": str, "neighbours": str, "rule": str, "verdict": str,
+    "trials": int, "epsilon": float, "delta": float, "alpha": float, "exploratory": bool,
+    "curve_rejected": bool, "details": dict, "assumptions": list,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Audited:
+    """epsilon: the lower bound at `delta`, too large with probability at most alpha.
+
+    kind: of audit; method: the theorem. view: what the adversary saw. neighbours: which data sets
+    it told apart. trials: runs, releases or guesses that were counted. rule: threshold or guesses,
+    and how they were fixed. proved, claimed: epsilon at the same delta (infinite where nothing is
+    proved; None where nothing is claimed). curve_rejected: whether the whole trade-off curve of
+    what is proved was rejected, which needs no epsilon. assumptions: what epsilon rests on besides;
+    empty: nothing. exploratory: one of more audits than alpha was divided by. model: its hash.
+    """
+
+    kind: str
+    method: str
+    epsilon: float
+    delta: float
+    alpha: float
+    view: str
+    neighbours: str
+    trials: int
+    rule: str
+    proved: float
+    claimed: float | None = None
+    curve_rejected: bool = False
+    exploratory: bool = False
+    assumptions: tuple[str, ...] = ()
+    model: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_delta(self.delta)
+        if not (0 < self.alpha < 1 and self.trials >= 0 and 0 <= self.epsilon < math.inf):
+            raise ValueError("alpha lies between 0 and 1; trials and epsilon are finite and >= 0")
+        if self.proved < 0 or math.isnan(self.proved) or (self.claimed or 0) < 0:
+            raise ValueError("what is proved and claimed is >= 0")
+
+    @property
+    def bug(self) -> bool:
+        """Whether it contradicts what is proved: code or proof is wrong."""
+        return not self.exploratory and (self.curve_rejected or self.epsilon > self.proved)
+
+    @property
+    def verdict(self) -> str:
+        if self.bug:
+            return BUG
+        refuted = self.claimed is not None and self.epsilon > self.claimed
+        return REFUTED if refuted and not self.exploratory else CONSISTENT
+
+    @property
+    def line(self) -> str:
+        """The audit in one line."""
+        verdict = "exploratory, no statement" if self.exploratory else self.verdict
+        return (
+            f"epsilon >= {format_epsilon(self.epsilon, lower_bound=True)} at delta = "
+            f"{exact(self.delta)}, confidence {100 * (1 - self.alpha):g} % ({self.method}; "
+            f"{self.neighbours}; the adversary saw {self.view}; {self.trials:,} trials): {verdict}"
+        )
+
+    @property
+    def short(self) -> str:
+        """For a table: the bound, how it was made, and what is wrong if anything is."""
+        bound = format_epsilon(self.epsilon, lower_bound=True)
+        wrong = "" if self.verdict == CONSISTENT else f": {self.verdict}"
+        return f">= {bound} ({self.kind}){wrong}"
+
+    @property
+    def three(self) -> str:
+        """Claimed, proved and audited side by side."""
+        claimed = "nothing" if self.claimed is None else format_epsilon(self.claimed)
+        proved = "nothing" if math.isinf(self.proved) else format_epsilon(self.proved)
+        audited = format_epsilon(self.epsilon, lower_bound=True)
+        at = f"at delta = {exact(self.delta)}"
+        return f"claimed {claimed}, proved {proved}, audited >= {audited} {at}"
+
+    def write(self, path: Path) -> None:
+        """Into one JSON file; `read` inverts it."""
+        record = {**asdict(self), "verdict": self.verdict}
+        del record["path"]
+        record["proved"] = "inf" if math.isinf(self.proved) else self.proved
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, record)
+
+    @classmethod
+    def read(cls, path: Path) -> Audited:
+        """Raises UserError when it is damaged, or its verdict is not that of its numbers."""
+        record = read_json(path, _AUDIT_SHAPE)
+        said = record.pop("verdict")
+        try:
+            record["proved"] = float(record["proved"])
+            record["assumptions"] = tuple(map(str, record["assumptions"]))
+            found = cls(**record, path=path)
+            if not isinstance(found.model, str | None):
+                raise ValueError("model must be text")
+        except (TypeError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: damaged: {error}") from None
+        if said != found.verdict:
+            raise UserError(
+                f"{path}: damaged: says {said!r} where its numbers say {found.verdict!r}"
+            )
+        return found
+
+
+# --- the card ---------------------------------------------------------------------------------
+
 
 _DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 EVALUATION_UNPROTECTED = (
@@ -97,7 +222,7 @@ def _line(text: Any) -> Any:
 
 # Stated, and not to be had from the phases: of other runs, of the run's recipe and its faults.
 _STATED = ("data_set", "superseded_releases", "plan")
-_SHAPE = {
+_CARD_SHAPE = {
     "private": bool, "unit": str, "relation": str, "accountant": str, "library": str,
     "guarantee.epsilon": float | str, "guarantee.delta": float, "guarantee.kind": str,
     "guarantee.neighbours": str, "neighbours": str, "plan": str,
@@ -112,7 +237,7 @@ _ROUNDING = 1e-3  # relative: of what two accountants make of the same
 def accounted(described: dict[str, Any], where: str) -> PrivacyPlan:
     """The phases that a card from elsewhere speaks of, as a plan. Raises UserError for a card that
     is damaged, or names none."""
-    check_shape(described, where, _SHAPE)
+    check_shape(described, where, _CARD_SHAPE)
     for name in ("mechanism", "released_besides", "assumptions", "notes"):
         if not all(isinstance(line, str) for line in described[name]):
             raise UserError(f"{where}: damaged: {name} must be lines of text")

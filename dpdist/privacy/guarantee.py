@@ -1,4 +1,4 @@
-"""A privacy guarantee with everything needed to read it: the number alone is never enough."""
+"""A privacy guarantee with everything needed to read it: epsilon alone is never enough."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dpdist.base.rounding import significant
+from dpdist.core.console import significant
 
 Neighbours = Literal["add-or-remove-one", "replace-one"]
 Kind = Literal["proved", "claimed", "audited"]
@@ -28,7 +28,7 @@ def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool =
 
     Returns:
         a text that, read as a float, is never below `epsilon` (never above a lower bound). What is
-        written in so few digits stays as it is (`dpdist.base.rounding`).
+        written in so few digits stays as it is (`dpdist.core.console`).
     """
     return significant(float(epsilon), digits, down=lower_bound)
 

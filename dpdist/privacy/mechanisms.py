@@ -1,8 +1,12 @@
-"""Noise scale from guarantee, guarantee from noise scale, and delta(epsilon), per mechanism.
+"""Single mechanisms: noise scale from guarantee, guarantee from noise scale, delta(epsilon).
 
 Everything is float64 and broadcasts over array arguments. Noise scales are standard deviations
-(Gaussian) or Laplace parameters b, in the units of the sensitivity. Where a value is found
-numerically, it is rounded to the safe side: more noise, larger epsilon.
+(Gaussian) or Laplace parameters b, in the units of the sensitivity. A value that is found
+numerically is rounded to the safe side: more noise, larger epsilon.
+
+Shuffled fixed batches have no plan: no useful upper bound is known, and accounting them as Poisson
+sampling understates the loss, by orders of magnitude when the noise is small. The known lower
+bound for one epoch is computed here (Chua et al. 2024, "How Private are DP-SGD Implementations?").
 """
 
 from __future__ import annotations
@@ -13,6 +17,11 @@ from collections.abc import Callable
 import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
+
+from dpdist.privacy.guarantee import check_delta
+
+# --- Gaussian, Laplace and GNMax --------------------------------------------------------------
+
 
 Array = NDArray[np.float64]
 _BISECTIONS = 200
@@ -248,3 +257,45 @@ def confident_gnmax_epsilon(
         raise ValueError(f"0 <= answers <= queries is needed, got {answers} of {queries}")
     m = math.sqrt(queries / threshold_std**2 + 2 * answers / vote_std**2)
     return float(gaussian_epsilon(delta, 1.0, m))
+
+
+# --- shuffled fixed batches -------------------------------------------------------------------
+
+
+_POINTS = 20_001
+
+
+def shuffled_delta_lower_bound(epsilon: float, noise_multiplier: float, steps: int) -> float:
+    """delta that one shuffled epoch of `steps` batches has at least, at `epsilon`.
+
+    All records but one pull one way, the remaining one the other way (or is blanked out); the event
+    is that some batch's noisy sum exceeds a threshold, and the best threshold on a grid is taken.
+    Any threshold gives a valid bound. Raises ValueError unless noise_multiplier > 0, steps >= 1.
+    """
+    if noise_multiplier <= 0 or steps < 1 or epsilon < 0:
+        raise ValueError("noise_multiplier > 0, steps >= 1 and epsilon >= 0 are needed")
+    reach = noise_multiplier * (np.sqrt(2 * np.log(steps + 1)) + 12)
+    threshold = np.linspace(-1.0, 2.0 + reach, _POINTS)
+    others = (steps - 1) * scipy.stats.norm.logcdf(threshold / noise_multiplier)
+    present = -np.expm1(scipy.stats.norm.logcdf((threshold - 2) / noise_multiplier) + others)
+    blanked = -np.expm1(scipy.stats.norm.logcdf((threshold - 1) / noise_multiplier) + others)
+    with np.errstate(over="ignore", invalid="ignore"):
+        gap = present - np.exp(min(epsilon, 700.0)) * blanked
+    return float(max(0.0, np.nanmax(gap)))
+
+
+def shuffled_epsilon_lower_bound(delta: float, noise_multiplier: float, steps: int) -> float:
+    """epsilon that one shuffled epoch costs at least, at `delta`; 0 if the bound says nothing."""
+    check_delta(delta)
+    low, high = 0.0, 1.0
+    if shuffled_delta_lower_bound(low, noise_multiplier, steps) <= delta:
+        return 0.0
+    while shuffled_delta_lower_bound(high, noise_multiplier, steps) > delta and high < 600:
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        if shuffled_delta_lower_bound(middle, noise_multiplier, steps) > delta:
+            low = middle
+        else:
+            high = middle
+    return low

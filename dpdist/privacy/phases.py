@@ -1,8 +1,11 @@
-"""A phase of a plan: something that reads the records, described by itself.
+"""Phases of a privacy plan: every operation that reads the private records, and its price.
 
-Its class says how it is stored, which dp_accounting events price it, what must hold for the price
-to be true and how it reads in a card. A new kind is a subclass of `Phase` and a line of
-`dpdist.privacy.catalogue`: nobody asks which kind a phase is.
+A phase's class says how it is stored, which dp_accounting events price it, which conditions make
+that price true and how a privacy card describes it. Phases release noisy sums one after the other,
+combine other phases (on disjoint data, the best of several runs, one of several settings) or
+release noisy votes (PATE, Papernot et al. 2018, composed exactly). A new kind is a subclass of
+`Phase` and an entry of the registry at the end of this file; no other code asks which kind a phase
+is.
 """
 
 from __future__ import annotations
@@ -11,16 +14,19 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.selection import SelectionLaw
 
 if TYPE_CHECKING:
     import dp_accounting as dpa
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-    from dpdist.privacy.releases import GaussianSteps
+
+# --- the base class ---------------------------------------------------------------------------
+
 
 Sequences = tuple[tuple["Phase", ...], ...]
 Reader = Callable[[Sequence[dict[str, Any]]], tuple["Phase", ...]]
@@ -166,12 +172,12 @@ def data_alternatives(
     """Paths through phases for a data set of `records` records and every neighbour of it.
 
     The loss of a capped batch depends on the number of OTHER records: one fewer than `records` when
-    a record is removed, all of them when one is added. Raises dpdist.privacy.losses.Unsupported for
+    a record is removed, all of them when one is added. Raises dpdist.privacy.pld.Unsupported for
     a phase that cannot be accounted under the relation, whoever charged it under which.
     """
     refused = [why for phase in walk(phases) if (why := phase.refused(neighbours)) is not None]
     if refused:
-        from dpdist.privacy.losses import Unsupported
+        from dpdist.privacy.pld import Unsupported
 
         raise Unsupported(refused[0])
     paths = sequence_alternatives(phases, records)
@@ -188,3 +194,639 @@ def compose_alternatives(choices: Sequence[Sequence[dpa.DpEvent]]) -> list[dpa.D
         path[0] if len(path) == 1 else dpa.ComposedDpEvent(list(path))
         for path in itertools.product(*choices)
     ]
+
+
+# --- noisy sums -------------------------------------------------------------------------------
+
+
+_POISSON = "every record joins a step independently (Poisson), never by shuffling"
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a whole number >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def check_release(noise_multiplier: float, sample_rate: float) -> None:
+    """Raise ValueError for a noise multiplier or a sampling rate that is none."""
+    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise ValueError(f"noise_multiplier must be >= 0 and finite, got {noise_multiplier}")
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}")
+
+
+@dataclass(frozen=True)
+class GaussianSteps(Phase):
+    """`steps` releases of a clipped sum over a Poisson batch plus N(0, (noise_multiplier * C)^2).
+
+    sample_rate: each record's probability of joining a step; 1.0 means full batches.
+    batch_cap: hard cap on the physical batch; above it a uniformly random subset of that size is
+    kept (truncated Poisson sampling, arXiv 2508.15089).
+    """
+
+    kind: ClassVar[str] = "gaussian-steps"
+    steps: int
+    noise_multiplier: float
+    sample_rate: float
+    batch_cap: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_release(self.noise_multiplier, self.sample_rate)
+        if self.batch_cap is not None:
+            check_count("batch_cap", self.batch_cap)
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        # A cap above the number of records never acts, whichever neighbour is larger by one.
+        if self.batch_cap is None or self.batch_cap > records:
+            one = _sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)
+        elif self.sample_rate == 1.0:
+            raise ValueError(
+                f"full batches of {records} records cannot be capped at {self.batch_cap}"
+            )
+        else:
+            one = dpa.TruncatedSubsampledGaussianDpEvent(
+                dataset_size=records,
+                sampling_probability=self.sample_rate,
+                truncated_batch_size=self.batch_cap,
+                noise_multiplier=self.noise_multiplier,
+            )
+        return [dpa.SelfComposedDpEvent(one, self.steps)]
+
+    @property
+    def capped(self) -> bool:
+        return self.batch_cap is not None
+
+    @property
+    def loop(self) -> GaussianSteps:
+        return self
+
+    @property
+    def units(self) -> int:
+        return self.steps
+
+    def at(self, units: int) -> tuple[Phase, ...]:
+        return self.taken(units)
+
+    def times(self, runs: int) -> tuple[Phase, ...]:
+        return (replace(self, steps=self.steps * runs),)
+
+    def at_most(self, other: Phase) -> bool:
+        """No more steps, joined no more often, with no less noise."""
+        if not isinstance(other, GaussianSteps) or self.capped or other.capped:
+            return self == other
+        return (
+            self.steps <= other.steps
+            and self.sample_rate <= other.sample_rate
+            and self.noise_multiplier >= other.noise_multiplier
+        )
+
+    def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
+        """Mixtures of Gaussians (Ganesh 2024): each record joins a step independently."""
+        from dp_accounting.pld import privacy_loss_distribution as library
+        from scipy.stats import binom
+
+        if self.capped or self.noise_multiplier == 0:
+            return None
+        if self.sample_rate == 1.0:
+            one = library.from_gaussian_mechanism(
+                self.noise_multiplier / size, value_discretization_interval=grid
+            )
+        else:
+            joined = list(range(size + 1))
+            one = library.from_mixture_gaussian_mechanism(
+                self.noise_multiplier,
+                [float(count) for count in joined],
+                [float(p) for p in binom.pmf(joined, size, self.sample_rate)],
+                value_discretization_interval=grid,
+            )
+        return one.self_compose(self.steps), self.steps
+
+    @property
+    def words(self) -> str:
+        steps = "step" if self.steps == 1 else "steps"
+        noise = f"{self.steps} {steps} WITHOUT noise"
+        if self.noise_multiplier:
+            noise = f"{self.steps} Gaussian {steps}, noise multiplier {self.noise_multiplier:.6g}"
+        how = "full batches"
+        if self.sample_rate < 1:
+            how = f"Poisson sampling at rate {self.sample_rate:.6g}"
+        cap = "" if self.batch_cap is None else f", cut to at most {self.batch_cap} records"
+        return f"{noise}, {how}{cap}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        sampled = (_POISSON,) if self.sample_rate < 1 else ()
+        cut = ("a batch above the cap is cut to a uniformly random subset",) if self.capped else ()
+        return sampled + cut
+
+
+@dataclass(frozen=True)
+class _Releases(Phase):
+    """`count` noisy sums over a Poisson sample, beside the training."""
+
+    noise_multiplier: float
+    count: int = 1
+    sample_rate: float = 1.0
+    noun: ClassVar[str]
+    bounded: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_count("count", self.count)
+        check_release(self.noise_multiplier, self.sample_rate)
+
+    @abstractmethod
+    def _one(self) -> dpa.DpEvent:
+        """A release without sampling."""
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        return [dpa.SelfComposedDpEvent(_sampled(self._one(), self.sample_rate), self.count)]
+
+    def times(self, runs: int) -> tuple[Phase, ...]:
+        return (replace(self, count=self.count * runs),)
+
+    @property
+    def words(self) -> str:
+        rate = "" if self.sample_rate == 1 else f", Poisson sampling at {self.sample_rate:.6g}"
+        return f"{self.count} {self.noun}, noise multiplier {self.noise_multiplier:.6g}{rate}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (self.bounded, *((_POISSON,) if self.sample_rate < 1 else ()))
+
+
+@dataclass(frozen=True)
+class LaplaceReleases(_Releases):
+    """`count` releases with Laplace noise of scale noise_multiplier * (L1 bound of one record)."""
+
+    kind: ClassVar[str] = "laplace-releases"
+    noun: ClassVar[str] = "Laplace releases"
+    bounded: ClassVar[str] = "Laplace parts bound a record's contribution in L1 norm"
+
+    def _one(self) -> dpa.DpEvent:
+        import dp_accounting as dpa
+
+        return dpa.LaplaceDpEvent(self.noise_multiplier)
+
+    def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
+        from dp_accounting.pld import privacy_loss_distribution as library
+
+        if self.sample_rate < 1 or self.noise_multiplier == 0:
+            return None
+        one = library.from_laplace_mechanism(
+            self.noise_multiplier / size, value_discretization_interval=grid
+        )
+        return one.self_compose(self.count), self.count
+
+
+@dataclass(frozen=True)
+class GaussianReleases(_Releases):
+    """`count` sums over a Poisson sample, released beside the training with Gaussian noise.
+
+    Each record's part is clipped to some L2 norm c of its own; the noise is noise_multiplier * c.
+    """
+
+    kind: ClassVar[str] = "gaussian-releases"
+    noun: ClassVar[str] = "Gaussian sum beside the training"
+    bounded: ClassVar[str] = "what is released beside the steps is clipped per record as well"
+
+    def _one(self) -> dpa.DpEvent:
+        import dp_accounting as dpa
+
+        return dpa.GaussianDpEvent(self.noise_multiplier)
+
+
+@dataclass(frozen=True)
+class GaussianAnswers(GaussianReleases):
+    """At most `count` answers of models that are never released, trained on disjoint shards.
+
+    Each is a mean over models, in which one model is bounded: one record that comes or goes changes
+    one model, and moves the mean by at most c. The noise is noise_multiplier * c. Questions may be
+    chosen by earlier answers. All of them are charged from the beginning, given or not.
+    """
+
+    kind: ClassVar[str] = "gaussian-answers"
+    noun: ClassVar[str] = "answers at most, each a noisy mean over models of disjoint shards"
+    bounded: ClassVar[str] = (
+        "models are trained on disjoint shards by keyed hash and never released; one model's part "
+        "in an answer is bounded"
+    )
+
+    @property
+    def pays_for(self) -> int:
+        return self.count
+
+    @property
+    def units(self) -> int:
+        return self.count
+
+    def at(self, units: int) -> tuple[Phase, ...]:
+        return (replace(self, count=units),) if units else ()
+
+    def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
+        """`size` records change at most so many models."""
+        from dp_accounting.pld import privacy_loss_distribution as library
+
+        if self.sample_rate < 1 or self.noise_multiplier == 0:
+            return None
+        one = library.from_gaussian_mechanism(
+            self.noise_multiplier / size, value_discretization_interval=grid
+        )
+        return one.self_compose(self.count), self.count
+
+
+class AtOnce(Phase):
+    """A phase whose `steps` steps have no noise of their own: all of it is charged from the
+    beginning, and no more for steps that were taken again."""
+
+    steps: int
+    sample_rate: float
+    batch_cap: int | None = None
+
+    @property
+    def loop(self) -> GaussianSteps:
+        return GaussianSteps(self.steps, 0.0, self.sample_rate, self.batch_cap)
+
+    def taken(self, steps: int) -> tuple[Phase, ...]:
+        return (self,)
+
+
+@dataclass(frozen=True)
+class NoisyRecords(AtOnce):
+    """Every record released once, with noise of its own, before `steps` steps on nothing else.
+
+    An input is clipped to some L2 norm c and gets Gaussian noise of noise_multiplier * c; a label
+    is released by a mechanism of pure label_epsilon. The steps are post-processing, and free.
+    """
+
+    kind: ClassVar[str] = "noisy-records"
+    noise_multiplier: float
+    label_epsilon: float
+    steps: int
+    sample_rate: float
+    batch_cap: int | None = None
+
+    def __post_init__(self) -> None:
+        check_release(self.noise_multiplier, self.sample_rate)
+        if not (math.isfinite(self.label_epsilon) and self.label_epsilon > 0):
+            raise ValueError(f"label_epsilon must be > 0 and finite, got {self.label_epsilon}")
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        # Of all mechanisms of pure epsilon, randomised response on one bit tells most.
+        label = dpa.RandomizedResponseDpEvent(2 / (math.exp(self.label_epsilon) + 1), 2)
+        return [dpa.ComposedDpEvent([dpa.GaussianDpEvent(self.noise_multiplier), label])]
+
+    def refused(self, neighbours: Neighbours) -> str | None:
+        if neighbours == "replace-one":
+            return None
+        return "noisy records are released one by one: replace-one is what can be proved"
+
+    @property
+    def words(self) -> str:
+        return (
+            f"every record released once: its input with noise multiplier "
+            f"{self.noise_multiplier:.6g}, its label by randomised response of epsilon "
+            f"{self.label_epsilon:g}; {self.steps} steps on what was released"
+        )
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ("inputs are clipped before their noise, which is drawn once for each record",)
+
+
+def _sampled(event: dpa.DpEvent, sample_rate: float) -> dpa.DpEvent:
+    import dp_accounting as dpa
+
+    return event if sample_rate == 1.0 else dpa.PoissonSampledDpEvent(sample_rate, event)
+
+
+@dataclass(frozen=True)
+class NonPrivate(Phase):
+    """Something computed from the records that no theorem covers: epsilon is infinite."""
+
+    kind: ClassVar[str] = "non-private"
+    reason: str
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        return [dpa.NonPrivateDpEvent()]
+
+    @property
+    def unproved(self) -> str:
+        return self.reason
+
+    @property
+    def words(self) -> str:
+        return f"NOT PRIVATE: {self.reason}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (self.words,)
+
+
+@dataclass(frozen=True)
+class FixedBatches(AtOnce):
+    """`steps` steps on disjoint batches that stay the same, each a share sample_rate of the
+    records, which no theorem covers: epsilon is infinite."""
+
+    kind: ClassVar[str] = "fixed-batches"
+    steps: int
+    sample_rate: float
+    reason: str
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_release(0.0, self.sample_rate)
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        return NonPrivate(self.reason).events(records)
+
+    @property
+    def unproved(self) -> str:
+        return self.reason
+
+    @property
+    def words(self) -> str:
+        return f"NOT PRIVATE: {self.steps} steps on fixed disjoint batches: {self.reason}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (self.words,)
+
+
+# --- phases made of phases --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParallelParts(Phase):
+    """Mechanisms on disjoint parts of the data: a record pays only for the part it lies in.
+
+    parts: one sequence of phases per part. The partition must not depend on other records, and each
+    record must lie in one part only (by identity, not by content).
+    """
+
+    kind: ClassVar[str] = "parallel-parts"
+    parts: Sequences
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("ParallelParts needs at least one part")
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        return [path for part in self.parts for path in sequence_alternatives(part, records)]
+
+    @property
+    def inner(self) -> Sequences:
+        return self.parts
+
+    def refused(self, neighbours: Neighbours) -> str | None:
+        if neighbours == "add-or-remove-one":
+            return None
+        return (
+            "parallel parts are accounted under add-or-remove-one only: a replaced record may "
+            "change parts and then costs both"
+        )
+
+    @property
+    def words(self) -> str:
+        return f"on disjoint parts of the data: {_either(self.parts)}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ("every record lies in one part only, whatever the other records are",)
+
+    @classmethod
+    def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
+        return cls(tuple(map(phases, values["parts"])))
+
+
+@dataclass(frozen=True)
+class RepeatAndSelect(Phase):
+    """Run `phases` K times, release only the best run; K is secret and random.
+
+    mean, shape: of K's law, see `dpdist.privacy.selection.SelectionLaw`. Costs the smaller of what
+    `dpdist.privacy.pld` and Papernot and Steinke 2022 (Theorems 2 and 6) prove.
+    """
+
+    kind: ClassVar[str] = "repeat-and-select"
+    weighs_orders: ClassVar[bool] = True
+    phases: tuple[Phase, ...]
+    mean: float
+    shape: float
+
+    def __post_init__(self) -> None:
+        SelectionLaw(self.mean, self.shape)  # its limits hold here
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+        paths = sequence_alternatives(self.phases, records)
+        return [RepeatAndSelectDpEvent(path, self.mean, self.shape) for path in paths]
+
+    @property
+    def inner(self) -> Sequences:
+        return (self.phases,)
+
+    @property
+    def words(self) -> str:
+        """A search's own number of runs stays secret; only its law is told."""
+        law = SelectionLaw(self.mean, self.shape).describe()
+        return f"the best of a secret random number of runs ({law}) of: {_either(self.inner)}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ("the number of runs and all unselected runs stay secret",)
+
+    @classmethod
+    def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
+        return cls(phases(values["phases"]), float(values["mean"]), float(values["shape"]))
+
+
+@dataclass(frozen=True)
+class WorstOf(Phase):
+    """One of several mechanisms, chosen without looking at the data; the choice may be public.
+
+    Costs the pointwise maximum of the profiles of `choices` and of `floor`, a delta. With a floor
+    nothing else prices it, so that it covers every mechanism whose profile does not rise above, in
+    either direction, at any epsilon; Renyi curves would not do, as they do not order profiles.
+    """
+
+    kind: ClassVar[str] = "worst-of"
+    choices: Sequences
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            raise ValueError("WorstOf needs at least one choice")
+        if not 0 <= self.floor < 1:
+            raise ValueError(f"floor must be in [0, 1), got {self.floor}")
+
+    @property
+    def priced_by_profile(self) -> bool:
+        return self.floor > 0
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        from dpdist.privacy.pld import WorstOfDpEvent
+
+        choices = [sequence_alternatives(choice, records) for choice in self.choices]
+        return [WorstOfDpEvent(list(path), self.floor) for path in itertools.product(*choices)]
+
+    @property
+    def inner(self) -> Sequences:
+        return self.choices
+
+    @property
+    def settings(self) -> Sequences:
+        return self.choices
+
+    @property
+    def words(self) -> str:
+        return f"a setting chosen without the data that costs at most: {_either(self.choices)}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ("every setting that was tried costs at most as much as the one described",)
+
+    @classmethod
+    def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
+        if "max_order" in values:
+            raise ValueError(
+                "its search was priced by Renyi curves, which do not order what its trials cost; "
+                "repeat it under another name"
+            )
+        return cls(tuple(map(phases, values["choices"])), values["floor"])
+
+
+def _either(sequences: Sequences) -> str:
+    return "; or ".join(" then ".join(phase.words for phase in phases) for phases in sequences)
+
+
+# --- noisy votes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NoisyVotes(AtOnce):
+    """Votes of models that are never released, released once, before `steps` steps on nothing else.
+
+    The models are trained on disjoint shards, and each has at most one vote on each of `queries`
+    questions. Of every question the most votes for a class are released with Gaussian noise of
+    `screen_noise`, and of at most `answers` questions, which may be chosen by that, the votes for
+    every class with noise of `vote_noise`. One record that comes or goes changes one model, whose
+    votes move from one class to another, or to none: the most votes by 1 at most, all of them by
+    sqrt 2 in L2 norm. Together they are one Gaussian of mu = 1 / noise_multiplier, of whose square
+    the first has the part `screening` (0: nothing is screened). All of it is charged from the
+    beginning, given or not.
+    """
+
+    kind: ClassVar[str] = "noisy-votes"
+    noise_multiplier: float
+    queries: int
+    answers: int
+    screening: float
+    steps: int
+    sample_rate: float
+
+    def __post_init__(self) -> None:
+        check_count("queries", self.queries)
+        check_count("answers", self.answers)
+        check_release(self.noise_multiplier, self.sample_rate)
+        if not 0 <= self.screening < 1:
+            raise ValueError(f"screening must be in [0, 1), got {self.screening}")
+
+    @property
+    def screen_noise(self) -> float:
+        """Standard deviation, in votes; infinite where nothing is screened."""
+        if not self.screening:
+            return math.inf
+        return self.noise_multiplier * math.sqrt(self.queries / self.screening)
+
+    @property
+    def vote_noise(self) -> float:
+        """Standard deviation, in votes."""
+        return self.noise_multiplier * math.sqrt(2 * self.answers / (1 - self.screening))
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        return [dpa.GaussianDpEvent(self.noise_multiplier)]
+
+    @property
+    def pays_for(self) -> int:
+        return 1
+
+    def at_most(self, other: Phase) -> bool:
+        """No less noise, however it is split."""
+        return isinstance(other, NoisyVotes) and self.noise_multiplier >= other.noise_multiplier
+
+    def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
+        """`size` records change at most so many models."""
+        from dp_accounting.pld import privacy_loss_distribution as library
+
+        if self.noise_multiplier == 0:
+            return None
+        noise = self.noise_multiplier / size
+        return library.from_gaussian_mechanism(noise, value_discretization_interval=grid), 1
+
+    @property
+    def words(self) -> str:
+        screened = ""
+        if self.screening:
+            screened = (
+                f"the most votes on each of {self.queries} public inputs with noise "
+                f"{self.screen_noise:.6g}, and "
+            )
+        return (
+            f"votes of models on disjoint shards: {screened}all votes on at most {self.answers} "
+            f"inputs with noise {self.vote_noise:.6g}; {self.steps} steps on the labels that follow"
+        )
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (
+            "models are trained on disjoint shards by keyed hash and never released; each has at "
+            "most one vote on each input",
+        )
+
+
+# --- registry ---------------------------------------------------------------------------------
+
+
+_CLASSES: tuple[type[Phase], ...] = (
+    GaussianSteps,
+    LaplaceReleases,
+    GaussianReleases,
+    FixedBatches,
+    GaussianAnswers,
+    NoisyRecords,
+    NoisyVotes,
+    NonPrivate,
+    ParallelParts,
+    RepeatAndSelect,
+    WorstOf,
+)
+KINDS: dict[str, type[Phase]] = {phase.kind: phase for phase in _CLASSES}
+
+
+def phase_from_dict(record: dict[str, Any]) -> Phase:
+    """Inverse of `Phase.to_dict`. Raises ValueError for an unknown kind or missing field."""
+    values = dict(record)
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"unknown kind of phase: {kind!r}")
+    try:
+        return KINDS[kind].read(values, phases_from)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"a {kind} phase is incomplete: {error}") from error
+
+
+def phases_from(records: Sequence[dict[str, Any]]) -> tuple[Phase, ...]:
+    """`phase_from_dict` of each."""
+    return tuple(map(phase_from_dict, records))

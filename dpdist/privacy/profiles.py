@@ -1,10 +1,10 @@
-"""Hockey-stick profiles of privacy loss distributions: read, take the maximum of, and built anew.
+"""Hockey-stick profiles of privacy loss distributions: read them, take their maximum, rebuild them.
 
-A privacy loss distribution stands for a pair (Q, Q'): the probabilities under Q of the losses
-ln q/q' on a grid, and the mass at an infinite loss. Its profile epsilon -> sup_S Q(S) - e^epsilon
+A privacy loss distribution stands for a pair (Q, Q'): the probabilities under Q of the losses ln
+q/q' on a grid, and the mass at an infinite loss. Its profile epsilon -> sup_S Q(S) - e^epsilon
 Q'(S) is convex in e^epsilon, and every such profile is that of some pair (Zhu, Dong and Wang 2022,
-"Optimal accounting of differential privacy via characteristic function", Proposition 8): a
-profile that lies above a mechanism's in both directions dominates the mechanism.
+"Optimal accounting of differential privacy via characteristic function", Proposition 8): a profile
+that lies above a mechanism's in both directions dominates the mechanism.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Laws of the number of runs of a private search (Papernot and Steinke 2022).
 
-A search runs the base mechanism K times with K secret and random, and releases the best run only. A
-law is named by its mean and its shape, as in `dpdist.privacy.combined.RepeatAndSelect`: shape
-infinity is Poisson (K may be 0), every finite shape eta > -1 a truncated negative binomial (K >= 1;
-1 is geometric, 0 logarithmic), and a whole shape -n <= -1 binomial: n chances, so that K is never
-larger (K may be 0; with mean n, K is always n).
+A search runs the base mechanism K times with K secret and random, and releases the best run only.
+A law is named by its mean and its shape, as in `RepeatAndSelect`: shape infinity is Poisson (K may
+be 0), every finite shape eta > -1 a truncated negative binomial (K >= 1; 1 is geometric, 0
+logarithmic), and a whole shape -n <= -1 binomial: n chances, so that K is never larger (K may be
+0; with mean n, K is always n).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where secret random numbers come from: keys and units."""
+"""Secret randomness: keys, keystreams, device generators, and the location of a model's noise."""

@@ -1,20 +1,31 @@
-"""Keys and keystreams: where every secret random bit comes from.
+"""Keys, keystreams and random units: the source of every secret random bit.
 
 A key is derived with keyed BLAKE2b from the run key and labels (purpose, fingerprints, trial,
 attempt epoch, step, ...) and expanded with ChaCha20, a counter-based generator that can be entered
 at any position. So a worker draws exactly the bits of its own records, and any number of workers
 draws the same batch and the same noise. torch.manual_seed is not used for secrets: torch's CPU
 generator maps seeds that are equal modulo 2**32 to one stream.
+
+A random unit is the noise of one canonical block, a pure function of its name: purpose, seed,
+model, data, input, sigma, stage, block. The name is hashed by BLAKE2b into the key and the counter
+of AES-128 in counter mode, so no two units share a stream, no width is lost, and any worker can
+make any block again. On devices the same key opens a stream of another generator
+(`dpdist.randomness.device_generators`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+# --- keys and keystreams ----------------------------------------------------------------------
+
 
 KEY_BYTES = 32
 _BLOCK = 64  # bytes per ChaCha20 block; one block per counter value
@@ -82,3 +93,60 @@ def _stream(key: bytes, start: int) -> CipherContext:
     stream = Cipher(ChaCha20(key, nonce), mode=None).encryptor()
     stream.update(bytes(skip))
     return stream
+
+
+# --- random units -----------------------------------------------------------------------------
+
+
+SELECT, ESTIMATE, CHECK = "select", "estimate", "check"
+Generator = Literal["aes", "philox"]  # of the numbers of a unit: `dpdist.certification.inference`
+_PAD = 16  # the cipher writes whole blocks
+_ZEROS = memoryview(bytes(1 << 16))  # what is enciphered at a time; it stays in the cache
+
+
+@dataclass(frozen=True)
+class UnitSource:
+    """Names of random units of one run. seed: drawn after the model was frozen, any string."""
+
+    purpose: str
+    seed: str
+    model_hash: str
+    data_hash: str
+    noise: str
+    sigma: float
+
+    def key(self, index: int | None, stage: str, block: int) -> bytes:
+        """32 bytes for one block of one input; index None is the shared noise bank."""
+        digest = hashlib.blake2b(digest_size=32, person=b"dpdist.certify.1")
+        for part in (
+            self.purpose,
+            self.seed,
+            self.model_hash,
+            self.data_hash,
+            self.noise,
+            float(self.sigma).hex(),
+            "bank" if index is None else str(index),
+            stage,
+            str(block),
+        ):
+            raw = part.encode()
+            digest.update(len(raw).to_bytes(4, "little") + raw)
+        return digest.digest()
+
+
+class RandomWords:
+    """Streams of 32-byte keys as int32 words, in a buffer that is used again."""
+
+    def __init__(self) -> None:
+        self._raw = bytearray(_PAD)
+
+    def fill(self, key: bytes, count: int) -> np.ndarray:
+        """That many words, uniform on [-2^31, 2^31); the next call overwrites them."""
+        size = 4 * count
+        if len(self._raw) < size + _PAD:
+            self._raw = bytearray(size + _PAD)
+        cipher = Cipher(algorithms.AES(key[:16]), modes.CTR(key[16:32])).encryptor()
+        with memoryview(self._raw) as raw:
+            for start in range(0, size, len(_ZEROS)):
+                cipher.update_into(_ZEROS[: size - start], raw[start:])
+        return np.frombuffer(self._raw, dtype="<i4", count=count)

@@ -1,1 +1,1 @@
-"""A release: what somebody else needs to use a model, and to hold its statements against it."""
+"""Releases: everything needed to use a published model and to verify its statements."""

@@ -1,8 +1,8 @@
-"""The tables of certificates in a release, held against its model and against each other.
+"""Tables of certificates in a release, held against its model and against each other.
 
 Every radius is computed again from its counts by the reader of tables
-(`dpdist.certification.reading`). What that cannot tell is whether the counts were drawn:
-`count_again` executes inputs again, by the noise that the table names.
+(`dpdist.certification.table_reader`). That cannot show that the counts were drawn: `count_again`
+executes inputs again, by the noise that the table names.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from dpdist.base.errors import UserError
-from dpdist.base.json_values import same_json
-from dpdist.base.reading import check_shape, shown
-from dpdist.base.table_files import count_values, open_parquet
-from dpdist.certification import reading
+from dpdist.certification import table_reader
 from dpdist.certification.certificate import Certificate, CertificateTable
-from dpdist.release.files import ReleaseError
+from dpdist.core.errors import UserError
+from dpdist.core.files import check_shape, count_values, open_parquet, same_json, shown
+from dpdist.release.bundle import ReleaseError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +70,7 @@ def read_table(path: Path) -> CertificateTable:
     values = count_values(open_parquet(path))
     if values > _MOST_VALUES:
         raise UserError(f"{path}: holds {values:,} values, at most {_MOST_VALUES:,} are read")
-    return reading.read(path)
+    return table_reader.read(path)
 
 
 def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: ModelSpec) -> None:
@@ -92,7 +90,7 @@ def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: Mo
     said = {"classifier": {}, **about}
     if isinstance(said["classifier"], dict):
         said["classifier"] = _UNSAID | said["classifier"]
-    from dpdist.certification.classifier import stated_form
+    from dpdist.certification.inference import stated_form
 
     check_shape(said, str(where), _ABOUT)
     if about["format"] != _FORMAT:
@@ -221,14 +219,14 @@ class _Counting:
     ) -> None:
         import torch
 
-        from dpdist.certification import device as devices
-        from dpdist.certification.classifier import stated_form
+        from dpdist.certification import inference
+        from dpdist.certification.inference import stated_form
         from dpdist.certification.worker import Assignment
-        from dpdist.randomness.units import UnitSource
+        from dpdist.randomness.keys import UnitSource
 
         settings, executed = _settings_of(found), stated_form(found.about, found.path)
         self._device = torch.device(executed.device if torch.cuda.is_available() else "cpu")
-        here = devices.name(self._device)
+        here = inference.name(self._device)
         self.elsewhere = ""
         if (executed.machine, executed.torch_version) != (here, torch.__version__):
             self.elsewhere = (

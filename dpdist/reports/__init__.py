@@ -1,1 +1,1 @@
-"""Tables, plots and one HTML page, from the files of a run folder only."""
+"""Reports from the files of a run folder: tables, charts, one HTML page, comparisons."""

@@ -1,16 +1,30 @@
-"""Line charts as SVG: small, readable by machines, in the reader's own colours, light or dark.
+"""Line charts as SVG, and the report's own: certified accuracy, attacks, epsilon against step.
 
-A picture inside a page takes its colours from the page (`style`); one that stands alone carries
-them. Lines differ by dashes as well as by colour.
+A chart is small, readable by machines, and in the reader's own colours, light or dark. A picture
+inside a page takes its colours from the page (`style`); one that stands alone carries them. Lines
+differ by dashes as well as by colour. The grid of attacks shows right, abstained and wrong answers
+against size, beside the certified ones.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import attrgetter
+
+import numpy as np
+
+from dpdist.attacks.table import NONE, AttackTable
+from dpdist.certification.certificate import CertificateTable
+from dpdist.certification.noise import ball_factor, norm_name
+from dpdist.core.console import exact, percent
+from dpdist.privacy.guarantee import format_epsilon
+
+# --- line charts ------------------------------------------------------------------------------
+
 
 # Name of a colour: what it is in light and in dark. Text on `ground` and on `raised` has a contrast
 # of at least 4.5 (WCAG AA), lines of at least 3; a test computes it.
@@ -205,3 +219,177 @@ def ticks(end: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     return [round(i * step, 12) for i in range(int(end / step * (1 + 1e-9)) + 1)]
+
+
+# --- the grid of attacks ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table to show: the header and rows of text, percentages without their sign."""
+
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def grid(
+    table: AttackTable,
+    certificates: Sequence[CertificateTable],
+    called: Callable[[CertificateTable], str] = attrgetter("name"),
+) -> Grid:
+    """What became of the inputs, in %: a row for each size and attack, and one for all attacks.
+
+    Certified columns are of the same model and data, at the least radius that contains the attack's
+    ball, on the inputs that both tables have. called: what a certification is called.
+    """
+    beside = [(other, _common(table, other)) for other in certificates if _same(table, other)]
+    beside = [(other, common) for other, common in beside if common.any()]
+    header = [f"{table.norm} size", "attack", "right", "abstained", "wrong"]
+    header += [f"certified {called(other)}" for other, _ in beside]
+
+    def certified(size: float) -> list[str]:
+        shares = []
+        for other, common in beside:
+            radius = size * ball_factor(other.norm, table.norm, table.numbers)
+            shares.append(percent(float(np.mean((other.certified() >= radius)[common]))))
+        return shares
+
+    rows = [["0", NONE, *table.shares(NONE, 0.0).percent(), *certified(0.0)]]
+    for size in table.sizes:
+        done = [name for name in table.attacks if table.has(name, size)]
+        found = [(name, table.shares(name, size)) for name in done]
+        if len(done) > 1:
+            found.append(("all of them", table.worst(size)))
+        rows += [[exact(size), name, *s.percent(), *certified(size)] for name, s in found]
+    notes = [f"certified {called(o)}: {_note(table, o, int(c.sum()))}" for o, c in beside]
+    return Grid(header, rows, notes)
+
+
+def _common(table: AttackTable, other: CertificateTable) -> np.ndarray:
+    return np.isin(other.index, table.index)
+
+
+def _same(table: AttackTable, other: CertificateTable) -> bool:
+    """Whether both are of one model and one data set, so that an index names one input."""
+    return (other.about.get("model"), other.about.get("data")) == (table.model, table.data)
+
+
+def same_classifier(table: AttackTable, other: CertificateTable) -> bool:
+    """Whether the attacked classifier is the certified one: model, data, kind of noise and scale,
+    and whether it answers by votes of draws or by their mean scores.
+
+    Attacks smooth by Gaussian noise, and take a model's own noise, which is part of it.
+    """
+    if not _same(table, other):
+        return False
+    return _same_noise(table, other) and table.votes == other.by_votes
+
+
+def _same_noise(table: AttackTable, other: CertificateTable) -> bool:
+    return table.certified_as == other.attacked_as
+
+
+def _note(table: AttackTable, other: CertificateTable, common: int) -> str:
+    note = f"{common:,} of these inputs"
+    if other.norm != table.norm:
+        factor = ball_factor(other.norm, table.norm, table.numbers)
+        note += f", {table.norm} size s by {other.norm} radius {factor:.4g} s"
+    if not same_classifier(table, other):
+        by = "smoothed by that noise"
+        if _same_noise(table, other):
+            by = "that answers by " + ("votes" if other.by_votes else "mean scores")
+        note += f"; of another classifier than the attacked one ({by})"
+    return note
+
+
+# --- charts of the report ---------------------------------------------------------------------
+
+
+_SHARE = "of test inputs, %"
+_FINE = 180  # a step is drawn no finer than this part of the width
+
+
+def certified_accuracy(
+    tables: Sequence[CertificateTable], clean: float | None, name: str = "certified"
+) -> str:
+    """Certified accuracy against radius, a line for each certification; clean accuracy dashed."""
+    widest = max((float(table.certified().max()) for table in tables), default=0.0)
+    end = 1.05 * widest if widest > 0 else 1.0
+    lines = [Line(table.words, _steps(table, end), steps=True) for table in tables]
+    if clean is not None:
+        share = 100 * clean
+        lines.append(Line("right without noise or attack", [(0, share), (end, share)], quiet=True))
+    norms, said = sorted({norm_name(table.norm) for table in tables}), []
+    for table in tables:
+        at = [(r, table.certified_accuracy(r)) for r in table.shown_radii]
+        shares = ", ".join(f"{percent(share, 1)} % at {exact(r)}" for r, share in at)
+        said.append(f"{table.words}: {shares}")
+    return chart(
+        lines,
+        Axis(f"{' or '.join(norms)} radius, in units of the input", end),
+        Axis(_SHARE, 100.0),
+        about=f"The larger the radius, the fewer inputs are certified. {'; '.join(said)}.",
+        name=name,
+        title="Right and certified, against radius",
+    )
+
+
+def _steps(table: CertificateTable, end: float) -> list[tuple[float, float]]:
+    """What is certified at so many radii: between two of them at least what is at the second."""
+    held = table.certified()
+    radii = np.unique(np.concatenate([[0.0], held[held > 0]]))
+    if len(radii) > _FINE:
+        radii = np.linspace(0.0, float(radii[-1]), _FINE)
+    shares = [100 * float(np.mean(held >= radius)) for radius in radii]
+    return [*zip(radii.tolist(), shares, strict=True), (float(radii[-1]), 0.0)]
+
+
+def attacked_accuracy(
+    table: AttackTable, certificates: Sequence[CertificateTable], name: str = "attacked"
+) -> str:
+    """What can still be right against attack size, a line for each attack; certified: dashed.
+
+    The lines are 1 - wrong: an abstention refutes nothing. Filled down to what was answered rightly
+    under all attacks.
+    """
+    clean, lines, said = table.shares("none", 0.0), [], []
+    for attack in table.attacks:
+        found = [(s, table.shares(attack, s)) for s in table.sizes if table.has(attack, s)]
+        left = [(s, 1 - shares.wrong) for s, shares in [(0.0, clean), *found]]
+        points = [(s, 100 * share) for s, share in left]
+        lines.append(Line(attack, points, dots=True))
+        percents = [f"{percent(share, 1, up=True)} % at {exact(s)}" for s, share in left]
+        said.append(f"{attack}: {', '.join(percents)}")
+    if table.place.random:
+        worst = [(0.0, clean), *((size, table.worst(size)) for size in table.sizes)]
+        upper = [(size, 100 * (1 - shares.wrong)) for size, shares in worst]
+        below = [100 * shares.right for _, shares in worst]
+        lines.insert(0, Line("not answered, under one of them at least", upper, below=below))
+    shown = grid(table, certificates, attrgetter("words"))
+    for place, column in enumerate(shown.header[5:], start=5):
+        at = {float(row[0]): float(row[place]) for row in shown.rows}
+        lines.append(Line(column, list(at.items()), quiet=True, dots=True))
+    end = 1.05 * max(table.sizes, default=1.0)
+    return chart(
+        lines,
+        Axis(f"{norm_name(table.norm)} size of the attack", end),
+        Axis(_SHARE, 100.0),
+        about=f"Not refuted under attack. {'; '.join(said)}.",
+        name=name,
+        title="Not refuted under attack, against its size",
+    )
+
+
+def privacy_spent(curve: Sequence[tuple[int, float]], delta: float, name: str = "spent") -> str:
+    """Epsilon against training step. curve: finite, ends above 0."""
+    points = [(0.0, 0.0), *((float(step), epsilon) for step, epsilon in curve)]
+    steps, last = points[-1]
+    return chart(
+        [Line(f"epsilon at delta = {delta:g}", points)],
+        Axis("step", steps),
+        Axis("epsilon", 1.05 * last),
+        about=f"Rises with every step, to {format_epsilon(last)} after {steps:,.0f} steps.",
+        name=name,
+        title="Privacy spent, against step",
+    )

@@ -1,4 +1,7 @@
-"""Pictures that commands write into files of their own; the report's are in `pictures.py`."""
+"""Figures that commands write into files of their own, by matplotlib.
+
+The report's own charts are in `dpdist.reports.charts`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 import numpy as np
 
-from dpdist.base.errors import UserError
-from dpdist.base.reading import shown
+from dpdist.core.errors import UserError
+from dpdist.core.files import shown
 from dpdist.privacy import mechanisms
 
 matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""Figures of a run for TensorBoard and MLflow: those that may be published, and no others.
+"""Send the publishable figures of a run to TensorBoard and MLflow, and no others.
 
-A tracker is handed around, shared and kept: what is in it has been released. So it takes epsilon
+A tracker is handed around, shared and kept: its content has been released. So it takes epsilon
 against step, scores on named test data and certified accuracy, by name, and refuses the rest.
 Training loss, gradient norms or batch sizes are made of private records and are paid for by
 nothing. Nor does it see when a step was made: all is written once the run has finished.
@@ -14,10 +14,10 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dpdist.base import console
-from dpdist.base.errors import UserError
-from dpdist.base.extras import library
-from dpdist.base.rounding import exact
+from dpdist.core import console
+from dpdist.core.console import exact
+from dpdist.core.errors import UserError
+from dpdist.core.optional_imports import library
 
 if TYPE_CHECKING:
     from dpdist.reports.facts import Facts

@@ -1,1 +1,1 @@
-"""What a run is: its recipe, its folder, its records, its archive."""
+"""A run on disk: its recipe and plan, its folder and verified ledger, its archive."""

@@ -1,1 +1,1 @@
-"""The DP training loop on Ray Train: checkpoints and resume."""
+"""The training loop on Ray Train: checks, workers, checkpoints, resuming, public pre-training."""

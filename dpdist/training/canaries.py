@@ -1,13 +1,13 @@
-"""Canaries of an audited run: positions behind the training records, in the sampling as they are.
+"""Canaries of an audited run: positions behind the training records, sampled like all others.
 
 Canary j of m has position N + j. The plan counts N + m records, and every position is sampled
 alike; whether a canary is in is a secret fair coin, the same in all steps. One that is out joins
-steps and adds nothing, which nobody else's sampling notices: of those that are in, it is Poisson
-sampling at the plan's rate (and where the batch is capped, it is a record blanked out).
+steps and adds nothing, which no other record's sampling notices: of those that are in, it is
+Poisson sampling at the plan's rate (and where the batch is capped, it is a record blanked out).
 
-What the canaries are is public, and the same for everybody; only the coins are secret. Inputs come
-from the test split or from records that data.public declares public. Neither holds private records
-(`dpdist.training.job.check_records` compares them); canaries join behind that comparison.
+The canaries themselves are public, and the same for everybody; only the coins are secret. Inputs
+come from the test split or from records that data.public declares public. Neither holds private
+records (`dpdist.training.job.check_records` compares them); canaries join behind that comparison.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpdist.base.errors import UserError
+from dpdist.config.sections import CanaryAudit
+from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.randomness.keys import derive_key, words
-from dpdist.sections.audit import CanaryAudit
-from dpdist.training.reducer import Reducer
+from dpdist.training.collectives import Reducer
 
 SLOT = "canaries"  # of a checkpoint: their scores so far
 

@@ -1,5 +1,4 @@
-"""Training state on disk: parameters, optimizer and average, as safetensors, whole or not at
-all."""
+"""Training state on disk: parameters, optimizer and average, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,10 +18,16 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dpdist.base.errors import UserError
-from dpdist.base.reading import read_bytes, read_json, reason
-from dpdist.base.storage import private_folder, write_atomic, written_aside
-from dpdist.privacy.journal import Anchor
+from dpdist.core.errors import UserError
+from dpdist.core.files import (
+    private_folder,
+    read_bytes,
+    read_json,
+    reason,
+    write_atomic,
+    written_aside,
+)
+from dpdist.privacy.ledger import Anchor
 from dpdist.runs.folder import complete_checkpoints
 
 KEEP = 2

@@ -1,25 +1,32 @@
-"""What a training worker needs to know: recipe, plan, folder and records, all checked first."""
+"""Check a training completely before it starts: recipe, plan, folder, records and budget.
+
+The result holds everything that a training worker needs. Charges of a run or search to the budget
+of its records are made here as well.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
-from dpdist.base.reading import read_json
-from dpdist.base.storage import write_atomic, write_json, write_once
-from dpdist.cluster.packages import fingerprint
-from dpdist.data.overlap import check_unseen, refuse_common
+from dpdist.cluster.versions import fingerprint
+from dpdist.config.training import CANONICAL_SHARDS
+from dpdist.core.errors import UserError
+from dpdist.core.files import read_json, write_atomic, write_json, write_once
+from dpdist.data import Dataset
+from dpdist.data.dataset import check_unseen, refuse_common
+from dpdist.privacy import budget
+from dpdist.privacy.budget import BudgetExceeded, Charge, Lineage, RenyiFilter, Terms, run_id
+from dpdist.privacy.ledger import JournalError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
-from dpdist.runs.folder import OtherRun, RunFolder
-from dpdist.runs.planning import settle
-from dpdist.runs.recipe import Recipe, check_against_data, field_error
-from dpdist.runs.released import begun, read_released
-from dpdist.sections.training import CANONICAL_SHARDS
+from dpdist.runs.folder import OtherRun, RunFolder, begun, read_released
+from dpdist.runs.recipe import Recipe, check_against_data, field_error, settle
 from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained
 from dpdist.training.records import (
     evaluation_data,
@@ -29,6 +36,82 @@ from dpdist.training.records import (
     training_data,
     training_records,
 )
+
+# --- charges to a budget ----------------------------------------------------------------------
+
+
+def terms_of(recipe: Recipe) -> Terms:
+    """How the budget counts that this recipe opens. Raises ValueError for an impossible ceiling."""
+    privacy = recipe.privacy
+    if privacy.budget_ceiling is None or privacy.budget_composition == "non-adaptive":
+        return Terms()
+    delta = privacy.budget_delta or privacy.delta
+    return Terms(RenyiFilter.fixed(privacy.budget_ceiling, delta, privacy.neighbours))
+
+
+def charge_of(recipe: Recipe, folder: RunFolder, process: str | None = None) -> Charge:
+    """Return what a run has released by its ledger, and what its process of this nonce (default:
+    the last that wrote there) may yet release."""
+    by_run = read_released(folder)
+    plan, ledger = by_run.plan, by_run.ledger
+    lineage = Lineage.of(
+        plan.phases,
+        folder.ledger,
+        ledger.made(plan),
+        process or next(iter(ledger.processes[-1:]), None),
+        ledger.left(plan),
+    )
+    run = run_id(key_id(folder.read_key()), plan)
+    return Charge.of(run, recipe.name, plan, (), lineage)
+
+
+def reserve_charge(
+    recipe: Recipe, records: Dataset | None, charge: Charge, where: str, *, enforce: bool = True
+) -> None:
+    """Charge the records before anything is released; see `dpdist.privacy.budget.reserve`.
+
+    Raises UserError, and nothing was charged.
+    """
+    privacy = recipe.privacy
+    if privacy.budget is None:
+        return
+    with _complaints(where):
+        limit = None
+        if privacy.budget_ceiling is not None:
+            limit = (privacy.budget_ceiling, privacy.budget_delta or privacy.delta)
+        budget.reserve(
+            privacy.budget,
+            None if records is None else np.asarray(records.hashes),
+            charge,
+            terms_of(recipe),
+            privacy.neighbours,
+            name=recipe.data.name,
+            limit=limit,
+            enforce=enforce,
+        )
+
+
+def settle_charge(recipe: Recipe, records: Dataset, charge: Charge, where: str) -> None:
+    """Charge what was really released, when all of it was."""
+    if recipe.privacy.budget is None:
+        return
+    with _complaints(where):
+        made = charge.run, charge.phases, charge.lineage
+        if not budget.settle(recipe.privacy.budget, *made):
+            reserve_charge(recipe, records, charge, where, enforce=False)
+            budget.settle(recipe.privacy.budget, *made)
+
+
+@contextmanager
+def _complaints(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (BudgetExceeded, JournalError, ValueError) as error:
+        raise UserError(f"{where}: privacy.budget: {error}") from error
+
+
+# --- the checked training ---------------------------------------------------------------------
+
 
 PACKAGES = ("dpdist",)
 _CLOSE = 1e-6  # relative: another version of the accountant may round otherwise
@@ -174,7 +257,7 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
     _check_resources(recipe, where)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), where)
     models.check_name(recipe.model.name)
-    from dpdist.training.building import check_model  # loads torch: all else is refused before
+    from dpdist.training.model_setup import check_model  # loads torch: all else is refused before
 
     check_model(recipe, dataset)
     return dataset, pretrained

@@ -1,7 +1,7 @@
-"""What a model's public part has seen: written by pretrain, checked before a run.
+"""Record which data a model's public part has seen, and check it before a run.
 
 A run's epsilon speaks about the records it trains on. Initial weights, a frozen classifier or a
-frozen denoiser that saw them too, without privacy, would void it; so their folder says on which
+frozen denoiser that saw them too, without privacy, would void it; so their folder states on which
 records they were trained, and none of these may be among the run's.
 """
 
@@ -17,17 +17,16 @@ import numpy as np
 from pydantic import ValidationError
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
-from dpdist.base.reading import read_bytes, read_json, shown
-from dpdist.base.storage import write_atomic, write_json
-from dpdist.data.overlap import Inputs, refuse_common
+from dpdist.config.sections import PretrainedRecipe, PublicRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.files import read_bytes, read_json, shown, write_atomic, write_json
+from dpdist.data.dataset import Inputs, refuse_common
 from dpdist.models import ModelSpec
 from dpdist.privacy.guarantee import format_delta
-from dpdist.release.files import is_release
-from dpdist.release.reading import load as load_release
+from dpdist.release.bundle import is_release
+from dpdist.release.bundle import load as load_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, differing
-from dpdist.sections.recipe import PretrainedRecipe, PublicRecipe
 from dpdist.training.records import private_data, source_of, training_data
 
 if TYPE_CHECKING:

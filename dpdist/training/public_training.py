@@ -1,11 +1,17 @@
-"""Training on public records, WITHOUT privacy: the steps, where they begin, and how good it is."""
+"""Steps of training on public records, WITHOUT privacy: initial weights, deformations, accuracy.
+
+Random deformations of public images let a few of them teach a network much. Only public
+pre-training uses them: they cost nothing and prove nothing. A private training's own randomness
+stays within the record: `dpdist.gradients.perturbations`, with crop and flip, which public
+training has as well.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,17 +20,69 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
-from dpdist.base.reading import read_bytes
-from dpdist.gradients.task import cross_entropy, squared_error
-from dpdist.methods.hgm_shares import resized
+from dpdist.config.sections import ModelRecipe, PublicRecipe
+from dpdist.config.training import AugmentRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.files import read_bytes
+from dpdist.gradients.engine import cross_entropy, squared_error
+from dpdist.methods.hidden_noise_shares import resized
 from dpdist.models import ModelSpec
-from dpdist.models.torchvision_zoo import estimating, published_weights
+from dpdist.models.zoo import estimating, published_weights
 from dpdist.randomness.keys import derive_key
-from dpdist.sections.recipe import ModelRecipe, PublicRecipe
-from dpdist.training.augment import deformed
-from dpdist.training.building import augmentation
-from dpdist.training.optimizer import FlatOptimizer
+from dpdist.training.collectives import FlatOptimizer
+from dpdist.training.model_setup import augmentation
+
+# --- deformations of images -------------------------------------------------------------------
+
+
+_LATTICE = 5  # points a side that the elastic displacement is interpolated from
+
+
+def deformed(
+    inputs: Tensor, shape: Sequence[int], section: AugmentRecipe, generator: torch.Generator
+) -> Tensor:
+    """Images (B, C, h, w) on canvases `shape` (C, H, W), each deformed by draws of its own.
+
+    One bicubic resampling does the scaling up, the affine map and the elastic displacement; then
+    the contrast, which makes strokes thick or thin, and clamping to [0, 1]. Raises UserError for
+    records that are no images or have other channels.
+    """
+    if inputs.dim() != 4 or len(shape) != 3 or inputs.shape[1] != shape[0]:
+        raise UserError(
+            f"public.augment: needs images of {shape[0]} channels, got records of shape "
+            f"{tuple(inputs.shape[1:])}"
+        )
+    count = len(inputs)
+
+    def draw(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator)
+
+    turn = draw(-section.rotate, section.rotate)
+    slant = draw(-section.shear, section.shear)
+    rows = [
+        torch.stack([turn.cos(), turn.sin() + slant], 1) / draw(*section.scale)[:, None],
+        torch.stack([-turn.sin(), turn.cos()], 1) / draw(*section.scale)[:, None],
+    ]
+    moves = [draw(-section.shift, section.shift) for _ in rows]
+    affine = torch.stack(
+        [torch.cat([row, move[:, None]], 1) for row, move in zip(rows, moves, strict=True)], 1
+    )
+    grid = nn.functional.affine_grid(affine, [count, *shape], align_corners=False)
+    lattice = torch.randn(count, 2, _LATTICE, _LATTICE, generator=generator) * section.elastic
+    bend = nn.functional.interpolate(
+        lattice, size=tuple(shape[1:]), mode="bicubic", align_corners=False
+    )
+    images = nn.functional.grid_sample(
+        inputs, grid + bend.permute(0, 2, 3, 1), mode="bicubic", align_corners=False
+    )
+    if section.contrast is not None:
+        middle = draw(*section.middle)[:, None, None, None]
+        images = (images - middle) * draw(*section.contrast)[:, None, None, None] + 0.5
+    return images.clamp(0, 1)
+
+
+# --- public training --------------------------------------------------------------------------
+
 
 Progress = Callable[[int, int, float], None]  # steps done, steps, per second
 

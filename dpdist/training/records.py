@@ -1,4 +1,4 @@
-"""Which records a run trains on, keeps out of training, publishes scores on, and calls public.
+"""Choose the records that a run trains on, holds out, publishes scores on, and calls public.
 
 Every record's side follows from a hash of its own input (`Dataset.part`) and from public numbers,
 so that adding or removing one record moves no other one.
@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dpdist import data
-from dpdist.base.errors import UserError
-from dpdist.data.overlap import check_test
+from dpdist.config.data import DataRecipe
+from dpdist.core.errors import UserError
+from dpdist.data.dataset import check_test
 from dpdist.runs.recipe import Recipe
-from dpdist.sections.data import DataRecipe
 
 
 def source_of(recipe: Recipe) -> data.Source:

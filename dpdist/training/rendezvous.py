@@ -1,6 +1,6 @@
-"""How the training workers find each other: on one interface, and on loopback in a local session.
+"""Connect the training workers on one interface, and on loopback in a local session.
 
-Ray's own set-up would open torch's store on every interface, and gloo would take whatever address
+Ray's own set-up would open torch's store on every interface, and gloo would take the address that
 the host's name resolves to.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
-from dpdist.training.reducer import Reducer
+from dpdist.training.collectives import Reducer
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _TIMEOUT = timedelta(seconds=60)  # a network cut or a dead worker is noticed after so long

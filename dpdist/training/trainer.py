@@ -13,21 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpdist.base.errors import ClusterError, NoRoom, UserError
-from dpdist.base.fields import Section
-from dpdist.base.storage import private_folder, remove_leftovers, write_atomic
-from dpdist.cluster.packages import check_nodes
-from dpdist.cluster.session import Session
-from dpdist.cluster.waiting import Room
-from dpdist.privacy.journal import JournalBusy, check_free
-from dpdist.privacy.ledger import Ledger
+from dpdist.cluster.session import Room, Session
+from dpdist.cluster.versions import check_nodes
+from dpdist.core.errors import ClusterError, NoRoom, UserError
+from dpdist.core.fields import Section
+from dpdist.core.files import private_folder, remove_leftovers, write_atomic
+from dpdist.privacy.ledger import JournalBusy, Ledger, check_free
 from dpdist.runs.archive import Archive
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import RunFolder, check_released
 from dpdist.runs.recipe import Recipe
-from dpdist.runs.released import check_released
-from dpdist.training import charging
-from dpdist.training.groups import Teller
+from dpdist.training import job as charging
 from dpdist.training.job import PACKAGES, TrainJob
+from dpdist.training.monitoring import Teller
 from dpdist.training.records import training_records
 
 Progress = Callable[[int, int, float], None]  # done, total, per second
@@ -89,15 +86,15 @@ def _charged(job: TrainJob) -> Iterator[None]:
         with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
             check_released(folder, plan, ledger)
             mine = ledger.announce_process()
-        charging.reserve(recipe, records, charging.charge_of(recipe, folder, mine), where)
+        charging.reserve_charge(recipe, records, charging.charge_of(recipe, folder, mine), where)
     try:
         yield
     finally:
         charge = charging.charge_of(recipe, folder, mine)
         if folder.trained.exists():
-            charging.settle(recipe, records, charge, where)
+            charging.settle_charge(recipe, records, charge, where)
         else:
-            charging.reserve(recipe, records, charge, where, enforce=False)
+            charging.reserve_charge(recipe, records, charge, where, enforce=False)
 
 
 @dataclass(frozen=True)
@@ -113,17 +110,17 @@ class _Run:
         self.start(self.job if records is None else replace(self.job, given=records))
 
     def teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Any:
-        from dpdist.training.teachers import train_teachers
+        from dpdist.training.ensembles import train_teachers
 
         return train_teachers(self.job, count, sections, here=self.here)
 
     def release(self, about: bytes, draw: Callable[[bytes], Sequence[float]]) -> list[float]:
-        from dpdist.training.answering import released_once
+        from dpdist.training.ensembles import released_once
 
         return released_once(self.job, about, draw)
 
     def finish(self) -> None:
-        from dpdist.training.monitor import sum_up
+        from dpdist.training.monitoring import sum_up
 
         job = self.job
         with Ledger.open(job.folder.ledger, job.plan.fingerprint()) as ledger:
@@ -159,8 +156,8 @@ def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Sequence[An
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    from dpdist.training.loop import train_worker
     from dpdist.training.rendezvous import OwnRendezvous
+    from dpdist.training.worker import train_worker
 
     resources = job.recipe.resources
     count = (resources.least, resources.most) if resources.elastic else resources.most

@@ -8,11 +8,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from dpdist.adversary.balls import Ball, distance
-from dpdist.adversary.randomised import RandomisedClassifier
-from dpdist.attacks.evasion import attack
-from dpdist.certification.sampling import Randomness
-from dpdist.randomness.units import UnitSource
+from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, distance
+from dpdist.certification.worker import Randomness
+from dpdist.randomness.keys import UnitSource
 
 pytestmark = pytest.mark.slow  # the toolbox takes seconds to import
 STEPS = 10

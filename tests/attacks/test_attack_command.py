@@ -12,17 +12,18 @@ from support.here import call
 
 import dpdist.data
 from dpdist import models
-from dpdist.attacks.reading import check_line, read_attack
-from dpdist.base.errors import UserError
+from dpdist.attacks.table import check_line, read_attack
 from dpdist.certification import table as certificates
+from dpdist.certification.noise import ball_factor
+from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import key_id
-from dpdist.reports.attacks import ball_factor, grid
+from dpdist.reports.charts import grid
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.training.job import prepare
-from dpdist.training.monitor import sum_up
+from dpdist.training.monitoring import sum_up
 
 pytestmark = pytest.mark.whole
 

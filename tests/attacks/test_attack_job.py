@@ -17,13 +17,12 @@ from support.points import Points
 
 from dpdist import models
 from dpdist.attacks import job
-from dpdist.attacks.counting import MeanScores
-from dpdist.attacks.reading import read_attack
+from dpdist.attacks.evaluation import MeanScores
 from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.table import TABLE
-from dpdist.base.errors import UserError
-from dpdist.certification import betting, classifier
-from dpdist.certification.expected_score_bounds import SCORE_UNIT
+from dpdist.attacks.table import TABLE, read_attack
+from dpdist.certification import inference, score_bounds
+from dpdist.certification.score_bounds import SCORE_UNIT
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.whole
 
@@ -55,7 +54,7 @@ def rows(output: Path) -> list[dict]:
 def _one_form() -> Iterator[None]:
     """The executed form is the fastest of a short probe: under load not always the same one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classifier, "_seconds", lambda forms, batch: dict.fromkeys(forms, 1.0))
+        patch.setattr(inference, "_seconds", lambda forms, batch: dict.fromkeys(forms, 1.0))
         yield
 
 
@@ -225,7 +224,7 @@ def mean_scores(first: np.ndarray) -> MeanScores:
     """Of draws that score the first of two classes so, in [0, 1]."""
     scores = np.round(np.stack([first, 1 - first], axis=1) * SCORE_UNIT).astype(np.int64)
     votes = np.bincount(scores.argmax(1), minlength=2)
-    return MeanScores(*betting.binned(scores), votes)
+    return MeanScores(*score_bounds.binned(scores), votes)
 
 
 def capital(scores: np.ndarray, mean: float) -> float:
@@ -238,7 +237,7 @@ def capital(scores: np.ndarray, mean: float) -> float:
 def test_mean_scores_are_apart_where_one_mean_is_refuted_for_both(alpha: float) -> None:
     # Two classes, so three statements: at alpha / 3 each a mean is refuted as one above the first
     # class's and below the second's, by symmetry 1/2. Scores at ends of bins are not moved.
-    ends = betting.ENDS / SCORE_UNIT
+    ends = score_bounds.ENDS / SCORE_UNIT
     high, low = ends[40], ends[len(ends) - 41]
     seen = {0: 0, 1: 0, -1: 0}
     for hits in range(101):

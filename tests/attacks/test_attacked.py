@@ -10,11 +10,11 @@ import torch
 from support.here import command, without_ray
 from support.training import make, train
 
-from dpdist.adversary.balls import distance
-from dpdist.attacks.attacked import NAMED, At, AttackedCopies
-from dpdist.base.errors import UserError
-from dpdist.certification import reading
-from dpdist.certification.catalogue import settings_of
+from dpdist.attacks.attacked_copies import NAMED, At, AttackedCopies
+from dpdist.attacks.gradient_attacks import distance
+from dpdist.certification import table_reader
+from dpdist.certification.registry import settings_of
+from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
 from dpdist.reports.facts import read_facts
 from dpdist.training.records import evaluation_data, source_of
@@ -40,7 +40,7 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
     out = shown("--at", "attacked:pgd,0.3,l2")
     assert NAMED in out and out.count("vote (Cohen), gaussian 0.25, l2 >= 0.3") == 2
     (path,) = Path(folder.path / "attacks").glob("certified-pgd-l2-0.3-*/certificates.parquet")
-    attacked, (clean,) = reading.read(path), read_facts(folder).tables
+    attacked, (clean,) = table_reader.read(path), read_facts(folder).tables
     assert clean.about["data"] != attacked.about["data"]
     assert attacked.certified_accuracy(1e-9) < clean.certified_accuracy(1e-9)
     for table, of in ((attacked, "attacked"), (clean, "clean")):

@@ -13,16 +13,19 @@ from support.batch_dependent import Honest, Inputs, save
 from support.certificates import check_certificates
 from torch import Tensor, nn
 
-from dpdist.adversary.randomised import RandomisedClassifier, loss_gradient, success_score
-from dpdist.attacks import counting, job
-from dpdist.attacks.evasion import _best
-from dpdist.attacks.reading import attack_line, read_attack
+from dpdist.attacks import evaluation, job
+from dpdist.attacks.gradient_attacks import (
+    RandomisedClassifier,
+    _best,
+    loss_gradient,
+    success_score,
+)
 from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.table import TABLE
-from dpdist.base.errors import InvalidResults, UserError
+from dpdist.attacks.table import TABLE, attack_line, read_attack
 from dpdist.certification import job as certifying
 from dpdist.certification import reexecution
-from dpdist.certification.catalogue import settings_of
+from dpdist.certification.registry import settings_of
+from dpdist.core.errors import InvalidResults, UserError
 from dpdist.models import mixing
 
 pytestmark = pytest.mark.slow
@@ -131,7 +134,7 @@ def test_experts_are_not_attacked(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: AttackSettings
 ) -> None:
     seen = []
-    monkeypatch.setattr(counting, "mixing", lambda *given: seen.append(given) or mixing(*given))
+    monkeypatch.setattr(evaluation, "mixing", lambda *given: seen.append(given) or mixing(*given))
     with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
         attack("Experts", settings, tmp_path)
     _, batch, copies = seen[0]

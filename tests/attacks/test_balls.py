@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from support.cases import cases
 from torch import Tensor
 
-from dpdist.adversary.balls import NORMS, Ball, distance
-from dpdist.base.errors import UserError
+from dpdist.attacks.gradient_attacks import Ball, distance
+from dpdist.core.errors import UserError
+from dpdist.core.fields import NORMS
 
 
 def sizes(*values: float) -> Tensor:

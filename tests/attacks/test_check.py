@@ -14,13 +14,13 @@ from support.certificates import check_certificates, of_next_class, of_sensitivi
 from support.points import Points
 
 from dpdist import models
-from dpdist.attacks.check import plausibility
 from dpdist.attacks.settings import AttackSettings
-from dpdist.base.errors import UserError
-from dpdist.certification import job, reading
+from dpdist.attacks.table import plausibility
+from dpdist.certification import job, table_reader
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.scores import ExpectedScores
+from dpdist.certification.expected_scores import ExpectedScores
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.whole
 
@@ -161,7 +161,7 @@ def split(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for bound in ("hoeffding", "counts"):
         settings = ExpectedScores(n=2000, n0=1000, alpha=0.01, seed="1", batch=500, bound=bound)  # type: ignore[arg-type]
         job.certify(folder / "model", POINTS, settings, folder / bound, actors=1)
-        found = reading.read(folder / bound / job.TABLE)
+        found = table_reader.read(folder / bound / job.TABLE)
         assert set(found.sizes_of("cohen", "l2").answer) == {split_minds.VOTE}
         assert set(found.prediction) == {
             getattr(split_minds, "VOTE" if bound == "counts" else "SCORE")

@@ -18,15 +18,14 @@ from support.certificates import check_certificates
 from support.points import Points
 
 from dpdist import models
-from dpdist.attacks.check import Check
-from dpdist.attacks.reading import VERDICT, read_check
+from dpdist.attacks.job import Check
 from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.table import CHECK_TABLE
-from dpdist.base.errors import UserError
-from dpdist.bulk.job import run
+from dpdist.attacks.table import CHECK_TABLE, VERDICT, read_check
 from dpdist.certification import job
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
+from dpdist.cluster.resumable_job import run
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.whole
 

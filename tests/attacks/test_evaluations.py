@@ -11,17 +11,17 @@ import pyarrow as pa
 import pytest
 from support.training import make, train
 
-from dpdist import bulk, pipeline
-from dpdist.audits import catalogue
-from dpdist.base.errors import UserError
-from dpdist.base.table_files import read_table
-from dpdist.bulk.evaluation import Evaluation, Subject
-from dpdist.bulk.job import Task, Work
-from dpdist.commands.releasing import write_release
+from dpdist import pipeline
+from dpdist.audits import registry
+from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.cluster import job_folder
+from dpdist.cluster.resumable_job import Task, Work
+from dpdist.core.errors import UserError
+from dpdist.core.files import read_table
+from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive
-from dpdist.runs.exporting import export, unpack
+from dpdist.runs.archive import Archive, export_text, unpack_text
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
@@ -32,7 +32,7 @@ SCHEMA = pa.schema([pa.field("index", pa.int64()), pa.field("score", pa.float64(
 class Counting(Work):
     """The toy's job: each record's number of letters in its place."""
 
-    kind, key, schema = bulk.Kind("toy", "toying"), b"dpdist.toy", SCHEMA
+    kind, key, schema = job_folder.Kind("toy", "toying"), b"dpdist.toy", SCHEMA
 
     def __init__(self, toy: Toy, subject: Subject) -> None:
         self.file, self._toy = toy.file, toy
@@ -98,7 +98,7 @@ def run(here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     )  # fmt: skip
     train(recipe, folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalogue, "EVALUATIONS", (*catalogue.EVALUATIONS, Toy, Membership))
+        patch.setattr(registry, "EVALUATIONS", (*registry.EVALUATIONS, Toy, Membership))
         for kind in (Toy, Membership):
             found = pipeline.evaluation_stage(recipe, folder, kind())
             assert kind.read(found)["score"].to_pylist() == [0.0, 3.0, 6.0, 9.0]
@@ -141,7 +141,7 @@ def test_private_results_leave_by_no_door(run: tuple[Any, RunFolder], tmp_path: 
     released = write_release(folder)
     assert released and "membership" not in "".join(names(folder.release))
     # What `dpdist cluster fetch` brings home.
-    unpack(export(folder), tmp_path / "fetched")
+    unpack_text(export_text(folder), tmp_path / "fetched")
     assert "attacks/toy-3/toy.parquet" in names(tmp_path / "fetched")
     assert "membership" not in "".join(names(tmp_path / "fetched"))
     # An archive without private state.

@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.adversary.ascents import mim
-from dpdist.adversary.balls import Ball, distance
-from dpdist.adversary.randomised import (
+from dpdist.attacks.gradient_attacks import (
+    Ball,
     RandomisedClassifier,
+    attack,
+    distance,
     loss_gradient,
+    mim,
     success_score,
 )
-from dpdist.attacks.evasion import ATTACKS, attack
-from dpdist.certification.sampling import Randomness
-from dpdist.randomness.places import BehindLayer, OnInput
-from dpdist.randomness.units import UnitSource
+from dpdist.certification.worker import Randomness
+from dpdist.core.fields import ATTACKS
+from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.noise_location import BehindLayer, OnInput
 
 
 def randomness(seed: str = "1") -> Randomness:

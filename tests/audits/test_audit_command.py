@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support.training import make, train
 
-from dpdist.audits import driving, mechanism
+from dpdist.audits import mechanism, step_harness
 from dpdist.audits.target import Target
-from dpdist.privacy.audited import Audited
+from dpdist.privacy.card import Audited
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
@@ -56,9 +56,9 @@ def test_of_a_run(run, dpdist, monkeypatch):
     assert audited.line.split("(")[0] in run.report.read_text().replace("&gt;", ">")
 
     # A fault in the code that trains: the exit code says so.
-    real = driving.Driven.release
+    real = step_harness.Driven.release
     monkeypatch.setattr(
-        driving.Driven, "release", lambda self, step, rows, std, flag=False:
+        step_harness.Driven, "release", lambda self, step, rows, std, flag=False:
         real(self, step, rows, std / 3, flag),
     )  # fmt: skip
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW, "--set", "seed=1")

@@ -8,8 +8,8 @@ import math
 
 import pytest
 
-from dpdist.base.errors import UserError
-from dpdist.privacy.audited import BUG, CONSISTENT, REFUTED, Audited
+from dpdist.core.errors import UserError
+from dpdist.privacy.card import BUG, CONSISTENT, REFUTED, Audited
 
 FOUND = Audited(
     kind="mechanism", method="by a theorem", epsilon=1.23456, delta=1e-5, alpha=0.05,

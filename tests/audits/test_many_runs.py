@@ -13,23 +13,27 @@ import torch
 from support.here import command, without_ray
 from support.training import KEY, make, parameters, train
 
-from dpdist.audits import vectorised
-from dpdist.audits.many_runs import audit_many_runs, expected
-from dpdist.audits.noise_family import ASSUMED, noise_rejected
-from dpdist.audits.retraining import Retraining
+from dpdist.audits import trainings as vectorised
+from dpdist.audits.canaries import audit_many_runs, expected
 from dpdist.audits.target import Target, of_recipe
-from dpdist.audits.vectorised import Trainer, TrainerSetup, Trainings
-from dpdist.base.errors import UserError
+from dpdist.audits.trainings import Retraining, Trainer, TrainerSetup, Trainings
+from dpdist.config.sections import ManyRunsAudit
+from dpdist.core.errors import UserError
 from dpdist.gradients.noise import add_noise as real
-from dpdist.privacy.audit_bounds import ManyRuns, Trials, log_likelihood_ratio
+from dpdist.privacy.audit_bounds import (
+    ASSUMED,
+    ManyRuns,
+    Trials,
+    log_likelihood_ratio,
+    noise_rejected,
+    of_plan,
+)
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.trade_off import of_plan
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
-from dpdist.runs.exporting import publishable
+from dpdist.runs.archive import publishable
 from dpdist.runs.folder import RunFolder
-from dpdist.sections.audit import ManyRunsAudit
 from dpdist.training.job import prepare
 from dpdist.training.records import source_of, training_data
 

@@ -17,14 +17,13 @@ from support.training import make, parameters, train
 
 from dpdist import pipeline
 from dpdist.audits.membership import Membership
-from dpdist.audits.shadow import ShadowTrainer
-from dpdist.base.errors import UserError
-from dpdist.commands.releasing import write_release
+from dpdist.audits.trainings import ShadowTrainer
+from dpdist.core.errors import UserError
+from dpdist.publishing import write_release
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive
-from dpdist.runs.exporting import export, unpack
+from dpdist.runs.archive import Archive, export_text, unpack_text
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find, load, parse
 from dpdist.training import job, records
@@ -162,7 +161,7 @@ def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Pat
     assert "membership" not in folder.report.read_text()
     assert all("membership" not in name for name, _ in read_facts(folder).summary())
     assert write_release(folder) and "membership" not in "".join(contents(folder.release))
-    unpack(export(folder), tmp_path / "fetched")
+    unpack_text(export_text(folder), tmp_path / "fetched")
     assert "membership" not in "".join(contents(tmp_path / "fetched"))
     archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
     assert archive is not None

@@ -8,26 +8,24 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from dpdist.audits import scores
-from dpdist.audits.bank import BankScores
-from dpdist.audits.games import GAMES, Coins, Halves, Quarters
-from dpdist.audits.inference import ATTACKS, Lira, Shadow
-from dpdist.audits.roc import Roc
-from dpdist.base.errors import UserError
+from dpdist.audits import membership_statistics
+from dpdist.audits.membership_findings import ATTACKS, Lira, Shadow
+from dpdist.audits.membership_statistics import GAMES, BankScores, Coins, Halves, Quarters, Roc
+from dpdist.core.errors import UserError
 
 KEY = bytes(range(32))
 
 
 def test_log_odds_are_exact_where_probabilities_round_to_one() -> None:
     logits = np.array([[800.0, 0.0, 1.0], [0.0, 2.0, -1.0], [-900.0, 0.0, 0.0]])
-    found = scores.log_odds(logits, [0, 1, 0])
+    found = membership_statistics.log_odds(logits, [0, 1, 0])
     p = math.exp(2) / (1 + math.exp(2) + math.exp(-1))
     expected = [800 - math.log(1 + math.e), math.log(p / (1 - p)), -900 - math.log(2)]
     assert found == pytest.approx(expected, rel=1e-12)
-    assert scores.top_probabilities(logits[1:2])[0] == pytest.approx(
+    assert membership_statistics.top_probabilities(logits[1:2])[0] == pytest.approx(
         sorted(np.exp(logits[1]) / np.exp(logits[1]).sum(), reverse=True)
     )
-    assert scores.top_probabilities(np.zeros((1, 2)))[0].tolist() == [0.5, 0.5, 0.0]
+    assert membership_statistics.top_probabilities(np.zeros((1, 2)))[0].tolist() == [0.5, 0.5, 0.0]
 
 
 @pytest.fixture
@@ -40,8 +38,8 @@ def bank() -> BankScores:
 
 
 def test_lira_is_the_likelihood_ratio(bank: BankScores) -> None:
-    found = scores.lira_online(bank.phi, bank.member, 3)
-    offline = scores.lira_offline(bank.phi, bank.member, 3)
+    found = membership_statistics.lira_online(bank.phi, bank.member, 3)
+    offline = membership_statistics.lira_offline(bank.phi, bank.member, 3)
     others = np.arange(12) != 3
     sides = []
     for inside in (True, False):
@@ -58,11 +56,11 @@ def test_lira_is_the_likelihood_ratio(bank: BankScores) -> None:
 
 
 def test_rmia_counts_the_population(bank: BankScores) -> None:
-    found = scores.rmia(bank.phi, bank.member, 0, bank.population)
+    found = membership_statistics.rmia(bank.phi, bank.member, 0, bank.population)
     p, z = 1 / (1 + np.exp(-bank.phi)), 1 / (1 + np.exp(-bank.population))
     ratio, ratio_z = p[0] / p[1:].mean(0), z[0] / z[1:].mean(0)
     assert found == pytest.approx((ratio[:, None] >= 2 * ratio_z).mean(1), abs=1e-12)
-    offline = scores.rmia(bank.phi, bank.member, 0, bank.population, online=False)
+    offline = membership_statistics.rmia(bank.phi, bank.member, 0, bank.population, online=False)
     out = np.array([p[1:][~bank.member[1:, i], i].mean() for i in range(300)])
     ratio, ratio_z = p[0] / (0.65 * out + 0.35), z[0] / (0.65 * z[1:].mean(0) + 0.35)
     assert offline == pytest.approx((ratio[:, None] >= 2 * ratio_z).mean(1), abs=1e-12)
@@ -108,14 +106,20 @@ def remembered(models: int = 24) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def test_lira_finds_what_was_remembered_and_nothing_else() -> None:
     phi, member, _ = remembered()
-    aucs = [Roc.of(scores.lira_online(phi, member, t), member[t]).auc.value for t in range(24)]
+    aucs = [
+        Roc.of(membership_statistics.lira_online(phi, member, t), member[t]).auc.value
+        for t in range(24)
+    ]
     assert min(aucs) >= 0.9
     # Shuffled membership, and bits of others than the models' own: nothing to find.
     rng = np.random.default_rng(3)
     shuffled = np.stack([rng.permutation(row) for row in member])
     never = rng.random(member.shape) < 0.5
     for bits in (shuffled, never):
-        aucs = [Roc.of(scores.lira_online(phi, bits, t), bits[t]).auc.value for t in range(24)]
+        aucs = [
+            Roc.of(membership_statistics.lira_online(phi, bits, t), bits[t]).auc.value
+            for t in range(24)
+        ]
         # 4,800 pairs of record and model: a standard deviation of about .008.
         assert np.mean(aucs) == pytest.approx(0.5, abs=0.03)
 
@@ -126,7 +130,7 @@ def test_a_model_that_saw_neither_half_tells_nothing() -> None:
     for stranger, coin in zip(strangers, np.random.default_rng(5).random(phi.shape) < 0.5,
                               strict=True):  # fmt: skip
         both, bits = np.vstack([stranger, phi]), np.vstack([coin, member])
-        found.append(Roc.of(scores.lira_online(both, bits, 0), coin).auc.value)
+        found.append(Roc.of(membership_statistics.lira_online(both, bits, 0), coin).auc.value)
     assert np.mean(found) == pytest.approx(0.5, abs=0.02)  # 2.4 standard deviations
 
 

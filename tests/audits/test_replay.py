@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dpdist.audits.replay import reuses_noise
+from dpdist.audits.step_harness import reuses_noise
 
 
 class Played:

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, norm
 
-from dpdist.audits.ceilings import Ceiling, claimed, plan_curve, proved
-from dpdist.audits.roc import Estimate, Roc
+from dpdist.audits.membership_statistics import Ceiling, Estimate, Roc, claimed, plan_curve, proved
+from dpdist.privacy.audit_bounds import approximate_dp_curve, gaussian_curve
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.trade_off import approximate, gaussian
 
 
 def normal(mu: float, members: int, others: int, seed: int = 0) -> Roc:
@@ -93,11 +92,11 @@ def test_auc_ceilings(epsilon: float, by_gaussian: float, pure: float) -> None:
     for _ in range(50):
         mu = (low + high) / 2
         low, high = (mu, high) if gaussian_epsilon(1e-5, 1.0, mu) < epsilon else (low, mu)
-    ceiling = Ceiling("", gaussian(mu))
+    ceiling = Ceiling("", gaussian_curve(mu))
     assert ceiling.auc == pytest.approx(norm.cdf(mu / math.sqrt(2)), abs=2e-4)
     assert ceiling.auc >= norm.cdf(mu / math.sqrt(2))
     assert ceiling.auc == pytest.approx(by_gaussian, abs=6e-4)
-    assert Ceiling("", approximate(epsilon)).auc == pytest.approx(
+    assert Ceiling("", approximate_dp_curve(epsilon)).auc == pytest.approx(
         (1 + math.tanh(epsilon / 2)) / 2, abs=1e-3
     )
     assert (1 + math.tanh(epsilon / 2)) / 2 == pytest.approx(pure, abs=6e-4)
@@ -125,7 +124,7 @@ def test_the_ceiling_of_a_plan_is_its_best_test() -> None:
 
 
 def test_a_roc_above_the_ceiling_is_told_and_one_below_is_not() -> None:
-    ceiling = Ceiling("", gaussian(0.5))
+    ceiling = Ceiling("", gaussian_curve(0.5))
     assert ceiling.above(normal(1.0, 3000, 3000)) != []
     assert [ceiling.above(normal(0.5, 1000, 1000, seed)) for seed in range(20)] == [[]] * 20
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpdist.audits.step import Step, audit_step
-from dpdist.privacy import trade_off
+from dpdist.audits.mechanism import Step, audit_step
+from dpdist.privacy import audit_bounds
 from dpdist.privacy.audit_bounds import log_likelihood_ratio
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "audits.md"
@@ -19,7 +19,7 @@ def gaussian(sigma: float, promised: float, score=lambda seen: seen) -> Step:
     def release(included: bool, key: int) -> np.ndarray:
         return np.random.default_rng(key).normal([included, 0.0], sigma)
 
-    return Step(release, score, trade_off.gaussian(1 / promised))
+    return Step(release, score, audit_bounds.gaussian_curve(1 / promised))
 
 
 def test_the_example_in_the_docs():
@@ -37,7 +37,9 @@ def test_a_step_that_keeps_its_promise_and_one_that_does_not(score):
 
 def test_no_release_is_seen_too():
     step = Step(
-        lambda included, key: 1.0 if included else None, lambda seen: seen, trade_off.gaussian(1.0)
+        lambda included, key: 1.0 if included else None,
+        lambda seen: seen,
+        audit_bounds.gaussian_curve(1.0),
     )
     assert audit_step(step, 100, 1e-3).rejected
 

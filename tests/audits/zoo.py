@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpdist.audits.driving import Driven
 from dpdist.audits.mechanism import SCENES, play
-from dpdist.audits.replay import forgets_releases, reuses_noise
-from dpdist.base import console
+from dpdist.audits.step_harness import Driven, forgets_releases, reuses_noise
+from dpdist.core import console
 from dpdist.gradients.clipping import clipping_for
 from dpdist.gradients.engine import ClippedSum
 from dpdist.gradients.noise import add_noise
@@ -26,7 +25,7 @@ from dpdist.gradients.sampling import poisson_sample
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
-from dpdist.training.loop import Shards
+from dpdist.training.collectives import Shards
 
 ERROR = 1e-6  # of each verdict
 RELEASES = 2_000

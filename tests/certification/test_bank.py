@@ -7,10 +7,10 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.certification.bank import BankSampler, split_first_layer
-from dpdist.certification.noises import Gaussian
-from dpdist.randomness import units
-from dpdist.randomness.units import RandomWords, UnitSource
+from dpdist.certification.noise import Gaussian
+from dpdist.certification.worker import BankSampler, split_first_layer
+from dpdist.randomness import keys
+from dpdist.randomness.keys import RandomWords, UnitSource
 
 pytestmark = pytest.mark.guarantee
 
@@ -57,26 +57,26 @@ def test_counts_are_those_of_the_same_noise_on_every_input(evict: bool) -> None:
         x = torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(index))
         for block in (0, 1, 0):
             noise = torch.empty(200, 1, 6, 6)
-            key = SOURCE.key(None, units.ESTIMATE, block)
+            key = SOURCE.key(None, keys.ESTIMATE, block)
             Gaussian(0.5).draw(RandomWords().fill(key, noise.numel()), noise.numpy().reshape(-1))
             with torch.no_grad():
                 expected = torch.bincount(network(noise + x).argmax(1), minlength=3)
-            got = it.histogram(x, index, units.ESTIMATE, block, 200, 200)
+            got = it.histogram(x, index, keys.ESTIMATE, block, 200, 200)
             assert np.abs(got - expected.numpy()).max() <= 1  # a tie in the last bits at most
 
 
 def test_kept_blocks_stay_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpdist.certification import bank as module
+    from dpdist.certification import worker
 
     x = torch.rand(1, 6, 6)
     for evict in (True, False):
         it = bank(model(), evict=evict)
-        one = it.histogram(x, 0, units.ESTIMATE, 0, 200, 200)
-        monkeypatch.setattr(module, "_CACHE_BYTES", 2 * it._kept_bytes)
+        one = it.histogram(x, 0, keys.ESTIMATE, 0, 200, 200)
+        monkeypatch.setattr(worker, "_CACHE_BYTES", 2 * it._kept_bytes)
         for block in range(6):
-            it.histogram(x, 0, units.ESTIMATE, block, 200, 200)
-        assert len(it._kept) <= 2 and it._kept_bytes <= module._CACHE_BYTES
-        assert (it.histogram(x, 0, units.ESTIMATE, 0, 200, 200) == one).all()
+            it.histogram(x, 0, keys.ESTIMATE, block, 200, 200)
+        assert len(it._kept) <= 2 and it._kept_bytes <= worker._CACHE_BYTES
+        assert (it.histogram(x, 0, keys.ESTIMATE, 0, 200, 200) == one).all()
         monkeypatch.undo()
 
 
@@ -84,7 +84,7 @@ def test_the_certificate_of_one_input_is_as_honest_as_ever() -> None:
     # Counts over 40 blocks against an independent estimate: false failure 1e-4.
     network, it = model(), bank(model())
     x = torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(9))
-    counts = sum(it.histogram(x, 0, units.ESTIMATE, b, 200, 200) for b in range(40))
+    counts = sum(it.histogram(x, 0, keys.ESTIMATE, b, 200, 200) for b in range(40))
     noise = 0.5 * torch.randn(8000, 1, 6, 6, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         other = torch.bincount(network(noise + x).argmax(1), minlength=3).numpy()

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.base import binomial
-from dpdist.certification import bounds
+from dpdist.certification import score_bounds
+from dpdist.core import binomial
 
 pytestmark = pytest.mark.guarantee
 
@@ -106,26 +106,28 @@ def test_wrong_counts_are_refused(hits: float, draws: int, alpha: float) -> None
 
 
 def test_hoeffding_pays_for_both_sides_of_all_classes() -> None:
-    low, high = bounds.hoeffding_interval(0.5, 2000, 0.05, classes=10)
+    low, high = score_bounds.hoeffding_interval(0.5, 2000, 0.05, classes=10)
     half = np.sqrt(np.log(2 * 10 / 0.05) / (2 * 2000))
     assert (high - low) / 2 == pytest.approx(half, rel=1e-10)
     # The published one-sided union ln(K / alpha) is narrower: it must not come out here.
     assert (high - low) / 2 > np.sqrt(np.log(10 / 0.05) / (2 * 2000))
-    wide_low, wide_high = bounds.hoeffding_interval(5.0, 2000, 0.05, classes=10, low=0, high=10)
+    wide_low, wide_high = score_bounds.hoeffding_interval(
+        5.0, 2000, 0.05, classes=10, low=0, high=10
+    )
     assert (wide_high - wide_low) == pytest.approx(10 * (high - low))
-    assert bounds.hoeffding_interval(0.0, 10, 0.05)[0] == 0.0
+    assert score_bounds.hoeffding_interval(0.0, 10, 0.05)[0] == 0.0
 
 
 def test_empirical_bernstein_formula_and_gain() -> None:
     n, alpha, v = 5000, 0.05, 1e-4
-    low, high = bounds.empirical_bernstein_interval(0.98, v, n, alpha)
+    low, high = score_bounds.empirical_bernstein_interval(0.98, v, n, alpha)
     log_term = np.log(2 * 2 / alpha)
     half = np.sqrt(2 * v * log_term / n) + 7 * log_term / (3 * (n - 1))
     assert 0.98 - low == pytest.approx(half, rel=1e-10)
-    h_low, h_high = bounds.hoeffding_interval(0.98, n, alpha)
+    h_low, h_high = score_bounds.hoeffding_interval(0.98, n, alpha)
     assert low > h_low and high < h_high
     with pytest.raises(ValueError):
-        bounds.empirical_bernstein_interval(0.5, 0.1, 1, alpha)
+        score_bounds.empirical_bernstein_interval(0.5, 0.1, 1, alpha)
 
 
 @pytest.mark.parametrize("bound", ["hoeffding", "bernstein"])
@@ -136,8 +138,8 @@ def test_score_intervals_cover(bound: str) -> None:
     scores = rng.beta(2, 5, size=(4000, 200))
     mean, var = scores.mean(1), scores.var(1, ddof=1)
     if bound == "hoeffding":
-        low, high = bounds.hoeffding_interval(mean, 200, 0.1)
+        low, high = score_bounds.hoeffding_interval(mean, 200, 0.1)
     else:
-        low, high = bounds.empirical_bernstein_interval(mean, var, 200, 0.1)
+        low, high = score_bounds.empirical_bernstein_interval(mean, var, 200, 0.1)
     truth = 2 / 7
     assert np.mean((low > truth) | (high < truth)) < 0.115

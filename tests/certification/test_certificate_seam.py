@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.base.errors import UserError
-from dpdist.certification.catalogue import BY_MODE, CERTIFICATES, settings_of
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.cohen import Cohen
-from dpdist.certification.scores import BettingScores, ExpectedScores
-from dpdist.certification.stopping import Anytime, TargetRadius
-from dpdist.certification.stopping_scores import TargetScores
-from dpdist.certification.two_class import TwoClass
+from dpdist.certification.cohen import Cohen, TwoClass
+from dpdist.certification.expected_scores import BettingScores, ExpectedScores
+from dpdist.certification.registry import BY_MODE, CERTIFICATES, settings_of
+from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
+from dpdist.core.errors import UserError
 from dpdist.runs.recipe import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OWN = {"cohen", "stopping", "scores", "smoothing", "certificate", "catalogue"}
+OWN = {"cohen", "sequential", "expected_scores", "certificate", "registry"}
 CLASSES = {"Certificate", "Smoothing", *(kind.__name__ for kind in CERTIFICATES)}
 BOUNDS = {"hoeffding", "bernstein", "counts"}
 OF_OTHERS = {"fixed"}  # the name of other things too: a branch only beside the word "mode"

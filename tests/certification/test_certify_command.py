@@ -11,10 +11,10 @@ from PIL import Image
 from support.here import call
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.commands import predict
+from dpdist.certification import table_reader
+from dpdist.cli import certify
+from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 
@@ -97,7 +97,7 @@ def test_tables_of_a_removed_mode_are_refused(here: None, runs: Path) -> None:
     tables.write(tables.build(rows, about), old)
     reason = "of mode randomised, which was removed .*certify again with mode fixed$"
     with pytest.raises(UserError, match=f"^{old}: its certificates are {reason}"):
-        reading.read(old)
+        table_reader.read(old)
     for words in (("--rebound", "alpha=0.05", "--output", old.parent), ("--merge",)):
         refused = call("certify", "small", "--runs", runs, *words)
         assert isinstance(refused.exception, UserError)
@@ -112,7 +112,7 @@ def test_certify_export_rebound(here: None, runs: Path) -> None:
     assert "of the population, at least" in output
     table = tables.read(path)
     assert table.num_rows == 8
-    assert reading.of(table).certified_accuracy(0.0) > 0.5
+    assert table_reader.of(table).certified_accuracy(0.0) > 0.5
     assert len((runs / "c.tsv").read_text().splitlines()) == 9
     # Again: nothing is computed, the same file stays.
     before = path.read_bytes()
@@ -160,7 +160,7 @@ def test_merging_knows_which_tables_are_shares(here: None, runs: Path) -> None:
     first = folder / "sigma-0.3-fixed-n-1000-every-2"
     good("certify", "small", "--runs", runs, "--rebound", "alpha=0.05", "--output", first)
     good("certify", "small", "--runs", runs, "--merge")
-    merged = reading.read(folder / "merged/certificates.parquet")
+    merged = table_reader.read(folder / "merged/certificates.parquet")
     assert merged.index.tolist() == [0, 1, 2, 3, 4, 5] and merged.alpha == 0.001
     # A second certification: each is merged by itself, and what was merged is no share.
     for start in (0, 1):
@@ -172,7 +172,7 @@ def test_merging_knows_which_tables_are_shares(here: None, runs: Path) -> None:
     alone = "left alone: sigma-0.3-fixed-n-1000-every-2-alpha-0.05 differs from"
     assert f"{alone} sigma-0.3-fixed-n-1000-every-2 in alpha, rebound_alpha" in result.stderr
     sigmas = {
-        reading.read(path / "certificates.parquet").sigma
+        table_reader.read(path / "certificates.parquet").sigma
         for path in folder.glob("merged-*")
         if str(path) in output
     }
@@ -262,8 +262,8 @@ def test_predict_refuses_what_is_no_input(runs: Path) -> None:
 
 def test_an_answer_is_called_by_the_name_of_its_class(capsys) -> None:
     for found, radius in (((1, "well"), 0.25), ((1, "well"), None), ((-1, None), 0.0)):
-        predict._print(Path("x.png"), found, radius, 0.5, 0.001, False)
-        predict._print(Path("x.png"), found, radius, 0.5, 0.001, True)
+        certify._print_answer(Path("x.png"), found, radius, 0.5, 0.001, False)
+        certify._print_answer(Path("x.png"), found, radius, 0.5, 0.001, True)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("x.png: well (L2 radius 0.25") and said[2] == "x.png: well"
     assert said[4] == "x.png: ABSTAIN"

@@ -18,26 +18,36 @@ from support.here import without_ray
 from torch import nn
 
 from dpdist import models
-from dpdist.adversary.balls import Ball
-from dpdist.adversary.names import ATTACKS
-from dpdist.adversary.randomised import RandomisedClassifier
-from dpdist.attacks.evasion import attack
-from dpdist.base.errors import UserError
-from dpdist.certification import device as devices
-from dpdist.certification import job, table
-from dpdist.certification.catalogue import settings_of
+from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack
+from dpdist.certification import inference, job, table
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.classifier import DEFAULT_FORMS, DEVICE_FORMS, OTHER_FORMATS, choose
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.expected import expected_log_scores
-from dpdist.certification.noises import NOISES, Gaussian
+from dpdist.certification.inference import (
+    CPU,
+    DEFAULT_FORMS,
+    DEVICE_FORMS,
+    OTHER_FORMATS,
+    STREAMS,
+    Aes,
+    Philox,
+    choose,
+)
+from dpdist.certification.noise import NOISES, Gaussian
 from dpdist.certification.predict import Predictor
-from dpdist.certification.sampling import Randomness
-from dpdist.certification.streams import CPU, STREAMS, Aes, Philox
-from dpdist.certification.worker import Assignment, Piece, Worker, probe
-from dpdist.randomness import philox
-from dpdist.randomness.places import OnInput, Several, place_of
-from dpdist.randomness.units import UnitSource
+from dpdist.certification.registry import settings_of
+from dpdist.certification.worker import (
+    Assignment,
+    Piece,
+    Randomness,
+    Worker,
+    expected_log_scores,
+    probe,
+)
+from dpdist.core.errors import UserError
+from dpdist.core.fields import ATTACKS
+from dpdist.randomness import device_generators
+from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.noise_location import OnInput, Several, place_of
 
 SHAPE, KEY = (1, 6, 6), bytes(range(32))
 SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
@@ -46,47 +56,47 @@ SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
 # ---- the generator
 
 
-@pytest.mark.parametrize("vector", philox.KNOWN)
+@pytest.mark.parametrize("vector", device_generators.KNOWN)
 def test_words_are_the_published_ones(vector) -> None:
     counter, key, known = vector
-    assert philox.philox(counter, key) == known
+    assert device_generators.philox(counter, key) == known
     for device in (CPU, simulated()):
         places = tuple(torch.tensor([word], device=device) for word in counter)
-        assert tuple(int(word) for word in philox.philox(places, key)) == known
+        assert tuple(int(word) for word in device_generators.philox(places, key)) == known
 
 
 def test_a_device_that_multiplies_otherwise_is_refused(monkeypatch) -> None:
-    philox.check.cache_clear()
-    monkeypatch.setattr(philox, "_product", lambda word, which: (word, word))
+    device_generators.check_philox.cache_clear()
+    monkeypatch.setattr(device_generators, "_product", lambda word, which: (word, word))
     with pytest.raises(UserError, match="multiplies integers otherwise"):
         Philox()
 
 
 def test_streams_begin_anywhere_and_end() -> None:
-    whole = philox.words_on(KEY, 0, 1000, CPU)
+    whole = device_generators.words_on(KEY, 0, 1000, CPU)
     for low, high in ((0, 1), (999, 1000), (7, 600)):
-        part = philox.words_on(KEY, low, high - low, CPU)
+        part = device_generators.words_on(KEY, low, high - low, CPU)
         assert all(torch.equal(a[low:high], b) for a, b in zip(whole, part, strict=True))
     assert all(
         torch.equal(a, b.cpu())
-        for a, b in zip(whole, philox.words_on(KEY, 0, 1000, simulated()), strict=True)
+        for a, b in zip(whole, device_generators.words_on(KEY, 0, 1000, simulated()), strict=True)
     )
-    philox.words_on(KEY, (1 << 32) - 1, 1, CPU)
+    device_generators.words_on(KEY, (1 << 32) - 1, 1, CPU)
     with pytest.raises(ValueError, match="places"):
-        philox.words_on(KEY, (1 << 32) - 1, 2, CPU)
+        device_generators.words_on(KEY, (1 << 32) - 1, 2, CPU)
 
 
 def test_every_bit_of_a_key_counts_and_words_are_even() -> None:
     """Words of keys that differ in one bit: half of the bits differ, of any place of the word."""
-    first = torch.cat(philox.words_on(KEY, 0, 500, CPU))
-    for bit in range(0, 8 * philox.KEY_BYTES, 7):
+    first = torch.cat(device_generators.words_on(KEY, 0, 500, CPU))
+    for bit in range(0, 8 * device_generators.PHILOX_KEY_BYTES, 7):
         other = bytearray(KEY)
         other[bit // 8] ^= 1 << bit % 8
-        moved = first ^ torch.cat(philox.words_on(bytes(other), 0, 500, CPU))
+        moved = first ^ torch.cat(device_generators.words_on(bytes(other), 0, 500, CPU))
         share = [float((moved >> place & 1).double().mean()) for place in range(32)]
         # 2,000 coins for each place: 6 deviations, 23 x 32 places, false failure below 2e-6.
         assert max(abs(s - 0.5) for s in share) < 6 * 0.5 / np.sqrt(2000)
-    words = torch.cat(philox.words_on(KEY, 0, 250_000, CPU)).numpy()
+    words = torch.cat(device_generators.words_on(KEY, 0, 250_000, CPU)).numpy()
     assert words.min() >= 0 and words.max() < 1 << 32
     for shift in (0, 12, 24):  # each byte, and pairs of neighbours; false failure 1e-5 each
         bytes_ = words >> shift & 255
@@ -298,14 +308,14 @@ class Images:
 def certify(tmp_path, monkeypatch):
     without_ray(monkeypatch)
     simulated()
-    monkeypatch.setattr(devices, "GPU", NAME)
-    monkeypatch.setattr(devices, "settle", lambda device: None)
+    monkeypatch.setattr(inference, "GPU", NAME)
+    monkeypatch.setattr(inference, "settle", lambda device: None)
     spec = models.ModelSpec("small-cnn", SHAPE, 3, {"width": 4})
     models.save(models.initialise(spec, 3), spec, tmp_path / "model")
     settings = Cohen(sigma=0.5, n0=10, n=90, batch=50, seed="5", form="eager")
 
     def run(name: str, have: float = 0.0, **options: Any) -> tuple[list[dict[str, Any]], Path]:
-        monkeypatch.setattr(job.calls, "gpus", lambda: have)
+        monkeypatch.setattr(job.actor_pool, "gpus", lambda: have)
         own = changed(settings, **options.pop("settings", {}))
         found = job.certify(tmp_path / "model", Images(), own, tmp_path / name, **options)
         return found.to_pylist(), tmp_path / name
@@ -336,7 +346,7 @@ def test_a_certification_on_gpus_is_the_generators_on_a_cpu(certify, monkeypatch
 
 
 def test_without_the_device_it_is_said_what_to_do(certify, monkeypatch) -> None:
-    monkeypatch.setattr(devices, "GPU", "cuda")
+    monkeypatch.setattr(inference, "GPU", "cuda")
     with pytest.raises(UserError, match=r"torch .* does not see it.*certify_gpus: 0"):
         certify("none", 1.0, gpus=1)
     with pytest.raises(UserError, match="each actor needs 1 GPUs, this machine has 0"):
@@ -349,10 +359,10 @@ def test_a_gpu_is_made_repeatable(monkeypatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     try:
-        devices.settle(torch.device("cpu"))
+        inference.settle(torch.device("cpu"))
         assert not asked
         cudnn.allow_tf32 = matmul.allow_tf32 = True
-        devices.settle(torch.device("cuda"))
+        inference.settle(torch.device("cuda"))
         assert asked == [True] and not cudnn.allow_tf32 and not matmul.allow_tf32
     finally:
         cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.certification.curves import CurveDifference, curve_difference
+from dpdist.certification.statistics import CurveDifference, curve_difference
 
 # One input's certified sizes by both runs; most lie within the cells (0, .5] and (.5, 1].
 KINDS = np.array([[0.3, 0.8], [0.9, -1.0], [0.6, 0.7], [-1.0, 0.2]])

@@ -12,19 +12,19 @@ from support.certificates import Data
 from support.here import without_ray
 from support.networks import save_small_cnn
 
-from dpdist import bulk
 from dpdist.attacks import job as attacks
 from dpdist.attacks import table as attack_tables
-from dpdist.attacks.reading import read_attack
 from dpdist.attacks.settings import AttackSettings
-from dpdist.base.errors import UserError
-from dpdist.certification import job, reading
+from dpdist.attacks.table import read_attack
+from dpdist.certification import job, table_reader
 from dpdist.certification import table as tables
-from dpdist.certification.catalogue import settings_of
-from dpdist.certification.expected_score_bounds import SCORE_UNIT
-from dpdist.certification.rebound import merge, rebound
-from dpdist.certification.scores import SIZE_COLUMNS
-from dpdist.certification.stopping import HITS
+from dpdist.certification.expected_scores import SIZE_COLUMNS
+from dpdist.certification.registry import settings_of
+from dpdist.certification.score_bounds import SCORE_UNIT
+from dpdist.certification.sequential import HITS
+from dpdist.certification.table_reader import merge_tables, rebound
+from dpdist.cluster import job_folder
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def test_every_value_of_a_row_is_held_against_its_counts(
     made: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     path = made[name]
-    rows = reading.read(path).table.to_pylist()
+    rows = table_reader.read(path).table.to_pylist()
     certified = [row["prediction"] >= 0 for row in rows]
     columns = [c for c in (*DERIVED, *COUNTS, *SIZE_COLUMNS, "p_upper", "target") if c in rows[0]]
     accepted, tried, target = [], 0, tmp_path / "edited.parquet"
@@ -116,7 +116,7 @@ def test_every_value_of_a_row_is_held_against_its_counts(
                     continue
                 tried += 1
                 try:
-                    reading.read(edited(path, target, place, **{column: other}))
+                    table_reader.read(edited(path, target, place, **{column: other}))
                 except UserError:
                     continue
                 accepted.append((place, column, value, other))
@@ -126,7 +126,7 @@ def test_every_value_of_a_row_is_held_against_its_counts(
 def follows(path: Path, to: Path, place: int, **changes: Any) -> Path:
     """A copy in which one row has other counts, and says all that follows from these."""
     table = tables.read(edited(path, to, place, **changes))
-    kind = reading.kind_of(table)
+    kind = table_reader.kind_of(table)
     try:
         made = kind.made(table, table["alpha"][0].as_py())
     except ValueError:  # nothing does
@@ -217,9 +217,9 @@ def test_counts_that_no_draws_can_have_are_refused(
         i for i, row in enumerate(rows) if row["k"] > 200 and len(row.get(HITS) or "ab") > 1
     )
     target = tmp_path / "x.parquet"
-    reading.read(follows(made[name], target, place))  # as it was made
+    table_reader.read(follows(made[name], target, place))  # as it was made
     with pytest.raises(UserError, match="does not follow from its counts"):
-        reading.read(follows(made[name], target, place, **change(rows[place])))
+        table_reader.read(follows(made[name], target, place, **change(rows[place])))
 
 
 @pytest.mark.parametrize("name", OF_VOTES)
@@ -231,18 +231,18 @@ def test_other_counts_that_draws_can_have_are_read(
     votes = list(row["histogram"])
     votes[row["selected"]] -= 5
     changed = {"k": row["k"] - 5, "histogram": votes}  # five draws without a class
-    reading.read(follows(made[name], tmp_path / "x.parquet", 0, **changed))
+    table_reader.read(follows(made[name], tmp_path / "x.parquet", 0, **changed))
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_what_nobody_edited_is_read(made: dict[str, Path], tmp_path: Path, name: str) -> None:
-    found = reading.read(made[name])
+    found = table_reader.read(made[name])
     if found.kind.mode_name() in ("target", "target-scores"):
         return
     # At another error, too; and as the same table again at its own.
     looser = rebound(found.table, 0.2)
     tables.write(looser, tmp_path / "looser.parquet")
-    assert reading.read(tmp_path / "looser.parquet").alpha == 0.2
+    assert table_reader.read(tmp_path / "looser.parquet").alpha == 0.2
     assert rebound(found.table, 0.05).to_pylist() == found.table.to_pylist()
 
 
@@ -258,7 +258,9 @@ def test_counts_of_target_radii_are_kept_at_each_look(
     place = next(i for i, row in enumerate(rows) if row["looks"] > 2)
     for column, other in (("looks", 1), ("k", 0), ("n", 100)):
         with pytest.raises(UserError, match="does not follow from its counts"):
-            reading.read(edited(made["target"], tmp_path / "x.parquet", place, **{column: other}))
+            table_reader.read(
+                edited(made["target"], tmp_path / "x.parquet", place, **{column: other})
+            )
 
 
 def test_target_tables_of_earlier_versions_must_be_possible(
@@ -268,7 +270,7 @@ def test_target_tables_of_earlier_versions_must_be_possible(
     table = tables.read(made["target"])
     old = table.drop_columns([HITS])
     tables.write(old, tmp_path / "old.parquet")
-    assert reading.read(tmp_path / "old.parquet").table.num_rows == 10
+    assert table_reader.read(tmp_path / "old.parquet").table.num_rows == 10
     rows = old.to_pylist()
     sure = next(i for i, row in enumerate(rows) if row["radius"] == 0.3)
     none = next(i for i, row in enumerate(rows) if row["prediction"] < 0)
@@ -279,7 +281,9 @@ def test_target_tables_of_earlier_versions_must_be_possible(
         (none, {"prediction": rows[none]["selected"], **top}),
     ):  # fmt: skip
         with pytest.raises(UserError, match="does not follow from its counts"):
-            reading.read(edited(tmp_path / "old.parquet", tmp_path / "x.parquet", place, **changes))
+            table_reader.read(
+                edited(tmp_path / "old.parquet", tmp_path / "x.parquet", place, **changes)
+            )
 
 
 @pytest.mark.parametrize("name", ["fixed", "scores"])
@@ -300,7 +304,7 @@ def test_settings_that_are_edited_with_the_rows_are_told(
         )
     tables.write(changed, tmp_path / "x.parquet")
     with pytest.raises(UserError, match="does not follow from its counts"):
-        reading.read(tmp_path / "x.parquet")
+        table_reader.read(tmp_path / "x.parquet")
 
 
 def test_labels_are_those_of_the_data(made: dict[str, Path], tmp_path: Path) -> None:
@@ -310,19 +314,19 @@ def test_labels_are_those_of_the_data(made: dict[str, Path], tmp_path: Path) -> 
     for start in (0, 1):
         rows = table.to_pylist()[start::2]
         pairs = [[row[name] for row in rows] for name in ("index", "label")]
-        about = tables.about(table) | {"labels": bulk.label_digest(*pairs)}
+        about = tables.about(table) | {"labels": job_folder.label_digest(*pairs)}
         parts.append(tables.build(rows, about))
-    whole = merge(parts)
+    whole = merge_tables(parts)
     assert tables.about(whole)["labels"] == tables.about(table)["labels"]
     assert whole.to_pylist() == table.to_pylist()
     wrong = [{**row, "label": (row["label"] + 1) % 3} for row in table.to_pylist()]
     with pytest.raises(UserError, match="its labels are not those it was made with"):
-        reading.of(tables.build(wrong, tables.about(whole)))
+        table_reader.of(tables.build(wrong, tables.about(whole)))
     about = {k: v for k, v in tables.about(table).items() if k != "labels"}
-    unsaid = reading.of(tables.build(wrong, about))
+    unsaid = table_reader.of(tables.build(wrong, about))
     assert unsaid.label.tolist() == [(label + 1) % 3 for label in Data(10).labels]
     silent = tables.build(parts[1].to_pylist(), about)
-    assert "labels" not in tables.about(merge([parts[0], silent]))
+    assert "labels" not in tables.about(merge_tables([parts[0], silent]))
 
 
 def test_labels_under_attack_are_those_of_the_data(
@@ -341,7 +345,9 @@ def test_labels_under_attack_are_those_of_the_data(
         path = tmp_path / "edited.parquet"
         schema = table.schema.remove_metadata()
         about = attack_tables.about(table)
-        bulk.write_table(bulk.build_table(changed, schema, about, attack_tables.KEY), path)
+        job_folder.write_table(
+            job_folder.build_table(changed, schema, about, attack_tables.KEY), path
+        )
         with pytest.raises(UserError, match="its labels are not those it was made with"):
             read_attack(path)
     assert isinstance(table, pa.Table) and read_attack(tmp_path / "out" / "attacks.parquet").inputs

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 from test_edited_tables import SECTIONS, made
 
-from dpdist.base.errors import UserError
-from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.certification.catalogue import CERTIFICATES
+from dpdist.certification import table_reader
+from dpdist.certification.registry import CERTIFICATES
+from dpdist.core.errors import UserError
 
 __all__ = ["made"]
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def believed(path: Path, to: Path, column: str, rows: slice, value: Any) -> bool
     except (pa.ArrowException, TypeError, OverflowError):
         return False  # no such table can be written
     try:
-        reading.read(to)
+        table_reader.read(to)
     except UserError:
         return False
     return True
@@ -73,7 +73,7 @@ def believed(path: Path, to: Path, column: str, rows: slice, value: Any) -> bool
 def test_an_edit_of_any_column_is_refused_or_listed(
     made: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    found, passed, tried = reading.read(made[name]), set(), 0
+    found, passed, tried = table_reader.read(made[name]), set(), 0
     rows = found.table.to_pylist()
     for column in found.table.column_names:
         for some in rows_to_edit(rows):
@@ -94,7 +94,7 @@ def test_rows_stand_in_the_order_of_their_inputs(
     swapped = table.take([1, 0, *range(2, table.num_rows)])
     tables.write(swapped, tmp_path / "x.parquet")
     with pytest.raises(UserError, match="its rows must be in the order of their inputs"):
-        reading.read(tmp_path / "x.parquet")
+        table_reader.read(tmp_path / "x.parquet")
 
 
 def test_the_docs_list_what_was_drawn() -> None:
@@ -110,7 +110,7 @@ def test_every_listed_column_is_one_that_an_edit_passes(
     """The list names no more than it must."""
     left = {(kind.mode_name(), column) for kind in CERTIFICATES for column in kind.drawn}
     for path in made.values():
-        found = reading.read(path)
+        found = table_reader.read(path)
         rows, mode = found.table.to_pylist(), found.kind.mode_name()
         for column in [name for of, name in sorted(left) if of == mode]:
             for some in rows_to_edit(rows)[:-1]:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.certification import expected_score_bounds as by_scores
-from dpdist.certification.expected_score_bounds import ScoreBounds
+from dpdist.certification import score_bounds
+from dpdist.certification.score_bounds import ScoreBounds
 from dpdist.privacy import mechanisms
 
 pytestmark = pytest.mark.guarantee
@@ -18,9 +18,13 @@ def of(p_a: float, p_b: float) -> ScoreBounds:
 def test_the_known_case() -> None:
     # p1 / p2 = .99 / .005 at sigma = .2537: three certificates of the same counts.
     bounds = of(0.99, 0.005)
-    assert by_scores.classical_gaussian_size(bounds, 0.2537, 1.0) == pytest.approx(0.143, abs=1e-3)
-    assert by_scores.analytic_gaussian_size(bounds, 0.2537, 1.0) == pytest.approx(0.341, abs=1e-3)
-    assert by_scores.exact_gaussian_size(bounds, 0.2537, 1.0) == pytest.approx(0.622, abs=1e-3)
+    assert score_bounds.classical_gaussian_size(bounds, 0.2537, 1.0) == pytest.approx(
+        0.143, abs=1e-3
+    )
+    assert score_bounds.analytic_gaussian_size(bounds, 0.2537, 1.0) == pytest.approx(
+        0.341, abs=1e-3
+    )
+    assert score_bounds.exact_gaussian_size(bounds, 0.2537, 1.0) == pytest.approx(0.622, abs=1e-3)
 
 
 @pytest.mark.parametrize(("p_a", "p_b"), [(0.99, 0.005), (0.7, 0.2), (0.999, 1e-6), (0.6, 0.05)])
@@ -34,21 +38,21 @@ def test_every_size_satisfies_the_condition_by_exact_profile(p_a: float, p_b: fl
         delta = mechanisms.gaussian_delta(epsilon, std, sensitivity * size)
         return bool(np.any(p_a > np.exp(2 * epsilon) * p_b + (1 + np.exp(epsilon)) * delta))
 
-    analytic = by_scores.analytic_gaussian_size(bounds, std, sensitivity)
+    analytic = score_bounds.analytic_gaussian_size(bounds, std, sensitivity)
     assert holds(analytic * 0.999) and not holds(analytic * 1.01)
-    for smaller in (by_scores.classical_gaussian_size, by_scores.extended_gaussian_size):
+    for smaller in (score_bounds.classical_gaussian_size, score_bounds.extended_gaussian_size):
         size = smaller(bounds, std, sensitivity)
         assert 0 < size <= analytic * (1 + 1e-9)
-    assert analytic <= by_scores.exact_gaussian_size(bounds, std, sensitivity)
+    assert analytic <= score_bounds.exact_gaussian_size(bounds, std, sensitivity)
 
 
 def test_sizes_scale_with_noise_and_sensitivity() -> None:
     bounds = of(0.9, 0.05)
     for size in (
-        by_scores.classical_gaussian_size,
-        by_scores.extended_gaussian_size,
-        by_scores.analytic_gaussian_size,
-        by_scores.exact_gaussian_size,
+        score_bounds.classical_gaussian_size,
+        score_bounds.extended_gaussian_size,
+        score_bounds.analytic_gaussian_size,
+        score_bounds.exact_gaussian_size,
     ):
         one = size(bounds, 1.0, 1.0)
         assert size(bounds, 0.5, 4.0) == pytest.approx(one / 8, rel=1e-6)
@@ -59,34 +63,34 @@ def test_sizes_scale_with_noise_and_sensitivity() -> None:
 
 def test_hgm_as_printed_overstates() -> None:
     confident = of(1 - 1e-6, 1e-7)
-    sound = by_scores.heterogeneous_gaussian_size(confident, 1.0, 1.0)
-    assert sound == by_scores.extended_gaussian_size(confident, 1.0, 1.0)
-    printed = by_scores.heterogeneous_gaussian_size(confident, 1.0, 1.0, paper_faithful=True)
+    sound = score_bounds.heterogeneous_gaussian_size(confident, 1.0, 1.0)
+    assert sound == score_bounds.extended_gaussian_size(confident, 1.0, 1.0)
+    printed = score_bounds.heterogeneous_gaussian_size(confident, 1.0, 1.0, paper_faithful=True)
     assert printed > 2 * sound
     # It exceeds what can be true of any classifier with these scores.
-    assert printed > by_scores.exact_gaussian_size(confident, 1.0, 1.0)
+    assert printed > score_bounds.exact_gaussian_size(confident, 1.0, 1.0)
 
 
 def test_bounds_pay_for_all_classes_and_both_sides() -> None:
     sums, draws, k = np.array([900.0, 60.0, 40.0]), 1000, 3
-    sound = by_scores.score_bounds_hoeffding(sums, draws, 0.95)
-    printed = by_scores.score_bounds_hoeffding(sums, draws, 0.95, paper_faithful=True)
+    sound = score_bounds.score_bounds_hoeffding(sums, draws, 0.95)
+    printed = score_bounds.score_bounds_hoeffding(sums, draws, 0.95, paper_faithful=True)
     half = np.sqrt(np.log(2 * k / 0.05) / 2000)
     assert sound.p_a == pytest.approx(0.9 - half) and sound.label == 0
     assert sound.p_b == pytest.approx(0.06 + half)
     assert printed.p_a == pytest.approx(0.9 - np.sqrt(np.log(k / 0.05) / 2000))
     assert printed.p_a > sound.p_a
-    bernstein = by_scores.score_bounds_bernstein(sums, sums, draws, 0.95)
+    bernstein = score_bounds.score_bounds_bernstein(sums, sums, draws, 0.95)
     assert bernstein.p_b < sound.p_b
     each = np.repeat([1.0, 0.0], [60, 940])  # the scores that these sums are of
     log_two = np.log(2 * 2 * k / 0.05)
     half = np.sqrt(2 * each.var(ddof=1) * log_two / draws) + 7 * log_two / (3 * (draws - 1))
     assert bernstein.p_b == pytest.approx(0.06 + half)
-    counts = by_scores.score_bounds_counts(np.array([900, 60, 40]), 0.95)
+    counts = score_bounds.score_bounds_counts(np.array([900, 60, 40]), 0.95)
     assert counts.p_a == pytest.approx(stats.beta.ppf(0.05 / 6, 900, 101))
     assert counts.p_b == pytest.approx(stats.beta.ppf(1 - 0.05 / 6, 61, 940))
     with pytest.raises(ValueError):
-        by_scores.score_bounds_counts(np.array([5, 5]), 1.0)
+        score_bounds.score_bounds_counts(np.array([5, 5]), 1.0)
 
 
 @pytest.mark.slow
@@ -96,6 +100,6 @@ def test_all_count_bounds_hold_together() -> None:
     rng, p = np.random.default_rng(0), np.array([0.5, 0.3, 0.15, 0.05])
     misses = 0
     for histogram in rng.multinomial(300, p, size=2000):
-        bounds = by_scores.score_bounds_counts(histogram, 0.9)
+        bounds = score_bounds.score_bounds_counts(histogram, 0.9)
         misses += bool(np.any(bounds.lower > p) or np.any(bounds.upper < p))
     assert misses < 247

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpdist.base.errors import UserError
-from dpdist.certification.fresh_process import FreshProcess, SameProcess
+from dpdist.certification.reexecution import FreshProcess, SameProcess
+from dpdist.core.errors import UserError
 from dpdist.models.factory_code import FactoryCode
 
 pytestmark = pytest.mark.whole

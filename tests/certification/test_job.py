@@ -14,15 +14,13 @@ from support.certificates import Data, changed
 from support.networks import save_small_cnn
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.bulk import job as bulk_job
 from dpdist.certification import job, table, worker
-from dpdist.certification.bank import BankSampler
-from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.places import SmoothedPlace
-from dpdist.certification.worker import Assignment
-from dpdist.randomness.units import UnitSource
+from dpdist.certification.inference import ClassifierSpec
+from dpdist.certification.worker import Assignment, BankSampler, SmoothedPlace
+from dpdist.cluster import resumable_job
+from dpdist.core.errors import UserError
+from dpdist.randomness.keys import UnitSource
 
 pytestmark = pytest.mark.guarantee
 
@@ -95,7 +93,7 @@ def test_workers_and_chunks_change_no_byte(
 def test_order_changes_no_byte(
     reference: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = bulk_job.run_chunks
+    original = resumable_job.run_chunks
 
     def shuffled(factory, shared, chunks, on_result, settings):  # type: ignore[no-untyped-def]
         chunks = list(chunks)
@@ -104,7 +102,7 @@ def test_order_changes_no_byte(
         assert len(mixed) > 20
         original(factory, shared, mixed, on_result, settings)
 
-    monkeypatch.setattr(bulk_job, "run_chunks", shuffled)
+    monkeypatch.setattr(resumable_job, "run_chunks", shuffled)
     job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
     assert raw(tmp_path) == raw(reference)
 
@@ -114,7 +112,7 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
 ) -> None:
     # At 1,000 draws per second one sequential test of 100,000 may honestly take 100 seconds.
     seen = []
-    monkeypatch.setattr(bulk_job, "run_chunks", lambda *arguments: seen.append(arguments[-1]))
+    monkeypatch.setattr(resumable_job, "run_chunks", lambda *arguments: seen.append(arguments[-1]))
     monkeypatch.setattr(job, "_stored_rate", lambda _: 1000.0)
     settings = changed(SETTINGS, n=100_000, mode="target", radii=(0.25,))
     for _ in range(2):  # the second call reads the stored rate
@@ -220,14 +218,14 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
     place = SmoothedPlace(settings.smoothing, noise_bank)
     assignment = Assignment(None, settings, place, source, 3, (1, 6, 6), None, spec)  # type: ignore[arg-type]
 
-    def book() -> bulk_job.Book:
-        return bulk_job.Book(job.Inputs(assignment, data, settings.indices(inputs)))
+    def book() -> resumable_job.Book:
+        return resumable_job.Book(job.Inputs(assignment, data, settings.indices(inputs)))
 
-    cut = bulk_job.Cut(1, 1, across=noise_bank)
+    cut = resumable_job.Cut(1, 1, across=noise_bank)
     tracemalloc.start()
     try:
         done, count = book(), 0
-        for chunk in bulk_job.chunks(done, cut):
+        for chunk in resumable_job.chunks(done, cut):
             count += 1
             for piece in chunk.payload:
                 partial = {"histogram": [9, 1, 0]} | ({"selected": 0} if not piece.low else {})
@@ -235,7 +233,7 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
                           "partial": partial, "seconds": 0.0})  # fmt: skip
         streamed = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        stored = list(bulk_job.chunks(book(), cut))
+        stored = list(resumable_job.chunks(book(), cut))
         kept = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -14,20 +14,19 @@ from support.batch_dependent import CLASSES, SHAPE, Honest, Inputs, Overflows, s
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper, two_sided_p_value
-from dpdist.certification import cohen, job, reading, two_class
-from dpdist.certification.catalogue import settings_of
+from dpdist.certification import cohen, job, table_reader
 from dpdist.certification.certificate import counted, join, totals
-from dpdist.certification.expected import expected_log_scores
-from dpdist.certification.expected_score_bounds import SCORE_UNIT, score_bounds_counts
-from dpdist.certification.noises import Gaussian
-from dpdist.certification.population import population_bounds
+from dpdist.certification.noise import Gaussian
 from dpdist.certification.predict import Predictor
-from dpdist.certification.rebound import label_reach, rebound
-from dpdist.certification.sampling import HiddenNoiseSampler, class_counts
+from dpdist.certification.registry import settings_of
+from dpdist.certification.score_bounds import SCORE_UNIT, score_bounds_counts
+from dpdist.certification.statistics import population_bounds
+from dpdist.certification.table_reader import label_reach, rebound
+from dpdist.certification.worker import HiddenNoiseSampler, class_counts, expected_log_scores
+from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper, two_sided_p_value
 from dpdist.models import NO_CLASS, predicted_classes, softmax_scores
-from dpdist.randomness import units
-from dpdist.randomness.units import UnitSource
+from dpdist.randomness import keys
+from dpdist.randomness.keys import UnitSource
 
 SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
 SETTINGS: dict[str, Any] = {
@@ -74,7 +73,7 @@ def test_what_no_check_input_shows_is_certified_as_nothing(
         assert row["n"] == (200 if mode.get("mode") in (None, "two-class") else row["n"]) > 0
     # An honest one of the same file names certifies them; nothing else depends on the marked ones.
     assert any(row["prediction"] >= 0 for row in tables["Honest"][64:])
-    found = reading.read(tmp_path / "Overflows-out" / job.TABLE)
+    found = table_reader.read(tmp_path / "Overflows-out" / job.TABLE)
     assert found.certified_accuracy(0.0) == np.mean([
         row["prediction"] == row["label"] for row in tables["Overflows"]
     ])  # fmt: skip
@@ -107,7 +106,7 @@ def undefined(tmp_path: Path, mode: dict[str, Any]) -> list[dict[str, Any]]:
     settings = settings_of(SETTINGS | {"n": 2000, "batch": 100} | mode)
     job.certify(tmp_path / "model", Inputs(66, marked=True), settings, tmp_path / "out",
                 actors=1, chunk_seconds=1e-3, trusted_factory=spec.name)  # fmt: skip
-    return reading.read(tmp_path / "out" / job.TABLE).table.to_pylist()[64:]
+    return table_reader.read(tmp_path / "out" / job.TABLE).table.to_pylist()[64:]
 
 
 def test_a_draw_without_a_class_is_a_draw_of_no_class(here: None, tmp_path: Path) -> None:
@@ -130,10 +129,19 @@ def test_the_runner_up_has_it(here: None, tmp_path: Path) -> None:
     for row in undefined(tmp_path, {"mode": "two-class"}):
         others = clopper_pearson_upper(2000 - row["k"], 2000, 0.0001)
         assert row["p_upper"] == pytest.approx(min(float(others), 1 - row["p_lower"]))
-        again = two_class.certify(0, np.array(row["histogram"]), 0.001, Gaussian(0.1), 2000)
+        again = cohen.certify_against_runner_up(
+            0, np.array(row["histogram"]), 0.001, Gaussian(0.1), 2000
+        )
         assert row["radius"] == again.radius < 0.1 * stats.norm.ppf(0.75)
-    assert two_class.certify(0, np.array([600, 100, 0]), 0.001, Gaussian(0.1), 1400).radius == 0
-    assert two_class.certify(0, np.array([600, 100, 0]), 0.001, Gaussian(0.1)).radius > 0
+    assert (
+        cohen.certify_against_runner_up(
+            0, np.array([600, 100, 0]), 0.001, Gaussian(0.1), 1400
+        ).radius
+        == 0
+    )
+    assert (
+        cohen.certify_against_runner_up(0, np.array([600, 100, 0]), 0.001, Gaussian(0.1)).radius > 0
+    )
 
 
 def test_no_certificate_is_false_more_often_than_stated() -> None:
@@ -150,7 +158,7 @@ def test_no_certificate_is_false_more_often_than_stated() -> None:
                 found = cohen.certify(0, counts, alpha, noise, draws=n)
                 wrong["fixed"] += mass * (found.radius > true)
                 both = 0.25 * (stats.norm.ppf(shares[0]) - stats.norm.ppf(shares[1:].max()))
-                found = two_class.certify(0, counts, alpha, noise, n)
+                found = cohen.certify_against_runner_up(0, counts, alpha, noise, n)
                 wrong["two-class"] += mass * (found.radius > max(both, 0.0))
                 label = cohen.predict(counts, alpha, n)
                 best = int(shares.argmax())
@@ -189,7 +197,7 @@ def test_scores_of_what_is_no_number_are_zero() -> None:
     """They were the smallest int64 there is."""
     sampler = HiddenNoiseSampler(nn.Identity(), Sometimes(), 1.0, SOURCE)
     x = torch.tensor([5.0, 0.0, 0.0])
-    noisy = sampler.noisy(x, 0, units.ESTIMATE, 0, 400)
+    noisy = sampler.noisy(x, 0, keys.ESTIMATE, 0, 400)
     none = int((noisy[:, 1] < 0).sum())
     found = sampler.block(x, 0, 0, 400, 400, binned=True)
     assert 0 < none < 400 and found.draws == 400

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.certification import paired
-from dpdist.certification.paired import (
+from dpdist.certification import statistics
+from dpdist.certification.statistics import (
     anytime_p_value,
     compare,
     difference_interval,
@@ -161,4 +161,4 @@ def test_comparison_names_the_second_as_the_better() -> None:
             compare(first, wrong)
     with pytest.raises(ValueError, match="of the same inputs"):
         compare(first[:0], second[:0])
-    assert paired.ERROR == 0.05
+    assert statistics.ERROR == 0.05

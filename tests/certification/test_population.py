@@ -7,11 +7,11 @@ import pytest
 from scipy import stats
 from test_rebound import BOUNDARY, DRAWS, HISTOGRAMS, LABELS, counted, make
 
-from dpdist.base.errors import UserError
-from dpdist.base.rounding import percent
-from dpdist.certification import reading
-from dpdist.certification.population import line, population_bounds
-from dpdist.certification.rebound import rebound
+from dpdist.certification import table_reader
+from dpdist.certification.statistics import line, population_bounds
+from dpdist.certification.table_reader import rebound
+from dpdist.core.console import percent
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.guarantee
 
@@ -19,7 +19,7 @@ ALPHA = 0.1
 
 
 def stated(hits: np.ndarray, at: list[float], error: float, alpha: float = ALPHA) -> list:
-    return population_bounds(reading.of(counted(hits, alpha)), at, error)
+    return population_bounds(table_reader.of(counted(hits, alpha)), at, error)
 
 
 def test_the_bounds_are_clopper_pearsons_with_alpha_folded_in() -> None:
@@ -73,7 +73,7 @@ def test_what_cannot_be_certified_is_covered() -> None:
 
 
 def test_by_default_it_is_stated_at_all_radii_that_are_printed() -> None:
-    found = reading.of(make(HISTOGRAMS, LABELS))
+    found = table_reader.of(make(HISTOGRAMS, LABELS))
     sigma = found.sigma
     assert found.shown_radii == (0.0, sigma / 2, sigma, 2 * sigma)
     assert population_bounds(found) == population_bounds(found, found.shown_radii)
@@ -81,15 +81,15 @@ def test_by_default_it_is_stated_at_all_radii_that_are_printed() -> None:
 
 def test_other_alphas_and_kinds() -> None:
     strict = rebound(make(HISTOGRAMS, LABELS), 0.05)
-    (each,) = population_bounds(reading.of(strict), [0.0])
+    (each,) = population_bounds(table_reader.of(strict), [0.0])
     assert each.low == pytest.approx((stats.beta.ppf(0.025, 2, 3) - 0.05) / 0.95, abs=1e-9)
     early = make(HISTOGRAMS, LABELS, mode="target")  # keeps no counts of all classes
-    (each,) = population_bounds(reading.of(early), [0.25])
+    (each,) = population_bounds(table_reader.of(early), [0.25])
     assert each.certifiable is None
 
 
 def test_a_noise_bank_is_no_independent_sample() -> None:
-    shared = reading.of(make(HISTOGRAMS, LABELS, noise_bank=True))
+    shared = table_reader.of(make(HISTOGRAMS, LABELS, noise_bank=True))
     with pytest.raises(UserError, match="noise bank"):
         population_bounds(shared, [0.25])
     assert "nothing is stated" in line(shared)[1]
@@ -97,7 +97,7 @@ def test_a_noise_bank_is_no_independent_sample() -> None:
 
 def test_what_is_printed_is_rounded_down() -> None:
     assert percent(0.98769) == "98.76" and percent(0.0) == "0.00"
-    found = reading.of(counted(np.array([DRAWS] * 60), 0.001))
+    found = table_reader.of(counted(np.array([DRAWS] * 60), 0.001))
     name, value = line(found)
     shares = [f"{percent(each.low)} % at {each.radius:g}" for each in population_bounds(found)]
     assert "population" in name and value.startswith(f"{', '.join(shares)} (95 %")

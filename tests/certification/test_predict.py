@@ -10,14 +10,14 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.counting import Counted, require_logits
-from dpdist.base import binomial
-from dpdist.base.errors import UserError
+from dpdist.attacks.evaluation import Counted, require_logits
 from dpdist.certification import cohen, predict
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.predict import Predictor, as_input
-from dpdist.certification.scores import ExpectedScores
-from dpdist.randomness.places import Nowhere
+from dpdist.core import binomial
+from dpdist.core.errors import UserError
+from dpdist.randomness.noise_location import Nowhere
 
 pytestmark = pytest.mark.guarantee
 

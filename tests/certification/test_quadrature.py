@@ -24,17 +24,17 @@ from torch import nn
 
 from dpdist import models
 from dpdist.attacks.settings import AttackSettings
-from dpdist.base.errors import UserError
-from dpdist.certification import job, quadrature, reading
+from dpdist.certification import certificate, job, table_reader
 from dpdist.certification import table as tables
-from dpdist.certification.catalogue import settings_of
+from dpdist.certification.certificate import Quadrature, of_place
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.expected_score_bounds import ScoreBounds, pure_epsilon
 from dpdist.certification.predict import Predictor
-from dpdist.certification.quadrature import Quadrature, of_place
-from dpdist.certification.rebound import label_reach, rebound
-from dpdist.models.normalised import Normalised
-from dpdist.randomness.places import BehindLayer, OnInput, Several, place_of
+from dpdist.certification.registry import settings_of
+from dpdist.certification.score_bounds import ScoreBounds, pure_epsilon
+from dpdist.certification.table_reader import label_reach, rebound
+from dpdist.core.errors import UserError
+from dpdist.models.zoo import Normalised
+from dpdist.randomness.noise_location import BehindLayer, OnInput, Several, place_of
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 
@@ -178,7 +178,7 @@ def certify_plane(home: Path, **more: object) -> Path:
 
 
 def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) -> None:
-    found, both = reading.read(certified), both_of(plane())
+    found, both = table_reader.read(certified), both_of(plane())
     assert found.about["hidden"] == both.hidden
     assert found.about["sensitivity"] == {"l2": both.sensitivity}
     for row in found.table.to_pylist():
@@ -231,7 +231,7 @@ def test_a_damaged_description_is_named(certified: Path) -> None:
         ({"hidden": 0.0}, r"hidden and sensitivity\.l2 must be > 0"),
     ):
         with pytest.raises(UserError, match=message):
-            quadrature.of_table(tables.build(rows, about | change))
+            certificate.of_table(tables.build(rows, about | change))
 
 
 @pytest.mark.parametrize("mode", ["fixed", "target", "anytime"])
@@ -239,13 +239,13 @@ def test_a_description_that_its_radii_do_not_follow_from_is_refused(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_ray(monkeypatch)
-    table = reading.read(certify_plane(tmp_path, mode=mode, radii=[0.0, 0.1, 0.3])).table
+    table = table_reader.read(certify_plane(tmp_path, mode=mode, radii=[0.0, 0.1, 0.3])).table
     rows, about = table.to_pylist(), tables.about(table)
     assert max(row["radius"] for row in rows) > 0
     for change in ({"hidden": about["hidden"] * 1.001}, {"sensitivity": {"l2": 0.1}}):
         tables.write(tables.build(rows, about | change), tmp_path / "t.parquet")
         with pytest.raises(UserError, match="damaged: its radii do not follow"):
-            reading.read(tmp_path / "t.parquet")
+            table_reader.read(tmp_path / "t.parquet")
 
 
 # ---- where there is nothing to add

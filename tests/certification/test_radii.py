@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.base import binomial
-from dpdist.certification import radii
+from dpdist.certification import noise as radii
+from dpdist.core import binomial
 
 pytestmark = pytest.mark.guarantee
 

@@ -8,13 +8,13 @@ from scipy import stats
 from support.processes import processor_seconds
 from typer.testing import CliRunner
 
-from dpdist.base.errors import UserError
-from dpdist.commands import radius
+from dpdist.cli import certify
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.whole
 
 app = typer.Typer()
-app.command("radius")(radius.command)
+app.command("radius")(certify.radius_command)
 ARGS = ["--hits", "99000", "--draws", "100000", "--alpha", "0.001", "--sigma", "0.5"]
 
 
@@ -43,7 +43,7 @@ def test_impossible_counts_are_a_user_error() -> None:
 
 def test_starts_fast_without_torch_and_ray() -> None:
     code = (
-        "import sys, dpdist.commands.radius;"
+        "import sys, dpdist.cli.certify;"
         "bad = {'torch', 'ray', 'pandas', 'scipy.stats'} & set(sys.modules);"
         "assert not bad, bad"
     )

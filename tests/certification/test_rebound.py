@@ -7,18 +7,12 @@ import pyarrow as pa
 import pytest
 from scipy import stats
 
-from dpdist.base.binomial import clopper_pearson_lower
-from dpdist.base.errors import UserError
-from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.certification.catalogue import settings_of
-from dpdist.certification.rebound import (
-    apart,
-    label_reach,
-    merge,
-    rebound,
-    shares,
-)
+from dpdist.certification import table_reader
+from dpdist.certification.registry import settings_of
+from dpdist.certification.table_reader import apart, label_reach, merge_tables, rebound, shares
+from dpdist.core.binomial import clopper_pearson_lower
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.guarantee
 
@@ -76,26 +70,26 @@ def test_early_stopped_results_cannot_be_rebounded() -> None:
 
 def test_shares_merge_into_the_whole() -> None:
     parts = [make(HISTOGRAMS[i::2], LABELS[i::2], start=i, every=2) for i in (1, 0)]
-    whole = merge(parts)
+    whole = merge_tables(parts)
     assert whole.to_pylist() == make(HISTOGRAMS, LABELS).to_pylist()
     assert tables.about(whole)["seeds"] == ["s0", "s1"]
-    assert merge([whole, parts[0]]).num_rows == 4  # the same row twice is one row
+    assert merge_tables([whole, parts[0]]).num_rows == 4  # the same row twice is one row
 
 
 def test_other_results_do_not_merge() -> None:
     table = make(HISTOGRAMS, LABELS)
     changed = make([[980, 20, 0]], [0])
     with pytest.raises(UserError, match="two different results for input 0"):
-        merge([table, changed])
+        merge_tables([table, changed])
     with pytest.raises(UserError, match="cannot merge results that differ in alpha"):
-        merge([table, make(HISTOGRAMS, LABELS, alpha=0.05)])
+        merge_tables([table, make(HISTOGRAMS, LABELS, alpha=0.05)])
     with pytest.raises(UserError, match="differ in alpha, rebound_alpha"):
-        merge([table, rebound(table, 0.05)])
+        merge_tables([table, rebound(table, 0.05)])
     about = {**tables.about(table), "model": "other"}
     with pytest.raises(UserError, match="differ in model"):
-        merge([table, tables.build(table.to_pylist(), about)])
+        merge_tables([table, tables.build(table.to_pylist(), about)])
     with pytest.raises(UserError):
-        merge([])
+        merge_tables([])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def test_shares_of_one_certification_differ_in_their_inputs_alone(
     other = tables.build(rows, about)
     assert shares([first, other]) == [] and apart([first, other])[0][2] == [named]
     with pytest.raises(UserError, match=f"cannot merge results that differ in {named}$"):
-        merge([first, other])
+        merge_tables([first, other])
     assert shares([first, second]) == [[0, 1]]
 
 
@@ -130,9 +124,9 @@ def test_shown_radii_keep_no_shares_apart() -> None:
     """No count depends on them; decided radii are another matter."""
     parts = [half(0, settings={"radii": [0.5, 0.1]}), half(1, settings={"radii": [0.25]}), half(1)]
     assert shares(parts[:2]) == [[0, 1]] and shares(parts) == [[0, 1, 2]]
-    whole = merge(parts)
-    assert whole.num_rows == 4 and reading.of(whole).radii == (0.1, 0.25, 0.5)
-    assert "radii" not in tables.about(merge([half(0), half(1)]))["settings"]
+    whole = merge_tables(parts)
+    assert whole.num_rows == 4 and table_reader.of(whole).radii == (0.1, 0.25, 0.5)
+    assert "radii" not in tables.about(merge_tables([half(0), half(1)]))["settings"]
     for mode in ("target", "anytime"):
         decided = []
         for start, radius in enumerate((0.25, 0.5)):
@@ -142,12 +136,12 @@ def test_shown_radii_keep_no_shares_apart() -> None:
             decided.append(tables.build(part.to_pylist(), about))
         assert shares(decided) == [] and apart(decided)[0][2] == ["radii"]
         with pytest.raises(UserError, match="cannot merge results that differ in radii"):
-            merge(decided)
+            merge_tables(decided)
 
 
 def test_certified_accuracy_is_of_all_inputs() -> None:
     # Right and certified: the first two of four. The third abstains, the last is wrong.
-    found = reading.of(make(HISTOGRAMS, LABELS))
+    found = table_reader.of(make(HISTOGRAMS, LABELS))
     assert found.certified_accuracy(0.0) == 0.5 and found.abstained == 0.25
     radii = found.radius[:2]
     assert found.certified_accuracy(float(radii.max())) == 0.25
@@ -161,12 +155,12 @@ def test_one_table_states_one_alpha() -> None:
     rows[2] = {**rows[2], "alpha": 0.05}
     mixed = tables.build(rows, tables.about(table))
     with pytest.raises(UserError, match=r"its rows differ in alpha \(0.001, 0.05\)"):
-        reading.of(mixed)
+        table_reader.of(mixed)
     for row in rows:
         row["alpha"] = 0.05
     with pytest.raises(UserError, match=r"its rows say alpha 0.05, its settings 0.001"):
-        reading.of(tables.build(rows, tables.about(table)))
-    assert reading.of(rebound(table, 0.05)).alpha == 0.05
+        table_reader.of(tables.build(rows, tables.about(table)))
+    assert table_reader.of(rebound(table, 0.05)).alpha == 0.05
 
 
 def test_shares_are_found_among_other_tables() -> None:
@@ -175,10 +169,10 @@ def test_shares_are_found_among_other_tables() -> None:
         make(HISTOGRAMS[i::2], LABELS[i::2], start=i, every=2, noise="laplace") for i in (0, 1)
     ]
     looser = [rebound(half, 0.05) for half in halves]
-    parts = [halves[0], looser[0], merge(halves), others[1], halves[1], others[0], looser[1]]
+    parts = [halves[0], looser[0], merge_tables(halves), others[1], halves[1], others[0], looser[1]]
     assert shares(parts) == [[0, 4], [1, 6], [3, 5]]
     assert shares(parts[:4]) == []
-    assert reading.of(merge(looser)).alpha == 0.05
+    assert table_reader.of(merge_tables(looser)).alpha == 0.05
 
 
 def half(start: int, settings: dict[str, Any] | None = None, **classifier: object) -> pa.Table:
@@ -192,7 +186,7 @@ def half(start: int, settings: dict[str, Any] | None = None, **classifier: objec
 def test_what_was_seen_on_check_inputs_keeps_no_shares_apart() -> None:
     parts = [half(0, notes=["b"]), half(1, check="other", notes=["a", "b"])]
     assert shares(parts) == [[0, 1]] and apart(parts) == []
-    classifier = tables.about(merge(parts))["classifier"]
+    classifier = tables.about(merge_tables(parts))["classifier"]
     assert classifier["notes"] == ["a", "b"] and "check" not in classifier
     assert classifier["form"] == CLASSIFIER["form"]
 
@@ -200,7 +194,7 @@ def test_what_was_seen_on_check_inputs_keeps_no_shares_apart() -> None:
 @pytest.mark.parametrize("more", [{"form": "frozen"}, {"batch": 9}, {"generator": "aes"}])
 def test_what_was_asked_for_is_not_what_is_executed(more: dict[str, Any]) -> None:
     parts = [half(0), half(1, settings=more)]
-    assert shares(parts) == [[0, 1]] and merge(parts).num_rows == 4
+    assert shares(parts) == [[0, 1]] and merge_tables(parts).num_rows == 4
     # A key that there was not, and one that is not set, are the same.
     assert shares([half(0), half(1, settings={"new": None})]) == [[0, 1]]
     assert shares([half(0), half(1, settings={"new": 0})]) == []
@@ -208,7 +202,7 @@ def test_what_was_asked_for_is_not_what_is_executed(more: dict[str, Any]) -> Non
 
 def test_what_is_left_apart_is_said() -> None:
     far = make(HISTOGRAMS, LABELS, alpha=0.05, noise="laplace")
-    whole = merge([half(0), half(1)])
+    whole = merge_tables([half(0), half(1)])
     parts = [far, whole, half(0), half(1, form="eager")]
     assert shares(parts) == []
     assert [(place, near, names) for place, near, names in apart(parts)][:2] == [

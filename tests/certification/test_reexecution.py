@@ -23,13 +23,13 @@ from support.batch_dependent import (
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.base.errors import InvalidResults, UserError
 from dpdist.certification import job, reexecution, worker
-from dpdist.certification.catalogue import settings_of
 from dpdist.certification.predict import Predictor
 from dpdist.certification.reexecution import LEAST_ROWS, Reexecution, RowChoice
-from dpdist.models import company, mixing
-from dpdist.randomness.units import ESTIMATE, SELECT
+from dpdist.certification.registry import settings_of
+from dpdist.core.errors import InvalidResults, UserError
+from dpdist.models import batch_independence, mixing
+from dpdist.randomness.keys import ESTIMATE, SELECT
 
 KEY = b"k" * 32
 SETTINGS: dict[str, Any] = {
@@ -62,7 +62,10 @@ def certify(kind: str, tmp_path: Path, name: str = "out", **more: Any) -> Path:
 def test_experts_are_never_full_for_different_inputs_but_for_copies(capacity: int | None) -> None:
     model, (batch, copies) = Experts(capacity).eval(), batches()
     allowed = torch.full((CLASSES,), 1e-4)
-    assert company._compare(model, batch, company._arrangements(batch), allowed) is None
+    assert (
+        batch_independence._compare(model, batch, batch_independence._arrangements(batch), allowed)
+        is None
+    )
     assert "copies" in str(mixing(model, batch, copies))
     assert mixing(model, batch) is not None  # near copies, where nobody says which noise
     assert mixing(Honest().eval(), batch, copies) is None
@@ -71,7 +74,7 @@ def test_experts_are_never_full_for_different_inputs_but_for_copies(capacity: in
 def test_copies_stand_among_other_inputs_in_several_numbers() -> None:
     batch, copies = batches()
     seen = []
-    for _, rows, arranged in company._among_copies(copies, batch):
+    for _, rows, arranged in batch_independence._among_copies(copies, batch):
         assert torch.equal(arranged[: len(rows)], copies[rows])
         assert torch.equal(arranged[len(rows) :], batch[: len(arranged) - len(rows)])
         seen.append((len(rows), len(arranged)))
@@ -374,7 +377,7 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
             raise TypeError("cannot pickle '_thread.lock' object")
 
     with pytest.raises(UserError, match=r"copy.deepcopy copies, got TypeError"):
-        company.fresh_copy(Locked())
+        batch_independence.fresh_copy(Locked())
 
 
 def test_rows_stand_among_others_and_alone_as_they_were_executed() -> None:

@@ -9,15 +9,16 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from torch import nn
 
-from dpdist.base.errors import UserError
-from dpdist.certification import classifier as executed
-from dpdist.certification.catalogue import settings_of
+from dpdist.certification import inference
 from dpdist.certification.certificate import FormName
-from dpdist.certification.classifier import ExecutedClassifier, check_digest, choose, differing_rows
-from dpdist.certification.noises import NOISES, Noise
-from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler, Sampler
-from dpdist.randomness import units
-from dpdist.randomness.units import RandomWords, UnitSource
+from dpdist.certification.inference import ExecutedClassifier, check_digest, choose, differing_rows
+from dpdist.certification.noise import NOISES, Noise
+from dpdist.certification.registry import settings_of
+from dpdist.certification.score_bounds import SCORE_UNIT
+from dpdist.certification.worker import HiddenNoiseSampler, Sampler
+from dpdist.core.errors import UserError
+from dpdist.randomness import keys as units
+from dpdist.randomness.keys import RandomWords, UnitSource
 
 pytestmark = pytest.mark.guarantee
 
@@ -248,14 +249,16 @@ def test_a_trace_of_one_batch_size_is_refused(ones: bool) -> None:
 
 
 def test_forms_have_one_list_of_names() -> None:
-    assert set(get_args(FormName)) == set(executed.FORMS)
+    assert set(get_args(FormName)) == set(inference.FORMS)
     with pytest.raises(UserError, match=r"form: .*'frozen'"):
         settings_of({"sigma": 0.5, "form": "frozn"})
 
 
 def test_a_form_that_was_asked_for_is_taken_whatever_its_speed(monkeypatch) -> None:
     slow = {"frozen": 9.0, "eager": 1.0, "channels-last": 1.0}
-    monkeypatch.setattr(executed, "_seconds", lambda forms, _: {form: slow[form] for form in forms})
+    monkeypatch.setattr(
+        inference, "_seconds", lambda forms, _: {form: slow[form] for form in forms}
+    )
     model, batch = nn.Linear(5, 3), torch.randn(16, 5)
     forms = [choose(model, batch, asked)[0].form for asked in (None, "frozen", "eager")]
     assert forms == ["eager", "frozen", "eager"]

@@ -14,18 +14,18 @@ from support.threads import one_thread
 from typer.testing import Result
 
 from dpdist import pipeline
-from dpdist.base.errors import UserError
-from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.commands.releasing import write_release
-from dpdist.randomness.places import place_of
-from dpdist.release.verifying import verify
+from dpdist.certification import table_reader
+from dpdist.core.errors import UserError
+from dpdist.publishing import write_release
+from dpdist.randomness.noise_location import place_of
+from dpdist.release.verify import verify
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.loop import run
-from dpdist.training.reducer import Reducer
+from dpdist.training.worker import run
 
 pytestmark = pytest.mark.whole
 
@@ -80,7 +80,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     got = tables.read(path)
     assert got.num_rows == 10 and set(got["mode"].to_pylist()) == {"scores"}
     # 0.3 or 0.4 with twelve seeds: three or four of ten.
-    assert reading.of(got).certified_accuracy(1e-9, "exact", "l2") > 0.1
+    assert table_reader.of(got).certified_accuracy(1e-9, "exact", "l2") > 0.1
     assert "exact_linf" in (tmp_path / "all.csv").read_text().splitlines()[0]
 
     again = call("certify", "noisy", "--runs", runs, "--rebound", "alpha=0.001")
@@ -90,7 +90,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     # Smoothed at the inputs as well: another classifier, another table, certified by both noises.
     call("certify", "noisy", "--runs", runs, "--sigma", "0.25", "--n", "200")
     smoothed = runs / "noisy/certificates/sigma-0.25-fixed-n-200/certificates.parquet"
-    both = reading.read(smoothed)
+    both = table_reader.read(smoothed)
     assert both.mode == "fixed" and both.about["hidden"] > 0
     assert [sizes.name for sizes in both.sizes] == ["cohen", "input", "hidden", "as_printed"]
     with pytest.raises(UserError, match="must be left out or be target-scores without sigma"):
@@ -121,7 +121,7 @@ def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -
     assert sum("as printed (does not hold)" in line for line in shown.splitlines()) >= 2
     assert picture.read_bytes().startswith(b"\x89PNG")
     path = runs / "private/certificates/scores-counts-linf-n-400-eta-0.95/certificates.parquet"
-    exact = reading.read(path).certified_accuracy(0.001, "exact", "l2")
+    exact = table_reader.read(path).certified_accuracy(0.001, "exact", "l2")
     (line,) = [line for line in shown.splitlines() if line.startswith("| private | exact profile")][
         :1
     ]

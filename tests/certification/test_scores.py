@@ -14,21 +14,23 @@ from support.certificates import Data, changed
 from torch import nn
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.certification import job, reading, scores, table
-from dpdist.certification.catalogue import settings_of
+from dpdist.certification import expected_scores, job, table, table_reader
 from dpdist.certification.certificate import join, totals
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.expected import expected_log_scores
-from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.places import sensitivity
+from dpdist.certification.expected_scores import ExpectedScores, decide
 from dpdist.certification.predict import Predictor
-from dpdist.certification.rebound import rebound
-from dpdist.certification.sampling import HiddenNoiseSampler
-from dpdist.certification.scores import ExpectedScores, decide
+from dpdist.certification.registry import settings_of
+from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.table_reader import rebound
+from dpdist.certification.worker import (
+    HiddenNoiseSampler,
+    expected_log_scores,
+    first_layer_sensitivity,
+)
+from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
-from dpdist.randomness import units
-from dpdist.randomness.places import BehindLayer, place_of
+from dpdist.randomness import keys
+from dpdist.randomness.noise_location import BehindLayer, place_of
 
 pytestmark = pytest.mark.guarantee
 
@@ -40,7 +42,7 @@ SPEC = ModelSpec(
     hidden_noise=True,
 )
 SETTINGS = ExpectedScores(n=1130, n0=50, alpha=0.05, batch=100, seed="5", radii=(0.01, 0.1))
-SIZES = [name for name in scores.SIZE_COLUMNS if name != scores.AS_PRINTED]
+SIZES = [name for name in expected_scores.SIZE_COLUMNS if name != expected_scores.AS_PRINTED]
 
 
 FakeData = partial(Data, count=9)
@@ -99,10 +101,10 @@ def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: 
     truth = {"l2": 0.5 / np.sqrt(5), "linf": 0.5 / 3}  # |w . x| / dual norm of w
     split, noise = models.require_split(model), place_of(model).behind_first()
     assert noise is not None
-    norms = sensitivity(split, noise, (2,))
+    norms = first_layer_sensitivity(split, noise, (2,))
     assert norms.l2 == pytest.approx(weight * np.sqrt(5), rel=1e-6)
     assert norms.linf == pytest.approx(3 * weight, rel=1e-6)
-    source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
+    source = keys.UnitSource("test", "s", "m", "d", "hidden", 1.0)
     sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
     got = sampler.block(x, 0, 0, 20_000, 20_000)
     # 20,000 draws agree with the exact probability: false failure 1e-4.
@@ -112,7 +114,7 @@ def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: 
     verdict = decide(got.sums, got.squares, got.histogram, 1, settings, noise.scale, norms)
     assert verdict.prediction == 1
     for norm, most in truth.items():
-        sizes = [verdict.sizes[f"{name}_{norm}"] for name in scores.CERTIFICATES]
+        sizes = [verdict.sizes[f"{name}_{norm}"] for name in expected_scores.CERTIFICATES]
         assert all(0 < size <= most for size in sizes)
         classical, extended, analytic, exact, cohen = sizes
         assert classical < analytic <= exact and extended < analytic
@@ -141,9 +143,9 @@ def test_as_printed_exceeds_the_truth() -> None:
     models.attach_noise(model, torch.full((maps, 1, 1), 0.5))
     split, noise = models.require_split(model), place_of(model).behind_first()
     assert noise is not None
-    norms = sensitivity(split, noise, (1, 1, 1))
+    norms = first_layer_sensitivity(split, noise, (1, 1, 1))
     x = torch.full((1, 1, 1), 0.3)
-    source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
+    source = keys.UnitSource("test", "s", "m", "d", "hidden", 1.0)
     got = HiddenNoiseSampler(split.first, split.rest, noise.std, source).block(x, 0, 0, 5000, 5000)
     verdict = decide(
         got.sums,
@@ -154,7 +156,7 @@ def test_as_printed_exceeds_the_truth() -> None:
         noise.scale,
         norms,
     )
-    assert verdict.sizes[scores.AS_PRINTED] > 0.3  # the boundary is 0.3 away
+    assert verdict.sizes[expected_scores.AS_PRINTED] > 0.3  # the boundary is 0.3 away
     assert all(verdict.sizes[name] <= 0.3 for name in SIZES)
 
 
@@ -163,10 +165,10 @@ def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
     model = noisy_model()
     split, noise = models.require_split(model), place_of(model).behind_first()
     assert noise is not None
-    source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
+    source = keys.UnitSource("test", "s", "m", "d", "hidden", 1.0)
     sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
     x = torch.rand(1, 6, 6)
-    hidden = sampler.noisy(x, 4, units.ESTIMATE, 2, 50).clone()
+    hidden = sampler.noisy(x, 4, keys.ESTIMATE, 2, 50).clone()
     p = torch.softmax(split.rest(hidden)[:40].double(), 1).detach().numpy()
     got = sampler.block(x, 4, 2, 50, 40)
     assert np.abs(got.sums / SCORE_UNIT - p.sum(0)).max() < 40 / SCORE_UNIT
@@ -191,7 +193,7 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
     model = models.load(model_folder)
     noise = place_of(model).behind_first()
     assert noise is not None
-    norms = sensitivity(models.require_split(model), noise, (1, 6, 6))
+    norms = first_layer_sensitivity(models.require_split(model), noise, (1, 6, 6))
     assert about["sensitivity"] == asdict(norms)
     assert about["settings"]["mode"] == "scores"
     for row in got.to_pylist():
@@ -216,9 +218,9 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
         assert row["prediction"] == (label if exact > 0 else -1)
         assert row["exact_linf"] * norms.linf == pytest.approx(row["exact_l2"] * norms.l2)
     assert (np.asarray(got["radius"]) > 0).any()
-    assert reading.of(got).certified_accuracy(1e9, "exact", "l2") == 0
+    assert table_reader.of(got).certified_accuracy(1e9, "exact", "l2") == 0
     with pytest.raises(UserError, match="no column"):
-        reading.of(got).certified("magic", "l2")
+        table_reader.of(got).certified("magic", "l2")
 
 
 @pytest.mark.slow
@@ -268,8 +270,8 @@ def test_rebound_is_what_a_certification_would_have_given(reference: Path) -> No
     for name in SIZES:
         old, new = np.asarray(got[name]), np.asarray(stricter[name])
         assert (new <= old).all()
-    tighter = scores.rebound_rows(got, 0.05, "bernstein")
-    counts = scores.rebound_rows(got, 0.05, "counts")
+    tighter = expected_scores.rebound_rows(got, 0.05, "bernstein")
+    counts = expected_scores.rebound_rows(got, 0.05, "counts")
     assert sum(row["exact_l2"] for row in counts) > np.asarray(got["exact_l2"]).sum()
     assert {row["bound"] for row in tighter} == {"bernstein"}
 
@@ -301,7 +303,7 @@ def test_a_component_without_noise_certifies_nothing() -> None:
     std = torch.ones(4, 3, 3)
     std[0, 0, 0] = 0
     with pytest.raises(UserError, match="every hidden component needs noise"):
-        sensitivity(split, BehindLayer("0", std), (1, 6, 6))
+        first_layer_sensitivity(split, BehindLayer("0", std), (1, 6, 6))
 
 
 def test_sizes_scale_with_noise_over_norm() -> None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.certification import sequential
 from dpdist.certification.sequential import TargetTest, planned_looks, thresholds
+from dpdist.core.binomial import clopper_pearson_lower
 
 pytestmark = pytest.mark.guarantee
 

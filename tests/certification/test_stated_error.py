@@ -9,18 +9,15 @@ import pytest
 import torch
 from scipy import integrate, optimize, special, stats
 
-from dpdist.certification import betting
+from dpdist.certification import score_bounds
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.cohen import Cohen, predict
-from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.noises import Gaussian
-from dpdist.certification.places import ScoredPlace, SmoothedPlace
-from dpdist.certification.sampling import Scores
-from dpdist.certification.scores import BettingScores, ExpectedScores
-from dpdist.certification.stopping import Anytime, TargetRadius
-from dpdist.certification.stopping_scores import TargetScores
-from dpdist.certification.two_class import TwoClass
-from dpdist.randomness import units
+from dpdist.certification.cohen import Cohen, TwoClass, predict
+from dpdist.certification.expected_scores import BettingScores, ExpectedScores
+from dpdist.certification.noise import Gaussian
+from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
+from dpdist.certification.worker import ScoredPlace, Scores, SmoothedPlace
+from dpdist.randomness import keys
 
 SIGMA, ALPHA = 0.5, 0.05
 PLACE = SmoothedPlace(Gaussian(SIGMA))
@@ -36,7 +33,7 @@ class Coin:
     def histogram(
         self, x: Any, index: int, stage: str, block: int, rows: int, draws: int
     ) -> np.ndarray:
-        hits = draws if stage == units.SELECT else self.rng.binomial(draws, self.p)
+        hits = draws if stage == keys.SELECT else self.rng.binomial(draws, self.p)
         return np.array([hits, draws - hits])
 
 
@@ -112,18 +109,18 @@ def capital(scores: np.ndarray, mean: float) -> float:
 def test_one_sided_bets_are_at_the_whole_error_and_no_more() -> None:
     # Scores at ends of bins, so that nothing is moved: the capital against the bound is 1 / alpha.
     rng = np.random.default_rng(0)
-    ends = betting.ENDS[rng.integers(40, len(betting.ENDS), 200)]
+    ends = score_bounds.ENDS[rng.integers(40, len(score_bounds.ENDS), 200)]
     scores = np.stack([ends, SCORE_UNIT - ends], axis=1)
-    found = betting.one_score_bound(*betting.binned(scores), 0, 1 - ALPHA)
+    found = score_bounds.one_score_bound(*score_bounds.binned(scores), 0, 1 - ALPHA)
     assert capital(ends / SCORE_UNIT, found.p_a) == pytest.approx(1 / ALPHA, rel=1e-6)
     assert found.lower[1] == 0 and found.p_b == pytest.approx(1 - found.p_a)
 
 
 def test_two_sided_bets_share_the_error_among_classes_and_sides() -> None:
     rng = np.random.default_rng(1)
-    ends = betting.ENDS[rng.integers(40, len(betting.ENDS), 200)]
+    ends = score_bounds.ENDS[rng.integers(40, len(score_bounds.ENDS), 200)]
     scores = np.stack([ends, SCORE_UNIT - ends], axis=1)
-    found = betting.score_bounds(*betting.binned(scores), 1 - ALPHA)
+    found = score_bounds.score_bounds(*score_bounds.binned(scores), 1 - ALPHA)
     share = ALPHA / 4  # two classes, two sides
     for k in range(2):
         own = scores[:, k] / SCORE_UNIT
@@ -141,7 +138,7 @@ class SureLead:
         self, x: Any, index: int, block: int, rows: int, draws: int, binned: bool, leader: int
     ) -> Scores:
         scores = np.array([[SCORE_UNIT, 0]] * draws)
-        bins = betting.binned(betting.leads(scores, leader))
+        bins = score_bounds.binned(score_bounds.leads(scores, leader))
         return Scores(scores.sum(0), scores.sum(0), np.array([draws, 0]), draws, *bins)
 
 
@@ -162,8 +159,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "scores": (ExpectedScores(n=100), {"sums": [90 * SCORE_UNIT, 0], "squares": [0, 0]}),
     "betting": (
         BettingScores(n=100),
-        {"sums": [0, 0], "squares": [0, 0], "bins": [0] * 2 * betting.BINS,
-         "excess": [0] * 2 * betting.BINS},
+        {"sums": [0, 0], "squares": [0, 0], "bins": [0] * 2 * score_bounds.BINS,
+         "excess": [0] * 2 * score_bounds.BINS},
     ),
 }  # fmt: skip
 

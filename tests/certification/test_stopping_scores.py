@@ -13,18 +13,17 @@ from support.networks import save_small_cnn
 from torch import nn
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.certification import betting, job, reading
-from dpdist.certification.catalogue import settings_of
-from dpdist.certification.expected_score_bounds import SCORE_UNIT
-from dpdist.certification.places import ScoredPlace, sensitivity
+from dpdist.certification import job, score_bounds, table_reader
+from dpdist.certification.expected_scores import BettingScores
 from dpdist.certification.predict import Predictor
-from dpdist.certification.rebound import rebound
-from dpdist.certification.sampling import HiddenNoiseSampler
-from dpdist.certification.scores import BettingScores
-from dpdist.certification.stopping_scores import LeadTest, TargetScores
-from dpdist.randomness import units
-from dpdist.randomness.places import place_of
+from dpdist.certification.registry import settings_of
+from dpdist.certification.score_bounds import SCORE_UNIT
+from dpdist.certification.sequential import LeadTest, TargetScores
+from dpdist.certification.table_reader import rebound
+from dpdist.certification.worker import HiddenNoiseSampler, ScoredPlace, first_layer_sensitivity
+from dpdist.core.errors import UserError
+from dpdist.randomness import keys
+from dpdist.randomness.noise_location import place_of
 
 pytestmark = pytest.mark.guarantee
 
@@ -33,7 +32,7 @@ ALPHA = 0.05
 
 def leads_of(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What `LeadTest.look` takes, of leads in [0, 1], (n, K)."""
-    return betting.binned(np.round(scores * SCORE_UNIT).astype(np.int64))
+    return score_bounds.binned(np.round(scores * SCORE_UNIT).astype(np.int64))
 
 
 def test_a_lead_beyond_phi_of_t_keeps_the_order() -> None:
@@ -67,7 +66,7 @@ def test_the_error_over_all_looks_by_dynamic_programming(p0: float, middle: floa
         counts = np.stack([number - half - one, half, one]).reshape(3, -1)
         there = counts[0] >= 0
         shown = np.zeros(there.shape, bool)
-        shown[there] = betting.means_above(counts[:, there], values, p0, ALPHA)
+        shown[there] = score_bounds.means_above(counts[:, there], values, p0, ALPHA)
         shown = shown.reshape(after.shape)
         wrong += float(after[shown].sum())
         alive = np.where(shown, 0.0, after)
@@ -99,17 +98,17 @@ def test_leads_show_at_least_what_the_class_alone_does() -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(0, 1, (400, 5)) + np.array([4.0, 2.0, 0, 0, 0])
     scores = (special.softmax(logits, 1) * SCORE_UNIT).astype(np.int64)
-    leads = betting.leads(scores, 0)
+    leads = score_bounds.leads(scores, 0)
     assert leads.shape == (400, 4)
     assert (leads >= scores[:, [0]] - 1).all() and (leads <= SCORE_UNIT).all()
     exact = (1 + (scores[:, [0]] - scores[:, 1:]) / SCORE_UNIT) / 2
     assert (leads / SCORE_UNIT <= exact).all() and leads / SCORE_UNIT == pytest.approx(
         exact, abs=1 / SCORE_UNIT
     )
-    ends = betting.ENDS / SCORE_UNIT
+    ends = score_bounds.ENDS / SCORE_UNIT
     for mean in (0.6, 0.75, 0.85):
         own, ahead = (
-            betting.log_capital(betting.at_ends(*betting.binned(s)).T, ends, mean)
+            score_bounds.log_capital(score_bounds.at_ends(*score_bounds.binned(s)).T, ends, mean)
             for s in (scores[:, [0]], leads)
         )  # fmt: skip
         assert (ahead > own - 0.05).all()
@@ -159,7 +158,7 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     bets = settings_of({**SECTION, "n": 5000, "bound": "betting"})
     sizes = job.certify(model_folder, Data(), bets, tmp_path / "b", actors=1)["exact_l2"]
     assert all(b > row["radius"] * 0.9 for b, row in zip(sizes.to_pylist(), rows, strict=True))
-    found = reading.read(tmp_path / "t" / job.TABLE)
+    found = table_reader.read(tmp_path / "t" / job.TABLE)
     assert (
         found.title == settings.folder_name == "target-scores-l2-r-0.001-0.03-0.4-n-1130-eta-0.95"
     )
@@ -210,8 +209,8 @@ def test_no_target_beyond_the_distance_to_the_boundary_passes() -> None:
         place_of(model).behind_first(),
         torch.tensor([0.3, 0.1]),
     )
-    place = ScoredPlace(noise.scale, sensitivity(split, noise, (2,)))
-    source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
+    place = ScoredPlace(noise.scale, first_layer_sensitivity(split, noise, (2,)))
+    source = keys.UnitSource("test", "s", "m", "d", "hidden", 1.0)
     sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
     radii = (0.5 * truth, 0.8 * truth, 1.01 * truth, 1.2 * truth)
     settings = settings_of({"mode": "target-scores", "radii": radii, "alpha": 1e-6, "n": 20_000})

@@ -12,17 +12,22 @@ from scipy import optimize, special, stats
 from support.certificates import Data
 from support.networks import save_small_cnn
 
-from dpdist.base.errors import UserError
-from dpdist.certification import betting, job, reading
-from dpdist.certification.betting import ENDS, at_ends, lower_bound, one_score_bound, score_bounds
-from dpdist.certification.catalogue import settings_of
-from dpdist.certification.expected_score_bounds import (
+from dpdist.certification import job, table_reader
+from dpdist.certification import score_bounds as betting
+from dpdist.certification.expected_scores import BettingScores
+from dpdist.certification.registry import settings_of
+from dpdist.certification.score_bounds import (
+    ENDS,
     SCORE_UNIT,
+    at_ends,
+    lower_bound,
+    one_score_bound,
+    score_bounds,
     score_bounds_bernstein,
     score_bounds_hoeffding,
 )
-from dpdist.certification.rebound import rebound
-from dpdist.certification.scores import BettingScores
+from dpdist.certification.table_reader import rebound
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.guarantee
 
@@ -118,7 +123,7 @@ def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
             if one_sided:
                 made = one_score_bound(*bins, row["selected"], 0.95)
             assert (row["p_lower"], row["p_upper"]) == (made.p_a, made.p_b)
-        found = reading.read(home / job.TABLE)
+        found = table_reader.read(home / job.TABLE)
         assert found.terms["one_sided"] is one_sided
         looser = rebound(found.table, 0.2)
         assert (looser["p_lower"].to_numpy() > table["p_lower"].to_numpy()).all()

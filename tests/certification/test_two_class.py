@@ -13,22 +13,22 @@ from scipy import stats
 from support.certificates import Data
 from support.networks import save_small_cnn
 
-from dpdist.base.binomial import clopper_pearson_lower
-from dpdist.base.errors import UserError
-from dpdist.certification import cohen, job, reading, two_class
-from dpdist.certification.catalogue import settings_of
-from dpdist.certification.noises import Gaussian
-from dpdist.certification.population import population_bounds
-from dpdist.certification.rebound import label_reach, rebound
-from dpdist.certification.two_class import TwoClass
+from dpdist.certification import cohen, job, table_reader
+from dpdist.certification.cohen import TwoClass
+from dpdist.certification.noise import Gaussian
+from dpdist.certification.registry import settings_of
+from dpdist.certification.statistics import population_bounds
+from dpdist.certification.table_reader import label_reach, rebound
+from dpdist.core.binomial import clopper_pearson_lower
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.guarantee
 
 NOISE = Gaussian(0.5)
 
 
-def certify(counts: list[int], alpha: float = 0.001) -> two_class.Verdict:
-    return two_class.certify(0, np.array(counts), alpha, NOISE)
+def certify(counts: list[int], alpha: float = 0.001) -> cohen.Verdict:
+    return cohen.certify_against_runner_up(0, np.array(counts), alpha, NOISE)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,9 @@ def test_the_radius_is_too_large_at_most_alpha_often(shares: tuple[float, ...]) 
     for a, b in itertools.product(range(n + 1), repeat=2):
         if a + b > n:
             continue
-        radius = two_class.certify(0, np.array([a, b, n - a - b]), alpha, NOISE).radius
+        radius = cohen.certify_against_runner_up(
+            0, np.array([a, b, n - a - b]), alpha, NOISE
+        ).radius
         if radius > max(truth, 0.0):
             wrong += stats.multinomial.pmf([a, b, n - a - b], n, shares)
     assert wrong <= alpha
@@ -81,7 +83,9 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
         cohens = cohen.certify(0, np.array(counts), 0.001, NOISE).radius
         assert certify(counts).radius >= floor * (1 - 1e-9) >= cohens * 0.95
     assert certify([500, 500, 0]).prediction == -1 and certify([10, 980, 10]).radius == 0
-    assert two_class.certify(0, np.array([1000]), 0.001, NOISE).radius > 0  # of one class
+    assert (
+        cohen.certify_against_runner_up(0, np.array([1000]), 0.001, NOISE).radius > 0
+    )  # of one class
 
 
 def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
@@ -96,10 +100,12 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     assert table.equals(again, check_metadata=True)
     assert table["histogram"].equals(plain["histogram"])
     for row in table.to_pylist():
-        made = two_class.certify(row["selected"], np.array(row["histogram"]), 0.001, NOISE)
+        made = cohen.certify_against_runner_up(
+            row["selected"], np.array(row["histogram"]), 0.001, NOISE
+        )
         for name in ("p_lower", "p_upper", "radius", "prediction"):
             assert row[name] == getattr(made, name), name
-    found = reading.read(tmp_path / "t" / job.TABLE)
+    found = table_reader.read(tmp_path / "t" / job.TABLE)
     assert "runner-up" in found.words and found.sizes[0].name == "cohen"
     looser = rebound(found.table, 0.05)
     assert (looser["radius"].to_numpy() >= table["radius"].to_numpy()).all()
@@ -121,7 +127,7 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
             TwoClass.check(pa.Table.from_pylist(broken, schema=table.schema), "x")
     pq.write_table(table.drop_columns("p_upper"), tmp_path / "t" / job.TABLE)
     with pytest.raises(UserError, match="p_upper"):
-        reading.read(tmp_path / "t" / job.TABLE)
+        table_reader.read(tmp_path / "t" / job.TABLE)
 
 
 def test_only_gaussian_noise_has_this_radius() -> None:

@@ -19,19 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification import betting, predict
-from dpdist.certification.catalogue import BY_MODE, settings_of
-from dpdist.certification.certificate import Certificate, SampledPlace
-from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.noises import NOISES
-from dpdist.certification.places import ScoredPlace
+from dpdist.certification import predict, score_bounds
+from dpdist.certification.certificate import ABSTAIN, Certificate, SampledPlace
+from dpdist.certification.expected_scores import ExpectedScores
+from dpdist.certification.noise import NOISES
 from dpdist.certification.predict import Predictor
-from dpdist.certification.sampling import Scores
-from dpdist.certification.scores import ExpectedScores
-from dpdist.certification.verdict import ABSTAIN
-from dpdist.certification.worker import Assignment, Piece, Worker, probe
-from dpdist.models.normalised import Normalised
-from dpdist.randomness import units
+from dpdist.certification.registry import BY_MODE, settings_of
+from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.worker import Assignment, Piece, ScoredPlace, Scores, Worker, probe
+from dpdist.models.zoo import Normalised
+from dpdist.randomness import keys as units
 
 pytestmark = pytest.mark.guarantee
 
@@ -130,7 +127,7 @@ class ByStage:
     ) -> Scores:
         votes = self.histogram(x, index, units.ESTIMATE, block, rows, draws)
         each = np.repeat(np.eye(3, dtype=np.int64) * SCORE_UNIT, votes, axis=0)
-        bins = betting.binned(each) if binned else ()
+        bins = score_bounds.binned(each) if binned else ()
         return Scores(votes * SCORE_UNIT, votes * SCORE_UNIT**2, votes, draws, *bins)
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpdist.base.errors import ClusterError, UserError
-from dpdist.cluster.clusterfile import Needs, check_file, templates
-from dpdist.cluster.findings import strings
+from dpdist.cluster.cluster_file import Needs, check_file, iter_strings, templates
+from dpdist.core.errors import ClusterError, UserError
 
 pytestmark = pytest.mark.whole
 
@@ -376,7 +375,7 @@ def test_versions_in_the_files_are_the_pinned_ones():
 
 
 def test_every_string_is_found_with_its_key():
-    assert dict(strings({"a": [{"b": "x"}, "y"], "c": {"d": "z"}, "n": 1})) == {
+    assert dict(iter_strings({"a": [{"b": "x"}, "y"], "c": {"d": "z"}, "n": 1})) == {
         "a[0].b": "x",
         "a[1]": "y",
         "c.d": "z",

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import dpdist.cluster.jobs as jobs_module
-from dpdist.base.errors import ClusterError
-from dpdist.cluster.jobs import Jobs
+import dpdist.cluster.submission as submission
 from dpdist.cluster.session import read_environment_again
+from dpdist.cluster.submission import Jobs
+from dpdist.core.errors import ClusterError
 
 pytestmark = pytest.mark.whole
 
@@ -106,7 +106,7 @@ def server(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "set, so that it is put back after the test")
     monkeypatch.delenv("RAY_AUTH_MODE")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    monkeypatch.setattr(jobs_module, "_POLL", 0.01)
+    monkeypatch.setattr(submission, "_POLL", 0.01)
     with Server() as made:
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
@@ -126,7 +126,7 @@ def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
 
 
 def test_a_tunnel_that_stays_away_ends_the_following(server, monkeypatch):
-    monkeypatch.setattr(jobs_module, "_SILENT", 0.1)
+    monkeypatch.setattr(submission, "_SILENT", 0.1)
     server.drop = 1000
     with pytest.raises(ClusterError, match=r"no cluster answers at .* open the tunnel first"):
         Jobs(server.address).follow("run-1", lambda text: None)
@@ -159,8 +159,8 @@ def test_nobody_there_and_nonsense(monkeypatch):
 
 def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatch):
     """A recipe outside of what is sent, or in a folder that is never sent."""
-    from dpdist.base.errors import UserError
-    from dpdist.commands.cli import app
+    from dpdist.cli.main import app
+    from dpdist.core.errors import UserError
 
     recipe = {
         "data": {"name": "digits"},

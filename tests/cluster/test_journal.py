@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.cluster.journal import InUse, Journal
+from dpdist.cluster.job_folder import InUse, Journal
 
 pytestmark = pytest.mark.whole
 
@@ -37,7 +37,7 @@ def test_damage_ends_the_journal_and_is_overwritten(tmp_path: Path, damage: str)
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     script = (
-        "import sys; from pathlib import Path; from dpdist.cluster.journal import Journal\n"
+        "import sys; from pathlib import Path; from dpdist.cluster.job_folder import Journal\n"
         f"journal = Journal(Path({str(path)!r})); journal.append(1)\n"
         "print('held', flush=True); sys.stdin.read()"
     )

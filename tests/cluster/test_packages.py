@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dpdist.base.errors import ClusterError
-from dpdist.cluster.packages import _check_node, _loaded, check_same, code_digest, fingerprint
 from dpdist.cluster.session import _check_reachable
+from dpdist.cluster.versions import _check_node, _loaded, check_same, code_digest, fingerprint
+from dpdist.core.errors import ClusterError
 
 PACKAGES = ("dpdist",)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.base.errors import ClusterError
-from dpdist.cluster.packing import Sending, closed_by, pack
+from dpdist.cluster.submission import Sending, closed_by, pack
+from dpdist.core.errors import ClusterError
 
 SENT = ["Makefile", "my.yaml", "nets.py", "requirements-extra.txt", "sub/deep/kernel.CU",
         "sub/more.py"]  # fmt: skip
@@ -110,7 +110,7 @@ def test_names_of_our_folders_are_the_user_s_to_take(tmp_path):
 
 def test_from_a_checkout_our_packages_stay(tmp_path):
     """The hosts have them installed."""
-    ours = ["dpdist/runs/recipe.py", "cluster/pool.py", "tuning/a.py", "tests/x.py"]
+    ours = ["dpdist/runs/recipe.py", "cluster/actor_pool.py", "tuning/a.py", "tests/x.py"]
     fill(tmp_path / "work", ["recipes/digits.yaml", *ours])
     assert [str(p) for p in pack(Sending(tmp_path / "work"), tmp_path / "package").files] == [
         "recipes/digits.yaml"

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from dpdist.base.errors import ClusterError, InvalidResults
-from dpdist.cluster.calls import Runner
-from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
+from dpdist.cluster.actor_pool import Chunk, PoolSettings, Runner, run_chunks
 from dpdist.cluster.session import connect
+from dpdist.core.errors import ClusterError, InvalidResults
 
 pytestmark = pytest.mark.whole
 

@@ -11,12 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dpdist.base import reading
-from dpdist.base.errors import UserError
-from dpdist.base.reading import NoSuchFile, parse_json, read_bytes, read_json, usable_path
-from dpdist.base.storage import write_json
-from dpdist.base.table_files import read_table
-from dpdist.base.yaml_files import read_yaml
+from dpdist.core import files
+from dpdist.core.errors import UserError
+from dpdist.core.files import (
+    NoSuchFile,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_table,
+    read_yaml,
+    usable_path,
+    write_json,
+)
 from dpdist.runs.recipe import read_changes
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(
@@ -176,7 +182,7 @@ def test_equal_keys_cost_one_comparison_each():
     """A request of 400 KB with many equal keys stopped a server for a minute."""
     pairs = [(CountedKey(f"k{i}"), i) for i in range(1000)] + [(CountedKey("k999"), 0)] * 1000
     with pytest.raises(ValueError, match="'k999' is given twice"):
-        reading._unique(pairs)
+        files._unique(pairs)
     assert CountedKey.compared <= 10
 
 

@@ -18,10 +18,10 @@ import ray
 from ray._private import ray_constants
 
 from dpdist import pipeline
-from dpdist.base.errors import Interrupted, UserError
-from dpdist.base.storage import SESSION_FOLDER, TRAINING_FOLDER, temporary_folder
 from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
+from dpdist.core.errors import Interrupted, UserError
+from dpdist.core.files import SESSION_FOLDER, TRAINING_FOLDER, temporary_folder
 from dpdist.pipeline import session
 from dpdist.runs.recipe import parse
 from dpdist.training import rendezvous

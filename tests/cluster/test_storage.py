@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dpdist import bulk
-from dpdist.base.storage import (
+from dpdist.cluster import job_folder
+from dpdist.core.files import (
     SESSION_FOLDER,
     TRAINING_FOLDER,
     built_aside,
@@ -65,7 +65,7 @@ def test_what_nothing_rests_on_does_not_wait_for_the_disk(tmp_path, disk):
     assert disk == [("renamed", "file")]
     assert (tmp_path / "file").read_text() == '{\n  "done": 1\n}\n'
     texts = {path: path.read_text() for path in (ROOT / "dpdist").rglob("*.py")}
-    assert [p.name for p, text in texts.items() if "durable=False" in text] == ["monitor.py"]
+    assert [p.name for p, text in texts.items() if "durable=False" in text] == ["monitoring.py"]
 
 
 def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_job_that_goes_on_removes_what_the_killed_one_left(tmp_path, dead):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")
     (tmp_path / "settings.json").write_text("{}")
-    with bulk.held(tmp_path, bulk.Kind("job", "working")):
+    with job_folder.held(tmp_path, job_folder.Kind("job", "working")):
         assert not any(path.exists() for path in left)
 
 
@@ -178,7 +178,7 @@ def test_a_file_that_a_library_writes_is_whole_as_well(tmp_path, disk):
 def test_nobody_else_moves_files_into_their_places():
     for package in ("cluster", "dpdist", "tuning"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            if path != ROOT / "dpdist" / "base" / "storage.py":
+            if path != ROOT / "dpdist" / "core" / "files.py":
                 assert not re.search(r"\bos\.(replace|rename|renames)\b|\.rename\(",
                                      path.read_text()), path  # fmt: skip
 
@@ -186,9 +186,9 @@ def test_nobody_else_moves_files_into_their_places():
 # Files that are written where nobody looks yet: in a folder or file aside, a pipe or a scratch
 # folder; or line by line, at their ends.
 IN_PLACE = {
-    "cluster/packages.py": 1, "dpdist/certification/fresh_process.py": 1,
-    "dpdist/data/catalog.py": 1, "dpdist/data/docstrings.py": 1, "dpdist/data/parquet.py": 1,
-    "dpdist/training/groups.py": 1, "dpdist/training/monitor.py": 1, "cluster/journal.py": 1,
+    "cluster/versions.py": 1, "dpdist/certification/reexecution.py": 1,
+    "dpdist/data/registry.py": 1, "dpdist/data/text.py": 1, "dpdist/data/parquet.py": 1,
+    "dpdist/training/monitoring.py": 2, "cluster/job_folder.py": 1,
 }  # fmt: skip
 
 
@@ -201,9 +201,9 @@ def test_no_result_is_written_where_it_is_read():
     for package in ("cluster", "dpdist", "tuning"):
         for path in sorted((ROOT / package).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
-            if name != "dpdist/base/storage.py" and (times := len(words.findall(path.read_text()))):
+            if name != "dpdist/core/files.py" and (times := len(words.findall(path.read_text()))):
                 found[name] = times
-    assert found == IN_PLACE | {"cluster/objectstore.py": 1}  # a download, into a new file
+    assert found == IN_PLACE | {"cluster/object_store.py": 1}  # a download, into a new file
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -240,7 +240,7 @@ def test_a_result_goes_into_a_pipe_and_makes_no_folder(tmp_path):
 # Holds a folder like those of single trainings, says where, and waits to be killed.
 HOLDS = """
 import sys, time
-from dpdist.base.storage import TRAINING_FOLDER, temporary_folder
+from dpdist.core.files import TRAINING_FOLDER, temporary_folder
 with temporary_folder(TRAINING_FOLDER) as folder:
     (folder / "run.key").write_text("secret")
     print(folder, flush=True)
@@ -305,7 +305,7 @@ def test_nothing_rests_on_the_time_of_day():
         for path in (ROOT / package).rglob("*.py")
         if words.search(path.read_text())
     }
-    assert found == {"dpdist/reports/page.py", "dpdist/training/trainer.py", "tuning/rounds.py"}
+    assert found == {"dpdist/reports/html.py", "dpdist/training/trainer.py", "tuning/trial.py"}
 
 
 def test_a_private_folder_is_its_owner_s(tmp_path):
@@ -315,7 +315,7 @@ def test_a_private_folder_is_its_owner_s(tmp_path):
 
 
 # Sends a network to a process that it started itself, through a pipe: no file is read.
-BY_PIPE = {"dpdist/certification/fresh_process.py"}
+BY_PIPE = {"dpdist/certification/reexecution.py"}
 UNSAFE = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 

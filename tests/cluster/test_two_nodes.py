@@ -26,10 +26,10 @@ from support.processes import (
 )
 from support.threads import one_thread
 
-from dpdist.base.storage import write_atomic
+from dpdist.core.files import write_atomic
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder, complete_checkpoints
-from dpdist.training.groups import read
+from dpdist.training.monitoring import read_groups
 
 pytestmark = pytest.mark.whole
 
@@ -58,7 +58,7 @@ cluster.shutdown()
 POOL = """
 import os, sys, time
 import ray
-from dpdist.cluster.pool import Chunk, run_chunks
+from dpdist.cluster.actor_pool import Chunk, run_chunks
 
 ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
 
@@ -200,7 +200,7 @@ class Training:
 
     def begins(self, number: int) -> None:
         """Wait for the group of this number; let it make 40 steps and a checkpoint of its own."""
-        self._wait(lambda: len(read(RunFolder(self.run))) == number)
+        self._wait(lambda: len(read_groups(RunFolder(self.run))) == number)
         # Of the group before: where it was held.
         reached = steps_done(self.run)
         write_atomic(self.limit, str(reached + 40))
@@ -249,7 +249,7 @@ def test_lost_workers_and_a_lost_node_change_nothing(nodes, gated, tmp_path, mon
     out, err = training.ends()
     assert "certified, sigma-0.25-fixed-n-200" in out
     run = training.run
-    groups = read(RunFolder(run))
+    groups = read_groups(RunFolder(run))
     assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 2, 1)]
     assert 0 < groups[1].step < groups[2].step < 300
     assert "goes on with 1 worker (before: 2)" in err and "nothing is charged again" in err
@@ -275,7 +275,7 @@ import functools, ray.train
 ray.train.ScalingConfig = functools.partial(
     ray.train.ScalingConfig, elastic_resize_monitor_interval_s=2.0
 )
-from dpdist.commands.cli import main
+from dpdist.cli.main import main
 main()
 """
 
@@ -299,7 +299,7 @@ def test_a_group_shrinks_and_grows_again(nodes, gated, tmp_path, monkeypatch, ca
     training.begins(3)
     _, err = training.ends()
     run = training.run
-    groups = read(RunFolder(run))
+    groups = read_groups(RunFolder(run))
     assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 1, 2)]
     assert 0 < groups[1].step < groups[2].step < 300
     assert "goes on with 2 workers (before: 1)" in err and "charged again" in err

@@ -1,6 +1,6 @@
 """A cluster that has become too small for the work is named once, and once that it is whole."""
 
-from dpdist.cluster.waiting import Room
+from dpdist.cluster.session import Room
 
 
 def test_a_missing_host_is_told_once_each_time():

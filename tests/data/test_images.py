@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 from support.datasets import write_split
 
-from dpdist.base.errors import UserError
 from dpdist.certification.predict import as_input
+from dpdist.core.errors import UserError
 from dpdist.data import Columns, Source, load
-from dpdist.data.images import _ADAM7, Inexact, Unreadable, _png_bytes, decode
+from dpdist.data.parquet import _ADAM7, Inexact, Unreadable, _png_bytes, decode_picture
 
 GREY = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
 COLOUR = np.random.default_rng(1).integers(0, 256, (5, 4, 3), dtype=np.uint8)
@@ -85,7 +85,7 @@ def white_is_zero(pixels: np.ndarray) -> bytes:
     ],
 )
 def test_what_is_stored_is_what_is_read(raw, expected):
-    found = decode(raw)
+    found = decode_picture(raw)
     assert found.dtype == (np.float32 if expected.dtype.kind == "f" else np.uint8)
     assert np.array_equal(found, expected)
 
@@ -115,7 +115,7 @@ REFUSED = [
 @pytest.mark.parametrize("raw, message", REFUSED)
 def test_what_cannot_be_read_exactly_is_refused(raw, message, tmp_path):
     with pytest.raises(Inexact, match=message):
-        decode(raw)
+        decode_picture(raw)
     write_split(tmp_path / "t", image=[saved(GREY), raw], label=[0, 1])
     with pytest.raises(UserError, match=rf"train.parquet row 1: .*{message}"):
         load(Source("t", 2, tmp_path), "train")
@@ -179,7 +179,7 @@ def test_inputs_to_predict_are_real_numbers(kind):
 def test_what_is_no_picture_is_said_without_an_address_in_memory(raw):
     """The words go into messages and into a server's answers."""
     with pytest.raises(Unreadable) as error:
-        decode(raw)
+        decode_picture(raw)
     assert "0x" not in str(error.value) and "object" not in str(error.value)
 
 
@@ -194,12 +194,12 @@ def test_a_png_of_fewer_rows_than_it_says_is_refused(size, mode, interlaced):
     Image.fromarray(pixels).convert(mode).save(buffer, format="PNG")
     raw = bytearray(buffer.getvalue())
     if not interlaced:
-        assert decode(bytes(raw)).shape[1:] == (height, width)
+        assert decode_picture(bytes(raw)).shape[1:] == (height, width)
     raw[20:24] = struct.pack(">I", 4 * height)
     raw[28] = interlaced
     raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
     with pytest.raises(Unreadable, match="it is cut: "):
-        decode(bytes(raw))
+        decode_picture(bytes(raw))
 
 
 @pytest.mark.parametrize(("width", "height"), itertools.product((1, 2, 3, 5, 9), repeat=2))

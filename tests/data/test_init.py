@@ -18,10 +18,10 @@ from support.datasets import png
 from support.parquet_footers import count_rows_as
 from typer.testing import CliRunner
 
-from dpdist.base.errors import UserError
-from dpdist.commands.cli import app
-from dpdist.data import found
-from dpdist.data.found import look
+from dpdist.cli.main import app
+from dpdist.core.errors import UserError
+from dpdist.data import discovery
+from dpdist.data.discovery import look
 from dpdist.runs.recipe import load
 from dpdist.training.records import evaluation_data, source_of, training_data
 
@@ -167,14 +167,14 @@ def test_pictures_from_outside_the_folder_are_not_copied(way, monkeypatch):
         os.mkfifo("pets/test/dog/1.png")
         said = "is a pipe, must be a regular file"
     elif way == "no room":
-        real = found._write_split
+        real = discovery._write_split
 
         def full(folder: Path, *rest) -> None:
             if folder.name == "test":
                 raise UserError("no room")
             real(folder, *rest)
 
-        monkeypatch.setattr(found, "_write_split", full)
+        monkeypatch.setattr(discovery, "_write_split", full)
         said = "no room"
     else:
         shutil.rmtree("pets/test")

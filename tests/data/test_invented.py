@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dpdist import data
-from dpdist.base.errors import UserError
-from dpdist.data import scenes, strokes
-from dpdist.data.catalog import INVENTED
+from dpdist.core.errors import UserError
+from dpdist.data import synthetic
+from dpdist.data.registry import INVENTED
 
 BOTH = pytest.mark.parametrize("name", sorted(INVENTED))
 
@@ -23,30 +23,30 @@ def test_they_follow_from_the_seed_alone(name, monkeypatch):
     def refused(*arguments, **options):
         raise AssertionError(f"{name} read {arguments}")
 
-    made.invented(1, seed=0)  # numpy's own parts are imported where they are first used
+    made.draw(1, seed=0)  # numpy's own parts are imported where they are first used
     monkeypatch.setattr(builtins, "open", refused)
     monkeypatch.setattr(builtins, "__import__", refused)
     np.random.seed(1)
-    images, labels = made.invented(300, seed=0)
+    images, labels = made.draw(300, seed=0)
     np.random.seed(2)
-    again, _ = made.invented(300, seed=0)
-    others, same_labels = made.invented(300, seed=1)
+    again, _ = made.draw(300, seed=0)
+    others, same_labels = made.draw(300, seed=1)
     monkeypatch.undo()
-    assert images.shape == (300, *made.SHAPE) and images.dtype == np.uint8
+    assert images.shape == (300, *made.shape) and images.dtype == np.uint8
     assert np.array_equal(images, again) and np.array_equal(labels, same_labels)
     assert not (images == others).all((1, 2, 3)).any()
     assert not (images[:100] == images[100:200]).all((1, 2, 3)).any()
-    assert set(labels) == set(range(made.CLASSES))
+    assert set(labels) == set(range(made.classes))
 
 
 def test_strokes_are_neither_dots_nor_blots():
-    images, _ = strokes.invented(300, seed=0)
+    images, _ = synthetic.draw_strokes(300, seed=0)
     assert images.max((1, 2, 3)).min() == 255
     assert 0.05 < (images > 127).mean() < 0.3
 
 
 def test_scenes_have_colours_and_use_the_whole_range():
-    images, _ = scenes.invented(300, seed=0)
+    images, _ = synthetic.draw_scenes(300, seed=0)
     values = images / 255
     assert 0.4 < values.mean() < 0.6 and 0.2 < values.std() < 0.3
     colour = np.abs(values - values.mean(1, keepdims=True)).mean((1, 2, 3))
@@ -60,7 +60,7 @@ def test_scenes_have_colours_and_use_the_whole_range():
     ("name", "least"), [("strokes", 0.5), pytest.param("scenes", 0.12, marks=pytest.mark.slow)]
 )
 def test_the_classes_are_the_same_for_every_seed(name, least):
-    invented = INVENTED[name].invented
+    invented = INVENTED[name].draw
     first, labels = invented(2000, seed=0, classes=20)
     second, _ = invented(400, seed=1, classes=20)
     means = np.stack([first[labels == sign].mean(0).ravel() for sign in range(20)])
@@ -72,11 +72,11 @@ def test_the_classes_are_the_same_for_every_seed(name, least):
 def test_they_are_a_data_set_by_name(name, monkeypatch, tmp_path):
     made = INVENTED[name]
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path))
-    monkeypatch.setattr(made, "RECORDS", 400)
-    splits = [data.load(data.Source(name, made.CLASSES), s) for s in ("train", "test")]
+    monkeypatch.setattr(made, "records", 400)
+    splits = [data.load(data.Source(name, made.classes), s) for s in ("train", "test")]
     assert [len(split) for split in splits] == [400, 40]
-    assert splits[0].name == f"{name}/train" and splits[0].input_shape == made.SHAPE
-    assert splits[0].classes == made.CLASSES
+    assert splits[0].name == f"{name}/train" and splits[0].input_shape == made.shape
+    assert splits[0].classes == made.classes
     assert not np.isin(splits[1].hashes, splits[0].hashes).any()
-    with pytest.raises(UserError, match=rf"data\.classes: {name} has {made.CLASSES}, got 10"):
+    with pytest.raises(UserError, match=rf"data\.classes: {name} has {made.classes}, got 10"):
         data.load(data.Source(name, 10), "train")

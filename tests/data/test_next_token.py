@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from support.datasets import write_split
 
-from dpdist.base.errors import UserError
-from dpdist.data import WORDS, Columns, Source, TextColumn, Words, docstrings, load
+from dpdist.core.errors import UserError
+from dpdist.data import WORDS, Columns, Source, TextColumn, Words, load
+from dpdist.data import text as docstrings
 from dpdist.data.text import words_of
 
 

@@ -12,20 +12,20 @@ import torch
 from support.datasets import write_images
 
 from dpdist import pipeline
-from dpdist.base.errors import UserError
-from dpdist.commands.releasing import write_release
+from dpdist.core.errors import UserError
 from dpdist.data import Dataset, Source, load
-from dpdist.data.hashes import hashes_of
-from dpdist.data.overlap import common
+from dpdist.data.dataset import common
+from dpdist.data.record_hashes import hashes_of
+from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import loop
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.pretrain import pretrain
+from dpdist.training.pretraining import pretrain
 from dpdist.training.records import private_data, source_of, training_data
-from dpdist.training.reducer import Reducer
-from dpdist.tuning.preparing import prepare as prepare_search
+from dpdist.tuning.search import prepare as prepare_search
 
 pytestmark = pytest.mark.whole
 
@@ -103,7 +103,7 @@ def test_a_test_split_with_private_records_is_refused(root, images, labels, part
 
 def test_a_test_split_that_is_replaced_after_training_is_not_scored(root):
     described, folder = recipe(root), RunFolder(root / "run")
-    loop.run(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    worker.run(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
     write_images(root / "mine", "test", pixels(0, 80)[:10])
     with pytest.raises(UserError, match="10 of the 80 private records"):
         pipeline.evaluate_stage(described, folder)
@@ -122,7 +122,7 @@ def test_records_of_the_test_split_can_be_left_out_of_training(root):
     kept = np.delete(np.arange(80), [3, 4, 5])
     assert np.array_equal(records.inputs[:, 0], pixels(0, 80)[kept])
     assert np.array_equal(records.labels, (np.arange(80) % 3)[kept])
-    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run(job, Reducer(0, 1, torch.device("cpu")))
 
 
 # --- public records
@@ -190,7 +190,7 @@ def test_what_could_not_be_compared_is_assumed_on_the_card(root):
 
 def trained(described: Recipe, path: Path):
     folder = RunFolder(path)
-    loop.run(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    worker.run(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
     return read_facts(folder)
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.datasets import png, write_split
 from support.parquet_footers import count_rows_as
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.data import Columns, Source, load, split_by_id
 
 pytestmark = pytest.mark.whole
@@ -224,7 +224,7 @@ def test_real_mnist(data_root):
 def test_bytes_become_the_same_floats_as_in_torch():
     import torch
 
-    from dpdist.data.hashes import as_model_sees
+    from dpdist.data.record_hashes import as_model_sees
 
     values = np.arange(256, dtype=np.uint8).repeat(5)  # more than a vector's width, and a rest
     assert np.array_equal(as_model_sees(values), torch.from_numpy(values).float().div_(255).numpy())

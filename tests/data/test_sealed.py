@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dpdist.base.errors import UserError
-from dpdist.data import hashes
+from dpdist.core.errors import UserError
+from dpdist.data import record_hashes
 from dpdist.data.parquet import Columns, load_parquet
 
 FILES = ("inputs.npy", "labels.npy", "meta.json")
@@ -54,12 +54,12 @@ def a_pickle(path):
 
 
 @pytest.mark.parametrize("damage", [gone, empty, half, one_bit, a_pickle])
-@pytest.mark.parametrize("name", [*FILES, "sums.json", hashes.STORED])
+@pytest.mark.parametrize("name", [*FILES, "sums.json", record_hashes.STORED])
 def test_a_damaged_file_is_refused(made, name, damage):
     split = made()
     kept = split.hashes.copy()
     damage(split.folder / name)
-    if damage is gone and name == hashes.STORED:  # made again of the inputs
+    if damage is gone and name == record_hashes.STORED:  # made again of the inputs
         assert np.array_equal(made().hashes, kept)
         return
     with pytest.raises(UserError, match="damaged") as caught:

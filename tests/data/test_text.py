@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.datasets import write_split
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.data import Columns, Source, TextColumn, load
 
 TEXTS = ["ab", "", "é!", "longer than that"]

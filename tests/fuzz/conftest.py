@@ -13,9 +13,10 @@ from harness import Fuzz, without_ray
 from hostile import BASE
 from support.training import execute, make, prepare
 
-from dpdist import bulk, pipeline
+from dpdist import pipeline
 from dpdist.attacks import table as attacks
 from dpdist.certification import table as tables
+from dpdist.cluster import job_folder
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def finished(tmp_path_factory) -> Path:
     ]
     schema = attacks.SCHEMA
     rows = [{name: row.get(name, 0) for name in schema.names} for row in rows]
-    table = bulk.build_table(rows, schema, attacked, attacks.KEY)
-    bulk.write_table(table, folder.path / "attacks" / "a" / "attacks.parquet")
+    table = job_folder.build_table(rows, schema, attacked, attacks.KEY)
+    job_folder.write_table(table, folder.path / "attacks" / "a" / "attacks.parquet")
     (folder.path / "attacks" / "a" / "settings.json").write_text(json.dumps(attacked))
     return runs

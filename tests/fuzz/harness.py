@@ -18,9 +18,9 @@ from random import Random
 from typing import Any
 
 from dpdist import pipeline
-from dpdist.base.errors import ClusterError, UserError
-from dpdist.commands.cli import main
-from dpdist.privacy.journal import JournalError
+from dpdist.cli.main import main
+from dpdist.core.errors import ClusterError, UserError
+from dpdist.privacy.ledger import JournalError
 
 SEED = int(os.environ.get("DPDIST_FUZZ_SEED", "0"))  # of all generated cases
 CPU_SECONDS, SECONDS = 20.0, 120.0  # of one case; the slowest takes three on a free machine

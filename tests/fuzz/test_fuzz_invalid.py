@@ -30,20 +30,21 @@ from support.here import without_ray as executed_here
 from support.parquet_footers import count_rows_as
 from test_fuzz import OPTIONS
 
-from dpdist import bulk, pipeline
-from dpdist.audits import bank
-from dpdist.base.errors import UserError
-from dpdist.certification import reading
+from dpdist import pipeline
+from dpdist.audits import membership_statistics
 from dpdist.certification import table as certificates
-from dpdist.data.images import decode
-from dpdist.poisoning import votes
+from dpdist.certification import table_reader
+from dpdist.cluster import job_folder
+from dpdist.core.errors import UserError
+from dpdist.data.parquet import decode_picture
+from dpdist.poisoning import certificates as votes
 from dpdist.privacy.budget import DataBudget
 from dpdist.privacy.ledger import Ledger
-from dpdist.release.files import sums_of
-from dpdist.release.reading import load as load_release
-from dpdist.release.verifying import verify
+from dpdist.release.bundle import load as load_release
+from dpdist.release.bundle import sums_of
+from dpdist.release.verify import verify
 from dpdist.runs.archive import Archive
-from dpdist.serving.gate import Gate, Limits
+from dpdist.serving.app import Gate, Limits
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -324,7 +325,7 @@ def test_pictures(tmp_path):
     @cases(300, st.data())
     def one(data):
         raw, invalid = no_picture(data.draw)
-        fuzz.read(raw[:80], lambda: decode(raw), invalid=invalid, errors=(ValueError,))
+        fuzz.read(raw[:80], lambda: decode_picture(raw), invalid=invalid, errors=(ValueError,))
 
     one()
     fuzz.verdict(300)
@@ -337,7 +338,7 @@ async def _pieces(raw: bytes) -> AsyncIterator[bytes]:
 def test_http_bodies():
     """Requests that are none: refused as the client's fault, never answered nor our fault."""
     fuzz = Fuzz()
-    logging.getLogger("dpdist.serving.gate").addHandler(logging.NullHandler())
+    logging.getLogger("dpdist.serving.app").addHandler(logging.NullHandler())
 
     async def answer(_: np.ndarray) -> dict[str, Any]:
         return {"label": 1, "abstain": False}
@@ -385,12 +386,17 @@ def _votes(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:
 
 
 def _bank(draw: Any) -> tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]:
-    rows: dict[str, list[Any]] = {field.name: [0] * 8 for field in bank.SCHEMA}
-    for field in bank.SCHEMA:
+    rows: dict[str, list[Any]] = {field.name: [0] * 8 for field in membership_statistics.SCHEMA}
+    for field in membership_statistics.SCHEMA:
         if pa.types.is_floating(field.type):
             rows[field.name] = [0.5] * 8
     rows |= {"model": [0] * 4 + [1] * 4, "passes": [1] * 8, "member": [0, 1, -1, -1] * 2}
-    return bank, bank.read_scores, {"format": 1, "settings": {}}, rows
+    return (
+        membership_statistics,
+        membership_statistics.read_scores,
+        {"format": 1, "settings": {}},
+        rows,
+    )
 
 
 @pytest.mark.parametrize("kind", [_votes, _bank])
@@ -425,8 +431,8 @@ def test_private_tables(tmp_path, kind):
             key = draw(st.sampled_from(["models", "partitions", "sigma", "inputs", "bag"]))
             about["settings"][key] = draw(st.sampled_from(["x", [], {}, [None], -1, 10**12, 1.5]))
             invalid = kind is _votes and key in ("models", "inputs", "partitions")
-        table = bulk.build_table(pa.table(rows).to_pylist(), schema, about, module.KEY)
-        bulk.write_table(table, path)
+        table = job_folder.build_table(pa.table(rows).to_pylist(), schema, about, module.KEY)
+        job_folder.write_table(table, path)
         fuzz.read((how, name, at, about), lambda: read(path), invalid=invalid)
 
     one()
@@ -454,7 +460,7 @@ def test_certificates(released, tmp_path):
     fuzz, path = Fuzz(), tmp_path / "certificates.parquet"
     whole = next((released / "runs/x/certificates").rglob("certificates.parquet"))
     table = pq.read_table(whole)
-    about = bulk.about_table(table, certificates.KEY)
+    about = job_folder.about_table(table, certificates.KEY)
     names = ["radius", "p_lower", "k", "n", "label", "prediction", "index", "alpha", "sigma"]
 
     @cases(120, st.data())
@@ -467,8 +473,8 @@ def test_certificates(released, tmp_path):
         )
         row[name] = draw(st.sampled_from([value for value in numbers if value != before]))
         schema = table.schema.remove_metadata()
-        bulk.write_table(bulk.build_table(rows, schema, about, certificates.KEY), path)
-        fuzz.read((name, before, row), lambda: reading.read(path), invalid=True)
+        job_folder.write_table(job_folder.build_table(rows, schema, about, certificates.KEY), path)
+        fuzz.read((name, before, row), lambda: table_reader.read(path), invalid=True)
 
     one()
     fuzz.verdict(60)  # there are no more

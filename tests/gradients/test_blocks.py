@@ -11,10 +11,10 @@ from support.cases import cases
 from support.networks import cross_entropy, small_layers
 from torch import Tensor, nn
 
-from dpdist.gradients.blocks import LARGEST, Blocks, padded
 from dpdist.gradients.clipping import FlatClipping, rounding_slack, short_run, sum_slack
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import Draws, InputDraws
+from dpdist.gradients.sampling import LARGEST, Blocks, padded
 
 pytestmark = pytest.mark.guarantee
 

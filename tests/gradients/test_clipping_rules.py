@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.cases import cases
 from torch import Tensor, nn
 
+from dpdist.gradients import layer_rules
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.rules import normalisation
 
 pytestmark = pytest.mark.guarantee
 
@@ -176,7 +176,7 @@ def test_a_norm_of_many_examples_is_made_in_pieces(at_once, monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4, eps=0.1), nn.Tanh())
     nn.init.normal_(model[1].weight)
-    monkeypatch.setattr(normalisation, "_PIECE_BYTES", at_once * 4 * 3 * 3 * 8)
+    monkeypatch.setattr(layer_rules, "_PIECE_BYTES", at_once * 4 * 3 * 3 * 8)
     check(model, torch.randn(7, 1, 3, 3))
 
 

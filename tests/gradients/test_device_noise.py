@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from dpdist.base.errors import UserError
-from dpdist.gradients import device_noise, noise
-from dpdist.gradients.device_noise import add_noise_on, standard_normal_on
-from dpdist.gradients.noise import add_noise, standard_normal
-from dpdist.randomness import chacha
+from dpdist.core.errors import UserError
+from dpdist.gradients import noise
+from dpdist.gradients.noise import add_noise, add_noise_on, standard_normal, standard_normal_on
+from dpdist.randomness import device_generators
 from dpdist.randomness.keys import words
 
 pytestmark = pytest.mark.guarantee
@@ -23,7 +22,7 @@ KEY, CPU = bytes(range(32)), torch.device("cpu")
 
 def blocks(key: bytes, first: int, count: int) -> np.ndarray:
     """Words as the stream has them: uint64 (8 * count,)."""
-    made = chacha.KeyBlocks(count, CPU).fill(key, first)
+    made = device_generators.KeyBlocks(count, CPU).fill(key, first)
     return made.T.contiguous().numpy().view("<u8").reshape(-1)
 
 
@@ -80,10 +79,10 @@ def _rotated_with_sign(row, left, out):
     [("_DOUBLE_ROUNDS", 9), ("_COUNTER", 13), ("_SIGN", 1), ("_rotated", _rotated_with_sign)],
 )
 def test_a_device_that_computes_otherwise_is_refused(monkeypatch, name, value):
-    chacha.check.__wrapped__(CPU)
-    monkeypatch.setattr(chacha, name, value)
+    device_generators.check_aes.__wrapped__(CPU)
+    monkeypatch.setattr(device_generators, name, value)
     with pytest.raises(UserError, match="cpu computes integers otherwise"):
-        chacha.check.__wrapped__(CPU)
+        device_generators.check_aes.__wrapped__(CPU)
 
 
 # ---- noise
@@ -93,7 +92,7 @@ def test_a_device_that_computes_otherwise_is_refused(monkeypatch, name, value):
 @pytest.mark.parametrize(("piece", "size"), [(16, 2_501), (1 << 12, 40_101)])
 def test_noise_is_the_cpu_s_to_the_bit_for_any_start_and_count(monkeypatch, piece, size):
     """Also across the pieces in which it is made, 128 entries each or 32,768."""
-    monkeypatch.setattr(device_noise, "_PIECE_ON_CPU", piece)
+    monkeypatch.setattr(noise, "_DEVICE_PIECE_ON_CPU", piece)
     whole = standard_normal(KEY, 0, size)
     parts = [(0, 0), (1, 1), (2, 7), (33, 68), (127, 2), (size - 7_000 % size, 2), (5, size // 2)]
     for start, count in [*parts, *((number, size - number) for number in range(9))]:
@@ -140,7 +139,7 @@ def _planted(monkeypatch, first: int) -> None:
     """The first word of every pair, in both generators."""
     made = np.tile(np.array([first, 12345 << 40], dtype=np.uint64), (64, 1))
     in_blocks = torch.from_numpy(made.view("<i4").reshape(-1, 16)[:16].T.copy())
-    monkeypatch.setattr(chacha.KeyBlocks, "fill", lambda *_: in_blocks)
+    monkeypatch.setattr(device_generators.KeyBlocks, "fill", lambda *_: in_blocks)
     reader = SimpleNamespace(read=lambda: made.reshape(-1).copy())
     monkeypatch.setattr(noise, "WordReader", lambda *_: reader)
 
@@ -157,11 +156,11 @@ def test_rare_words_are_continued_as_on_the_cpu(monkeypatch, first):
 
 
 def test_a_device_whose_functions_are_too_coarse_is_refused(monkeypatch):
-    device_noise.check.__wrapped__(CPU)
+    noise.check_device_noise.__wrapped__(CPU)
 
     def in_float32(word, out):
         out.copy_(word.bitwise_xor(-(2**31)).float()).add_(2.0**31)
 
-    monkeypatch.setattr(device_noise, "_unsigned", in_float32)
+    monkeypatch.setattr(noise, "_unsigned", in_float32)
     with pytest.raises(UserError, match=r"resources\.noise: must be host on cpu: its noise is off"):
-        device_noise.check.__wrapped__(CPU)
+        noise.check_device_noise.__wrapped__(CPU)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from support.networks import cross_entropy
 from torch import Tensor, nn
 
-from dpdist.base.errors import UserError
-from dpdist.gradients import screening
-from dpdist.gradients.capture import _Pass, find_layers
+from dpdist.core.errors import UserError
+from dpdist.gradients import validation
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.hooks import _Pass, find_layers
 from dpdist.gradients.perturbations import HiddenDraws
 
 pytestmark = pytest.mark.guarantee
@@ -317,8 +317,8 @@ def test_a_long_gradient_is_projected_as_a_whole(monkeypatch):
     one = torch.randn(103, dtype=torch.float64)
     whole = one @ torch.arange(103, dtype=torch.float64).cos() / 103**0.5
     for at_once in (10, 103, 200):
-        monkeypatch.setattr(screening, "_GROUP", at_once)
-        torch.testing.assert_close(screening._projected(one), whole, rtol=1e-12, atol=0)
+        monkeypatch.setattr(validation, "_GROUP", at_once)
+        torch.testing.assert_close(validation._projected(one), whole, rtol=1e-12, atol=0)
 
 
 class _Detached(nn.Module):

@@ -22,7 +22,7 @@ from dpdist.gradients.perturbations import (
     InputDraws,
     ParameterDraws,
 )
-from dpdist.randomness.places import Several
+from dpdist.randomness.noise_location import Several
 
 pytestmark = pytest.mark.guarantee
 

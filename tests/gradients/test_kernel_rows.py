@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.gradients import kernel_rows
-from dpdist.gradients.blocks import Blocks, padded, slots_of
+from dpdist.gradients import row_independence
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.consistency import agreed_targets
-from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.engine import GradientEngine, agreed_targets
 from dpdist.gradients.perturbations import InputDraws
-from dpdist.methods.hgm_shares import _passes
+from dpdist.gradients.sampling import Blocks, padded, slots_of
+from dpdist.methods.hidden_noise_shares import _passes
 
 pytestmark = pytest.mark.guarantee
 KEY = bytes(range(32))
@@ -30,10 +29,10 @@ def test_rows_that_round_alike_are_one_class() -> None:
         moved[3, 2] = -moved[3, 2]
         return [torch.ones(len(inputs), 0), targets > 0, moved]
 
-    found = kernel_rows.row_classes(run, examples, torch.ones(64), 6)
+    found = row_independence.row_classes(run, examples, torch.ones(64), 6)
     assert found is not None
     assert len(set(found[[0, 2, 4]])) == len(set(found[[1, 5]])) == 1 and len(set(found)) == 3
-    same = kernel_rows.row_classes(lambda x, y: [2 * x, y], examples, torch.ones(64), 6)
+    same = row_independence.row_classes(lambda x, y: [2 * x, y], examples, torch.ones(64), 6)
     assert same is None
 
 
@@ -45,7 +44,7 @@ def test_a_difference_that_one_example_in_four_shows_is_found() -> None:
         coarse[2:] = (coarse[2:] * 2**20).round() / 2**20
         return [coarse]
 
-    found = kernel_rows.row_classes(run, examples, torch.zeros(4), 4)
+    found = row_independence.row_classes(run, examples, torch.zeros(4), 4)
     assert found is not None and found[0] == found[1] != found[2] == found[3]
 
 

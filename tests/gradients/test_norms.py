@@ -10,13 +10,12 @@ import torch
 from support.networks import cross_entropy
 from torch import Tensor, nn
 
-from dpdist.gradients.blocks import LARGEST, Blocks
 from dpdist.gradients.clipping import FlatClipping, rounding_slack, sum_slack
-from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.forms import (
+from dpdist.gradients.per_example import (
     Dense,
     Outer,
+    PerExampleGradient,
     Rows,
     add_embedding_rows,
     add_products,
@@ -24,6 +23,7 @@ from dpdist.gradients.forms import (
     rows_squared_norms,
     squared_lengths,
 )
+from dpdist.gradients.sampling import LARGEST, Blocks
 
 pytestmark = pytest.mark.guarantee
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.gradients.blocks import LARGEST, Blocks
 from dpdist.gradients.clipping import FlatClipping, sum_slack
-from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.per_example import PerExampleGradient
+from dpdist.gradients.sampling import LARGEST, Blocks
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ from scipy import stats
 from support.networks import cross_entropy
 from torch import Tensor, nn
 
-from dpdist.base.errors import UserError
-from dpdist.gradients.augmentation import CropAndFlip
+from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.forms import Outer
+from dpdist.gradients.per_example import Outer, PerExampleGradient
 from dpdist.gradients.perturbations import (
     BlockDraws,
+    CropAndFlip,
     Draws,
     HiddenDraws,
     InputDraws,
@@ -28,7 +27,7 @@ from dpdist.gradients.perturbations import (
     standard_normal_per_record,
     standard_normal_shared,
 )
-from dpdist.randomness.places import Several
+from dpdist.randomness.noise_location import Several
 
 pytestmark = pytest.mark.guarantee
 

@@ -16,13 +16,12 @@ from support.extras import needs_hf
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.base.independence import BY_STRUCTURE, INDEPENDENCE, ISOLATED, SCREENED, weakest
-from dpdist.gradients.capture import Objective
+from dpdist.core.fields import BY_STRUCTURE, INDEPENDENCE, ISOLATED, SCREENED, weakest
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.engine import GradientEngine, cross_entropy, squared_error
+from dpdist.gradients.hooks import Objective
 from dpdist.gradients.perturbations import ParameterDraws
 from dpdist.gradients.row_independence import mixing_operation
-from dpdist.gradients.task import cross_entropy, squared_error
 from dpdist.models import ModelSpec
 
 ROWS = 6

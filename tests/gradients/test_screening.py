@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.screening import EXAMPLES, invented, self_check
-from dpdist.gradients.task import cross_entropy, squared_error
+from dpdist.gradients.engine import GradientEngine, cross_entropy, squared_error
+from dpdist.gradients.validation import EXAMPLES, invented, self_check
 
 Batch = tuple[Tensor, Tensor]
 Pair = tuple[Callable[[], nn.Module], Batch, Batch]

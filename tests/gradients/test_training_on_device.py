@@ -13,28 +13,27 @@ from support.device import counted, simulated
 from support.training import make, parameters
 from torch import Tensor, nn
 
-from dpdist.gradients import device_noise
 from dpdist.gradients import engine as engines
-from dpdist.gradients.augmentation import CropAndFlip
-from dpdist.gradients.blocks import Blocks
+from dpdist.gradients import noise as device_noise
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
-from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import (
     BlockDraws,
+    CropAndFlip,
     Draws,
     HiddenDraws,
     InputDraws,
     OneHiddenDraw,
     ParameterDraws,
 )
-from dpdist.gradients.task import cross_entropy
+from dpdist.gradients.sampling import Blocks
 from dpdist.methods.transdenoiser import TransDenoiser
 from dpdist.methods.transdenoiser_split import split
-from dpdist.randomness.places import Several
-from dpdist.training import loop
+from dpdist.randomness.noise_location import Several
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.reducer import Reducer
 
 KEY, STD = bytes(range(32)), torch.linspace(0, 1, 256).view(4, 8, 8)
 
@@ -244,7 +243,7 @@ def test_a_training_on_a_device_is_the_one_on_a_cpu(method, tmp_path, unchecked)
             "data": {"name": "digits", "max_train": 30}, "training": SHORT, **METHODS[method]
         }  # fmt: skip
         recipe, folder = make(tmp_path, device.type, **sections)
-        loop.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
+        worker.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
         found.append(parameters(folder))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
 
@@ -274,7 +273,7 @@ def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> No
         recipe, folder = make(
             tmp_path, f"of-{count}", data=data, training=training, resources={"micro_batch": 64}
         )
-        steps, original = [], loop.Loop._step
+        steps, original = [], worker.Loop._step
 
         def step(self, *arguments, steps=steps, original=original):
             with counted() as seen:
@@ -282,8 +281,8 @@ def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> No
             steps.append((seen, self.engine.size))
 
         with monkeypatch.context() as patch:
-            patch.setattr(loop.Loop, "_step", step)
-            loop.run(prepare(recipe, folder, "test"), Reducer(0, 1, simulated()))
+            patch.setattr(worker.Loop, "_step", step)
+            worker.run(prepare(recipe, folder, "test"), Reducer(0, 1, simulated()))
         seen, size = steps[1]  # neither the first, with its checks, nor the last, which saves
         assert [shape for shape in seen.down if shape == (size,)] == [(size,)]
         assert sum(shape != (size,) for shape in seen.down) <= 2  # tails of a few numbers
@@ -304,7 +303,7 @@ def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimi
             tmp_path, where, data={"name": "digits", "max_train": 100}, training=training,
             resources={"noise": where},
         )  # fmt: skip
-        steps, original = [], loop.Loop._step
+        steps, original = [], worker.Loop._step
 
         def step(self, *arguments, steps=steps, original=original):
             with counted() as seen:
@@ -312,8 +311,8 @@ def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimi
             steps.append((seen, self.engine.size))
 
         with monkeypatch.context() as patch:
-            patch.setattr(loop.Loop, "_step", step)
-            loop.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
+            patch.setattr(worker.Loop, "_step", step)
+            worker.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
         seen, size = steps[1]
         found.append(parameters(folder))
         assert seen.down.count((size,)) == 1
@@ -324,9 +323,9 @@ def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimi
 def test_the_device_s_generator_makes_the_cpu_s_numbers() -> None:
     """In shards, and over its own pieces of them; the key alone comes up, once for each."""
     device = simulated()
-    device_noise.check(device)
+    device_noise.check_device_noise(device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_noise, "_PIECE", 48)
+        patch.setattr(device_noise, "_DEVICE_PIECE", 48)
         total = torch.linspace(-2, 2, 1000, dtype=torch.float64)
         whole = add_noise(total.numpy(), KEY, 0.7)
         for low, high in ((0, 1000), (0, 385), (385, 386), (386, 1000)):

@@ -162,14 +162,14 @@ def train_here(recipe: dict, runs: Path) -> Path:
     folder under `runs`."""
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import parse
-    from dpdist.training import loop
+    from dpdist.training import worker
+    from dpdist.training.collectives import Reducer
     from dpdist.training.job import prepare
-    from dpdist.training.reducer import Reducer
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = RunFolder(runs / recipe["name"])
-    loop.run(prepare(parse(recipe, "r"), folder, "r"), Reducer(0, 1, torch.device("cpu")))
+    worker.run(prepare(parse(recipe, "r"), folder, "r"), Reducer(0, 1, torch.device("cpu")))
     torch.set_num_threads(threads)
     return folder.path
 

@@ -113,9 +113,7 @@ class Cluster:
 
     def command(self, *arguments: str, cwd: Path | None = None, token: str = "") -> list[str]:
         """The command line of dpdist on the laptop, as started from outside."""
-        line = shlex.join(
-            ["python", "-c", "from dpdist.commands.cli import main; main()", *arguments]
-        )
+        line = shlex.join(["python", "-c", "from dpdist.cli.main import main; main()", *arguments])
         script = f"source ~/.bashrc; cd {cwd or self.laptop.folder}; "
         script += f"export RAY_AUTH_TOKEN={token}; " if token else ""
         return self.laptop.command("bash", "-c", f"{script} exec {line}")

@@ -47,12 +47,12 @@ TRIALS = 3
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The same search in this process: one trial after the other, without Ray."""
-    from dpdist.cluster.packages import fingerprint
+    from dpdist.cluster.versions import fingerprint
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import parse
     from dpdist.training.job import PACKAGES
     from dpdist.tuning.manifest import read_trials
-    from dpdist.tuning.preparing import prepare
+    from dpdist.tuning.search import prepare
     from dpdist.tuning.searchers import ManifestSearcher
     from dpdist.tuning.trial import run_trial
 

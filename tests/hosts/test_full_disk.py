@@ -15,9 +15,9 @@ import sys
 
 import pytest
 
-from dpdist.base.errors import no_room
-from dpdist.base.storage import write_json
-from dpdist.commands import cli
+from dpdist.cli import main
+from dpdist.core.errors import no_room
+from dpdist.core.files import write_json
 from dpdist.runs.folder import RunFolder
 from dpdist.training.trainer import _word_of
 
@@ -40,9 +40,9 @@ import subprocess
 import torch
 from dpdist.runs.recipe import parse
 from dpdist.runs.folder import RunFolder
-from dpdist.training import loop
+from dpdist.training import worker as loop
 from dpdist.training.job import prepare
-from dpdist.training.reducer import Reducer
+from dpdist.training.collectives import Reducer
 
 torch.set_num_threads(1)
 place = Path(sys.argv[1])
@@ -89,12 +89,12 @@ print(json.dumps(errors))
 _SEARCH = """
 import json, os, sys, subprocess
 from pathlib import Path
-from dpdist.cluster.packages import fingerprint
-from dpdist.base.errors import no_room
+from dpdist.cluster.versions import fingerprint
+from dpdist.core.errors import no_room
 from dpdist.runs.recipe import parse
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import PACKAGES
-from dpdist.tuning.preparing import prepare
+from dpdist.tuning.search import prepare
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.searchers import ManifestSearcher
 from dpdist.tuning.trial import run_trial, scores_of
@@ -188,8 +188,8 @@ def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, number, text,
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, text or os.strerror(number))
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(main, "app", fail)
     with pytest.raises(SystemExit, match="2"):
-        cli.main()
+        main.main()
     err = capsys.readouterr().err
     assert err.startswith(f"dpdist: {said}") and err.count("\n") == 1

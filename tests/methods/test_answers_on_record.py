@@ -12,15 +12,14 @@ import pytest
 import torch
 from support.training import make
 
-from dpdist.base.errors import UserError
-from dpdist.base.storage import write_json
+from dpdist.core.errors import UserError
+from dpdist.core.files import write_json
 from dpdist.methods.private_prediction import PrivatePrediction
-from dpdist.privacy.journal import Anchor, JournalError
-from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.ledger import Anchor, JournalError, Ledger
+from dpdist.privacy.phases import NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.votes import NoisyVotes
 from dpdist.runs.folder import RunFolder
-from dpdist.training.answering import Oracle, released_once
+from dpdist.training.ensembles import Oracle, released_once
 from dpdist.training.job import prepare
 from dpdist.training.trainer import fit
 

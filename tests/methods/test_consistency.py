@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.consistency import agreed_targets, weighted_cross_entropy
-from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.engine import GradientEngine, agreed_targets, weighted_cross_entropy
 from dpdist.gradients.perturbations import InputDraws
-from dpdist.methods.input_noise import InputNoise
+from dpdist.methods.dp_sgd import InputNoise
 from dpdist.runs.recipe import parse
 
 KEY, DRAWS, WEIGHT = bytes(range(32)), 3, 4.0

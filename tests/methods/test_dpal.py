@@ -16,12 +16,12 @@ from support.training import execute, interrupted, make, train
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.adversary.balls import distance
-from dpdist.base.errors import UserError
-from dpdist.methods import dpal_inference, dpal_steps
+from dpdist.attacks.gradient_attacks import distance
+from dpdist.core.errors import UserError
+from dpdist.methods import dpal_training
 from dpdist.methods.dpal import DPAL
 from dpdist.models import DPALNetwork, ModelSpec
-from dpdist.privacy.audited import Audited
+from dpdist.privacy.card import Audited
 from dpdist.runs.recipe import find, load, parse
 from dpdist.training.canaries import WithCanaries, coins
 from dpdist.training.job import prepare
@@ -76,22 +76,22 @@ def test_both_losses_are_the_expansions_at_zero() -> None:
     small = 1e-2 * torch.randn(6, *made.hidden_noise.shape)
     said = made.decoded(small)
     exact = nn.functional.softplus(said) - x * said  # cross-entropy, inputs as they are
-    first, _ = dpal_steps.taylor_errors(said)
-    loss = dpal_steps.reconstruction(made, x, small) + said.numel() * math.log(2)
+    first, _ = dpal_training.taylor_errors(said)
+    loss = dpal_training.reconstruction(made, x, small) + said.numel() * math.log(2)
     assert float(exact.sum() - loss) == pytest.approx(float(first.sum()), abs=1e-4)
     last = 0.1 * torch.randn(6, 16)
     z = made.head(last)
     hot = nn.functional.one_hot(y, 10).float()
     exact = nn.functional.binary_cross_entropy_with_logits(z, hot, reduction="sum")
     noise = torch.randn_like(made.head.weight)
-    loss = dpal_steps.classification(made.head, last, y, noise) + z.numel() * math.log(2)
+    loss = dpal_training.classification(made.head, last, y, noise) + z.numel() * math.log(2)
     off = float(exact - loss - 6 * (noise * made.head.weight).sum())
-    assert off == pytest.approx(-float(dpal_steps.taylor_errors(z)[1].sum()), abs=1e-4)
+    assert off == pytest.approx(-float(dpal_training.taylor_errors(z)[1].sum()), abs=1e-4)
 
 
 def test_what_the_expansions_leave_out_is_bounded() -> None:
     z = torch.linspace(-20, 20, 4001, dtype=torch.float64)
-    first, second = dpal_steps.taylor_errors(z)
+    first, second = dpal_training.taylor_errors(z)
     assert (first >= -1e-12).all() and (first <= z**2 / 8 + 1e-12).all()
     assert (second >= -1e-12).all() and (second <= z**4 / 192 + 1e-12).all()
     assert float(second[2010]) == pytest.approx(float(z[2010] ** 4 / 192), rel=1e-3)
@@ -101,17 +101,17 @@ def test_filters_are_kept_within_their_norm_and_the_loss_has_a_minimum_there() -
     made = network()
     with torch.no_grad():
         made.encoder.weight.mul_(100)
-    dpal_steps.keep_filters(made.encoder, 0.5)
+    dpal_training.keep_filters(made.encoder, 0.5)
     assert torch.allclose(made.encoder.weight.abs().sum((1, 2, 3)), torch.full((4,), 0.5))
     before = made.encoder.weight.clone()
-    dpal_steps.keep_filters(made.encoder, 1.0)  # nothing to do
+    dpal_training.keep_filters(made.encoder, 1.0)  # nothing to do
     assert torch.equal(made.encoder.weight, before)
 
 
 def test_examples_stay_in_their_ball_and_raise_the_loss() -> None:
     made, method = network(), DPAL(**METHOD, size=0.1)
     noisy = torch.randn(9, *SHAPE)
-    found = dpal_steps.examples(made, noisy, method, KEY)
+    found = dpal_training.adversarial_examples(made, noisy, method, KEY)
     moved = distance(found.numpy(), noisy.numpy(), "linf")
     assert 0 < moved.max() <= 0.2 and moved.max() - moved.min() < 1e-6  # one size for a step
     predicted = made.answer(noisy).argmax(1)
@@ -120,7 +120,7 @@ def test_examples_stay_in_their_ball_and_raise_the_loss() -> None:
         for x in (noisy, found)
     ]
     assert bool((loss[1] > loss[0]).all())
-    other = dpal_steps.examples(made, noisy, method, b"l" * 32)
+    other = dpal_training.adversarial_examples(made, noisy, method, b"l" * 32)
     assert distance(other.numpy(), noisy.numpy(), "linf").max() != moved.max()
 
 
@@ -130,7 +130,7 @@ def test_noise_has_the_paper_s_scale() -> None:
     assert gamma_x == pytest.approx(1.98, abs=2e-3) and gamma == pytest.approx(2 * gamma_x)
     budget = method.encoder_budget(2499)
     assert method.noise_scale(2499) == pytest.approx(4950 / (2499 * budget))
-    drawn = dpal_steps.laplace(KEY, "chi_1", torch.Size((100_000,)), 2.0)
+    drawn = dpal_training.laplace(KEY, "chi_1", torch.Size((100_000,)), 2.0)
     # |Laplace(b)| has mean and deviation b: 6 standard deviations of the mean, 2e-9.
     assert abs(float(drawn.abs().mean()) - 2.0) < 6 * 2.0 / math.sqrt(100_000)
     assert abs(float(drawn.mean())) < 6 * 2.0 * math.sqrt(2 / 100_000)
@@ -141,12 +141,12 @@ def test_noise_has_the_paper_s_scale() -> None:
 
 def test_sizes_are_the_printed_ones() -> None:
     scores = torch.tensor([[0.9, 0.05, 0.0], [0.4, 0.35, 0.25]], dtype=torch.float64)
-    budget = dpal_inference.robustness_budget(scores, 10_000)
+    budget = dpal_training.robustness_budget(scores, 10_000)
     off = math.sqrt(math.log(6 / 0.05) / 20_000)
     assert float(budget[0]) == pytest.approx(math.log((0.9 - off) / (0.05 + off)) / 2)
     assert 0 < float(budget[1]) < 0.1
-    assert dpal_inference.robustness_budget(scores, 10)[1] == 0
-    kappa, phi = dpal_inference.printed_sizes(budget, 0.2, 3.0, 784, 196, 1.0)
+    assert dpal_training.robustness_budget(scores, 10)[1] == 0
+    kappa, phi = dpal_training.printed_sizes(budget, 0.2, 3.0, 784, 196, 1.0)
     assert float(kappa[0]) == pytest.approx(3.0 / (0.2 * 784 / float(budget[0])))
     assert float(phi[0]) == pytest.approx(6.0 / (196 / float(budget[0])))
 
@@ -155,10 +155,10 @@ def test_predictions_are_products_around_the_training_s_noise() -> None:
     made, method = network(), DPAL(**METHOD)
     made.input_noise.normal_(), made.hidden_noise.normal_()
     x = 2 * torch.rand(3, *SHAPE) - 1
-    quiet = dpal_inference.mean_scores(made, x, KEY, method, 1e-9)
+    quiet = dpal_training.mean_scores(made, x, KEY, method, 1e-9)
     assert torch.allclose(quiet, made(x).double().softmax(1) ** 2, atol=1e-6)
-    loud = dpal_inference.mean_scores(made, x, KEY, method, 1.0)
-    shrunk = dpal_inference.mean_scores(made, x, KEY, DPAL(**METHOD | {"psi": 1e6}), 1.0)
+    loud = dpal_training.mean_scores(made, x, KEY, method, 1.0)
+    shrunk = dpal_training.mean_scores(made, x, KEY, DPAL(**METHOD | {"psi": 1e6}), 1.0)
     moved = [float((scores - quiet).abs().max()) for scores in (loud, shrunk)]
     assert moved[1] < 1e-6 and moved[0] > 100 * moved[1]
 
@@ -173,7 +173,7 @@ def noises(job: Any) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(dpal_steps, "_SAVED", 1)
+    monkeypatch.setattr(dpal_training, "_SAVED", 1)
     whole, folder = run(tmp_path, "whole")
     expected = train(whole, folder)
     recipe, again = run(tmp_path, "cut")
@@ -192,14 +192,14 @@ def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
 @pytest.mark.slow
 def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
     seen: list[list[Tensor]] = []
-    real = dpal_steps.Steps._records
+    real = dpal_training.Steps._records
 
     def watched(self: Any, step: int, *rest: int) -> Any:
         found = real(self, step, *rest)
         seen.append([noisy for noisy, _ in found])
         return found
 
-    monkeypatch.setattr(dpal_steps.Steps, "_records", watched)
+    monkeypatch.setattr(dpal_training.Steps, "_records", watched)
     recipe, folder = run(tmp_path, training__steps=9)
     job = prepare(recipe, folder, "test")
     execute(job)
@@ -265,7 +265,7 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
     dataset = job.records()
     assert isinstance(dataset, WithCanaries)
     seen: dict[int, int] = {}
-    real = dpal_steps.Steps._gradient
+    real = dpal_training.Steps._gradient
 
     def watched(self: Any, step: int, noisy: Tensor, labels: Tensor, weight: float) -> Any:
         clean = ((noisy - self._network.input_noise + 1) / 2).round()
@@ -273,7 +273,7 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
             seen[hash(image.numpy().astype(np.int8).tobytes())] = int(label)
         return real(self, step, noisy, labels, weight)
 
-    monkeypatch.setattr(dpal_steps.Steps, "_gradient", watched)
+    monkeypatch.setattr(dpal_training.Steps, "_gradient", watched)
     execute(job)
     inputs, _ = dataset.planted_rows
     present, found = coins(folder.read_key(), 40), 0

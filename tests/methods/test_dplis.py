@@ -7,13 +7,12 @@ import torch
 from support.networks import cross_entropy
 from torch import Tensor, nn
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import Draws
 from dpdist.methods.base import Fixed, Method
-from dpdist.methods.dp_sgd import DPSGD
-from dpdist.methods.dplis import DPlis, dplis_scale
+from dpdist.methods.dp_sgd import DPSGD, DPlis, dplis_scale
 from dpdist.privacy.plan import StepPlan
 
 pytestmark = pytest.mark.guarantee

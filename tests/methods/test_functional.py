@@ -15,7 +15,7 @@ from support.training import execute, interrupted, make, parameters, prepared, t
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.methods import base
 from dpdist.methods.base import check_room
 from dpdist.methods.functional import Functional
@@ -23,9 +23,9 @@ from dpdist.methods.functional_sums import Sums, clipped_to, packed, slack, unpa
 from dpdist.models import ModelSpec
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
+from dpdist.runs.folder import read_released
 from dpdist.runs.recipe import parse
-from dpdist.runs.released import read_released
-from dpdist.training import loop
+from dpdist.training import worker
 from dpdist.training.checkpoint import latest
 
 pytestmark = pytest.mark.guarantee
@@ -245,7 +245,7 @@ class Released:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[np.ndarray, np.ndarray, bytes, float]] = []
-        real = loop.add_noise
+        real = worker.add_noise
 
         def watched(total: np.ndarray, key: bytes, std: float, *given: Any) -> np.ndarray:
             summed = total.copy()
@@ -253,7 +253,7 @@ class Released:
             self.found.append((summed, noisy.copy(), key, std))
             return noisy
 
-        patch.setattr(loop, "add_noise", watched)
+        patch.setattr(worker, "add_noise", watched)
 
 
 PARTS = (0.05, 0.25, 0.35, 0.35)  # of mu^2, by default, in two rounds

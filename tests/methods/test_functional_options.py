@@ -16,13 +16,12 @@ from test_functional import CLASSES, RECORDS, SHAPE, job_of, network, records
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import InputDraws
 from dpdist.methods.base import Fixed, Setup
 from dpdist.methods.functional import SCALES, Adversarial, Functional, Relevance
-from dpdist.methods.functional_relevance import scales_of
-from dpdist.methods.functional_sums import Sums, slack
-from dpdist.methods.hgm_shares import shares
+from dpdist.methods.functional_sums import Sums, scales_of, slack
+from dpdist.methods.hidden_noise_shares import shares
 from dpdist.models import ModelSpec, last_linear
 from dpdist.runs.recipe import parse
 from dpdist.training.canaries import Canaries

@@ -20,14 +20,12 @@ from torch import nn
 from dpdist import models
 from dpdist.certification.operator_norms import l2_to_l2
 from dpdist.gradients.sampling import poisson_sample
-from dpdist.methods import hgm_shares as hgm
-from dpdist.methods.hgm import HGMPixelDP
-from dpdist.methods.pixeldp import PixelDP
-from dpdist.methods.redistribution import Redistribution
-from dpdist.methods.secure_sgd import SecureSGD
+from dpdist.methods import hidden_noise_shares
+from dpdist.methods.base import Redistribution
+from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, SecureSGD
 from dpdist.models import ModelSpec, SplitModel
-from dpdist.models.sensitivity import keep_within, layer_bound
-from dpdist.privacy.releases import GaussianReleases, NonPrivate
+from dpdist.models.noise import keep_within, layer_bound
+from dpdist.privacy.phases import GaussianReleases, NonPrivate
 from dpdist.runs.recipe import find, load
 
 pytestmark = pytest.mark.guarantee
@@ -79,14 +77,14 @@ def test_equation_7_against_one_example_at_a_time(beta: float) -> None:
         h = split.first(x[None]).detach().requires_grad_()
         loss = nn.functional.cross_entropy(split.rest(h), y[None])
         expected += torch.autograd.grad(loss, h)[0][0].abs().double() ** beta / 7
-    got = hgm.mean_powers(split, inputs, labels, beta)
+    got = hidden_noise_shares.mean_powers(split, inputs, labels, beta)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-12)
-    shares = hgm.shares(got, 0.1)
+    shares = hidden_noise_shares.shares(got, 0.1)
     assert float(shares.mean()) == pytest.approx(1) and float(shares.min()) >= 0.1 - 1e-12
     r = 0.9 * expected / expected.sum() + 0.1 / expected.numel()
     assert torch.allclose(shares, r * expected.numel(), rtol=1e-4)
     # The total power of the noise is that of equal noise.
-    std = hgm.heterogeneous_noise(0.3, shares)
+    std = hidden_noise_shares.heterogeneous_noise(0.3, shares)
     assert float(std.double().square().mean().sqrt()) == pytest.approx(0.3)
 
 
@@ -95,15 +93,21 @@ def test_one_record_moves_the_paid_sum_by_at_most_its_clip_and_the_unclipped_by_
     inputs[-1] *= 200  # an outlier
 
     def moved(clip_norm: float) -> float:
-        with_record = hgm.clipped_powers(split, inputs, labels, 1.0, clip_norm).sum(0)
-        without = hgm.clipped_powers(split, inputs[:-1], labels[:-1], 1.0, clip_norm).sum(0)
+        with_record = hidden_noise_shares.clipped_powers(split, inputs, labels, 1.0, clip_norm).sum(
+            0
+        )
+        without = hidden_noise_shares.clipped_powers(
+            split, inputs[:-1], labels[:-1], 1.0, clip_norm
+        ).sum(0)
         return float((with_record - without).norm())
 
     assert 0.9e-2 < moved(1e-2) <= 1e-2 * (1 + 1e-9)
     assert moved(1e9) > 1e-2
     # A record without a finite gradient counts as nothing.
     inputs[0] = torch.nan
-    assert bool(hgm.clipped_powers(split, inputs, labels, 1.0, 1e-2).isfinite().all())
+    assert bool(
+        hidden_noise_shares.clipped_powers(split, inputs, labels, 1.0, 1e-2).isfinite().all()
+    )
 
 
 @pytest.mark.parametrize("model", ["hgm-cnn", "small-cnn"])
@@ -130,14 +134,14 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
             return labels[rows]
 
     shapes: set[int] = set()
-    real = hgm.gradient_powers
+    real = hidden_noise_shares.gradient_powers
 
     def watched(split: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         shapes.add(len(x))
         return real(split, x, *rest)
 
-    monkeypatch.setattr(hgm, "gradient_powers", watched)
-    monkeypatch.setattr(hgm, "noised_powers", lambda total, *rest: total)
+    monkeypatch.setattr(hidden_noise_shares, "gradient_powers", watched)
+    monkeypatch.setattr(hidden_noise_shares, "noised_powers", lambda total, *rest: total)
     privacy = SimpleNamespace(nominal_records=None)
     setup: Any = SimpleNamespace(
         recipe=SimpleNamespace(privacy=privacy), spec=spec, records=Records(), key=b"k" * 32,
@@ -148,8 +152,8 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
     def total(left: int | None = None) -> torch.Tensor:
         sample = poisson_sample
         members = lambda *a, **k: (m := sample(*a, **k))[m != left]  # noqa: E731
-        monkeypatch.setattr(hgm, "poisson_sample", members)
-        return hgm._paid(section, 1.0, setup)
+        monkeypatch.setattr(hidden_noise_shares, "poisson_sample", members)
+        return hidden_noise_shares._paid(section, 1.0, setup)
 
     whole = total()
     moved = [float((whole - total(left)).norm()) / clip for left in (0, 100, 150, 299)]
@@ -159,12 +163,19 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
 
 def test_the_paid_sum_has_its_noise() -> None:
     # 20,000 seeded normals: Kolmogorov-Smirnov, false failure 1e-4; 2/3 and 3/2 are rejected.
-    noisy = hgm.noised_powers(torch.full((20_000,), 1e3, dtype=torch.float64), bytes(32), 5.0, 0.4)
+    noisy = hidden_noise_shares.noised_powers(
+        torch.full((20_000,), 1e3, dtype=torch.float64), bytes(32), 5.0, 0.4
+    )
     values = (noisy - 1e3).numpy()
     assert stats.kstest(values, stats.norm(scale=2.0).cdf).pvalue > 1e-4
     for wrong in (2.0 * 2 / 3, 2.0 * 3 / 2):
         assert stats.kstest(values, stats.norm(scale=wrong).cdf).pvalue < 1e-4
-    assert float(hgm.noised_powers(torch.zeros(999).double(), bytes(32), 5.0, 0.4).min()) == 0
+    assert (
+        float(
+            hidden_noise_shares.noised_powers(torch.zeros(999).double(), bytes(32), 5.0, 0.4).min()
+        )
+        == 0
+    )
 
 
 LAYERS = [
@@ -200,12 +211,12 @@ def test_the_norm_of_the_reshaped_kernel_is_no_bound() -> None:
 
 def test_public_images_are_made_to_fit() -> None:
     inputs = torch.rand(3, 1, 8, 8)
-    fitted = hgm.resized(inputs, (3, 28, 28))
+    fitted = hidden_noise_shares.resized(inputs, (3, 28, 28))
     assert fitted.shape == (3, 3, 28, 28) and torch.equal(fitted[:, 0], fitted[:, 2])
     assert 0 <= float(fitted.min()) <= float(fitted.max()) <= 1
-    assert hgm.resized(inputs, (1, 8, 8)) is inputs
+    assert hidden_noise_shares.resized(inputs, (1, 8, 8)) is inputs
     with pytest.raises(ValueError, match="cannot be made to fit"):
-        hgm.resized(torch.rand(3, 5), (1, 8, 8))
+        hidden_noise_shares.resized(torch.rand(3, 5), (1, 8, 8))
 
 
 def test_open_training_learns_and_keeps_the_first_layer() -> None:
@@ -218,11 +229,11 @@ def test_open_training_learns_and_keeps_the_first_layer() -> None:
             return float(nn.functional.cross_entropy(model(inputs), labels))
 
     before = loss()
-    hgm.train_openly(model, inputs, labels, 30, lambda: keep_within(split, 0.3))
+    hidden_noise_shares.train_openly(model, inputs, labels, 30, lambda: keep_within(split, 0.3))
     assert loss() < before - 0.1
     assert layer_bound(split) <= 0.3 + 1e-9
     weights = [p.detach().numpy() for p in model.parameters()]
-    hgm.train_openly(model, inputs, labels, 0, lambda: None)
+    hidden_noise_shares.train_openly(model, inputs, labels, 0, lambda: None)
     for old, new in zip(weights, model.parameters(), strict=True):
         assert np.array_equal(old, new.detach().numpy())
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.gradients.mixed_jacobian import (
+from dpdist.gradients.engine import squared_error
+from dpdist.methods.transdenoiser_split import (
     MixedJacobian,
     lanczos_smallest,
     rescaling_directions,
     settled_by_symmetry,
     smallest_eigenvalue,
 )
-from dpdist.gradients.task import squared_error
 
 pytestmark = pytest.mark.guarantee
 
@@ -135,7 +135,7 @@ def test_a_direction_with_an_effect_settles_nothing(monkeypatch):
     assert settled_by_symmetry(model, squared_error, inputs) is None
     wrong = rescaling_directions(denoiser(nn.ReLU))
     monkeypatch.setattr(
-        "dpdist.gradients.mixed_jacobian.rescaling_directions", lambda network: wrong
+        "dpdist.methods.transdenoiser_split.rescaling_directions", lambda network: wrong
     )
     assert settled_by_symmetry(model, squared_error, inputs) is None
 

@@ -16,14 +16,13 @@ from support.here import command, without_ray
 from support.recipes import write_recipe
 from support.training import execute, make, train
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.methods.noisy_records import Noised, NoisyRecordsMethod
 from dpdist.privacy.claims import residual_input_guarantee
+from dpdist.privacy.phases import GaussianSteps, NoisyRecords
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps, NoisyRecords
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import RunFolder, read_released
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.runs.released import read_released
 from dpdist.training.job import prepare
 
 pytestmark = pytest.mark.guarantee

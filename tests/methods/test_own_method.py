@@ -13,10 +13,10 @@ from support.extending import TOY
 from support.here import command, without_ray
 from support.recipes import write_recipe
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.runs.recipe import parse
 
 pytestmark = pytest.mark.whole

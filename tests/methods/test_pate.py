@@ -20,19 +20,16 @@ from support.here import command, without_ray
 from support.recipes import write_recipe
 from support.training import execute, parameters
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.methods.pate import PATE, UNANSWERED, VOTES, counted
 from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive
-from dpdist.runs.exporting import export, unpack
-from dpdist.runs.folder import RunFolder
-from dpdist.runs.planning import ordinary
-from dpdist.runs.recipe import parse
-from dpdist.runs.released import read_released
-from dpdist.training.answering import released_once
+from dpdist.runs.archive import Archive, export_text, unpack_text
+from dpdist.runs.folder import RunFolder, read_released
+from dpdist.runs.recipe import ordinary, parse
+from dpdist.training.ensembles import released_once
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
 
@@ -467,7 +464,7 @@ def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
     assert "never released" in " ".join(card["assumptions"])
     audit = here(raw, "audit", "x.yaml")
     assert audit.code == 2 and "noised before the steps" in audit.err
-    unpack(export(folder), tmp_path / "fetched")
+    unpack_text(export_text(folder), tmp_path / "fetched")
     archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
     assert archive is not None
     archive.update()

@@ -19,10 +19,9 @@ from support.benchmarks import load as load_benchmark
 from support.here import without_ray
 from support.training import execute, parameters
 
-from dpdist.base.errors import UserError
-from dpdist.methods.pate import PATE, UNANSWERED
-from dpdist.methods.pate_spreading import Spreading, spread, ties
-from dpdist.models.scattering import scattering
+from dpdist.core.errors import UserError
+from dpdist.methods.pate import PATE, UNANSWERED, Spreading, spread, ties
+from dpdist.models.features import scattering
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse

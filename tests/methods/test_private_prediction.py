@@ -17,22 +17,19 @@ from scipy.stats import chi2, norm
 from support.here import Done, command, without_ray
 from support.recipes import write_recipe
 
-from dpdist.base.errors import UserError
-from dpdist.commands.releasing import write_release
+from dpdist.core.errors import UserError
 from dpdist.evaluation import require_model
 from dpdist.methods.private_prediction import PrivatePrediction, bounded
-from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.budget import budgets_in
 from dpdist.privacy.ledger import Ledger, LedgerError, NoAnswersLeft
-from dpdist.privacy.phases import Phase
+from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianAnswers, GaussianSteps
+from dpdist.publishing import write_release
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive
-from dpdist.runs.exporting import export, unpack
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.archive import Archive, export_text, unpack_text
+from dpdist.runs.folder import RunFolder, read_released
 from dpdist.runs.recipe import parse
-from dpdist.runs.released import read_released
-from dpdist.training.answering import Oracle
+from dpdist.training.ensembles import Oracle
 from dpdist.training.records import evaluation_data, source_of
 
 pytestmark = pytest.mark.guarantee
@@ -280,7 +277,7 @@ def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
     secrets = [*(folder.private / "teachers").rglob("*.safetensors")]
     assert len(secrets) == 5
     assert "model" not in json.loads(folder.evaluation.read_text())
-    unpack(export(folder), tmp_path / "fetched")
+    unpack_text(export_text(folder), tmp_path / "fetched")
     archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
     assert archive is not None
     archive.update()
@@ -402,7 +399,7 @@ def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
 
 
 def _one_too_many(folder: RunFolder) -> None:
-    from dpdist.runs.released import check_released
+    from dpdist.runs.folder import check_released
 
     plan = folder.read_plan()
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:

@@ -19,26 +19,23 @@ from torch import Tensor, nn
 
 import dpdist.data
 from dpdist import models
-from dpdist.audits.roc import Roc
-from dpdist.audits.scores import log_odds
-from dpdist.base.errors import UserError
-from dpdist.certification.expected import expected_log_scores
+from dpdist.audits.membership_statistics import Roc, log_odds
+from dpdist.certification.worker import expected_log_scores
+from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import NoClipping
-from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.perturbations import BlockDraws
-from dpdist.gradients.task import cross_entropy
 from dpdist.methods import residual
 from dpdist.methods.base import Fixed
 from dpdist.methods.residual import ResidualPerturbation, largest_mean_norm
 from dpdist.models import ModelSpec
-from dpdist.models.residual import ResidualBlock, residual_blocks
+from dpdist.models.zoo import ResidualBlock, residual_blocks
 from dpdist.privacy import claims
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.randomness.places import Several, place_of
+from dpdist.randomness.noise_location import Several, place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.planning import make_plan
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import make_plan, parse
 from dpdist.training.records import evaluation_data, source_of
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]

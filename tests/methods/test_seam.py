@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from dpdist.methods.base import Method
-from dpdist.methods.catalogue import METHODS
+from dpdist.methods.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
-CATALOGUE = Path("dpdist/methods/catalogue.py")
+CATALOGUE = Path("dpdist/methods/registry.py")
 FILES = [
     path.relative_to(ROOT)
     for package in ("cluster", "dpdist", "tuning")
@@ -77,7 +77,7 @@ def test_nobody_asks_which_method_it_is(folder):
 @pytest.mark.parametrize(
     "text",
     [
-        "from dpdist.methods.dplis import DPlis",
+        "from dpdist.methods.dp_sgd import DPlis",
         "if isinstance(m, hidden_noise.HiddenNoiseMethod): pass",
         'recipe.method.name == "secure-sgd"',
         'method.name in ("pixeldp", "hgm-pixeldp")',

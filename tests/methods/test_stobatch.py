@@ -21,23 +21,20 @@ from support.training import execute, make
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.adversary.ascents import i_fgsm, mim
-from dpdist.adversary.balls import Ball, distance
-from dpdist.adversary.randomised import loss_gradient
-from dpdist.base.errors import UserError
+from dpdist.attacks.gradient_attacks import Ball, distance, i_fgsm, loss_gradient, mim
+from dpdist.core.errors import UserError
 from dpdist.gradients import perturbations
-from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.task import cross_entropy
+from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.gradients.sampling import Blocks
 from dpdist.methods import stobatch_draws
 from dpdist.methods.base import Fixed
 from dpdist.methods.stobatch import StoBatch
 from dpdist.methods.stobatch_draws import AdversarialDraws
 from dpdist.models import ModelSpec
-from dpdist.randomness.places import BehindLayer, Nowhere, OnInput, Several, place_of
+from dpdist.randomness.noise_location import BehindLayer, Nowhere, OnInput, Several, place_of
 from dpdist.reports.facts import read_facts
-from dpdist.training import loop
+from dpdist.training import worker
 from dpdist.training.job import prepare
 
 pytestmark = pytest.mark.guarantee
@@ -403,7 +400,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
         recipe, folder = recipe_of(tmp_path, f"{present}")
         drawn: list[int] = []
         with monkeypatch.context() as patch:
-            sample = loop.poisson_sample
+            sample = worker.poisson_sample
 
             def members(*args, real=sample, seen=drawn, without=special, **kwargs):
                 found = real(*args, **kwargs)
@@ -411,8 +408,8 @@ def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
                 return found[found != without]
 
             captured: list[np.ndarray] = []
-            patch.setattr(loop, "poisson_sample", members)
-            patch.setattr(loop, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t)
+            patch.setattr(worker, "poisson_sample", members)
+            patch.setattr(worker, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t)
             execute(prepare(recipe, folder, "test"), workers, until=1)
         special, sums[present] = min(drawn), captured[0]
     assert 0.5 < np.linalg.norm(sums[True] - sums[False]) <= 1 + 1e-6
@@ -425,7 +422,9 @@ def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> Non
         recipe, folder = recipe_of(tmp_path, f"w{workers}")
         with monkeypatch.context() as patch:
             patch.setattr(
-                loop, "add_noise", lambda t, *_, w=workers: captured.setdefault(w, t.copy()).copy()
+                worker,
+                "add_noise",
+                lambda t, *_, w=workers: captured.setdefault(w, t.copy()).copy(),
             )
             execute(prepare(recipe, folder, "test"), workers, until=1)
     assert captured[1] == pytest.approx(captured[2], abs=1e-4)
@@ -449,7 +448,7 @@ def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:
     facts = read_facts(folder)
     assert facts.claim is not None and facts.claim.claimed is None
     assert facts.claim.verdict == "not sound" and "none of it is here" in facts.claim.reason
-    bound = models.sensitivity.layer_bound(models.require_split(model))
+    bound = models.noise.layer_bound(models.require_split(model))
     assert bound <= 1 + 1e-6
 
 
@@ -461,7 +460,7 @@ def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:
     ],
 )  # fmt: skip
 def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None:
-    from dpdist.certification.quadrature import of_place
+    from dpdist.certification.certificate import of_place
 
     method = StoBatch(sensitivity=4.0, **options)
     model = models.initialise(SPEC, 1)

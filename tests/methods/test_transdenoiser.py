@@ -12,27 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
-from dpdist.commands.releasing import write_release
+from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.mixed_jacobian import MixedJacobian
+from dpdist.gradients.engine import GradientEngine, squared_error
 from dpdist.gradients.perturbations import InputDraws
-from dpdist.gradients.task import squared_error
 from dpdist.methods.transdenoiser import TransDenoiser
-from dpdist.methods.transdenoiser_split import SplitEngine, remainders, split
+from dpdist.methods.transdenoiser_split import MixedJacobian, SplitEngine, remainders, split
 from dpdist.models import ModelSpec
 from dpdist.privacy.card import card_markdown
+from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.training.denoising import put_together
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.loop import run
-from dpdist.training.pretrain import pretrain
+from dpdist.training.pretraining import pretrain, put_together
 from dpdist.training.provenance import PROVENANCE, RECORDS
 from dpdist.training.records import source_of, training_data
-from dpdist.training.reducer import Reducer
+from dpdist.training.worker import run
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 

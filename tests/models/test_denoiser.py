@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.base.vision import torchvision
+from dpdist.core.errors import UserError
+from dpdist.core.optional_imports import torchvision
 from dpdist.models import ModelSpec
-from dpdist.models.torchvision_zoo import FixedBatchNorm, estimating, fixed, torchvision_classifier
+from dpdist.models.zoo import FixedBatchNorm, estimating, fixed, torchvision_classifier
 
 CLASSIFIER = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 4}, mean=(0.5,), std=(0.25,))
 SPEC = ModelSpec("conv-autoencoder", (1, 8, 8), 10, {"channels": [4]}, classifier=CLASSIFIER)

@@ -20,13 +20,12 @@ from support.certificates import Data
 from support.here import without_ray
 
 from dpdist import models
-from dpdist.attacks.job import Attack, _form, attack_model
+from dpdist.attacks.job import Attack, Attacker, _form, attack_model
 from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.worker import Attacker
-from dpdist.base.errors import UserError
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.rebound import apart, merge, shares
+from dpdist.certification.table_reader import apart, merge_tables, shares
+from dpdist.core.errors import UserError
 from dpdist.models.factory_code import FactoryCode
 
 SOURCES = {
@@ -286,7 +285,7 @@ def test_tables_of_two_functions_do_not_merge(
     assert weights[0] == weights[1]
     assert shares(parts) == [] and apart(parts)[0][2] == ["model"]
     with pytest.raises(UserError, match="cannot merge results that differ in model"):
-        merge(parts)
+        merge_tables(parts)
 
 
 def test_a_worker_with_other_code_does_nothing(

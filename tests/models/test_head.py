@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from dpdist.models.head import Features
+from dpdist.models.features import Features
 
 
 def test_a_reader_is_gone_with_its_last_reference():

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.certification.places import sensitivity
+from dpdist.certification.worker import first_layer_sensitivity
+from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec, require_split
-from dpdist.models.normalised import Normalised
-from dpdist.models.sensitivity import keep_within, layer_bound
-from dpdist.randomness.places import BehindLayer, place_of
+from dpdist.models.noise import keep_within, layer_bound
+from dpdist.models.zoo import Normalised
+from dpdist.randomness.noise_location import BehindLayer, place_of
 
 pytestmark = pytest.mark.guarantee
 
@@ -197,7 +197,7 @@ def test_norms_are_of_the_normalised_first_layer(name: str, kind: str) -> None:
     matrix = jacobian.reshape(-1, 32).double()
     spectral = float(torch.linalg.matrix_norm(matrix, 2))
     std = torch.full(split.hidden_shape(shape), 0.7)
-    norms = sensitivity(split, BehindLayer(split.name, std), shape)
+    norms = first_layer_sensitivity(split, BehindLayer(split.name, std), shape)
     assert norms.l2 == pytest.approx(spectral, rel=1e-5)
     rows = matrix.abs().sum(1).norm()
     assert norms.linf == pytest.approx(min(float(rows), 32**0.5 * spectral), rel=1e-5)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpdist import models
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
 
 pytestmark = pytest.mark.whole
@@ -91,7 +91,7 @@ def test_initial_weights_depend_on_the_seed_only():
 
 
 def test_tempered_sigmoid_defaults_to_tanh():
-    from dpdist.models.activations import TemperedSigmoid
+    from dpdist.models.zoo import TemperedSigmoid
 
     x = torch.linspace(-3, 3, 50)
     assert torch.allclose(TemperedSigmoid()(x), torch.tanh(x), atol=1e-6)

@@ -14,24 +14,23 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
-from dpdist.commands.cli import app
-from dpdist.commands.releasing import write_release
+from dpdist.cli.main import app
+from dpdist.core.errors import UserError
 from dpdist.data.text import following
 from dpdist.evaluation import _following, evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.perturbations import ParameterDraws
-from dpdist.gradients.task import cross_entropy
 from dpdist.models import ModelSpec
 from dpdist.pipeline import report_stage
-from dpdist.reports.differences import differences
+from dpdist.publishing import write_release
+from dpdist.reports.compare import differences
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.training.estimate import describe
 from dpdist.training.job import prepare
-from dpdist.training.pretrain import pretrain
+from dpdist.training.model_setup import describe_cost
+from dpdist.training.pretraining import pretrain
 
 pytestmark = pytest.mark.whole
 
@@ -190,7 +189,7 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     _, right = pretrain(recipe, "test")
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, "test")
-    assert dict(describe(recipe, job.plan))["layers without a rule"] == "none"
+    assert dict(describe_cost(recipe, job.plan))["layers without a rule"] == "none"
     execute(job, 2)
     evaluate_stage(recipe, folder)
     report_stage(folder)

@@ -15,18 +15,25 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.adversary.randomised import RandomisedClassifier, loss_gradient
-from dpdist.attacks.counting import Counted, Counters, count, fix_form
-from dpdist.base.errors import UserError
-from dpdist.certification.catalogue import settings_of
+from dpdist.attacks.evaluation import Counted, Counters, count, fix_form
+from dpdist.attacks.gradient_attacks import RandomisedClassifier, loss_gradient
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.predict import Predictor
+from dpdist.certification.registry import settings_of
+from dpdist.certification.worker import expected_log_scores
+from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import BlockDraws, standard_normal_per_record
 from dpdist.models import BlockNoise, ModelSpec, mixing
-from dpdist.randomness.inside import MODES
-from dpdist.randomness.places import PLACES, BehindLayer, Nowhere, OnInput, Several, place_of
-from dpdist.randomness.units import UnitSource
+from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.noise_location import (
+    PLACES,
+    BehindLayer,
+    Nowhere,
+    OnInput,
+    Several,
+    place_of,
+)
+from dpdist.randomness.noisy_modules import MODES
 
 pytestmark = pytest.mark.guarantee
 

@@ -15,19 +15,18 @@ from support.training import execute
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
-from dpdist.base.tokens import BYTES, PADDING
-from dpdist.commands.options import need_numbers
-from dpdist.commands.releasing import write_release
+from dpdist.cli.options import need_numbers
+from dpdist.core.errors import UserError
+from dpdist.core.fields import BYTES, PADDING
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.task import cross_entropy
+from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.models import ModelSpec
+from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.training.building import initial_model, model_spec
 from dpdist.training.job import prepare
+from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.records import source_of
 
 pytestmark = pytest.mark.whole

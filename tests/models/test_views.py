@@ -14,27 +14,26 @@ from support.here import without_ray
 
 import dpdist
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.base.views import shifts_within
 from dpdist.certification import job, table
-from dpdist.certification.bank import split_first_layer
-from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.cohen import Cohen
-from dpdist.commands.releasing import write_release
+from dpdist.certification.inference import ExecutedClassifier
+from dpdist.certification.worker import split_first_layer
+from dpdist.core.errors import UserError
+from dpdist.core.fields import shifts_within
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.models import ModelSpec
-from dpdist.models.views import ViewAverage
-from dpdist.randomness.units import RandomWords, UnitSource
-from dpdist.release.files import CARD
+from dpdist.models.outputs import ViewAverage
+from dpdist.publishing import write_release
+from dpdist.randomness.keys import RandomWords, UnitSource
+from dpdist.release.bundle import CARD
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.training import loop
-from dpdist.training.building import model_spec
-from dpdist.training.denoising import put_together
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.pretrain import pretrain
+from dpdist.training.model_setup import model_spec
+from dpdist.training.pretraining import pretrain, put_together
 from dpdist.training.records import evaluation_data, source_of, training_data
-from dpdist.training.reducer import Reducer
 
 pytestmark = pytest.mark.whole
 
@@ -167,7 +166,9 @@ def raw(**sections) -> dict:
 
 def train(described: dict, path: Path) -> RunFolder:
     folder = RunFolder(path)
-    loop.run(prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    worker.run(
+        prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu"))
+    )
     return folder
 
 

@@ -22,19 +22,19 @@ FAULTS: list[Fault] = [
         ("np.maximum(h, curve(r))", "h", "the curve bounds nothing"),
     ),
     *group(
-        "dpdist/privacy/trade_off.py", "privacy/test_trade_off",
+        "dpdist/privacy/audit_bounds.py", "privacy/test_trade_off",
         ("np.max([one.at(steps) for one in found], axis=0)", "found[0].at(steps)",
          "the curve is one direction's"),
         ("        for _ in range(size):\n", "        for _ in range(1):\n", "a group is a record"),
     ),
     *group(
-        "dpdist/privacy/audited.py", "audits/test_audited",
+        "dpdist/privacy/card.py", "audits/test_audited",
         ("if said != found.verdict:", "if False:", "a file may state what its numbers do not"),
         ("not self.exploratory and (self.curve_rejected", "(self.curve_rejected",
          "an exploratory audit accuses"),
     ),
     *group(
-        "dpdist/audits/result.py", MANY,
+        "dpdist/audits/target.py", MANY,
         ("(PrivateAuditResult if options.private else AuditResult)(options)",
          "AuditResult(options)", "counts of a thousand models are published"),
     ),
@@ -46,7 +46,7 @@ FAULTS: list[Fault] = [
          "a claim at a larger delta is refuted"),
     ),
     *group(
-        "dpdist/audits/replay.py", "audits/test_replay",
+        "dpdist/audits/step_harness.py", "audits/test_replay",
         ("_COMMON = 8", "_COMMON = 1", "two equal numbers accuse"),
     ),
     *group(
@@ -59,12 +59,12 @@ FAULTS: list[Fault] = [
          "if parent == self.path.resolve():", "private results lie in another run's public part"),
     ),
     *group(
-        "dpdist/audits/driving.py", "audits/test_zoo",
+        "dpdist/audits/step_harness.py", "audits/test_zoo",
         ("for rank in range(1, self.workers):", "for rank in range(1, 1):",
          "the other workers are not driven"),
     ),
     *group(
-        "dpdist/audits/scores.py", "audits/test_membership_scores",
+        "dpdist/audits/membership_statistics.py", "audits/test_membership_scores",
         ("    np.put_along_axis(values, y, -np.inf, 1)\n", "",
          "the label's own logit is among the others"),
         ("others = (np.arange(len(phi)) != target)[:, None]",
@@ -74,7 +74,7 @@ FAULTS: list[Fault] = [
          "the share of the population is of the models"),
     ),
     *group(
-        "dpdist/audits/roc.py", "audits/test_roc",
+        "dpdist/audits/membership_statistics.py", "audits/test_roc",
         ("math.floor(false_positives * len(self.others) + 1e-9)",
          "math.ceil(false_positives * len(self.others) + 1)",
          "more false positives than asked for"),
@@ -83,20 +83,20 @@ FAULTS: list[Fault] = [
          "the interval of the AUC is too narrow"),
     ),
     *group(
-        "dpdist/audits/ceilings.py", "audits/test_roc",
+        "dpdist/audits/membership_statistics.py", "audits/test_roc",
         ("of_plan(replace(plan, neighbours=game))", "of_plan(plan)",
          "a replacement has the ceiling of an addition"),
         ("if true.low > float(self.at(false.high))", "if true.value > float(self.at(false.value))",
          "a point above the ceiling by chance is told"),
     ),
     *group(
-        "dpdist/audits/games.py", "audits/test_membership_scores",
+        "dpdist/audits/membership_statistics.py", "audits/test_membership_scores",
         ("words(derive_key(key, \"coins\", model), 0, records)",
          "words(derive_key(key, \"coins\"), 0, records)",
          "all models share their coins"),
     ),
     *group(
-        "dpdist/audits/shadow.py",
+        "dpdist/audits/trainings.py",
         "audits/test_membership::test_noise_of_its_own_is_scored_by_one_pass_and_by_many",
         ("several = noisy or shared.recipes[0].method.carries_noise", "several = noisy",
          "a plain shadow answers less often than the target"),
@@ -109,7 +109,7 @@ FAULTS: list[Fault] = [
          "a bank of another recipe is continued"),
     ),
     *group(
-        "dpdist/audits/vectorised.py", MANY,
+        "dpdist/audits/trainings.py", MANY,
         ("weights = ((factors * finite)[0] * real)", "weights = (factors * finite)[0]",
          "padding counts as records"),
         ("noise_key = derive_key(key, \"noise\", attempt, step)",
@@ -141,21 +141,21 @@ FAULTS: list[Fault] = [
          "swapped = torch.from_numpy(self._other[members] & False)", "every pair has its first label"),
     ),
     *group(
-        "dpdist/sections/audit.py", f"{DPAL}::test_a_pair_is_one_record_under_one_of_two_labels",
+        "dpdist/config/sections.py", f"{DPAL}::test_a_pair_is_one_record_under_one_of_two_labels",
         ('self.canary == "pair" and recipe.privacy.neighbours != "replace-one"', "False",
          "a record that was replaced is told as one that was added"),
     ),
     *group(
-        "dpdist/commands/audit.py", f"{DPAL}::test_one_run_refutes_its_epsilon",
+        "dpdist/cli/audit.py", f"{DPAL}::test_one_run_refutes_its_epsilon",
         ("if found.verdict != CONSISTENT:", "if found.bug:", "a refuted claim ends as if it held"),
     ),
     *group(
-        "dpdist/methods/dpal_steps.py", f"{DPAL}::test_one_noise_for_all_steps_and_attempts",
+        "dpdist/methods/dpal_training.py", f"{DPAL}::test_one_noise_for_all_steps_and_attempts",
         ("laplace(key, \"chi_2\", network.hidden_noise.shape, 2 * scale)",
          "laplace(key, \"chi_2\", network.hidden_noise.shape, 0.0)", "the code has no noise"),
     ),
     *group(
-        "dpdist/training/loop.py", ONE,
+        "dpdist/training/worker.py", ONE,
         ("        self.canaries.watch(noisy, todo, self.reducer)\n", "", "nobody watches the steps"),
         ("            members = self.canaries.fed(members)\n", "", "canaries are taken for records"),
         ("return {**self.optimizer.slots, **self.slots, **self.canaries.slots}", "return dict(self.optimizer.slots)",
@@ -167,16 +167,16 @@ FAULTS: list[Fault] = [
          "guesses are chosen after the training"),
     ),
     *group(
-        "dpdist/audits/noise_family.py", ONE,
+        "dpdist/privacy/audit_bounds.py", ONE,
         ("        low, high = (low, middle) if rejects(middle)", "        low, high = (low, middle) if not rejects(middle)",
          "the bisection goes the wrong way"),
     ),
     *group(
-        "dpdist/audits/noise_family.py", MANY,
-        ("trade_off.of_group(curve, size)", "curve", "many copies of a canary count as one record"),
+        "dpdist/privacy/audit_bounds.py", MANY,
+        ("of_group(curve, size)", "curve", "many copies of a canary count as one record"),
     ),
     *group(
-        "dpdist/commands/releasing.py", ONE,
+        "dpdist/publishing.py", ONE,
         ("    if facts.audited_run is not None:", "    if not facts.recipe:", "an audited run is released"),
     ),
 ]  # fmt: skip

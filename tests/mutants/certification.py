@@ -8,7 +8,7 @@ UNITS = "wiring/test_keys_of_a_certification"
 
 FAULTS: list[Fault] = [
     *group(
-        "dpdist/base/binomial.py", "certification/test_bounds",
+        "dpdist/core/binomial.py", "certification/test_bounds",
         ("/ 2\n    return clopper_pearson_lower(hits, draws, half)",
          "\n    return clopper_pearson_lower(hits, draws, half)",
          "a two-sided interval spends its error twice"),
@@ -18,12 +18,12 @@ FAULTS: list[Fault] = [
         ("np.nextafter(1 - q, 0)", "np.nextafter(1 - q, 2)", "bounds near one are rounded up"),
     ),
     *group(
-        "dpdist/base/views.py", "models/test_views",
+        "dpdist/core/fields.py", "models/test_views",
         ("range(1, reach + 1)", "range(1, max(reach, 2))", "the farthest shifts are left out"),
         ("(-1, 0), (0, 1)", "(1, 0), (0, 1)", "no image is moved up"),
     ),
     *group(
-        "dpdist/models/views.py", "models/test_views",
+        "dpdist/models/outputs.py", "models/test_views",
         ("network(view).log_softmax(1)", "network(view)", "shifted answers are no probabilities"),
         (".flip(3)", ".flip(2)", "images are turned over"),
         ("in self._shifts if self._mirrored", "in self._shifts[:1] if self._mirrored", "moved images have no mirror image"),
@@ -32,7 +32,7 @@ FAULTS: list[Fault] = [
                 ("spec.shifts >= min(shape[1:])", "spec.shifts > max(shape[1:])", "an image is moved all around"),
     ),
     *group(
-        "dpdist/models/making.py", "models/test_views",
+        "dpdist/models/builder.py", "models/test_views",
         ("return ViewAverage(module, spec.shifts, spec.denoised_shifts, spec.mirrored).eval()", "return module",
          "what answers is the network alone"),
         ("if not spec.averages:", "if not spec.shifts:", "mirror images are left out without shifts"),
@@ -47,26 +47,26 @@ FAULTS: list[Fault] = [
          "models of before get another hash"),
     ),
     *group(
-        "dpdist/training/building.py", "models/test_views",
+        "dpdist/training/model_setup.py", "models/test_views",
         ("shifts=section.shifts,", "shifts=0,", "the recipe's average is forgotten"),
         ("mirrored=section.mirrored,", "mirrored=False,", "the recipe's mirror image is forgotten"),
     ),
     *group(
-        "dpdist/training/denoising.py", "models/test_views",
+        "dpdist/training/pretraining.py", "models/test_views",
         ("trained = models.load_network(", "trained = models.load(", "an average is put together as a network"),
     ),
     *group(
-        "dpdist/sections/recipe.py", "models/test_views",
+        "dpdist/config/sections.py", "models/test_views",
         ("if (key := self.model.key_of_average) and self.method.carries_noise:", "if (key := self.model.key_of_average) and False:", "noise inside is left out of an average"),
     ),
     *group(
-        "dpdist/certification/bounds.py", "certification/test_bounds",
+        "dpdist/certification/score_bounds.py", "certification/test_bounds",
         ("np.sqrt(log_term / (2 * n))", "np.sqrt(log_term / (4 * n))", "Hoeffding's width is too small"),
         ("np.log(2 * classes)", "np.log(classes)", "one side of the scores is not paid for"),
         ("span * 7 * log_two / (3 * (n - 1))", "0.0", "Bernstein's second term is missing"),
     ),
     *group(
-        "dpdist/certification/radii.py", "certification/test_radii certification/test_rebound",
+        "dpdist/certification/noise.py", "certification/test_radii certification/test_rebound",
         ("_down(s * scipy.special.ndtri(p))", "_down(2 * s * scipy.special.ndtri(p))", "radii are twice as large"),
         ("_down(s / 2 * gap)", "_down(s * gap)", "two-class radii are twice as large"),
         ("_down(-b * np.log(2 * (1 - p)))", "_down(-b * np.log(1 - p))", "Laplace radii are too large"),
@@ -80,7 +80,7 @@ FAULTS: list[Fault] = [
          "balls of the other norm are too large"),
     ),
     *group(
-        "dpdist/certification/noises.py", "certification/test_sampling",
+        "dpdist/certification/noise.py", "certification/test_sampling",
         ("length *= np.float32(-2 * self.sigma**2)", "length *= np.float32(-1.8 * self.sigma**2)",
          "Gaussian draws are too small"),
         ("part *= np.float32(self.scale)", "part *= np.float32(self.scale / 2)",
@@ -93,13 +93,13 @@ FAULTS: list[Fault] = [
          "uniform draws are too small"),
     ),
     *group(
-        "dpdist/randomness/philox.py", "certification/test_counting_on_device",
-        ("_ROUNDS = 10", "_ROUNDS = 7", "fewer rounds than the published generator"),
+        "dpdist/randomness/device_generators.py", "certification/test_counting_on_device",
+        ("_WORD = 0xFFFFFFFF\n_ROUNDS = 10", "_WORD = 0xFFFFFFFF\n_ROUNDS = 7", "fewer rounds than the published generator"),
         ("(low + _STEPS[0]) & _WORD", "low", "all rounds have one key"),
         ("places, *above)", "places, 0, 0, 0)", "a unit's words depend on 64 bits of its key"),
     ),
     *group(
-        "dpdist/certification/noises.py", "certification/test_counting_on_device",
+        "dpdist/certification/noise.py", "certification/test_counting_on_device",
         (".log() * (-2 * self.sigma**2)).sqrt()", ".log() * (-1.8 * self.sigma**2)).sqrt()",
          "Gaussian draws of devices are too small"),
         ("bits = ((first << 8) | (second >> 24)) * 2 + 1", "bits = (first >> 8 << 16) * 2 + 1",
@@ -108,8 +108,8 @@ FAULTS: list[Fault] = [
          "Laplace draws of devices have one sign"),
     ),
     *group(
-        "dpdist/certification/streams.py", "certification/test_counting_on_device",
-        ("philox.words_on(key, start // 4, size", "philox.words_on(key, 0, size", "pieces repeat their noise"),
+        "dpdist/certification/inference.py", "certification/test_counting_on_device",
+        ("device_generators.words_on(key, start // 4, size", "device_generators.words_on(key, 0, size", "pieces repeat their noise"),
     ),
     *group(
         "dpdist/certification/worker.py", "certification/test_counting_on_device",
@@ -137,7 +137,7 @@ FAULTS: list[Fault] = [
          "sum(self._rejected)", "a radius is passed although a smaller one failed"),
     ),
     *group(
-        "dpdist/randomness/units.py", f"certification/test_sampling {UNITS}",
+        "dpdist/randomness/keys.py", f"certification/test_sampling {UNITS}",
         ("            self.model_hash,\n", "", "draws do not depend on the model"),
         ("            self.data_hash,\n", "", "draws do not depend on the data"),
         ("            self.seed,\n", "", "draws do not depend on the seed"),
@@ -151,8 +151,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/certificate.py", UNITS,
-        ("counter.histogram(x, index, units.SELECT, 0, n0, n0)",
-         "counter.histogram(x, index, units.ESTIMATE, 0, n0, n0)",
+        ("counter.histogram(x, index, keys.SELECT, 0, n0, n0)",
+         "counter.histogram(x, index, keys.ESTIMATE, 0, n0, n0)",
          "selection draws are reused for estimation"),
         ("draws = min(batch, n - block * batch)", "draws = batch",
          "surplus draws of the last block count"),
@@ -166,12 +166,12 @@ FAULTS: list[Fault] = [
         ("certified = p_lower > 0.5", "certified = p_lower > 0.4", "too little is certified"),
     ),
     *group(
-        "dpdist/certification/sampling.py", "certification/test_scores",
+        "dpdist/certification/worker.py", "certification/test_scores",
         ("(softmax_scores(logits) * SCORE_UNIT).long()",
          "(softmax_scores(logits) * SCORE_UNIT).ceil().long()", "scores are rounded up"),
     ),
     *group(
-        "dpdist/certification/sampling.py", f"certification/test_sampling {UNITS}",
+        "dpdist/certification/worker.py", f"certification/test_sampling {UNITS}",
         ("None if self._bank else index, stage", "None, stage", "all inputs share their noise"),
         ("self._buffers[rows]).add_(x)", "self._buffers[rows]).mul_(0.9).add_(x)",
          "the classifier sees less noise"),
@@ -197,7 +197,7 @@ FAULTS: list[Fault] = [
         ("if not bool(torch.isfinite(logits).all()):", "if False:", "NaN is certified"),
     ),
     *group(
-        "dpdist/certification/population.py", "certification/test_population",
+        "dpdist/certification/statistics.py", "certification/test_population",
         ("(float(right) - alpha) / (1 - alpha)", "float(right)",
          "false certificates are taken for true ones"),
         ("float(reached) / (1 - alpha)", "float(reached)", "upper bounds that are too small count"),
@@ -205,21 +205,21 @@ FAULTS: list[Fault] = [
          "every radius and side spends the whole error"),
     ),
     *group(
-        "dpdist/base/rounding.py", "test_rounding certification/test_population",
+        "dpdist/core/console.py", "test_rounding certification/test_population",
         ("ROUND_CEILING if up else ROUND_FLOOR", "ROUND_CEILING", "bounds are printed rounded up"),
     ),
     *group(
-        "dpdist/certification/rebound.py", "certification/test_rebound",
+        "dpdist/certification/table_reader.py", "certification/test_rebound",
         ("reach(table, upper) * (1 + 1e-11)", "reach(table, upper) * 0.9",
          "what could be certified is rounded down"),
     ),
     *group(
-        "dpdist/certification/stopping.py", "certification/test_rebound",
-        ('        raise UserError(\n            "results of early stopping', '        return Cohen.rebound(table, alpha)\n        raise UserError(\n            "results of early stopping',
+        "dpdist/certification/sequential.py", "certification/test_rebound",
+        ("    def rebound(cls, table: Any, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:\n        raise UserError(\n            \"results of early stopping", "    def rebound(cls, table: Any, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:\n        return Cohen.rebound(table, alpha)\n        raise UserError(\n            \"results of early stopping",
          "early-stopped counts are re-bounded"),
     ),
     *group(
-        "dpdist/certification/scores.py", f"certification/test_scores {UNITS}",
+        "dpdist/certification/expected_scores.py", f"certification/test_scores {UNITS}",
         ('bounds.label if radius > 0 else ABSTAIN', 'bounds.label', "nothing is certified, and said"),
         ("eta = settings.n, 1 - settings.alpha", "eta = settings.n, 1 - 2 * settings.alpha",
          "twice the error of the scores"),
@@ -230,11 +230,11 @@ FAULTS: list[Fault] = [
          "by_rows = float(rows.max()) * _ROUNDING", "one row's norm for all of them"),
     ),
     *group(
-        "dpdist/certification/noises.py", "certification/test_worst_case",
-        ("radii.laplace_l1_radius(p_lower, self.scale)", "radii.laplace_l1_radius(p_lower, self.sigma)",
+        "dpdist/certification/noise.py", "certification/test_worst_case",
+        ("laplace_l1_radius(p_lower, self.scale)", "laplace_l1_radius(p_lower, self.sigma)",
          "Laplace radii are those of sigma"),
-        ("radii.uniform_l1_radius(p_lower, self.half_width)",
-         "radii.uniform_l1_radius(p_lower, 1.15 * self.half_width)", "uniform radii are too large"),
+        ("uniform_l1_radius(p_lower, self.half_width)",
+         "uniform_l1_radius(p_lower, 1.15 * self.half_width)", "uniform radii are too large (noises)"),
         ("return 1 - math.exp(-radius / self.scale) / 2", "return 1 - math.exp(-radius / self.sigma) / 2",
          "Laplace targets are tested at too small a probability"),
     ),
@@ -260,26 +260,26 @@ FAULTS: list[Fault] = [
         ("LEAST_ROWS = 66", "LEAST_ROWS = 6", "a twentieth of false answers is found by luck"),
     ),
     *group(
-        "dpdist/certification/fresh_process.py", "certification/test_reexecution",
+        "dpdist/certification/reexecution.py", "certification/test_reexecution",
         ("    network = fresh_copy(network)\n", "", "a row alone knows what was kept of others"),
     ),
     *group(
-        "dpdist/certification/fresh_process.py", "certification/test_fresh_process",
+        "dpdist/certification/reexecution.py", "certification/test_fresh_process",
         ('_forked(network, form, row) for row', 'execute_alone(network, form, row) for row',
          "rows alone share the globals of the model's module"),
         ("        code.check(", "        repr(", "rows alone are executed by other code"),
     ),
     *group(
-        "dpdist/certification/sampling.py", "certification/test_reexecution",
+        "dpdist/certification/worker.py", "certification/test_reexecution",
         ("logits, draws, scores=counted)", "logits, draws)", "score certificates compare classes alone"),
     ),
     *group(
-        "dpdist/bulk/job.py", "certification/test_reexecution",
+        "cluster/resumable_job.py", "certification/test_reexecution",
         ("        if _INVALID in entry:", "        if False:",
          "results that do not hold are continued"),
     ),
     *group(
-        "dpdist/models/classes.py", "certification/test_no_class test_accuracy",
+        "dpdist/models/outputs.py", "certification/test_no_class test_accuracy",
         (".masked_fill(~logits.isfinite().all(-1), NO_CLASS)", "",
          "a row that is no number is the first class"),
         (".masked_fill(~finite, 0.0)", "", "scores of what is no number are INT_MIN"),
@@ -296,33 +296,33 @@ FAULTS: list[Fault] = [
         ("first + second) <= alpha", "first + second) <= 2 * alpha", "a label errs twice as often"),
     ),
     *group(
-        "dpdist/certification/two_class.py", "certification/test_no_class",
+        "dpdist/certification/cohen.py", "certification/test_no_class",
         ("runner_up = others.max(1) + draws - counts.sum(1)", "runner_up = others.max(1)",
          "no class is no runner-up"),
     ),
     *group(
-        "dpdist/certification/stopping.py", "certification/test_no_class certification/test_stated_error",
+        "dpdist/certification/sequential.py", "certification/test_no_class certification/test_stated_error",
         ("draws = min(draws + batch, self.n)", "draws += int(counts.sum())",
          "draws without a class make an early test certain"),
         ("TargetTest(hypotheses, self.alpha, looks", "TargetTest(hypotheses, self.alpha * len(hypotheses), looks",
          "each radius of a target spends the whole error"),
     ),
     *group(
-        "dpdist/adversary/randomised.py", "attacks/test_attacked_answers",
+        "dpdist/attacks/gradient_attacks.py", "attacks/test_attacked_answers",
         ("loss = loss.masked_fill(found == NO_CLASS, 0.0)\n", "pass\n",
          "a restart without an answer is never left"),
         ("return gradient.masked_fill(~per_row(finite, gradient), 0.0)", "return gradient",
          "a gradient that is no number leads out of the ball"),
     ),
     *group(
-        "dpdist/models/company.py", "models/test_company",
+        "dpdist/models/batch_independence.py", "models/test_company",
         ("for company in (torch.zeros_like(batch[left]), _far(batch[left])):", "for company in (batch[left],):",
          "the company never changes"),
         ("for order in (rows.flip(0), rows.roll(1), torch.randperm(size, generator=generator)):",
          "for order in (rows.flip(0),):", "symmetric positions are not told apart"),
     ),
     *group(
-        "dpdist/models/split.py", "models/test_hidden",
+        "dpdist/models/noise.py", "models/test_hidden",
         ("std = mine.double() if std is None else std * mine.double()", "std = mine.double()",
          "of nested normalisations only one counts"),
         ('return any(hooks) or "forward" in vars(module)', "return False", "hooks are passed over"),
@@ -333,11 +333,11 @@ FAULTS: list[Fault] = [
          "a module that comes twice is lost"),
     ),
     *group(
-        "dpdist/bulk/__init__.py", "test_bulk wiring/test_results_of_settings",
-        ('journal.begin({"settings": digest(about)})', 'journal.begin({"settings": ""})',
+        "cluster/job_folder.py", "test_bulk wiring/test_results_of_settings",
+        ('journal.begin({"settings": settings_digest(about)})', 'journal.begin({"settings": ""})',
          "a journal does not say whose results it holds"),
         ("elif journal.header is not None:", "elif False:", "results without settings are taken over"),
-        ("if beside.exists() and own != digest(_read_settings(beside)):", "if False:",
+        ("if beside.exists() and own != settings_digest(_read_settings(beside)):", "if False:",
          "a table is read beside other settings"),
         ("if (table.schema.metadata or {}).get(_DIGEST) != own.encode():", "if False:",
          "a table with replaced settings is read"),
@@ -345,12 +345,12 @@ FAULTS: list[Fault] = [
          "another job is continued in the same folder"),
     ),
     *group(
-        "dpdist/bulk/job.py", "wiring/test_results_of_settings",
-        ("        bulk.refuse_difference(output, work.kind, found, wanted, work.seed)\n", "",
+        "cluster/resumable_job.py", "wiring/test_results_of_settings",
+        ("        job_folder.refuse_difference(output, work.kind, found, wanted, work.seed)\n", "",
          "a finished table is taken for another model's"),
     ),
     *group(
-        "dpdist/certification/scores.py", "reports/test_reading_runs",
+        "dpdist/certification/expected_scores.py", "reports/test_reading_runs",
         ('        answers[VOTE] = table["selected"].to_numpy()\n', "",
          "the vote is read with the scores' class"),
     ),
@@ -360,17 +360,17 @@ FAULTS: list[Fault] = [
          "wrong answers count as certified"),
     ),
     *group(
-        "dpdist/certification/reading.py", "reports/test_reading_runs certification/test_rebound",
+        "dpdist/certification/table_reader.py", "reports/test_reading_runs certification/test_rebound",
         ("if len(values) > 1:", "if False:", "rows of another alpha are stated at the first one's"),
         ("if stated != values[0]:", "if False:", "rows and settings may state two things"),
     ),
     *group(
-        "dpdist/base/binomial.py", "certification/test_paired",
+        "dpdist/core/binomial.py", "certification/test_paired",
         ("float(min(1.0, 2 * scipy.special.betainc(", "float(min(1.0, scipy.special.betainc(",
          "a two-sided p value is one-sided"),
     ),
     *group(
-        "dpdist/certification/paired.py", "certification/test_paired",
+        "dpdist/certification/statistics.py", "certification/test_paired",
         ("return (self.only_second - self.only_first) / self.inputs",
          "return (self.only_first - self.only_second) / self.inputs", "the difference has the wrong sign"),
         ("clopper_pearson_interval(only_second, discordant, error - spent)",
@@ -386,21 +386,21 @@ FAULTS: list[Fault] = [
          "Holm corrects for nothing"),
     ),
     *group(
-        "dpdist/certification/betting.py", "certification/test_tighter_bounds",
+        "dpdist/certification/score_bounds.py", "certification/test_tighter_bounds",
         (" - math.log(len(stakes))", "", "the capital is that of all stakes together"),
         ("alpha, scores = (1 - confidence) / (2 * len(counts))", "alpha, scores = (1 - confidence)", "each class and side spends the whole error"),
         ("weights[:, :-1] += counts - moved", "weights[:, :-1] += counts", "scores are counted twice"),
         ("(1 - lower[selected], 2)", "(0.5 - lower[selected] / 2, 2)", "the others have less than what is left"),
     ),
     *group(
-        "dpdist/certification/betting.py", "certification/test_stopping_scores",
+        "dpdist/certification/score_bounds.py", "certification/test_stopping_scores",
         ("return -math.log(alpha) + _SLACK", "return -math.log(2 * alpha) / 2 + _SLACK",
          "half the evidence stops the draws"),
         ("np.delete(scores, leader, axis=1)", "np.delete(scores, leader, axis=1) // 2",
          "a lead is counted over half of the other's score"),
     ),
     *group(
-        "dpdist/certification/two_class.py", "certification/test_two_class",
+        "dpdist/certification/cohen.py", "certification/test_two_class",
         ("(1 - _OF_RUNNER_UP) * np.asarray(alpha)", "np.asarray(alpha)", "the runner-up's bound costs nothing"),
         ("runner_up = others.max(1)", "runner_up = others[:, -1]",
          "the last class is bounded for the runner-up"),
@@ -410,11 +410,11 @@ FAULTS: list[Fault] = [
         ("_OF_RUNNER_UP * np.asarray(alpha))\n    left", "0.5)\n    left", "the runner-up's bound is the median of its share"),
     ),
     *group(
-        "dpdist/certification/stopping_scores.py", "certification/test_stopping_scores",
+        "dpdist/certification/sequential.py", "certification/test_stopping_scores",
         ("mean, self._alpha).all())", "mean, self._alpha).any())",
          "a radius is certified when one class is far enough behind"),
-        ("self._counts = self._counts + betting.at_ends(counts, excess).T",
-         "self._counts = self._counts + 2 * betting.at_ends(counts, excess).T", "each draw counts twice"),
+        ("self._counts = self._counts + score_bounds.at_ends(counts, excess).T",
+         "self._counts = self._counts + 2 * score_bounds.at_ends(counts, excess).T", "each draw counts twice"),
         ("exact = [float(scipy.special.ndtr(radius * scale))", "exact = [float(scipy.special.ndtr(radius * scale / 2))",
          "half the distance is tested"),
         ("found = counter.block(x, index, block, batch", "found = counter.block(x, index, 0, batch",
@@ -423,7 +423,7 @@ FAULTS: list[Fault] = [
          "L-infinity radii are tested as L2 ones"),
     ),
     *group(
-        "dpdist/certification/curves.py", "certification/test_curves",
+        "dpdist/certification/statistics.py", "certification/test_curves",
         ("error / (2 * cells)", "error", "each cell of a curve spends the whole error"),
         ("_at_least(first > above, second >= reached, level)",
          "_at_least(first >= reached, second >= reached, level)",
@@ -437,24 +437,24 @@ FAULTS: list[Fault] = [
         (".flatten() + start", ".flatten()", "wrong inputs are named by their place in a batch"),
     ),
     *group(
-        "dpdist/reports/images.py", "reports/test_report",
+        "dpdist/reports/html.py", "reports/test_report",
         ("        return built_in\n", "        return True\n", "test images of one's own are shown unasked"),
         ('if t.about.get("data") == images.fingerprint', "if True",
          "images of other data stand beside certificates"),
     ),
     *group(
-        "dpdist/reports/in_short.py", "reports/test_report",
+        "dpdist/reports/summary.py", "reports/test_report",
         ("if audit.bug:", "if False:", "an audit that contradicts what is proved is no news"),
         ('elif claim.verdict == "not sound":', "elif False:", "a claim that does not hold is not named"),
         ("(1 - guarantee.delta) * math.exp", "math.exp", "a guess profits nothing from delta"),
     ),
     *group(
-        "dpdist/reports/pictures.py", "reports/test_report",
+        "dpdist/reports/charts.py", "reports/test_report",
         ("100 * float(np.mean(held >= radius)) for radius in radii",
          "100 * float(np.mean(held >= 0.8 * radius)) for radius in radii", "a chart shows more than is certified"),
     ),
     *group(
-        "dpdist/reports/differences.py", "reports/test_differences",
+        "dpdist/reports/compare.py", "reports/test_differences",
         ("compare(two.first >= size, two.later >= size)", "compare(two.later >= size, two.first >= size)",
          "the runs are swapped"),
         ("if not ours.holds:", "if False:", "what does not hold is compared"),
@@ -471,7 +471,7 @@ FAULTS: list[Fault] = [
         ("ERROR / len(pairs)", "ERROR", "every run's curve spends the whole error"),
     ),
     *group(
-        "dpdist/certification/classifier.py", "certification/test_sampling",
+        "dpdist/certification/inference.py", "certification/test_sampling",
         ("tied = _TIE *", "tied = 0 *", "a tie that rounding decides refuses a form"),
         ("_TIE, _MANY = 1e-5, 0.01", "_TIE, _MANY = 1e-3, 0.01", "other answers pass as rounding"),
         ("_TIE, _MANY = 1e-5, 0.01", "_TIE, _MANY = 1e-5, 1.0", "all answers may be others"),
@@ -490,12 +490,12 @@ FAULTS: list[Fault] = [
          "a noise bank may answer anything"),
     ),
     *group(
-        "dpdist/attacks/counting.py", "models/test_places",
+        "dpdist/attacks/evaluation.py", "models/test_places",
         ("like.here(network, batch) if like else", "replace(choose(network, batch)[0], form=like.form) if like else",
          "an attack is held to answers of another form than it executes"),
     ),
     *group(
-        "dpdist/certification/rebound.py", "certification/test_rebound",
+        "dpdist/certification/table_reader.py", "certification/test_rebound",
         ('_OF_CHECK = ("check", "notes")', '_OF_CHECK = ("check",)',
          "what was seen on random inputs keeps shares apart"),
         ('_OF_CHECK = ("check", "notes")', '_OF_CHECK = ("check", "notes", "form")',
@@ -509,7 +509,7 @@ FAULTS: list[Fault] = [
          "a refused form of another share is forgotten"),
     ),
     *group(
-        "dpdist/certification/smoothing.py", "reports/test_reading_runs",
+        "dpdist/certification/cohen.py", "reports/test_reading_runs",
         ('return ("input", sigma) if noise == Gaussian.name else None', 'return "input", sigma',
          "another kind of noise is taken for the same classifier"),
     ),
@@ -519,24 +519,24 @@ FAULTS: list[Fault] = [
          "what every row must say beside its counts is believed"),
     ),
     *group(
-        "dpdist/certification/reading.py", "certification/test_every_column",
+        "dpdist/certification/table_reader.py", "certification/test_every_column",
         ('if not (np.diff(arrays["index"]) > 0).all():', "if False:", "rows stand in any order"),
     ),
     *group(
-        "dpdist/certification/stopping.py", "certification/test_every_column",
+        "dpdist/certification/sequential.py", "certification/test_every_column",
         ("(looks == -(-n // batch)) & ", "(looks >= 1) & ", "more looks than blocks are believed"),
     ),
     *group(
-        "dpdist/certification/smoothing.py", "certification/test_every_column",
+        "dpdist/certification/cohen.py", "certification/test_every_column",
         ('return {**super().constants(table, settings), "norm": NOISES[noise].norm}',
          "return super().constants(table, settings)", "a table's norm need not be its noise's"),
     ),
     *group(
-        "dpdist/attacks/reading.py", "reports/test_reading_runs",
+        "dpdist/attacks/table.py", "reports/test_reading_runs",
         ("other & (self.prediction != ABSTAIN)", "other", "an abstention counts as broken"),
     ),
     *group(
-        "dpdist/bulk/evaluation.py", "attacks/test_evaluations",
+        "dpdist/certification/evaluation.py", "attacks/test_evaluations",
         ("return (run.private if cls.private else run.path) / FOLDER", "return run.path / FOLDER",
          "private results lie where they are published"),
         ("if self.private and around and not", "if False and not",
@@ -544,26 +544,26 @@ FAULTS: list[Fault] = [
         ('f"*/{_DECISION}"', '"*/none"', "answers that nothing reads are passed over"),
     ),
     *group(
-        "dpdist/commands/certify.py", "certification/test_certify_command",
+        "dpdist/cli/certify.py", "certification/test_certify_command",
         ("refuse_decisions(folder, output)", "refuse_decisions(folder)",
          "certificates are written beside an answer that nothing reads"),
     ),
     *group(
-        "dpdist/certification/catalogue.py", "certification/test_certify_command",
+        "dpdist/certification/registry.py", "certification/test_certify_command",
         ("if modes == [_REMOVED]:", "if False:", "tables of a removed mode are refused without its reason"),
     ),
     *group(
         "dpdist/reports/facts.py", "attacks/test_evaluations",
-        ("[kind for kind in catalogue.EVALUATIONS if not kind.private]", "list(catalogue.EVALUATIONS)",
+        ("[kind for kind in registry.EVALUATIONS if not kind.private]", "list(registry.EVALUATIONS)",
          "a report shows scores of training records"),
     ),
     *group(
-        "dpdist/reports/attacks.py", "reports/test_reading_runs",
+        "dpdist/reports/charts.py", "reports/test_reading_runs",
         ('(other.about.get("model"), other.about.get("data")) == (table.model, table.data)',
          'other.about.get("model") == table.model', "certificates of other data stand beside an attack"),
     ),
     *group(
-        "dpdist/attacks/check.py", "wiring/test_certificates_under_attack",
+        "dpdist/attacks/job.py", "wiring/test_certificates_under_attack",
         ("verdict.prediction not in (ABSTAIN, target)", "verdict.prediction != target",
          "an abstention contradicts a certificate"),
     ),
@@ -573,7 +573,7 @@ FAULTS: list[Fault] = [
          "the certified class contradicts itself"),
     ),
     *group(
-        "dpdist/certification/quadrature.py", "certification/test_quadrature",
+        "dpdist/certification/certificate.py", "certification/test_quadrature",
         ("math.hypot(self.sigma, self.behind) * _DOWN", "(self.sigma + self.behind) * _DOWN",
          "sizes of two noises are added"),
         ("l2_to_l2(layer, input_shape, noise.shares)", "l2_to_l2(layer, input_shape)",
@@ -582,13 +582,13 @@ FAULTS: list[Fault] = [
          "hidden noise counts twice"),
     ),
     *group(
-        "dpdist/randomness/places.py", "certification/test_quadrature",
+        "dpdist/randomness/noise_location.py", "certification/test_quadrature",
         ('or self.mode != "additive":', "or False:", "noise that scales with the output is taken for additive"),
         ("return BehindLayer(split.name, std) if bool((std > 0).all()) else None", "return BehindLayer(split.name, std)",
          "components without noise are taken for noisy"),
     ),
     *group(
-        "dpdist/certification/expected_score_bounds.py",
+        "dpdist/certification/score_bounds.py",
         "certification/test_expected_score_bounds certification/test_scores",
         (
             "alpha = _error(confidence) / counts.shape[-1]",
@@ -618,7 +618,7 @@ FAULTS: list[Fault] = [
         ("deltas = left / (1 + np.exp(epsilons))", "deltas = left", "delta is paid once"),
     ),
     *group(
-        "dpdist/certification/scores.py",
+        "dpdist/certification/expected_scores.py",
         "certification/test_scores certification/test_tighter_bounds certification/test_rebound",
         (
             "selected, 1 - self.alpha)",
@@ -632,7 +632,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/certification/bank.py",
+        "dpdist/certification/worker.py",
         "certification/test_bank",
         (
             "self._first(x[None]) - self._zero",
@@ -646,7 +646,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/certification/stopping.py", "certification/test_stated_error",
+        "dpdist/certification/sequential.py", "certification/test_stated_error",
         ("TargetTest(hypotheses, self.alpha, looks, FUTILE)",
          "TargetTest(hypotheses, self.alpha * len(hypotheses), looks, FUTILE)",
          "each target radius spends the whole error"),
@@ -662,7 +662,7 @@ FAULTS: list[Fault] = [
          "PREDICT at twice the error"),
     ),
     *group(
-        "dpdist/certification/betting.py", "certification/test_stated_error",
+        "dpdist/certification/score_bounds.py", "certification/test_stated_error",
         ("lower[selected] = lower_bound(weights, ENDS / SCORE_UNIT, 1 - confidence)",
          "lower[selected] = lower_bound(weights, ENDS / SCORE_UNIT, 2 * (1 - confidence))",
          "the one-sided bound at twice the error"),
@@ -670,7 +670,7 @@ FAULTS: list[Fault] = [
          "one side of the bets is not paid for"),
     ),
     *group(
-        "dpdist/certification/stopping_scores.py", "certification/test_stated_error",
+        "dpdist/certification/sequential.py", "certification/test_stated_error",
         ("LeadTest(self.hypotheses(place), self.alpha)", "LeadTest(self.hypotheses(place), self.alpha * len(self.radii))",
          "each target of scores spends the whole error"),
     ),
@@ -679,7 +679,7 @@ FAULTS: list[Fault] = [
         ("        if draws != n:\n", "        if False:\n", "counts of another number of draws certify"),
     ),
     *group(
-        "dpdist/certification/rebound.py", "certification/test_rebound",
+        "dpdist/certification/table_reader.py", "certification/test_rebound",
         ('"model": note["model"], "data": note["data"], "alpha"', '"model": note["model"], "alpha"',
          "shares of different data merge"),
         ('    rebound = {name: note.get(name) for name in ("rebound_alpha", "rebound_bound")}',
@@ -694,20 +694,20 @@ FAULTS: list[Fault] = [
          "return float(np.mean(np.maximum(self.certified(), 0.0)[self.correct]))", "the average radius is of right answers"),
     ),
     *group(
-        "dpdist/certification/scores.py", "attacks/test_check",
+        "dpdist/certification/expected_scores.py", "attacks/test_check",
         ("*by, votes=counted or name == VOTE)", "*by, votes=counted)", "a claim of the vote is held against mean scores"),
         ("size, label=label, holds=False, votes=False", "size, label=label, holds=False",
          "a claim of mean scores is held against votes"),
         ("        if votes == (self.bound == COUNTS):\n", "        if True:\n", "attacked points are certified as the radius is, whatever is claimed"),
     ),
     *group(
-        "dpdist/attacks/worker.py", "attacks/test_attack_job",
+        "dpdist/attacks/job.py", "attacks/test_attack_job",
         ("if self._assignment.counted.by_votes:", "if True:", "hidden noise is attacked by votes, and certified by mean scores"),
         ("predict(histogram, 1.0 if alpha is None else alpha, n)", "predict(histogram, 1.0 if alpha is None else 2 * alpha, n)",
          "attacked answers at twice the error"),
     ),
     *group(
-        "dpdist/attacks/counting.py", "attacks/test_attack_job",
+        "dpdist/attacks/evaluation.py", "attacks/test_attack_job",
         ("self.largest, alpha / (len(self.bins) + 1)", "self.largest, 2 * alpha / (len(self.bins) + 1)", "mean scores are told apart at twice the error"),
         ("return label if ahead else ABSTAIN", "return label",
          "mean scores never abstain"),
@@ -717,12 +717,12 @@ FAULTS: list[Fault] = [
         ("({} if by_votes else {tables.ANSWERS: tables.MEAN_SCORES})", "{}", "tables do not say that answers are mean scores"),
     ),
     *group(
-        "dpdist/reports/attacks.py", "reports/test_reading_runs",
+        "dpdist/reports/charts.py", "reports/test_reading_runs",
         ("_same_noise(table, other) and table.votes == other.by_votes", "_same_noise(table, other)",
          "votes and mean scores count as one classifier"),
     ),
     *group(
-        "dpdist/adversary/randomised.py", "attacks/test_evasion",
+        "dpdist/attacks/gradient_attacks.py", "attacks/test_evasion",
         ("if not classifier.votes:", "if False:", "restarts against mean scores are chosen by votes"),
     ),
     *group(
@@ -730,17 +730,17 @@ FAULTS: list[Fault] = [
         ("settings.form, (settings.n0,))", "settings.form)", "a form is tried at one of the batch sizes that are executed"),
     ),
     *group(
-        "dpdist/certification/classifier.py", "certification/test_sampling",
+        "dpdist/certification/inference.py", "certification/test_sampling",
         ("others = [size for size in dict.fromkeys(rows) if size != batch]", "others: list[int] = []",
          "a trace of one batch size is chosen for several"),
         ("    if answer.shape != own.shape:\n", "    if False:\n", "answers to other rows are compared"),
     ),
     *group(
-        "dpdist/certification/scores.py", "certification/test_scores",
+        "dpdist/certification/expected_scores.py", "certification/test_scores",
         ("MOST_DRAWS = 2**63 // SCORE_UNIT**2 - 1", "MOST_DRAWS = 10**9", "sums of squares overflow"),
     ),
     *group(
-        "dpdist/certification/rebound.py", "certification/test_rebound",
+        "dpdist/certification/table_reader.py", "certification/test_rebound",
         ("*_ASKED, *found.kind.free}", "*_ASKED}", "shares that show other radii are kept apart"),
         ("*_ASKED, *found.kind.free}", '*_ASKED, "radii"}', "shares that decide other radii merge"),
     ),
@@ -760,7 +760,7 @@ FAULTS: list[Fault] = [
         ('            children = list(node.orelse)\n', "            pass\n", "what type checkers import is code"),
     ),
     *group(
-        "dpdist/models/making.py", "models/test_factory_code",
+        "dpdist/models/builder.py", "models/test_factory_code",
         ("    code_of(folder).check(folder)\n", "", "a model is loaded with other code"),
         ('spec.described | ({"code": dict(code)} if code else {})', "spec.described", "a model does not say of which code it is"),
         ("    remember(name, code)\n", "", "the code that a process has imported is read again"),
@@ -772,7 +772,7 @@ FAULTS: list[Fault] = [
         ('        self.code.check("this worker")\n', "", "workers count with other code"),
     ),
     *group(
-        "dpdist/attacks/worker.py", "models/test_factory_code",
+        "dpdist/attacks/job.py", "models/test_factory_code",
         ('        counted.code.check("this worker")\n', "", "workers attack with other code"),
     ),
     *group(
@@ -784,24 +784,24 @@ FAULTS: list[Fault] = [
         ("counts = (histogram >= 0).all(1) & (histogram.sum(1) <= n)", "counts = (histogram >= 0).all(1)", "votes of other draws are read"),
     ),
     *group(
-        "dpdist/certification/stopping.py", "certification/test_edited_tables",
+        "dpdist/certification/sequential.py", "certification/test_edited_tables",
         ("passed[place] = int(np.minimum.accumulate(rejected).sum())", "passed[place] = len(rejected)", "any target radius is read as passed"),
         ("and bool(((more >= 0) & (more <= steps[: len(more)])).all())", "and True", "more hits than draws are read"),
         ("return np.where(possible, stated, np.where(stated > 0, 0, len(radii)))", "return stated",
          "of earlier versions any target radius is read"),
     ),
     *group(
-        "dpdist/certification/scores.py", "certification/test_edited_tables",
+        "dpdist/certification/expected_scores.py", "certification/test_edited_tables",
         ("sound &= (sums >= 0).all(1) & (sums.sum(1) <= n * SCORE_UNIT)", "sound &= (sums >= 0).all(1)", "scores that add up to more than 1 are read"),
-        ("            labels[place] = betting.label_of(bins, excess, *stated, alpha, selected)\n",
+        ("            labels[place] = score_bounds.label_of(bins, excess, *stated, alpha, selected)\n",
          "            labels[place] = each[\"selected\"]\n", "bets of any bounds are read"),
     ),
     *group(
-        "dpdist/certification/betting.py", "certification/test_edited_tables",
+        "dpdist/certification/score_bounds.py", "certification/test_edited_tables",
         ("return label if enough and least else -1", "return label", "any bound of the runner-up is read"),
     ),
     *group(
-        "dpdist/bulk/__init__.py", "certification/test_edited_tables",
+        "cluster/job_folder.py", "certification/test_edited_tables",
         ("    if about.get(LABELS, found := label_digest(index, label)) != found:\n", "    if False:\n", "edited labels are read"),
     ),
 ]  # fmt: skip

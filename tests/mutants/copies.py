@@ -32,7 +32,7 @@ FAULTS: list[Fault] = [
         ("if epoch == self._epoch}", "}", "copies: steps of an earlier attempt are replayed"),
     ),
     *group(
-        "dpdist/training/loop.py", COPIES,
+        "dpdist/training/worker.py", COPIES,
         ("        return next(replayed, self.attempt)\n", "        return self.attempt\n",
          "copies: an announced step is drawn afresh"),
         ("        return next(replayed, self.attempt)\n",
@@ -45,7 +45,7 @@ FAULTS: list[Fault] = [
          "copies: workers do not take worker 0's list of replayed steps"),
     ),
     *group(
-        "dpdist/training/identity.py", COPIES,
+        "dpdist/training/worker.py", COPIES,
         ("        \"recipe\": recipe_digest(job.recipe),\n", "",
          "copies: an attempt does not depend on the recipe"),
     ),
@@ -59,19 +59,19 @@ FAULTS: list[Fault] = [
          "a run says another recipe than its training's"),
     ),
     *group(
-        "dpdist/training/loop.py", NOISY,
+        "dpdist/training/worker.py", NOISY,
         ("            if shaped and self.method.local and self.job.given is None:",
          "            if False:", "copies: records are noised again by another recipe"),
         ("*([label] if label else []))", "*[])", "copies: all copies noise the records alike"),
     ),
     *group(
-        "dpdist/training/answering.py", VOTES,
+        "dpdist/training/ensembles.py", VOTES,
         ("_once(about + recipe_digest(job.recipe).encode())", "_once(about)",
          "copies: votes by another recipe have the noise of the first"),
         ("about_id, *labels)", "about_id, *labels[1:])", "copies: all copies draw the votes alike"),
     ),
     *group(
-        "dpdist/training/answering.py", "methods/test_private_prediction",
+        "dpdist/training/ensembles.py", "methods/test_private_prediction",
         ("                    self._charge(ledger)\n", "                    pass\n",
          "copies: answers of a copy are free"),
     ),
@@ -97,7 +97,7 @@ FAULTS: list[Fault] = [
         ("if self.alone and len(", "if False and len(", "copies: searches with one secret add up"),
     ),
     *group(
-        "dpdist/privacy/budgets.py", LINEAGE,
+        "dpdist/privacy/budget.py", LINEAGE,
         ("            budget.record(charge.joined(budget.charge_of(charge.run)))\n\n\ndef _go_on",
          "            budget.record(charge)\n\n\ndef _go_on", "copies: a reservation replaces the other"),
         ("                    budget.record(made.joined(charge))\n",
@@ -123,7 +123,7 @@ FAULTS: list[Fault] = [
         "dpdist/runs/folder.py", COPIES,
         ("        self._check_as_begun(\"recipe\", self.recipe_file, recipe)\n", "",
          "an edited recipe.yaml is believed"),
-        ("        planning.check_plan(self.read_recipe(), plan, self.begun_noise, str(self.plan))\n", "",
+        ("        recipe.check_plan(self.read_recipe(), plan, self.begun_noise, str(self.plan))\n", "",
          "a plan is executed by another recipe"),
     ),
     *group(
@@ -151,7 +151,7 @@ FAULTS: list[Fault] = [
          "a loss that is always infinite has no price"),
     ),
     *group(
-        "dpdist/methods/hgm_shares.py",
+        "dpdist/methods/hidden_noise_shares.py",
         "methods/test_hidden_noise::test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for",
         ("        for some, real in padded(members[block], rows, classes, slots):\n            yield dataset.batch(some), dataset.targets(some), real",
          "        for some in np.split(members[block], range(rows, len(block), rows)):\n            yield dataset.batch(some), dataset.targets(some), slice(None)",

@@ -11,7 +11,7 @@ OPTIONS = "methods/test_functional_options"
 
 FAULTS: list[Fault] = [
     *group(
-        "dpdist/models/transformer.py", "models/test_transformer",
+        "dpdist/models/transformers.py", "models/test_transformer",
         ("attention_mask=self._mask(real, dtype)", "attention_mask=None",
          "what fills a document up is attended to"),
         ("(states * real[..., None]).sum(1) / count.clamp(min=1)", "states.mean(1)",
@@ -20,14 +20,14 @@ FAULTS: list[Fault] = [
         ("    given |= {key: 0.0 for", "    given |= {key: 0.1 for", "dropout stays on"),
     ),
     *group(
-        "dpdist/models/adapters.py", "models/test_transformer",
+        "dpdist/models/transformers.py", "models/test_transformer",
         ("parameter.data = parameter.data.float()", "parameter.data = parameter.data.bfloat16()",
          "adapters are as coarse as the base"),
         ("unknown = sorted(options.keys() - allowed)", "unknown = []",
          "any option of peft is taken, modules that it imports too"),
     ),
     *group(
-        "dpdist/models/base_folder.py", "models/test_transformer",
+        "dpdist/models/spec.py", "models/test_transformer",
         (" and \"/\" not in name", "", "weights are read outside the folder"),
         ("if found.get(key):", "if False:", "a base with code of its own is taken"),
     ),
@@ -38,12 +38,12 @@ FAULTS: list[Fault] = [
          "a document is another record to who reads more of it"),
     ),
     *group(
-        "dpdist/gradients/capture.py", "gradients/test_engine",
+        "dpdist/gradients/hooks.py", "gradients/test_engine",
         ("pytree.tree_leaves((args, kwargs, signals))", "pytree.tree_leaves(signals)",
          "a norm's products are rounded to half precision"),
     ),
     *group(
-        "dpdist/gradients/screening.py", "gradients/test_engine",
+        "dpdist/gradients/validation.py", "gradients/test_engine",
         ("            _wake(wide)\n", "", "a missed factor hides behind a zero one"),
         ("if grad is None:", "if False and grad is None:", "what learns nothing is trained"),
         ("difference = float(grad.norm())", "difference = 0.0", "what no hook follows is trained"),
@@ -52,7 +52,7 @@ FAULTS: list[Fault] = [
         ("torch.arange(start, start + len(part)", "torch.arange(len(part)", "every piece is projected alike"),
     ),
     *group(
-        "dpdist/gradients/screening.py", "gradients/test_screening",
+        "dpdist/gradients/validation.py", "gradients/test_screening",
         ("found[far:] = 10 * found[far:] + 3", "pass", "nothing is tried far away"),
         ("tables = [m.num_embeddings for m", "tables = [2 for m", "two tokens stand for a vocabulary"),
         ("max(self.tolerance, 1e-4) * size, self.dust * whole", "1e-4 * float(0), 1e-10 * float(0)",
@@ -124,7 +124,7 @@ FAULTS: list[Fault] = [
          "        except KeyError as error:", "a model catches what it was refused for"),
     ),
     *group(
-        "dpdist/gradients/value_reads.py", "gradients/test_row_independence",
+        "dpdist/gradients/row_independence.py", "gradients/test_row_independence",
         ("            if frame.f_code in _IN_PYTHON:", "            if False:",
          "memory is exchanged unseen"),
         ("        with _FromPython():\n            yield\n", "        yield\n", "what C calls reads unseen"),
@@ -134,10 +134,10 @@ FAULTS: list[Fault] = [
          "an error that is raised again is caught by nobody"),
         ("            code.co_name in _SILENT\n            or any(", "            any(",
          "a loop by number ends unseen"),
-        ("    sys.setprofile(None)\n", "", "its own looks at tensors are the model's"),
+        ("    hook = sys.getprofile()\n    sys.setprofile(None)\n", "    hook = sys.getprofile()\n", "its own looks at tensors are the model's"),
     ),
     *group(
-        "dpdist/training/public_examples.py", "training/test_public_examples",
+        "dpdist/training/model_setup.py", "training/test_public_examples",
         ("source.columns.text.vocabulary, shape", "2, shape", "two tokens stand for a vocabulary"),
         (".rows(most) for step in steps", ".capacity for step in steps",
          "another shape than the executed one is looked at"),
@@ -145,21 +145,21 @@ FAULTS: list[Fault] = [
          "the surest of several shapes counts"),
     ),
     *group(
-        "dpdist/training/monitor.py", "training/test_public_examples",
+        "dpdist/training/monitoring.py", "training/test_public_examples",
         ("weakest(sure)", "sure[-1]", "only the last start says how records were kept apart"),
     ),
     *group(
-        "dpdist/training/loop.py", "training/test_public_examples",
-        ("            public_examples.screen(self.engine, self.task, job.source)\n", "",
+        "dpdist/training/worker.py", "training/test_public_examples",
+        ("            model_setup.validate_on_public_examples(self.engine, self.task, job.source)\n", "",
          "a run is screened in its first step"),
     ),
     *group(
-        "dpdist/training/building.py", "training/test_public_examples",
-        ("        screen(engine, recipe.method.task(), source_of(recipe))\n", "        pass\n",
+        "dpdist/training/model_setup.py", "training/test_public_examples",
+        ("        validate_on_public_examples(engine, recipe.method.task(), source_of(recipe))\n", "        pass\n",
          "a model that mixes is refused when the run has begun"),
     ),
     *group(
-        "dpdist/base/independence.py", "gradients/test_row_independence",
+        "dpdist/core/fields.py", "gradients/test_row_independence",
         ("places = [order.index(each) if each in order else 0", "places = [order.index(each) if each in order else 1",
          "an unknown word is a proof"),
         ("order[min(places, default=0)]", "order[max(places, default=0)]", "the surest word counts"),
@@ -201,11 +201,11 @@ FAULTS: list[Fault] = [
          "every worker draws the same places"),
     ),
     *group(
-        "dpdist/gradients/forms.py", "gradients/test_perturbations",
+        "dpdist/gradients/per_example.py", "gradients/test_perturbations",
         ("own.data_ptr(), own.shape,", "own.shape,", "draws with inputs of their own have the first one's"),
     ),
     *group(
-        "dpdist/gradients/forms.py", "gradients/test_norms",
+        "dpdist/gradients/per_example.py", "gradients/test_norms",
         ("    wide = factor.double()", "    wide = factor", "Gram matrices are float32"),
         ("(widths + positions**2 + 8) * 2.0**-52", "8 * 2.0**-52",
          "the bound on a norm's rounding does not grow with the widths"),
@@ -216,12 +216,12 @@ FAULTS: list[Fault] = [
          "a pass is rounded by what was summed before"),
     ),
     *group(
-        "dpdist/gradients/contributions.py", "gradients/test_norms",
+        "dpdist/gradients/per_example.py", "gradients/test_norms",
         ("if values.dtype in (torch.float16, torch.bfloat16):", "if False:",
          "gradients in half precision are multiplied in half"),
     ),
     *group(
-        "dpdist/gradients/contributions.py", "gradients/test_perturbations",
+        "dpdist/gradients/per_example.py", "gradients/test_perturbations",
         ("left=self._held.left + contribution.left", "left=contribution.left",
          "only the last draw's gradient of the first layer is kept"),
         ("held.source._version != self._version", "held.source._version < self._version",
@@ -229,8 +229,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/gradients/noise.py", "gradients/test_keys",
-        ("len(summed), std):", "len(summed), std**2):", "the variance for the standard deviation"),
-        ("len(summed), std):", "len(summed), 0.99 * std):", "one hundredth less noise"),
+        ("    for place, normals in _pieces(key, start, len(summed), std):", "    for place, normals in _pieces(key, start, len(summed), std**2):", "the variance for the standard deviation"),
+        ("    for place, normals in _pieces(key, start, len(summed), std):", "    for place, normals in _pieces(key, start, len(summed), 0.99 * std):", "one hundredth less noise"),
         ("np.multiply(self._length, self._angle, out=self._entries[:, 1])",
          "np.multiply(self._length, self._cosine, out=self._entries[:, 1])", "pairs of entries share their noise"),
         ("reader.read()", "words(key, 2 * first, 2 * size)",
@@ -243,7 +243,7 @@ FAULTS: list[Fault] = [
         ("    if not finite:\n", "    if False:\n", "sums that are not finite are released"),
     ),
     *group(
-        "dpdist/randomness/chacha.py", "gradients/test_device_noise",
+        "dpdist/randomness/device_generators.py", "gradients/test_device_noise",
         ("self._words[_COUNTER] += self._counter", "pass", "blocks leave their counter out at the end"),
         ("d[0] = self._counter", "pass", "all blocks are equal but for a number"),
         ("_DOUBLE_ROUNDS = 10", "_DOUBLE_ROUNDS = 4", "fewer rounds than the cipher has"),
@@ -254,9 +254,9 @@ FAULTS: list[Fault] = [
         ("if made.tobytes() != words(", "if made.tobytes() < b'' != words(", "no device is checked"),
     ),
     *group(
-        "dpdist/gradients/device_noise.py", "gradients/test_device_noise",
-        ("len(summed), std):", "len(summed), 0.99 * std):", "one hundredth less noise on a device"),
-        ("_pieces(total.device, key, start, len(summed)", "_pieces(total.device, key, 0, len(summed)",
+        "dpdist/gradients/noise.py", "gradients/test_device_noise",
+        ("    for place, normals in _device_pieces(total.device, key, start, len(summed), std):", "    for place, normals in _device_pieces(total.device, key, start, len(summed), 0.99 * std):", "one hundredth less noise on a device"),
+        ("_device_pieces(total.device, key, start, len(summed)", "_device_pieces(total.device, key, 0, len(summed)",
          "all shards share a device's noise"),
         ("piece.normals(key, begin)", "piece.normals(key, first)", "all pieces of a device share their noise"),
         ("torch.mul(length.T, angle.T, out", "torch.mul(length.T, cosine.T, out", "pairs share a device's noise"),
@@ -303,7 +303,7 @@ FAULTS: list[Fault] = [
          "the one hidden noise has no scale"),
     ),
     *group(
-        "dpdist/gradients/augmentation.py",
+        "dpdist/gradients/perturbations.py",
         f"gradients/test_perturbations::test_a_copy_is_of_record_key_and_draw {STEP}::test_every_method",
         ('"draws/augment", draw, record_ids, 3)', '"draws/augment", draw, record_ids - record_ids[0], 3)',
          "crops are drawn by the place in the batch"),
@@ -313,7 +313,7 @@ FAULTS: list[Fault] = [
         ("2 * self.crop + 1)", "2 * self.crop)", "one of the places is never cut out"),
     ),
     *group(
-        "dpdist/methods/dplis.py", f"{STEP}::test_every_method methods/test_dplis",
+        "dpdist/methods/dp_sgd.py", f"{STEP}::test_every_method methods/test_dplis",
         ("radius * (learning_rate / batch_size) * noise_multiplier * clip_norm",
          "radius * learning_rate * noise_multiplier * clip_norm", "smoothing without the batch size"),
         ("input_std=self.sigma,", "input_std=0.0,", "no input noise beside the smoothing"),
@@ -321,25 +321,25 @@ FAULTS: list[Fault] = [
          "smoothing without the clip norm"),
     ),
     *group(
-        "dpdist/randomness/inside.py", "models/test_places",
+        "dpdist/randomness/noisy_modules.py", "models/test_places",
         ("output.flatten(1).var(1, correction=0)", "output.var(correction=0).expand(len(output))",
          "noise is as large as the batch varies"),
         ("torch.where(output < 0, -size, size) * normals", "std * torch.where(output < 0, -size, size) * normals",
          "multiplicative noise is too small"),
     ),
     *group(
-        "dpdist/randomness/places.py", "models/test_places",
+        "dpdist/randomness/noise_location.py", "models/test_places",
         ("return replace(self, input_std=sigma)", "return OnInput(sigma)",
          "noise inside is left out where the input is smoothed"),
     ),
     *group(
-        "dpdist/models/sensitivity.py", f"{STEP}::test_every_method models/test_hidden",
+        "dpdist/models/noise.py", f"{STEP}::test_every_method models/test_hidden",
         ("if bound > limit:", "if bound > 2 * limit:", "layers may be twice too large"),
         ("math.floor(limit / bound * _GRID) / _GRID", "math.ceil(limit / bound * 4) / 4",
          "layers are scaled back on a coarse grid, upwards"),
     ),
     *group(
-        "dpdist/methods/hgm_shares.py", "methods/test_hidden_noise training/test_hidden_noise_runs",
+        "dpdist/methods/hidden_noise_shares.py", "methods/test_hidden_noise training/test_hidden_noise_runs",
         ("std = noise_multiplier * clip_norm *", "std = clip_norm *",
          "the paid sum's noise has no multiplier"),
         ("factors = (clip_norm / norms", "factors = (10 * clip_norm / norms",
@@ -418,7 +418,7 @@ FAULTS: list[Fault] = [
          "noise leads the centre out of the clip"),
     ),
     *group(
-        "dpdist/models/patches.py", OPTIONS,
+        "dpdist/models/features.py", OPTIONS,
         ("        p = p / p.norm(dim=2, keepdim=True).clamp(min=1.0)\n", "", "patches are not clipped"),
         ("return p.transpose(1, 2) @ p / p.shape[1]", "return p.transpose(1, 2) @ p", "a record counts once for each patch"),
     ),
@@ -427,7 +427,7 @@ FAULTS: list[Fault] = [
         (" - self.encoder\n        parts", "\n        parts", "what the encoder costs is spent twice"),
     ),
     *group(
-        "dpdist/methods/functional_relevance.py", OPTIONS,
+        "dpdist/methods/functional_sums.py", OPTIONS,
         ("    records = setup.public\n", "    records = setup.records\n", "relevance is that of private records"),
     ),
     *group(
@@ -510,7 +510,7 @@ FAULTS: list[Fault] = [
         ("_collector(gradients), weights=share,", "_collector(gradients),", "draws have no shares of their own"),
     ),
     *group(
-        "dpdist/gradients/blocks.py",
+        "dpdist/gradients/sampling.py",
         "gradients/test_blocks",
         (
             'order = np.argsort(hashes, kind="stable")',
@@ -529,7 +529,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/gradients/blocks.py", "gradients/test_kernel_rows",
+        "dpdist/gradients/sampling.py", "gradients/test_kernel_rows",
         ("wanted = classes[used[(slots % np.uint64(len(used))).astype(np.int64)]]",
          "wanted = classes[used[np.arange(len(block)) % len(used)]]", "a record's class of row follows from its place"),
         ("    used = np.flatnonzero(classes >= 0)", "    used = np.arange(rows)", "records go into rows that stay empty"),
@@ -538,7 +538,7 @@ FAULTS: list[Fault] = [
          "slots follow from places"),
     ),
     *group(
-        "dpdist/gradients/kernel_rows.py", "gradients/test_kernel_rows",
+        "dpdist/gradients/row_independence.py", "gradients/test_kernel_rows",
         ("    if bool((bits == bits[:1]).all()):", "    if True:", "all rows are taken to round alike"),
         ("np.unique(np.stack([classes, labels]), axis=1, return_inverse=True)",
          "np.unique(classes, return_inverse=True)", "what differs is forgotten"),
@@ -551,17 +551,17 @@ FAULTS: list[Fault] = [
          "            return [gradients[-1].pieces()[-1]]", "one gradient speaks for all"),
     ),
     *group(
-        "dpdist/gradients/consistency.py", "gradients/test_kernel_rows",
+        "dpdist/gradients/engine.py", "gradients/test_kernel_rows",
         ('        return engine.row_classes("consistency", invented_pass, rows, inputs, labels)',
          "        return None", "agreed targets are computed in any row"),
     ),
     *group(
-        "dpdist/methods/hgm_shares.py", "gradients/test_kernel_rows",
+        "dpdist/methods/hidden_noise_shares.py", "gradients/test_kernel_rows",
         ("        for some, real in padded(members[block], rows, classes, slots):",
          "        for some, real in padded(members[block], rows):", "a paid sum's rows are taken to round alike"),
     ),
     *group(
-        "dpdist/gradients/rules/normalisation.py",
+        "dpdist/gradients/layer_rules.py",
         "gradients/test_clipping_rules",
         (
             "num_groups=module.num_groups, eps=module.eps)",
@@ -580,7 +580,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/gradients/rules/convolution.py",
+        "dpdist/gradients/layer_rules.py",
         "gradients/test_clipping_rules",
         ("step_row * dilation[0],", "step_row,", "dilation of rows is forgotten"),
         (
@@ -590,12 +590,12 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/gradients/rules/dense.py",
+        "dpdist/gradients/layer_rules.py",
         "gradients/test_clipping_rules",
         ("if module.padding_idx is not None:", "if False:", "the padding's row is trained"),
     ),
     *group(
-        "dpdist/gradients/consistency.py",
+        "dpdist/gradients/engine.py",
         "methods/test_consistency wiring/test_one_step::test_every_method",
         ("mean = mean[order.argsort()]", "pass", "targets are another record's"),
         ("to(mean) + weight * mean", "to(mean) + mean", "the weight of agreement is one"),
@@ -619,11 +619,11 @@ FAULTS: list[Fault] = [
          "                owner[slot] = layer.name", "a parameter used by two layers belongs to the last one"),
     ),
     *group(
-        "dpdist/gradients/rules/dense.py", "gradients/test_padding_and_runs",
+        "dpdist/gradients/layer_rules.py", "gradients/test_padding_and_runs",
         ("ids == module.padding_idx, -1", "ids == 0, -1", "token 0 is taken for padding"),
     ),
     *group(
-        "dpdist/gradients/rules/normalisation.py", "gradients/test_clipping_rules::test_normalisation",
+        "dpdist/gradients/layer_rules.py", "gradients/test_clipping_rules::test_normalisation",
         ("F.layer_norm(call.input, shape, eps=module.eps)", "F.layer_norm(call.input, shape)",
          "a LayerNorm's own epsilon is not taken"),
         ("partial(F.instance_norm, eps=module.eps)", "F.instance_norm",

@@ -8,7 +8,7 @@ VOTES = "poisoning/test_poisoning"
 
 FAULTS: list[Fault] = [
     *group(
-        "dpdist/privacy/poisoning.py",
+        "dpdist/poisoning/certificates.py",
         "privacy/test_poisoned",
         ("range(group + 1)", "(group,)", "all changes are removals"),
         ("range(group + 1)", "(0,)", "all changes are insertions"),
@@ -43,18 +43,18 @@ FAULTS: list[Fault] = [
         ("rival.max(1, initial=0)", "rival.max(1)", "a class without votes cannot win any"),
     ),
     *group(
-        "dpdist/poisoning/bagging.py",
+        "dpdist/poisoning/certificates.py",
         "poisoning/test_bagging",
-        ("removed = np.arange(changes + 1)", "removed = np.arange(changes, changes + 1)", "all changes are removals"),
-        ("removed = np.arange(changes + 1)", "removed = np.arange(1)", "all changes are insertions"),
-        ("found = 1 - share[left] / _UP", "found = 0", "removed records are drawn no more, and nothing lost"),
+        ("removed = np.arange(changes + 1)", "removed = np.arange(changes, changes + 1)", "all changes are removals (bagging)"),
+        ("removed = np.arange(changes + 1)", "removed = np.arange(1)", "all changes are insertions (bagging)"),
+        ("found = 1 - share[left] / _LOG_SUM_UP", "found = 0", "removed records are drawn no more, and nothing lost"),
         ("if self._records - changes < self._size:  #", "if False:  #", "bags are larger than what is left"),
         ("if self._records - changes < self._size:  #", "if self._records - changes <= self._size:  #",
          "nothing is drawn where one bag is left"),
         ("argsort(words(key, 0, records), kind=\"stable\")", "arange(records)", "every bag has the same records"),
     ),
     *group(
-        "dpdist/poisoning/models.py",
+        "dpdist/poisoning/job.py",
         VOTES,
         (
             'derive_key(self._shared.key, "voter", number)',
@@ -67,12 +67,12 @@ FAULTS: list[Fault] = [
         ('derive_key(key, "votes").hex()', '"00"', "all models vote under one noise"),
     ),
     *group(
-        "dpdist/poisoning/voting.py",
+        "dpdist/poisoning/evaluation.py",
         VOTES,
         ("private: ClassVar[bool] = True", "private: ClassVar[bool] = False", "votes are published"),
     ),
     *group(
-        "dpdist/poisoning/voting.py", "poisoning/test_poisoning",
+        "dpdist/poisoning/evaluation.py", "poisoning/test_poisoning",
         ("        if recipe.data.drop_test_records:\n", "        if True:\n", "one inserted copy of a test input stops the training"),
         ('            (recipe.planted is not None, "audit.kind: canaries plants records in this training"),\n', "",
          "planted records vote"),
@@ -83,12 +83,12 @@ FAULTS: list[Fault] = [
          "one training of a search votes for all"),
     ),
     *group(
-        "dpdist/poisoning/voting.py",
+        "dpdist/poisoning/evaluation.py",
         "poisoning/test_poisoning::test_votes_of_a_given_seed_are_told_apart",
         ('                "sigma": self.sigma,\n', "", "votes under another noise go on in one table"),
     ),
     *group(
-        "dpdist/privacy/poisoning.py", "privacy/test_poisoned poisoning/test_poisoning",
+        "dpdist/poisoning/certificates.py", "privacy/test_poisoned poisoning/test_poisoning",
         ("            worst = max(worst, kept)\n", "            worst = max(0.0, kept) if worst == 0.0 else min(worst, kept)\n",
          "the easiest mix of removed and inserted records"),
     ),

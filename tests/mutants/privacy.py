@@ -18,7 +18,7 @@ FAULTS: list[Fault] = [
          "every step executes the last phase"),
     ),
     *group(
-        "dpdist/privacy/releases.py", "privacy/test_plan privacy/test_phases",
+        "dpdist/privacy/phases.py", "privacy/test_plan privacy/test_phases",
         ("_sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)",
          "_sampled(dpa.GaussianDpEvent(2 * self.noise_multiplier), self.sample_rate)",
          "twice the noise is accounted"),
@@ -48,7 +48,7 @@ FAULTS: list[Fault] = [
          "one chance too many in the tilt of a binomial law"),
     ),
     *group(
-        "dpdist/privacy/best_of.py", "privacy/test_best_of",
+        "dpdist/privacy/pld.py", "privacy/test_best_of",
         ("    g = np.interp(t, size, power)\n", "    g = t\n", "the other side's chance is one's own"),
         ("law.tilt(g[1:])", "law.tilt(g[:-1])", "the maximum over points of a grid only"),
         ("sides = directions(loss)\n", "sides = directions(loss)[:1]\n", "one direction is priced"),
@@ -70,7 +70,7 @@ FAULTS: list[Fault] = [
          "a trial is compared in one direction"),
     ),
     *group(
-        "dpdist/privacy/losses.py", "privacy/test_best_of",
+        "dpdist/privacy/pld.py", "privacy/test_best_of",
         ("return math.ceil(event.mean * _releases(event.event))", "return _releases(event.event)",
          "one run's rounding is charged once"),
     ),
@@ -81,7 +81,7 @@ FAULTS: list[Fault] = [
          "Renyi's bound prices what is bounded by profiles"),
     ),
     *group(
-        "dpdist/privacy/combined.py", "privacy/test_plan",
+        "dpdist/privacy/phases.py", "privacy/test_plan",
         ("for part in self.parts for path in", "for part in self.parts[:1] for path in",
          "parallel parts cost their first part only"),
     ),
@@ -94,7 +94,7 @@ FAULTS: list[Fault] = [
          "replace-one is accounted as add-or-remove under RDP"),
     ),
     *group(
-        "dpdist/privacy/losses.py", "privacy/test_accounting",
+        "dpdist/privacy/pld.py", "privacy/test_accounting",
         ("self.pld.get_epsilon_for_delta(delta - self.rounding)",
          "self.pld.get_epsilon_for_delta(delta + self.rounding)",
          "rounding is credited instead of charged"),
@@ -104,19 +104,19 @@ FAULTS: list[Fault] = [
          "replace-one is accounted as add-or-remove"),
     ),
     *group(
-        "dpdist/privacy/calibrate.py", "privacy/test_calibrate::test_a_cost_that_jumps_is_not_exceeded",
+        "dpdist/privacy/calibration.py", "privacy/test_calibrate::test_a_cost_that_jumps_is_not_exceeded",
         ("        if value > target:\n            outside = (x, value)",
          "        if value > target * 1.01:\n            outside = (x, value)",
          "calibration may exceed its target"),
     ),
     *group(
-        "dpdist/privacy/releases.py", "privacy/test_group",
+        "dpdist/privacy/phases.py", "privacy/test_group",
         ("from_gaussian_mechanism(\n                self.noise_multiplier / size,",
          "from_gaussian_mechanism(\n                self.noise_multiplier,",
          "a group counts as one record"),
     ),
     *group(
-        "dpdist/privacy/group.py", "privacy/test_group",
+        "dpdist/privacy/plan.py", "privacy/test_group",
         ("return size * high", "return high", "the lemma forgets its factor"),
         ("return size * high", "return size * low", "the lemma's epsilon is rounded down"),
         ("assumptions, not plan.nominal)", "assumptions, False)", "a group's relation forgets that the number of records is public"),
@@ -130,18 +130,18 @@ FAULTS: list[Fault] = [
          "one nominal run hides that others were told the number of records"),
     ),
     *group(
-        "dpdist/privacy/budgets.py", "privacy/test_budget",
+        "dpdist/privacy/budget.py", "privacy/test_budget",
         ("if _common(budget, known)]", "if len(budget.known) == len(known)]",
          "a row more starts a new budget"),
         ("            budget.add_records(known)\n", "",
          "records that join a budget are forgotten"),
     ),
     *group(
-        "dpdist/privacy/losses.py", "privacy/test_accounting",
+        "dpdist/privacy/pld.py", "privacy/test_accounting",
         ("_ROUNDING = 1e-15", "_ROUNDING = 0.0", "the rounding of transforms is not charged"),
     ),
     *group(
-        "dpdist/training/loop.py", "wiring/test_nominal_records",
+        "dpdist/training/worker.py", "wiring/test_nominal_records",
         ("!= plan.records and not plan.nominal:", "!= plan.records:",
          "a declared number of records must be the true one"),
     ),
@@ -150,12 +150,12 @@ FAULTS: list[Fault] = [
         ("digits, down=lower_bound)", "digits, down=True)", "epsilon is printed rounded down"),
     ),
     *group(
-        "dpdist/base/rounding.py", "test_rounding privacy/test_guarantee",
+        "dpdist/core/console.py", "test_rounding privacy/test_guarantee",
         ("ROUND_FLOOR if down else ROUND_CEILING", "ROUND_FLOOR",
          "upper bounds are printed rounded down"),
     ),
     *group(
-        "dpdist/privacy/journal.py", "privacy/test_ledger",
+        "dpdist/privacy/ledger.py", "privacy/test_ledger",
         ("            os.fsync(self._file.fileno())\n", "", "records are not synced"),
         ("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "two writers at once"),
         ("os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600", "os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644",
@@ -205,26 +205,26 @@ FAULTS: list[Fault] = [
         ("if not described[\"private\"]:", "if False:", "the page hides that a model is not private"),
     ),
     *group(
-        "dpdist/commands/releasing.py", EPSILON,
+        "dpdist/publishing.py", EPSILON,
         ('if not described["private"] and not not_private:', "if False:",
          "a run that is not private is released without a word"),
     ),
     *group(
-        "dpdist/commands/releasing.py", f"{EPSILON} wiring/test_files",
+        "dpdist/publishing.py", f"{EPSILON} wiring/test_files",
         ('("model.safetensors", "model.json")', '("model.safetensors", "model.json", "../run.key")',
          "the run key is released"),
     ),
     *group(
-        "dpdist/runs/exporting.py", "wiring/test_files test_exporting",
+        "dpdist/runs/archive.py", "wiring/test_files test_exporting",
         ('"audit", "report",', '"audit", "report", "private",', "private files are publishable"),
     ),
     *group(
         "dpdist/training/trainer.py", EPSILON,
-        ("charging.reserve(recipe, records, charge, where, enforce=False)", "pass",
+        ("charging.reserve_charge(recipe, records, charge, where, enforce=False)", "pass",
          "what was superseded is forgotten until the run ends"),
     ),
     *group(
-        "dpdist/privacy/filter.py",
+        "dpdist/privacy/budget.py",
         "privacy/test_budget",
         ("max(_ORDERS, key=lambda a:", "min(_ORDERS, key=lambda a:", "the worst order is taken"),
         (
@@ -244,17 +244,17 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/privacy/shuffling.py",
+        "dpdist/privacy/mechanisms.py",
         "privacy/test_shuffling",
         (
-            "blanked = -np.expm1(norm.logcdf((threshold - 1)",
-            "blanked = -np.expm1(norm.logcdf((threshold)",
+            "blanked = -np.expm1(scipy.stats.norm.logcdf((threshold - 1)",
+            "blanked = -np.expm1(scipy.stats.norm.logcdf((threshold)",
             "a blanked record pulls nothing",
         ),
         ("others = (steps - 1)", "others = steps", "one batch too many"),
     ),
     *group(
-        "dpdist/privacy/subsampled.py",
+        "dpdist/privacy/pld.py",
         "privacy/test_accounting",
         (
             "_pmf(\n        noise_multiplier / 2, min",
@@ -302,7 +302,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/runs/planning.py",
+        "dpdist/runs/recipe.py",
         "training/test_loop privacy/test_plan wiring/test_nominal_records wiring/test_reported_epsilon",
         (
             "records = privacy.nominal_records or records\n    if batch_size",
@@ -313,7 +313,7 @@ FAULTS: list[Fault] = [
         ("noise_multiplier, rate, cap)", "noise_multiplier, rate, None)", "the plan knows no cap"),
     ),
     *group(
-        "dpdist/training/charging.py",
+        "dpdist/training/job.py",
         "privacy/test_budget wiring/test_reported_epsilon",
         (
             "limit = (privacy.budget_ceiling, privacy.budget_delta or privacy.delta)",
@@ -321,7 +321,7 @@ FAULTS: list[Fault] = [
             "no ceiling is enforced",
         ),
         (
-            "if not budgets.settle(recipe.privacy.budget, *made):",
+            "if not budget.settle(recipe.privacy.budget, *made):",
             "if False:",
             "a finished run stays as it was reserved",
         ),
@@ -335,7 +335,7 @@ FAULTS: list[Fault] = [
          "runs are let in up to the ceiling's epsilon, above the share"),
     ),
     *group(
-        "dpdist/privacy/filter.py", "privacy/test_budget_room",
+        "dpdist/privacy/budget.py", "privacy/test_budget_room",
         ("self.epsilon if spent <= self.share else", "self.epsilon if spent <= self.epsilon else",
          "a sum above the share but below epsilon is stated as the ceiling"),
         ("accounting.compose_rdp(path, neighbours, orders)",
@@ -343,7 +343,7 @@ FAULTS: list[Fault] = [
          "a filter under replace-one counts additions and removals"),
     ),
     *group(
-        "dpdist/privacy/budgets.py", "privacy/test_budget_room",
+        "dpdist/privacy/budget.py", "privacy/test_budget_room",
         ("        fcntl.flock(file, fcntl.LOCK_EX)\n", "", "two processes reserve at once"),
         ("    for budget in held:\n        whole = charge.joined",
          "    for budget in held[:1]:\n        whole = charge.joined",
@@ -353,7 +353,7 @@ FAULTS: list[Fault] = [
          "only the first of several budgets must promise the same"),
     ),
     *group(
-        "dpdist/privacy/losses.py", "privacy/test_composed_parts",
+        "dpdist/privacy/pld.py", "privacy/test_composed_parts",
         ("return loss if count == 1 else self_compose(loss, count)", "return loss",
          "a search composed n times is charged once"),
         ("return _repeated(maximum(known, event.floor), count)", "return maximum(known, event.floor)",
@@ -371,7 +371,7 @@ FAULTS: list[Fault] = [
          "a search composed n times is charged once by its curve"),
     ),
     *group(
-        "dpdist/privacy/calibrate.py", "privacy/test_calibrated_settings",
+        "dpdist/privacy/calibration.py", "privacy/test_calibrated_settings",
         ("            neighbours=neighbours,\n            batch_cap=batch_cap,\n        )\n\n    return least_noise",
          "            neighbours=neighbours,\n        )\n\n    return least_noise",
          "noise is calibrated without the cap on the batch"),
@@ -380,7 +380,7 @@ FAULTS: list[Fault] = [
          "a batch size is calibrated under add-or-remove whatever was asked"),
     ),
     *group(
-        "dpdist/privacy/journal.py", "privacy/test_durable",
+        "dpdist/privacy/ledger.py", "privacy/test_durable",
         ("        os.fsync(descriptor)\n        sync(self.path.parent)\n", "        sync(self.path.parent)\n",
          "a new anchor is not synced"),
         ("        os.fsync(descriptor)\n        sync(self.path.parent)\n", "        os.fsync(descriptor)\n",
@@ -390,21 +390,21 @@ FAULTS: list[Fault] = [
         ('if header.get("kind") != kind or header', "if header", "another kind of journal is opened"),
     ),
     *group(
-        "dpdist/privacy/journal.py", "methods/test_answers_on_record",
+        "dpdist/privacy/ledger.py", "methods/test_answers_on_record",
         (', "id": secrets.token_hex(8)}', "}", "all empty journals of a plan are alike"),
     ),
     *group(
-        "dpdist/privacy/budgets.py", "privacy/test_durable",
+        "dpdist/privacy/budget.py", "privacy/test_durable",
         ("            os.fsync(file.fileno())\n", "",
          "the records' key is not synced before budgets rely on it"),
     ),
     *group(
-        "dpdist/base/storage.py", "privacy/test_durable",
+        "dpdist/core/files.py", "privacy/test_durable",
         ("    for each in new:\n        sync(each.parent)\n", "", "names of new folders are not synced"),
         ("                sync(folder.parent)\n", "", "the name of a folder that was moved into place is not synced"),
     ),
     *group(
-        "dpdist/privacy/votes.py", "privacy/test_group_losses",
+        "dpdist/privacy/phases.py", "privacy/test_group_losses",
         ("noise = self.noise_multiplier / size", "noise = self.noise_multiplier / math.sqrt(size)",
          "a group of k moves k votes by sqrt k"),
     ),

@@ -8,7 +8,7 @@ RELEASE = "test_release"
 
 FAULTS: list[Fault] = [
     *group(
-        "dpdist/release/files.py", RELEASE,
+        "dpdist/release/bundle.py", RELEASE,
         ("if _digest(folder / name) != stated[name]:", "if False:", "sums are not checked"),
         ("if not is_released(entry.name):", "if False:", "foreign files are let in"),
         ("stated.keys() != set(names)", "not stated.keys() <= set(names)",
@@ -20,7 +20,7 @@ FAULTS: list[Fault] = [
          "        pass", "any signature is one"),
     ),
     *group(
-        "dpdist/release/reading.py", RELEASE,
+        "dpdist/release/bundle.py", RELEASE,
         ("    if signer is not None:\n        check_signature", "    if False:\n        check_signature",
          "the signer is not asked for"),
         ("if models.model_hash(self.path) != self.about.model:", "if False:",
@@ -35,7 +35,7 @@ FAULTS: list[Fault] = [
          "foreign code is complained of as damage"),
     ),
     *group(
-        "dpdist/release/verifying.py", RELEASE,
+        "dpdist/release/verify.py", RELEASE,
         ("        if not same_json(said, value):", "        if False:", "epsilon is not computed again"),
         ("        if not same:", "        if False:", "pages say what they like"),
         ("numbers_in(stated) == numbers_in(text)", "True", "another version's pages say what they like"),
@@ -65,40 +65,40 @@ FAULTS: list[Fault] = [
          "a card is accounted without its phases"),
     ),
     *group(
-        "dpdist/release/description.py", RELEASE,
+        "dpdist/release/bundle.py", RELEASE,
         ("if list(self.classes) != self.data.class_names:", "if False:",
          "classes have other names than those of the test data"),
         ('OF_ONE_CERTIFICATION = {"seed", ', "OF_ONE_CERTIFICATION = {",
          "the seed of a certification is released"),
     ),
     *group(
-        "dpdist/certification/reading.py", RELEASE,
+        "dpdist/certification/table_reader.py", RELEASE,
         ("    check_complete(found)\n", "", "half a table is taken for a whole one"),
     ),
     *group(
-        "dpdist/models/making.py", RELEASE,
+        "dpdist/models/builder.py", RELEASE,
         ("    if weights is not None and numbers > weights:", "    if False:",
          "a description asks for any memory"),
     ),
     *group(
-        "dpdist/reports/page.py", "reports/test_report",
+        "dpdist/reports/html.py", "reports/test_report",
         ('        pictures["certified_accuracy"] = alone(',
          '        pictures["certified_accuracy"] = ""; write_together({folder.report.parent / '
          '"certified_accuracy.svg": "x"}); alone(',
          "a report that fails has replaced a picture"),
     ),
     *group(
-        "dpdist/serving/deployments.py", RELEASE,
+        "dpdist/serving/deployment.py", RELEASE,
         ("if release.sums != sums:", "if False:", "answers are of another release than is described"),
     ),
     *group(
-        "dpdist/serving/batches.py", "test_serving",
+        "dpdist/serving/deployment.py", "test_serving",
         ("zip(answers, found, strict=True)", "zip(answers, found[::-1], strict=True)",
          "requests of one call get each other's answers"),
         ("if value is None:", "if False:", "a fault is given out as an answer"),
     ),
     *group(
-        "dpdist/reports/baseline.py", "reports/test_baseline",
+        "dpdist/reports/compare.py", "reports/test_baseline",
         ("if not math.isinf(other.guarantee.epsilon):", "if False:",
          "a private run is shown as what there is without privacy"),
     ),

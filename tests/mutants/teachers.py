@@ -12,7 +12,7 @@ SPREAD = "methods/test_pate_spreading"
 
 FAULTS: list[Fault] = [
     *group(
-        "dpdist/training/teachers.py",
+        "dpdist/training/ensembles.py",
         "training/test_teachers",
         ("digest_size=16, key=key, person", "digest_size=16, person", "anybody knows the shards"),
         (
@@ -47,7 +47,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/many.py",
+        "dpdist/training/ensembles.py",
         "training/test_teachers",
         (
             "own.method.train(_Here(job))",
@@ -56,7 +56,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/answering.py",
+        "dpdist/training/ensembles.py",
         ANSWERS,
         ("if new > self.left:", "if False:", "more questions than answers spend what is left"),
         (
@@ -85,7 +85,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/runs/released.py",
+        "dpdist/runs/folder.py",
         ANSWERS,
         (
             "if ledger.asked > plan.answers:",
@@ -145,7 +145,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/commands/releasing.py",
+        "dpdist/publishing.py",
         ANSWERS,
         (
             'raise UserError(f"{folder.path}: {facts.recipe.method.withheld}")',
@@ -233,7 +233,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/methods/pate_spreading.py",
+        "dpdist/methods/pate.py",
         SPREAD,
         ("- alpha * graph", "- graph", "how far labels spread is not what the recipe says"),
         (
@@ -248,7 +248,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/privacy/votes.py",
+        "dpdist/privacy/phases.py",
         f"privacy/test_votes {VOTES}",
         (
             "math.sqrt(2 * self.answers / (1 - self.screening))",
@@ -266,13 +266,13 @@ FAULTS: list[Fault] = [
             "only what passes pays for its threshold",
         ),
         (
-            "self.noise_multiplier >= other.noise_multiplier",
-            "self.answers <= other.answers",
+            "        return isinstance(other, NoisyVotes) and self.noise_multiplier >= other.noise_multiplier",
+            "        return isinstance(other, NoisyVotes) and self.answers <= other.answers",
             "fewer answers may have less noise",
         ),
     ),
     *group(
-        "dpdist/privacy/releases.py",
+        "dpdist/privacy/phases.py",
         f"privacy/test_votes {VOTES}",
         (
             "        return (self,)\n",
@@ -281,7 +281,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/answering.py",
+        "dpdist/training/ensembles.py",
         VOTES,
         (
             "                ledger.ask(question, plan)\n",
@@ -305,7 +305,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/loop.py",
+        "dpdist/training/worker.py",
         VOTES,
         (
             "self.dataset = job.records()",
@@ -333,7 +333,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/privacy/releases.py",
+        "dpdist/privacy/phases.py",
         NOISY,
         (
             "2 / (math.exp(self.label_epsilon) + 1)",
@@ -347,7 +347,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/loop.py",
+        "dpdist/training/worker.py",
         NOISY,
         (
             "self.dataset = self.method.seen(self.dataset, plan, self._records_key())",

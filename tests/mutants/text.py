@@ -6,7 +6,7 @@ from mutants.fault import Fault, group
 
 FAULTS: list[Fault] = [
     *group(
-        "dpdist/gradients/task.py", "models/test_next_word",
+        "dpdist/gradients/engine.py", "models/test_next_word",
         ("losses.sum(1) / (targets >= 0).sum(1).clamp(min=1)", "losses.sum(1)",
          "a document's gradient is a sum over its words"),
         ("losses.sum(1) / (targets >= 0).sum(1).clamp(min=1)",
@@ -16,7 +16,7 @@ FAULTS: list[Fault] = [
          "what is behind the end is learned, and a real word is not"),
     ),
     *group(
-        "dpdist/data/docstrings.py", "data/test_next_token",
+        "dpdist/data/text.py", "data/test_next_token",
         ("if document.known_by not in known]", "if document.known_by]",
          "a public text is a private record too"),
         ("vocabulary = _vocabulary(public)", "vocabulary = _vocabulary(public + train)",
@@ -34,12 +34,12 @@ FAULTS: list[Fault] = [
          "what is to be said is what was read"),
     ),
     *group(
-        "dpdist/training/pretrain.py", "models/test_next_word",
+        "dpdist/training/pretraining.py", "models/test_next_word",
         ("if found.read != data.load(source, \"test\").read:", "if False:",
          "public weights mean other tokens"),
     ),
     *group(
-        "dpdist/training/building.py", "training/test_initial_weights",
+        "dpdist/training/model_setup.py", "training/test_initial_weights",
         ("    module.requires_grad_(False)\n", "", "the public part is trained"),
         ("        _train_only(module, recipe.model.trained, spec)", "        pass",
          "everything is trained, whatever the recipe says"),
@@ -50,7 +50,7 @@ FAULTS: list[Fault] = [
          "nn.functional.pad(x, (0, 0, 0, self.count - 1))", "the next words are read before they are said"),
     ),
     *group(
-        "dpdist/sections/recipe.py", "models/test_transformer",
+        "dpdist/config/sections.py", "models/test_transformer",
         ('"model.shifts": self.model.shifts > 0', '"model.shifts": False',
          "a model of texts is shifted by pixels"),
         ('"model.mirrored": self.model.mirrored', '"model.mirrored": False',

@@ -26,7 +26,7 @@ FAULTS: list[Fault] = [
         ("about.get(_SEAL) != tensors_digest(tensors)", "False", "a checkpoint's bits are believed"),
     ),
     *group(
-        "dpdist/training/fixed.py",
+        "dpdist/training/worker.py",
         "training/test_damaged_runs",
         ("if _taken(job.folder):", "if False:", "lost noise is fixed again"),
         ("if before not in (None, now):", "if False:", "fixed noise may change under way"),
@@ -37,12 +37,12 @@ FAULTS: list[Fault] = [
         ("models.model_hash(folder.model) != own", "False", "any model is used as the run's"),
     ),
     *group(
-        "dpdist/runs/released.py",
+        "dpdist/runs/folder.py",
         "training/test_damaged_runs",
         (", folder.trained, folder.groups)", ", folder.trained)", "a run without ledger begins anew"),
     ),
     *group(
-        "dpdist/training/loop.py", f"{STEP}::test_every_optimizer",
+        "dpdist/training/worker.py", f"{STEP}::test_every_optimizer",
         ("noisy = add_noise(summed, noise_key, noise_std, start, summed)",
          "noisy = (add_noise(summed, noise_key, noise_std, start), summed)[1]",
          "the unnoised sum updates the model while noise is drawn"),
@@ -61,25 +61,25 @@ FAULTS: list[Fault] = [
         ("range(self.start, self.last)", "range(self.start, self.last - (self.last == plan.steps))", "one step fewer"),
     ),
     *group(
-        "dpdist/training/loop.py", f"{STEP}::test_every_clip_and_noise",
+        "dpdist/training/worker.py", f"{STEP}::test_every_clip_and_noise",
         ("self.release(step, rows, todo.noise_std, ",
          "self.release(step, rows, todo.noise_multiplier, ",
          "the noise forgets the clip norm"),
         ("batch_cap=todo.batch_cap, ", "batch_cap=None, ", "the cap on the batch is not executed"),
     ),
     *group(
-        "dpdist/training/loop.py", f"{STEP}::test_several_phases_each_with_its_own_rate_and_noise",
+        "dpdist/training/worker.py", f"{STEP}::test_several_phases_each_with_its_own_rate_and_noise",
         ("todo = plan.step(step)\n", "todo = plan.step(0)\n",
          "every step executes the first phase"),
     ),
     *group(
-        "dpdist/training/loop.py", f"{STEP}::test_an_empty_batch_is_a_step_like_any_other",
+        "dpdist/training/worker.py", f"{STEP}::test_an_empty_batch_is_a_step_like_any_other",
         ("        self.optimizer.update(self.flat[self.own], noisy, step)\n",
          "        if seen.examples == 0:\n            return\n        self.optimizer.update(self.flat[self.own], noisy, step)\n",
          "an empty batch is skipped"),
     ),
     *group(
-        "dpdist/training/loop.py", f"{STEP}::test_every_method",
+        "dpdist/training/worker.py", f"{STEP}::test_every_method",
         ("        self.sharing.complete(self.reducer, self.flat)\n        self.constrain()\n",
          "        self.sharing.complete(self.reducer, self.flat)\n",
          "the first layer's norm is not kept after an update"),
@@ -90,12 +90,12 @@ FAULTS: list[Fault] = [
          "perturbations are keyed by the place in the batch"),
     ),
     *group(
-        "dpdist/training/loop.py", "wiring/test_one_step::test_one_run_equals_the_same_run_in_pieces",
+        "dpdist/training/worker.py", "wiring/test_one_step::test_one_run_equals_the_same_run_in_pieces",
         ('if step == self.start or training.schedule != "constant":', "if step == self.start:",
          "the smoothing noise ignores the schedule"),
     ),
     *group(
-        "dpdist/training/loop.py", KEYS,
+        "dpdist/training/worker.py", KEYS,
         ('derive_key(self.key, "noise", self.attempt_of(step), step)', 'derive_key(self.key, "sample", self.attempt_of(step), step)',
          "the noise key is the sampling key"),
         ('derive_key(self.key, "noise", self.attempt_of(step), step)', 'derive_key(self.key, "noise", self.attempt_of(step))',
@@ -126,7 +126,7 @@ FAULTS: list[Fault] = [
          "releases are not put on record"),
     ),
     *group(
-        "dpdist/training/loop.py",
+        "dpdist/training/worker.py",
         f"{LOOP}::test_another_number_of_workers_is_a_new_attempt_and_is_charged "
         f"{LOOP}::test_same_noise_is_never_added_to_another_sum "
         f"{LOOP}::test_workers_that_drift_apart_are_noticed",
@@ -135,7 +135,7 @@ FAULTS: list[Fault] = [
          "workers that drift apart go on"),
     ),
     *group(
-        "dpdist/training/loop.py",
+        "dpdist/training/worker.py",
         f"{KEYS}::test_no_step_is_released_without_the_archive_s_leave "
         f"{KEYS}::test_a_clip_that_exceeds_the_plan_s_is_not_executed",
         ("self.engine.clipping.sensitivity * (1 + wire.room) > plan.clip_norm * (1 + 1e-9)", "False",
@@ -143,7 +143,7 @@ FAULTS: list[Fault] = [
         ("self.permit.wait(step)", "pass", "the archive is not asked before a release"),
     ),
     *group(
-        "dpdist/training/identity.py",
+        "dpdist/training/worker.py",
         f"{LOOP}::test_another_number_of_workers_is_a_new_attempt_and_is_charged {WHERE}",
         ('"world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size)',
          '"world_size": "any"', "another number of workers replays with the same keys"),
@@ -157,15 +157,15 @@ FAULTS: list[Fault] = [
         ('target.recipe.resources.noise == "device"', "False", "a device's noise is not what is audited"),
     ),
     *group(
-        "dpdist/training/loop.py", WHERE,
-        ("device_noise.add_noise_on(total, noise_key, noise_std, start)",
-         "device_noise.add_noise_on(total, noise_key, noise_std)", "all shards share a device's noise"),
-        ("device_noise.add_noise_on(total, noise_key, noise_std, start)",
-         'device_noise.add_noise_on(total, derive_key(self.key, "noise"), noise_std, start)',
+        "dpdist/training/worker.py", WHERE,
+        ("noise.add_noise_on(total, noise_key, noise_std, start)",
+         "noise.add_noise_on(total, noise_key, noise_std)", "all shards share a device's noise"),
+        ("noise.add_noise_on(total, noise_key, noise_std, start)",
+         'noise.add_noise_on(total, derive_key(self.key, "noise"), noise_std, start)',
          "all steps share a device's noise"),
-        ("device_noise.add_noise_on(total, noise_key, noise_std, start), flagged", "total, flagged",
+        ("noise.add_noise_on(total, noise_key, noise_std, start), flagged", "total, flagged",
          "a device releases the sum"),
-        ("            device_noise.check(reducer.device)\n", "            pass\n",
+        ("            noise.check_device_noise(reducer.device)\n", "            pass\n",
          "a device that computes otherwise makes noise"),
         ('recipe.resources.noise == "device"', "False", "the recipe's place of the noise is not taken"),
     ),
@@ -177,27 +177,27 @@ FAULTS: list[Fault] = [
          "a change of workers is taken for an exact replay, under a ceiling"),
     ),
     *group(
-        "dpdist/training/loop.py", "training/test_elastic",
+        "dpdist/training/worker.py", "training/test_elastic",
         ("            self._check_ceiling(ledger, mine)\n", "",
          "steps are charged again beyond a ceiling"),
     ),
     *group(
-        "dpdist/training/loop.py", "training/test_finite",
+        "dpdist/training/worker.py", "training/test_finite",
         ('            self.reducer.gather("")  # nobody says so before worker 0 has the step on its ledger\n', "",
          "a worker says that a training diverged before the ledger has the step"),
     ),
     *group(
-        "dpdist/training/groups.py", "training/test_elastic",
+        "dpdist/training/monitoring.py", "training/test_elastic",
         ("if group.workers == before.workers and not group.again:", "if group.workers == before.workers:",
          "a charge without another number of workers is not said"),
     ),
     *group(
-        "dpdist/sections/recipe.py", "training/test_elastic",
+        "dpdist/config/sections.py", "training/test_elastic",
         ("if charged and self.privacy.budget_ceiling is not None:", "if False:",
          "a ceiling is taken where every host that comes or goes is charged"),
     ),
     *group(
-        "dpdist/training/permit.py",
+        "dpdist/training/worker.py",
         f"{KEYS}::test_no_step_is_released_without_the_archive_s_leave",
         ("while step >= self._granted:", "while step > self._granted:",
          "one step more than the archive has given leave for"),
@@ -205,7 +205,7 @@ FAULTS: list[Fault] = [
          "no run asks its archive"),
     ),
     *group(
-        "dpdist/training/reducer.py", f"{LOOP}::test_a_missing_rank_never_updates_the_model {STEP}::test_several_workers training/test_reducer",
+        "dpdist/training/collectives.py", f"{LOOP}::test_a_missing_rank_never_updates_the_model {STEP}::test_several_workers training/test_reducer",
         ("if present != self.world_size:", "if present > self.world_size:",
          "a missing worker is a smaller sum"),
         ("result += row", "result = row", "only the last row counts"),
@@ -215,7 +215,7 @@ FAULTS: list[Fault] = [
          "worker 0's number is another's"),
     ),
     *group(
-        "dpdist/training/sharding.py", "training/test_sharding training/test_reducer",
+        "dpdist/training/collectives.py", "training/test_sharding training/test_reducer",
         ("            total += row\n", "            total = row\n", "only the last worker's shard counts"),
         ("flagged = reducer.everybody(flag)", "flagged = flag", "a worker that takes no part is not noticed"),
         ("reducer.broadcast(flat[part], rank)", "reducer.broadcast(flat[part], 0)",
@@ -234,7 +234,7 @@ FAULTS: list[Fault] = [
         ("first = shards.mine[0][0] if shards.mine else 0", "first = 0", "every worker sends the first one's rows"),
     ),
     *group(
-        "dpdist/training/reducer.py", "training/test_release_in_place",
+        "dpdist/training/collectives.py", "training/test_release_in_place",
         ("self._room.zero_()[:-2]", "self._room[:-2]", "a step's sums are added to what the last one released"),
         ("if rows is self._rows:", "if True:", "the sums of others are taken for the step's"),
         ("if rows is self._rows:", "if False:", "every step makes its sums anew"),
@@ -256,19 +256,19 @@ FAULTS: list[Fault] = [
          "yield low - start, entries[: high - low]", "a shard's pieces begin at a pair's first entry"),
     ),
     *group(
-        "dpdist/training/loop.py", "training/test_release_in_place",
+        "dpdist/training/worker.py", "training/test_release_in_place",
         ("noisy.div_(", "noisy.div(", "a step's division makes a vector"),
     ),
     *group(
-        "dpdist/training/optimizer.py", "training/test_release_in_place",
+        "dpdist/training/collectives.py", "training/test_release_in_place",
         ("gradient[leaf].to(flat)", "gradient[: leaf.stop - start].to(flat)", "all leaves are moved by the first one's gradient"),
     ),
     *group(
-        "dpdist/training/finite.py", "training/test_release_in_place",
+        "dpdist/training/model_setup.py", "training/test_release_in_place",
         ("flat.aminmax()", "(flat.amin(), flat.amin())", "parameters that are infinite go on"),
     ),
     *group(
-        "dpdist/training/wire.py", "training/test_wire",
+        "dpdist/training/collectives.py", "training/test_wire",
         ("_ROUNDED = 2.0**-23", "_ROUNDED = 2.0**-25", "room for the rounding of half a sum"),
         ("return _ROUNDED * (self.most + 1) if", "return _ROUNDED if", "the room forgets how many records there are"),
         ("if records > self.most:", "if False:", "a sum of more records than there is room for is sent"),
@@ -278,7 +278,7 @@ FAULTS: list[Fault] = [
         ("if self.room <= MOST_ROOM:", "if True:", "any batch is taken, at any price"),
     ),
     *group(
-        "dpdist/training/building.py", "training/test_wire",
+        "dpdist/training/model_setup.py", "training/test_wire",
         ("recipe.privacy.clip_norm / (1 + wire_of(recipe, plan).room)", "recipe.privacy.clip_norm",
          "the clip makes no room"),
         ("else recipe.resources.least", "else recipe.resources.most", "room for the share of the most workers, not of the fewest"),
@@ -286,13 +286,13 @@ FAULTS: list[Fault] = [
          "room for the batches of the first phase alone"),
     ),
     *group(
-        "dpdist/training/sharding.py", "training/test_wire",
+        "dpdist/training/collectives.py", "training/test_wire",
         ("total = stack[0].to(rows.dtype)", "total = stack[0].clone()", "sums that arrived are added up in float32"),
         ('f"{self.wire.name}, {self.wire.most:g}"', "self.wire.name", "another room replays with the same keys"),
         ("wire | ({} if ordered", "(wire if ordered else {}) | ({} if ordered", "three workers change the wire within an attempt"),
     ),
     *group(
-        "dpdist/training/loop.py", "training/test_wire",
+        "dpdist/training/worker.py", "training/test_wire",
         ("self.engine.clipping.sensitivity * (1 + wire.room) >", "self.engine.clipping.sensitivity >",
          "a clip without room for the rounding is accepted"),
         ("            self.sharing.wire.check(len(members))\n", "", "nobody counts the records of a sum"),
@@ -300,7 +300,7 @@ FAULTS: list[Fault] = [
          "of canonical shards only the first is counted"),
     ),
     *group(
-        "dpdist/training/loop.py", "training/test_sharding",
+        "dpdist/training/worker.py", "training/test_sharding",
         ("self.sharing.own(self.reducer, size).start", "0", "every shard gets the noise of the first"),
         ("        self.optimizer.update(self.flat[self.own], noisy, step)\n",
          "        for _ in range(1 + (self.own.start > 0)):\n"
@@ -314,7 +314,7 @@ FAULTS: list[Fault] = [
          "every part is read as the first"),
     ),
     *group(
-        "dpdist/training/optimizer.py", f"{STEP}::test_every_optimizer",
+        "dpdist/training/collectives.py", f"{STEP}::test_every_optimizer",
         ("flat.add_(gradient, alpha=-rate)", "flat.add_(gradient, alpha=rate)", "gradient ascent"),
         ("flat.add_(momentum, alpha=-rate)", "flat.add_(gradient, alpha=-rate)",
          "momentum is kept and not used"),
@@ -344,7 +344,7 @@ FAULTS: list[Fault] = [
          "the average begins at zero"),
     ),
     *group(
-        "dpdist/training/estimate.py", "test_dry_run",
+        "dpdist/training/model_setup.py", "test_dry_run",
         ("held = sum(p.nbytes for p in frozen)", "held = 0", "a frozen base takes no memory"),
         ("sum(p.numel() for p in every) + largest", "engine.size + largest", "a frozen base is not copied for the check"),
     ),
@@ -366,12 +366,12 @@ FAULTS: list[Fault] = [
         ("    if fixed and not", "    if False and not", "a fixed key is not marked"),
     ),
     *group(
-        "dpdist/base/storage.py", "training/test_checkpoint training/test_damaged_runs",
+        "dpdist/core/files.py", "training/test_checkpoint training/test_damaged_runs",
         ("os.O_EXCL, 0o600)", "os.O_EXCL, 0o644)", "others can read the run key"),
         ("            os.fsync(file.fileno())\n", "", "the run key is not synced"),
     ),
     *group(
-        "dpdist/runs/released.py", "training/test_released",
+        "dpdist/runs/folder.py", "training/test_released",
         ("complete = ledger.releases.keys() >= set(range(made.steps))", "complete = True",
          "steps that a model was made of may be missing"),
         ("complete_checkpoints(folder.checkpoints)[-1:]", "complete_checkpoints(folder.checkpoints)[:1]",
@@ -403,7 +403,7 @@ FAULTS: list[Fault] = [
          "a denoiser with noise of its own is frozen"),
     ),
     *group(
-        "dpdist/sections/recipe.py", "training/test_denoiser_before_weights training/test_denoised_smoothing",
+        "dpdist/config/sections.py", "training/test_denoiser_before_weights training/test_denoised_smoothing",
         ("if denoiser is not None and not self.method.behind_denoiser:", "if False:", "any method goes behind a denoiser"),
     ),
     *group(
@@ -411,33 +411,33 @@ FAULTS: list[Fault] = [
         ("return not self.encoder  #", "return True  #", "filters are learned from what no network sees"),
     ),
     *group(
-        "dpdist/models/views.py", "training/test_denoiser_before_weights",
+        "dpdist/models/outputs.py", "training/test_denoiser_before_weights",
         ("x = network.get_submodule(DENOISER)(x)", "pass", "an average leaves the denoiser out"),
         ("if self._denoised:", "if hasattr(network, DENOISER):", "parts are told by their names"),
     ),
     *group(
-        "dpdist/training/building.py", "training/test_denoiser_before_weights",
+        "dpdist/training/model_setup.py", "training/test_denoiser_before_weights",
         ("denoised = whole.averages and whole.denoiser is not None", "denoised = False", "the image is moved"),
         ("denoised = whole.averages and", "denoised = whole.shifts > 0 and", "the image is mirrored"),
     ),
     *group(
-        "dpdist/training/pretrain.py", "training/test_denoiser_before_weights",
+        "dpdist/training/pretraining.py", "training/test_denoiser_before_weights",
         ("first.requires_grad_(False)", "pass", "the denoiser goes on learning"),
         ("training.train_public(first, public, test.input_shape, section, models.DENOISER, progress)", "pass",
          "the denoiser stays as it began"),
     ),
     *group(
-        "dpdist/training/fixed.py", KEYS,
+        "dpdist/training/worker.py", KEYS,
         ("read_run_key(job.folder) if fixed else new_run_key()", "read_run_key(job.folder)",
          "a repeated paid sum gets the same noise"),
     ),
     *group(
-        "dpdist/methods/hgm_shares.py", KEYS,
+        "dpdist/methods/hidden_noise_shares.py", KEYS,
         ('sample_key = derive_key(key, "sample")', "sample_key = key",
          "a paid sum is sampled by the key that its noise comes from"),
     ),
     *group(
-        "dpdist/base/storage.py", "cluster/test_storage",
+        "dpdist/core/files.py", "cluster/test_storage",
         ("            sync(aside)\n", "            pass\n", "no fsync of the bytes"),
         ("            sync(path.parent)\n", "            pass\n", "no fsync of the name"),
         ("data: bytes | str, *, durable: bool = True", "data: bytes | str, *, durable: bool = False",
@@ -445,23 +445,23 @@ FAULTS: list[Fault] = [
         ("    path.chmod(0o700)\n", "", "private folders are open to all"),
     ),
     *group(
-        "dpdist/training/answering.py", "methods/test_answers_on_record",
+        "dpdist/training/ensembles.py", "methods/test_answers_on_record",
         ("                check_released(self._folder, self._plan, ledger)\n", "",
          "answers are given on a ledger that lost what was given"),
         ('new_run_key(), "answer", number)', 'new_run_key(), "answer")',
          "under a fixed key all answers share their noise"),
     ),
     *group(
-        "dpdist/training/charging.py", "training/test_charging",
+        "dpdist/training/job.py", "training/test_charging",
         ("    delta = privacy.budget_delta or privacy.delta\n", "    delta = privacy.delta\n",
          "a ceiling counts at the run's delta"),
         ("np.asarray(records.hashes),", "np.asarray(records.hashes)[:1],",
          "only the first record is on the budget"),
-        ("            budgets.settle(recipe.privacy.budget, *made)\n\n", "\n",
+        ("            budget.settle(recipe.privacy.budget, *made)\n\n", "\n",
          "a run whose reservation was lost stays reserved"),
     ),
     *group(
-        "dpdist/runs/planning.py", "training/test_charging",
+        "dpdist/runs/recipe.py", "training/test_charging",
         ("        privacy.neighbours,\n        privacy.nominal",
          '        "add-or-remove-one" if privacy.batch_cap else privacy.neighbours,\n        privacy.nominal',
          "replace-one with a cap is planned as add-or-remove"),
@@ -472,17 +472,17 @@ FAULTS: list[Fault] = [
         ("low = min(max(own.start - start, 0), length)", "low = 0", "a part's share begins at its first entry"),
     ),
     *group(
-        "dpdist/training/fixed.py", "training/test_alike",
+        "dpdist/training/worker.py", "training/test_alike",
         ("for name in sorted(fixed.tensors):", "for name in sorted(fixed.tensors)[:1]:",
          "only the first fixed tensor may not change"),
     ),
     *group(
-        "dpdist/training/permit.py", "training/test_alike",
+        "dpdist/training/worker.py", "training/test_alike",
         ("self._epoch, self._total = folder, epoch or 0, total", "self._epoch, self._total = folder, 0, total",
          "leave of the first epoch counts for all"),
     ),
     *group(
-        "dpdist/training/sharding.py", "training/test_alike",
+        "dpdist/training/collectives.py", "training/test_alike",
         ("return total.add_(0.0) if world > 1 and shards.rows > 1 else total", "return total",
          "negative zeros differ between kinds of release"),
         ('hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.release")',
@@ -490,12 +490,12 @@ FAULTS: list[Fault] = [
          "a release id does not say whose sum it is"),
     ),
     *group(
-        "dpdist/training/teachers.py", "training/test_alike",
+        "dpdist/training/ensembles.py", "training/test_alike",
         ('derive_key(self._shared.key, "teacher", number)', 'derive_key(self._shared.key, "teacher")',
          "all teachers share a key"),
     ),
     *group(
-        "dpdist/training/loop.py", "training/test_alike",
+        "dpdist/training/worker.py", "training/test_alike",
         ("largest = -(-planned // count)", "largest = -(-records // count)",
          "a block's size follows the true number of records where it was declared"),
     ),

@@ -79,7 +79,7 @@ FAULTS: list[Fault] = [
          "a trial may execute what was not accounted"),
     ),
     *group(
-        "dpdist/privacy/releases.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
+        "dpdist/privacy/phases.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
         "tuning/test_cost::test_a_fixed_number_of_runs_is_composed",
         ("steps=self.steps * runs", "steps=self.steps",
          "a fixed number of trainings is charged once"),
@@ -87,19 +87,19 @@ FAULTS: list[Fault] = [
          "a fixed number of scores is charged once"),
     ),
     *group(
-        "tuning/cost.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
+        "tuning/space.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
         "tuning/test_cost::test_a_fixed_number_of_runs_is_composed",
         ("tune.scoring_phases(noise)", "tune.scoring_phases(2 * noise)",
          "a score is charged with less than its noise"),
     ),
     *group(
-        "dpdist/sections/search.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
+        "dpdist/config/search.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
         "tuning/test_cost::test_a_fixed_number_of_runs_is_composed",
         ("GaussianReleases(noise, self.rungs)", "GaussianReleases(noise, 1)",
          "one rung's score is charged"),
     ),
     *group(
-        "dpdist/reports/searches.py", "tuning/test_search_edits",
+        "dpdist/reports/facts.py", "tuning/test_search_edits",
         ('        wrong.append("plan")', "        pass", "the plan of a search is believed"),
         ("law=tune.law.in_full", 'law=record["law"]', "the law of a search is believed"),
         ("if not fits or (asked is not None and score_noise != asked):", "if not fits:",
@@ -111,25 +111,25 @@ FAULTS: list[Fault] = [
          "a search that was exchanged is believed"),
     ),
     *group(
-        "tuning/cost.py", "tuning/test_cost::test_a_plain_base_covers_only_what_can_be_made_from_it",
+        "tuning/space.py", "tuning/test_cost::test_a_plain_base_covers_only_what_can_be_made_from_it",
         ("all(one.priced_by_profile for one in base.phases) and ", "",
          "profiles cover where Renyi's bound may be the price"),
         ("own.pld is None or exceeds(own.pld, ceiling.pld, margin)", "own.pld is None",
          "every trial is covered where a profile is the price"),
     ),
     *group(
-        "tuning/cost.py", "tuning/test_cost::test_the_rounding_of_a_trial_s_own_loss_counts",
+        "tuning/space.py", "tuning/test_cost::test_the_rounding_of_a_trial_s_own_loss_counts",
         ("margin = max(0.0, own.rounding - ceiling.rounding)", "margin = 0.0",
          "a trial's own rounding is forgotten"),
     ),
     *group(
-        "dpdist/privacy/searches.py",
+        "dpdist/privacy/calibration.py",
         "tuning/test_cost::test_training_and_search_together_meet_the_target",
         ("return (RepeatAndSelect(tuple(phases), law.mean, law.shape),)",
          "return (RepeatAndSelect(tuple(phases), 1.0, law.shape),)", "one trial is charged"),
     ),
     *group(
-        "tuning/cost.py", "tuning/test_cost::test_the_bound_lies_above_every_setting",
+        "tuning/space.py", "tuning/test_cost::test_the_bound_lies_above_every_setting",
         ('steps = box["training.steps"][1]', 'steps = box["training.steps"][0]',
          "the shortest training bounds all"),
         ('noise = box["privacy.noise_multiplier"][0]', 'noise = box["privacy.noise_multiplier"][1]',
@@ -138,7 +138,7 @@ FAULTS: list[Fault] = [
          "the smallest batch bounds all"),
     ),
     *group(
-        "tuning/cost.py", "tuning/test_cost::test_the_worst_split_is_what_a_search_over_splits_costs "
+        "tuning/space.py", "tuning/test_cost::test_the_worst_split_is_what_a_search_over_splits_costs "
         "tuning/test_cost::test_with_a_target_the_steps_of_each_split_have_noise_of_their_own "
         "tuning/test_cost::test_splits_that_cannot_be_priced_are_refused",
         ("for m in self._methods]", "for m in [self.recipe.method]]", "one split is charged"),
@@ -158,7 +158,7 @@ FAULTS: list[Fault] = [
          "one combination of entries is priced"),
     ),
     *group(
-        "tuning/cost.py", "tuning/test_limits",
+        "tuning/space.py", "tuning/test_limits",
         ("while not fits(high, coarser=1):  #", "while False and not fits(high, coarser=1):  #",
          "a trial's noise is checked on the coarse grid only"),
         ("if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):",

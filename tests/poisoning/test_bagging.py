@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.poisoning.bagging import Bagged, drawn
+from dpdist.poisoning.certificates import Bagged, drawn
 
 pytestmark = pytest.mark.guarantee
 

@@ -19,28 +19,37 @@ from safetensors.numpy import load as load_tensors
 from scipy import stats
 from support.training import make
 
-from dpdist import bulk, models, pipeline
-from dpdist.base.errors import UserError
-from dpdist.commands.poison import _terms
+from dpdist import models, pipeline
+from dpdist.cli.audit import _terms
+from dpdist.cluster import job_folder
+from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.methods.functional_sums import Sums
-from dpdist.poisoning import models as voting_models
-from dpdist.poisoning import voting as poisoning_voting
-from dpdist.poisoning.bagging import Bagged, drawn
-from dpdist.poisoning.certificates import by_keys, by_partitions
-from dpdist.poisoning.models import Voter
-from dpdist.poisoning.votes import FILE, KEY, NONE, SCHEMA, Votes, read_votes
-from dpdist.poisoning.voting import Poisoning
+from dpdist.poisoning import evaluation
+from dpdist.poisoning import job as voting_models
+from dpdist.poisoning.certificates import (
+    FILE,
+    KEY,
+    NONE,
+    SCHEMA,
+    Bagged,
+    Poisoned,
+    Votes,
+    by_keys,
+    by_partitions,
+    drawn,
+    read_votes,
+)
+from dpdist.poisoning.evaluation import Poisoning
+from dpdist.poisoning.job import Voter
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.poisoning import Poisoned
-from dpdist.privacy.releases import GaussianSteps
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.planning import make_plan
-from dpdist.runs.recipe import Recipe, find, load
-from dpdist.training import job, many
+from dpdist.runs.recipe import Recipe, find, load, make_plan
+from dpdist.training import ensembles, job
+from dpdist.training.ensembles import plan_of_shard, shards_by_hash
 from dpdist.training.records import evaluation_data, source_of, training_data
-from dpdist.training.teachers import plan_of_shard, shards_by_hash
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -178,7 +187,7 @@ def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
     for number in range(3):
         key = derive_key(bytes.fromhex(SEED), "voter", number)
         every = np.ones(len(records), dtype=bool)
-        with many.trained_here(recipe, plan, records, every, key) as folder:
+        with ensembles.trained_here(recipe, plan, records, every, key) as folder:
             model = models.load(folder)
             around = folder.parents[2]  # with the run key in it
             assert around.name.startswith("dpdist-training-")
@@ -205,7 +214,10 @@ def test_models_that_are_alike_vote_under_noises_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(tmp_path)
-    voter, real = Voter(setup_of(recipe, Poisoning(2, seed=SEED, sigma=3.0))), many.trained_here
+    voter, real = (
+        Voter(setup_of(recipe, Poisoning(2, seed=SEED, sigma=3.0))),
+        ensembles.trained_here,
+    )
     monkeypatch.setattr(voting_models, "trained_here", lambda *of, **_: real(*of[:-1], b"k" * 32))
     first, second = (load_tensors(voter(number)[FILE])["votes"] for number in (0, 1))
     assert (first != second).any()
@@ -258,7 +270,7 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
         members = shards == number
         there, plan = plan_of_shard(own, int(members.sum()))
         key = derive_key(bytes.fromhex(SEED), "voter", number)
-        with many.trained_here(there, plan, voter._records, members, key) as folder:
+        with ensembles.trained_here(there, plan, voter._records, members, key) as folder:
             model = models.load(folder)
         with torch.inference_mode():
             said = model(voter._test.batch(votes.index)).argmax(1)
@@ -333,7 +345,7 @@ def test_mistakes_are_told_before_a_model_is_trained(
         assert done.code == 2 and complaint in done.err, (asked, done.err)
         assert sorted((tmp_path / "runs").rglob("*")) == before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(poisoning_voting, "MOST_VOTES", 1000)
+        patch.setattr(evaluation, "MOST_VOTES", 1000)
         done = dpdist_without_ray("poison", "x.yaml", "--models", 50)
     assert done.code == 2 and "at most 1,000 votes are kept, got 50 models" in done.err
     assert sorted((tmp_path / "runs").rglob("*")) == before
@@ -364,7 +376,7 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
         key = derive_key(bytes.fromhex(SEED), "voter", number)
         members = drawn(derive_key(key, "bag"), len(voter._records), 30)
         there, plan = plan_of_shard(own, 30)
-        with many.trained_here(there, plan, voter._records, members, key) as folder:
+        with ensembles.trained_here(there, plan, voter._records, members, key) as folder:
             model = models.load(folder)
         with torch.inference_mode():
             said = model(voter._test.batch(votes.index)).argmax(1)
@@ -641,7 +653,7 @@ def write_votes(path: Path, settings: Any = None, **columns: Any) -> Path:
     right = {"model": [0, 0, 1, 1, 2, 2], "index": [0, 5] * 3, "label": [1, 2] * 3, "vote": [1] * 6}
     rows = pa.table(right | columns).to_pylist()
     about = {"format": 1, "settings": ASKED if settings is None else settings}
-    bulk.write_table(bulk.build_table(rows, SCHEMA, about, KEY), path)
+    job_folder.write_table(job_folder.build_table(rows, SCHEMA, about, KEY), path)
     return path
 
 

@@ -9,9 +9,9 @@ import pytest
 from support.processes import processor_seconds
 from typer.testing import CliRunner
 
-from dpdist.base.errors import UserError
-from dpdist.commands.account import app
-from dpdist.privacy import published
+from dpdist.cli.account import account_app
+from dpdist.core.errors import UserError
+from dpdist.privacy import claims
 
 pytestmark = pytest.mark.whole
 
@@ -22,13 +22,13 @@ KEYS = {
 
 
 def answer(*arguments: str):
-    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(account_app, [*arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 def text(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    result = CliRunner().invoke(account_app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -115,7 +115,7 @@ def test_shuffling():
 
 
 def test_claims(monkeypatch):
-    monkeypatch.setattr(published, "published_claims", cache(published.published_claims))
+    monkeypatch.setattr(claims, "published_claims", cache(claims.published_claims))
     rows = answer("claims")
     assert {"system", "claimed", "proved", "verdict", "reason"} <= set(rows[0])
     shown = text("claims")
@@ -139,7 +139,7 @@ def test_claims(monkeypatch):
 )  # fmt: skip
 def test_bad_values_are_one_clear_line(arguments):
     with pytest.raises(UserError) as caught:
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        CliRunner().invoke(account_app, arguments, catch_exceptions=False)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(("account ", "--"))
 
@@ -148,7 +148,7 @@ def test_epsilon_starts_fast_and_imports_neither_torch_nor_ray():
     """Imports included, within three times the processor time of importing what it stands on."""
     code = (
         "import sys\n"
-        "from dpdist.commands.account import app\n"
+        "from dpdist.cli.account import account_app as app\n"
         "try:\n    app()\nexcept SystemExit:\n    pass\n"
         "assert not {'torch', 'ray'} & set(sys.modules)\n"
     )

@@ -20,9 +20,14 @@ from support.mechanisms import laplace_epsilon
 
 from dpdist.privacy import accounting
 from dpdist.privacy.accounting import compose_rdp, delta_profile, epsilon
-from dpdist.privacy.losses import Unsupported, compose_pld, relation
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
-from dpdist.privacy.subsampled import sampled_gaussian_pld, truncated_gaussian_pld
+from dpdist.privacy.pld import (
+    Unsupported,
+    compose_pld,
+    relation,
+    sampled_gaussian_pld,
+    truncated_gaussian_pld,
+)
 
 pytestmark = pytest.mark.guarantee
 
@@ -303,7 +308,7 @@ def test_coarse_bounds_are_bounds():
 def test_neither_torch_nor_ray_is_imported():
     code = (
         "import sys\n"
-        "import dpdist.privacy.plan, dpdist.privacy.ledger, dpdist.privacy.calibrate\n"
+        "import dpdist.privacy.plan, dpdist.privacy.ledger, dpdist.privacy.calibration\n"
         "import dpdist.privacy.accounting, dpdist.privacy.mechanisms, dpdist.privacy.selection\n"
         "from dpdist.privacy.plan import PrivacyPlan\n"
         "PrivacyPlan.dp_sgd(records=100, batch_size=10, noise_multiplier=1.0, steps=5,"

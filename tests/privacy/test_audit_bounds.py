@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import binom, binomtest, norm
 from support.benchmarks import load as load_benchmark
 
-from dpdist.privacy import audit_bounds, trade_off
+from dpdist.privacy import audit_bounds
 from dpdist.privacy.audit_bounds import ManyRuns, OneRun, Trials
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
@@ -35,8 +35,8 @@ def test_counts_give_the_two_formulas():
     assert audit.epsilon(1e-5) == pytest.approx(3.242, abs=5e-4)
     low, high = audit.rates
     assert audit.mu() == pytest.approx(norm.ppf(low) - norm.ppf(high))
-    assert audit.rejects(trade_off.gaussian(audit.mu() - 1e-6))
-    assert not audit.rejects(trade_off.gaussian(audit.mu() + 1e-6))
+    assert audit.rejects(audit_bounds.gaussian_curve(audit.mu() - 1e-6))
+    assert not audit.rejects(audit_bounds.gaussian_curve(audit.mu() + 1e-6))
     mirrored = ManyRuns(990, 1000, 500, 1000)  # the complements tell as much
     assert mirrored.epsilon(1e-5) == pytest.approx(3.242, abs=5e-4)
     assert ManyRuns(10, 1000, 500, 1000).epsilon() == 0 == ManyRuns(10, 1000, 500, 1000).mu()
@@ -113,7 +113,10 @@ def by_the_book(m: int, r: int, v: int, alpha: float, curve) -> bool:
 def test_trade_off_audits_of_many_runs_at_once_are_those_of_each():
     for m, r in ((200, 40), (30, 30)):
         rights = np.arange(r + 1)
-        for curve in (trade_off.gaussian(0.8), trade_off.approximate(0.7, 1e-3)):
+        for curve in (
+            audit_bounds.gaussian_curve(0.8),
+            audit_bounds.approximate_dp_curve(0.7, 1e-3),
+        ):
             got = audit_bounds.improbable(m, r, rights, ALPHA, curve)
             assert got.tolist() == [by_the_book(m, r, v, ALPHA, curve) for v in rights]
         found = audit_bounds.one_run_mu(m, r, rights, ALPHA)
@@ -147,11 +150,13 @@ def test_the_worst_mechanism_is_accused_no_more_than_alpha(m, r, epsilon, delta)
         counting = [
             OneRun(m, r, v, alpha).p_values(epsilon, delta)[0] <= alpha for v in range(r + 1)
         ]
-        curve = trade_off.approximate(epsilon, delta)
+        curve = audit_bounds.approximate_dp_curve(epsilon, delta)
         curved = audit_bounds.improbable(m, r, np.arange(r + 1), alpha, curve)
         assert law[counting].sum() <= alpha and law[curved].sum() <= alpha
     # and not out of timidity
-    none = audit_bounds.improbable(m, r, np.arange(r + 1), ALPHA, trade_off.approximate(0.0))
+    none = audit_bounds.improbable(
+        m, r, np.arange(r + 1), ALPHA, audit_bounds.approximate_dp_curve(0.0)
+    )
     assert law[none].sum() > 0.2
 
 
@@ -183,7 +188,7 @@ def test_pooling_would_accuse_correct_code():
     """Why it is refused. The mechanism tells all coins with probability 1/4, else nothing: it is
     (0, 1/4)-DP, and its canaries are right together."""
     rng, delta = np.random.default_rng(3), 0.25
-    pooled, one, worthless = 0, 0, trade_off.approximate(0.0, delta)
+    pooled, one, worthless = 0, 0, audit_bounds.approximate_dp_curve(0.0, delta)
     for _ in range(200):
         coins = rng.random(400) < 0.5
         seen = coins + 0.0 if rng.random() < delta else rng.standard_normal(400)
@@ -205,8 +210,8 @@ def test_a_plans_own_curve():
     rng = np.random.default_rng(5)
     coins = rng.random(2000) < 0.5
     audit = OneRun.of(coins / 0.5 + rng.standard_normal(2000), coins, 160)  # sigma 0.5 was run
-    assert not audit.rejects(trade_off.of_plan(plan(0.5)))
-    assert audit.rejects(trade_off.of_plan(plan(1.0)))  # where 1.0 was promised: a bug
+    assert not audit.rejects(audit_bounds.of_plan(plan(0.5)))
+    assert audit.rejects(audit_bounds.of_plan(plan(1.0)))  # where 1.0 was promised: a bug
 
 
 @pytest.mark.parametrize(

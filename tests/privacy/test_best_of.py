@@ -16,16 +16,13 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 from support.cases import cases
 
-from dpdist.privacy import losses as events
-from dpdist.privacy.best_of import best_of
-from dpdist.privacy.combined import RepeatAndSelect
-from dpdist.privacy.losses import compose_pld
+from dpdist.privacy import pld
+from dpdist.privacy.calibration import search_guarantee
+from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, NonPrivate, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.pld import best_of, compose_pld, sampled_gaussian_pld
 from dpdist.privacy.profiles import directions, exceeds, from_profiles, maximum, upper_hull
-from dpdist.privacy.releases import GaussianSteps, LaplaceReleases, NonPrivate
-from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
-from dpdist.privacy.subsampled import sampled_gaussian_pld
 
 pytestmark = pytest.mark.guarantee
 
@@ -272,7 +269,7 @@ def test_a_profile_is_the_library_s():
 @pytest.mark.parametrize("count", [1, 7, 400])
 def test_a_composed_loss_is_the_library_s_to_the_last_bit(count):
     one = sampled_gaussian_pld(1.1, 0.02, "add-or-remove-one", 1e-3)
-    own, theirs = events.self_compose(one, count), one.self_compose(count)
+    own, theirs = pld.self_compose(one, count), one.self_compose(count)
     for a, b in ((own._pmf_remove, theirs._pmf_remove), (own._pmf_add, theirs._pmf_add)):
         assert a._lower_loss == b._lower_loss and a._infinity_mass == b._infinity_mass
         np.testing.assert_array_equal(a._probs, b._probs)
@@ -334,7 +331,7 @@ def test_the_guarantee_says_what_it_rests_on():
     assert found.source.startswith("PLD of best-of-K")
     # The rounding of one run's distribution counts E[K] times: here it is all of delta.
     plan = PrivacyPlan(10800, (RepeatAndSelect(steps, law.mean, law.shape),), 1e-5)
-    priced = events.loss_of(plan.event(), plan.neighbours, 1e-4)
+    priced = pld.loss_of(plan.event(), plan.neighbours, 1e-4)
     assert math.isinf(priced.epsilon(150 * 5 * 1e-15))
     assert math.isfinite(priced.epsilon(151 * 5 * 1e-12))
     none = search_guarantee((NonPrivate("a test"),), law, records=10, delta=1e-5)
@@ -401,7 +398,7 @@ def test_any_number_of_points_is_sound(monkeypatch, shape):
     """Between two points the bound takes the worse end of each term: fewer points, a larger one."""
     loss, law = library.from_gaussian_mechanism(1.0), SelectionLaw(4.5, shape)
     fine = best_of(loss, law)
-    monkeypatch.setattr("dpdist.privacy.best_of._POINTS", 12)
+    monkeypatch.setattr("dpdist.privacy.pld._POINTS", 12)
     rough = best_of(loss, law)
     for epsilon in (0.5, 2.0, 4.0):
         assert rough.get_delta_for_epsilon(epsilon) > fine.get_delta_for_epsilon(epsilon)

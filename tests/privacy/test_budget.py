@@ -13,18 +13,29 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dpdist.base.errors import UserError
-from dpdist.commands.budget import app
-from dpdist.privacy import budgets
-from dpdist.privacy.budget import BudgetExceeded, Charge, DataBudget, Terms, composed_guarantee
-from dpdist.privacy.budgets import budgets_in
-from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
-from dpdist.privacy.filter import RenyiFilter
-from dpdist.privacy.journal import ChainedJournal, JournalError, anchor_path
-from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.losses import Unsupported
+from dpdist.cli.account import budget_app
+from dpdist.core.errors import UserError
+from dpdist.privacy import budget as budgets
+from dpdist.privacy.budget import (
+    BudgetExceeded,
+    Charge,
+    DataBudget,
+    RenyiFilter,
+    Terms,
+    budgets_in,
+    composed_guarantee,
+)
+from dpdist.privacy.ledger import ChainedJournal, JournalError, Ledger, anchor_path
+from dpdist.privacy.phases import (
+    GaussianReleases,
+    GaussianSteps,
+    LaplaceReleases,
+    NonPrivate,
+    ParallelParts,
+    RepeatAndSelect,
+)
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps, LaplaceReleases, NonPrivate
+from dpdist.privacy.pld import Unsupported
 
 pytestmark = pytest.mark.guarantee
 
@@ -403,19 +414,21 @@ def test_the_command(folder):
     reserve(folder, "one")
     reserve(folder, "two")
     arguments = ["--folder", str(folder), "--delta", "1e-4"]
-    shown = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    shown = CliRunner().invoke(budget_app, [*arguments, "--json"], catch_exceptions=False)
     (entry,) = json.loads(shown.stdout)
     assert (entry["epsilon"], entry["delta"], entry["name"]) == (4.0, 1e-4, "toy")
     assert entry["records"] == 1000
     assert [run["epsilon"] for run in entry["runs"]] == [PLAN.guarantee().epsilon] * 2
     assert 0 < entry["spent"]["of_ceiling"] < 1 and entry["spent"]["guarantee"] is False
-    text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    text = CliRunner().invoke(budget_app, arguments, catch_exceptions=False).stdout
     assert "toy: epsilon 4 at delta 0.0001" in text and "name of two" in text
     assert "no guarantee by itself" in text
     with pytest.raises(UserError, match="not a folder"):
-        CliRunner().invoke(app, ["--folder", str(folder) + "x"], catch_exceptions=False)
+        CliRunner().invoke(budget_app, ["--folder", str(folder) + "x"], catch_exceptions=False)
     with pytest.raises(UserError, match="delta"):
-        CliRunner().invoke(app, ["--folder", str(folder), "--delta", "1"], catch_exceptions=False)
+        CliRunner().invoke(
+            budget_app, ["--folder", str(folder), "--delta", "1"], catch_exceptions=False
+        )
 
 
 def test_a_relation_that_a_phase_refuses_is_never_stated(folder):
@@ -438,4 +451,4 @@ def test_a_relation_that_a_phase_refuses_is_never_stated(folder):
     assert size(folder) == before
     arguments = ["--folder", str(folder), "--delta", "1e-4", "--replace-one"]
     with pytest.raises(UserError, match="budget: parallel parts are accounted under"):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        CliRunner().invoke(budget_app, arguments, catch_exceptions=False)

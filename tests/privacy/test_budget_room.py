@@ -11,15 +11,13 @@ import dp_accounting.rdp as rdp
 import numpy as np
 import pytest
 
-from dpdist.privacy import budgets
-from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, Terms
-from dpdist.privacy.budgets import budgets_in
-from dpdist.privacy.filter import RenyiFilter
+from dpdist.privacy import budget as budgets
+from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, RenyiFilter, Terms, budgets_in
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.privacy.journal import anchor_path
+from dpdist.privacy.ledger import anchor_path
 from dpdist.privacy.mechanisms import gaussian_epsilon
+from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases
 
 DELTA = 1e-5
 NOISE = 4.0

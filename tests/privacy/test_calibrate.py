@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dpdist.privacy.accounting import compose_rdp
-from dpdist.privacy.calibrate import (
+from dpdist.privacy.calibration import (
     Unreachable,
     _largest,
     batch_size_for,
@@ -15,9 +15,8 @@ from dpdist.privacy.calibrate import (
     noise_multiplier_for,
     steps_for,
 )
-from dpdist.privacy.combined import RepeatAndSelect
+from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
 pytestmark = pytest.mark.guarantee
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpdist.commands.account import app
-from dpdist.privacy.calibrate import batch_size_for, noise_multiplier_for, steps_for
+from dpdist.cli.account import account_app
+from dpdist.privacy.calibration import batch_size_for, noise_multiplier_for, steps_for
 from dpdist.privacy.plan import PrivacyPlan
 
 pytestmark = pytest.mark.slow  # numerical distributions of the privacy loss
@@ -63,7 +63,7 @@ def test_the_commands_pass_the_whole_setting_on(command, given, capped, neighbou
     if capped:
         asked["batch-cap"] = 41
     arguments = [part for name, value in asked.items() for part in (f"--{name}", str(value))]
-    shown = CliRunner().invoke(app, [command, *arguments, "--json"], catch_exceptions=False)
+    shown = CliRunner().invoke(account_app, [command, *arguments, "--json"], catch_exceptions=False)
     answer = json.loads(shown.stdout)
     found = {name: answer[name] for name in ("batch_size", "steps", "noise_multiplier")}
     cap = 41 if capped else None

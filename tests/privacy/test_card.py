@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.privacy.card import (
     EVALUATION_UNPROTECTED,
     accounted,
@@ -16,10 +16,9 @@ from dpdist.privacy.card import (
     card_markdown,
     recomputed,
 )
-from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, ParallelParts, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 

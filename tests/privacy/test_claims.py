@@ -10,11 +10,11 @@ from scipy import stats
 from support.mechanisms import heterogeneous_std
 
 from dpdist.privacy import claims
+from dpdist.privacy.claims import published_claims
 from dpdist.privacy.mechanisms import (
     mixed_gaussian_added_std,
     redistribution,
 )
-from dpdist.privacy.published import published_claims
 
 pytestmark = pytest.mark.guarantee
 

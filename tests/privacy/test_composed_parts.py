@@ -11,11 +11,9 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from dpdist.privacy.accounting import QUICK_ORDERS, compose_rdp, epsilon
 from dpdist.privacy.budget import Charge, composed_guarantee
-from dpdist.privacy.combined import RepeatAndSelect
-from dpdist.privacy.events import WorstOfDpEvent
-from dpdist.privacy.losses import compose_pld, loss_of
+from dpdist.privacy.phases import GaussianReleases, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases
+from dpdist.privacy.pld import WorstOfDpEvent, compose_pld, loss_of
 
 GRID = 1e-3
 GAUSS = dpa.GaussianDpEvent(8.0)

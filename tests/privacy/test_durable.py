@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from support.disk import Disk
 
-from dpdist.privacy import budgets
+from dpdist.privacy import budget
 from dpdist.privacy.budget import Charge, DataBudget, Terms
-from dpdist.privacy.journal import Anchor, ChainedJournal, JournalError, anchor_path
-from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.ledger import Anchor, ChainedJournal, JournalError, Ledger, anchor_path
+from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 
@@ -57,7 +56,7 @@ def test_a_reservation_survives_a_power_cut(tmp_path, disk, below):
     """With the key that its records are recognised by, and the folder itself."""
     folder = tmp_path / below
     charge = Charge.of("run", "a run", PLAN, PLAN.phases)
-    budgets.reserve(folder, np.arange(10.0), charge, Terms(), PLAN.neighbours)
+    budget.reserve(folder, np.arange(10.0), charge, Terms(), PLAN.neighbours)
     files = sorted(folder.iterdir())
     assert len(files) == 3
     for path in files:
@@ -65,7 +64,7 @@ def test_a_reservation_survives_a_power_cut(tmp_path, disk, below):
             assert disk.named(path)
         else:
             assert whole(disk, path)
-    assert budgets.settle(folder, "run", PLAN.phases)
+    assert budget.settle(folder, "run", PLAN.phases)
     (path,) = folder.glob("*.budget.jsonl")
     assert whole(disk, path)
 
@@ -117,7 +116,7 @@ def test_no_other_kind_of_journal_is_a_ledger_or_a_budget(tmp_path):
 def test_a_journal_of_a_later_version_is_not_read(tmp_path, monkeypatch):
     path = tmp_path / "ledger.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr("dpdist.privacy.journal._VERSION", 99)
+        patch.setattr("dpdist.privacy.ledger._VERSION", 99)
         with closing(ChainedJournal.open(path, "plan", {})):
             pass
     before = path.read_bytes()

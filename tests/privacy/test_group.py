@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from dpdist.privacy.group import group_guarantee, lemma_delta, lemma_epsilon
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
-from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
+from dpdist.privacy.phases import GaussianSteps, LaplaceReleases
+from dpdist.privacy.plan import PrivacyPlan, group_guarantee, lemma_delta, lemma_epsilon
 
 pytestmark = pytest.mark.guarantee
 

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from scipy.stats import laplace, norm
 
+from dpdist.poisoning.certificates import Poisoned
 from dpdist.privacy.audit_bounds import ManyRuns, OneRun, epsilon_of_mu
-from dpdist.privacy.group import group_guarantee
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
-from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.poisoning import Poisoned
-from dpdist.privacy.releases import GaussianAnswers, GaussianSteps, LaplaceReleases
-from dpdist.privacy.votes import NoisyVotes
+from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, LaplaceReleases, NoisyVotes
+from dpdist.privacy.plan import PrivacyPlan, group_guarantee
 
 GRID, DELTA = 1e-3, 1e-4
 GAUSSIAN = {  # noise of one Gaussian that they are as private as

@@ -12,11 +12,18 @@ from contextlib import closing
 
 import pytest
 
-from dpdist.base.errors import UserError
-from dpdist.privacy.journal import Anchor, ChainedJournal, _parse, anchor_path
-from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
+from dpdist.core.errors import UserError
+from dpdist.privacy.ledger import (
+    Anchor,
+    ChainedJournal,
+    Ledger,
+    LedgerError,
+    ReplayConflict,
+    _parse,
+    anchor_path,
+)
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps
 
 pytestmark = pytest.mark.guarantee
 
@@ -305,7 +312,7 @@ def test_killed_at_any_moment_the_ledger_opens_again(path):
 def test_a_journal_of_another_version_is_refused(tmp_path, monkeypatch, lines):
     path = tmp_path / "old.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr("dpdist.privacy.journal._VERSION", 1)
+        patch.setattr("dpdist.privacy.ledger._VERSION", 1)
         with closing(ChainedJournal.open(path, "plan", {})) as journal:
             for _ in range(lines - 1):
                 journal.append({"a": 1})
@@ -339,7 +346,7 @@ def test_another_plan_is_refused(ledger):
 
 
 def test_two_writers_are_refused(ledger, monkeypatch):
-    monkeypatch.setattr("dpdist.privacy.journal._LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("dpdist.privacy.ledger._LOCK_SECONDS", 0.2)
     with pytest.raises(LedgerError, match="another process"):
         Ledger.open(ledger.path, PLAN.fingerprint())
     assert Ledger.read(ledger.path).plan_fingerprint == PLAN.fingerprint()

@@ -11,16 +11,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpdist.privacy import budgets
-from dpdist.privacy.budget import BudgetExceeded, Charge, DataBudget, Lineage, Terms, run_id
-from dpdist.privacy.budgets import budgets_in
-from dpdist.privacy.combined import RepeatAndSelect
-from dpdist.privacy.filter import RenyiFilter
+from dpdist.privacy import budget as budgets
+from dpdist.privacy.budget import (
+    BudgetExceeded,
+    Charge,
+    DataBudget,
+    Lineage,
+    RenyiFilter,
+    Terms,
+    budgets_in,
+    run_id,
+)
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.phases import Phase
+from dpdist.privacy.phases import (
+    GaussianAnswers,
+    GaussianReleases,
+    GaussianSteps,
+    NoisyVotes,
+    Phase,
+    RepeatAndSelect,
+)
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianAnswers, GaussianReleases, GaussianSteps
-from dpdist.privacy.votes import NoisyVotes
 
 RECORDS = np.random.default_rng(0).random(100)
 # Something that is drawn once, then steps with two noises: everything costs another price.

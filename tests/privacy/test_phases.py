@@ -10,26 +10,27 @@ from typing import ClassVar
 import dp_accounting as dpa
 import pytest
 
-from dpdist.privacy import catalogue
-from dpdist.privacy.budget import Charge
-from dpdist.privacy.calibrate import calibrate_noise
+from dpdist.privacy import phases
+from dpdist.privacy.budget import Charge, RenyiFilter
+from dpdist.privacy.calibration import calibrate_noise
 from dpdist.privacy.card import card
-from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
-from dpdist.privacy.filter import RenyiFilter
-from dpdist.privacy.group import group_guarantee
 from dpdist.privacy.mechanisms import confident_gnmax_epsilon
-from dpdist.privacy.phases import Phase, walk
-from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import (
+from dpdist.privacy.phases import (
     FixedBatches,
     GaussianAnswers,
     GaussianReleases,
     GaussianSteps,
     LaplaceReleases,
     NoisyRecords,
+    NoisyVotes,
     NonPrivate,
+    ParallelParts,
+    Phase,
+    RepeatAndSelect,
+    WorstOf,
+    walk,
 )
-from dpdist.privacy.votes import NoisyVotes
+from dpdist.privacy.plan import PrivacyPlan, group_guarantee
 
 pytestmark = pytest.mark.guarantee
 
@@ -98,7 +99,7 @@ def test_plans_on_disk_keep_their_fingerprint(fingerprint):
 
 def test_each_kind_has_its_form_on_disk():
     found = {phase.kind: phase for plan in FINGERPRINTS.values() for phase in walk(plan.phases)}
-    assert found.keys() == catalogue.KINDS.keys()
+    assert found.keys() == phases.KINDS.keys()
     assert RELEASE.to_dict() == {
         "kind": "gaussian-releases", "noise_multiplier": 20.0, "count": 2, "sample_rate": 0.1,
     }  # fmt: skip
@@ -123,7 +124,7 @@ def test_each_kind_has_its_form_on_disk():
 )
 def test_a_damaged_phase_is_refused(record):
     with pytest.raises(ValueError):
-        catalogue.phase_from_dict(record)
+        phases.phase_from_dict(record)
 
 
 def test_every_step_is_accounted():
@@ -188,7 +189,7 @@ class Votes(Phase):
 
 @pytest.mark.slow
 def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
-    monkeypatch.setitem(catalogue.KINDS, Votes.kind, Votes)  # the line of the catalogue
+    monkeypatch.setitem(phases.KINDS, Votes.kind, Votes)  # the line of the catalogue
     votes = Votes(40, 10, 30.0)
     plan = PrivacyPlan(1000, (votes, GaussianSteps(5, 2.0, 0.1)), 1e-5)
     assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan

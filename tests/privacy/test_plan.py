@@ -9,10 +9,14 @@ import math
 import pytest
 
 from dpdist.privacy.accounting import rdp_epsilon
-from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
-from dpdist.privacy.phases import sequence_alternatives
+from dpdist.privacy.phases import (
+    GaussianSteps,
+    LaplaceReleases,
+    ParallelParts,
+    RepeatAndSelect,
+    sequence_alternatives,
+)
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
 pytestmark = pytest.mark.guarantee
 

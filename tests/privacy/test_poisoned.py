@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from dpdist.privacy import poisoning, trade_off
+from dpdist.poisoning import certificates
+from dpdist.poisoning.certificates import Poisoned, cost_of_votes
+from dpdist.privacy import audit_bounds
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.poisoning import Poisoned, cost_of_votes
-from dpdist.privacy.releases import GaussianSteps
 
 NORMAL = stats.norm
 
@@ -116,9 +117,9 @@ def test_groups_of_one_direction_do_not_prove_mixtures(sampled: Poisoned) -> Non
 
 
 def test_exact_groups_are_no_worse_than_one_record_after_the_other(sampled: Poisoned) -> None:
-    one = trade_off.of_plan(SAMPLED)
+    one = audit_bounds.of_plan(SAMPLED)
     assert one is not None
-    stepwise = trade_off.of_group(one, 3)
+    stepwise = audit_bounds.of_group(one, 3)
     needed = sampled.needed(3)
     assert float(stepwise(np.float64(needed))) <= 0.5 + 1e-6
     replaced = PrivacyPlan(1000, SAMPLED.phases, 1e-5, neighbours="replace-one")
@@ -149,7 +150,7 @@ def test_tiny_epsilons_end() -> None:
 
 
 def test_large_groups_are_made_of_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(poisoning, "_LARGEST", 2)
+    monkeypatch.setattr(certificates, "_LARGEST", 2)
     poisoned = Poisoned(gaussian(0.25))
     for changes in (3, 4, 5):
         exact = NORMAL.cdf(NORMAL.ppf(0.5) + 0.25 * changes)

@@ -11,11 +11,11 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
-from dpdist.privacy.accounting import Unsupported, compose_rdp
-from dpdist.privacy.combined import RepeatAndSelect, WorstOf
+from dpdist.privacy.accounting import compose_rdp
+from dpdist.privacy.calibration import fixed_runs_guarantee, search_guarantee
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, RepeatAndSelect, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps
-from dpdist.privacy.searches import fixed_runs_guarantee, search_guarantee
+from dpdist.privacy.pld import Unsupported
 from dpdist.privacy.selection import SelectionLaw, mean_of
 
 pytestmark = pytest.mark.guarantee

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from dpdist.privacy.accounting import delta_profile
-from dpdist.privacy.mechanisms import gaussian_delta
+from dpdist.privacy.mechanisms import (
+    gaussian_delta,
+    shuffled_delta_lower_bound,
+    shuffled_epsilon_lower_bound,
+)
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps
-from dpdist.privacy.shuffling import shuffled_delta_lower_bound, shuffled_epsilon_lower_bound
 
 pytestmark = pytest.mark.guarantee
 

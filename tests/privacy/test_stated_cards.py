@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.privacy.card import accounted, card
+from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases
 
 PLAN = PrivacyPlan(1000, (GaussianReleases(4.0),), 1e-5)
 TWICE = PrivacyPlan(1000, (GaussianReleases(4.0, 2),), 1e-5).guarantee()

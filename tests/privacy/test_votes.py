@@ -11,9 +11,8 @@ import pytest
 from dpdist.methods.pate import PATE
 from dpdist.privacy.claims import pate_claim
 from dpdist.privacy.mechanisms import confident_gnmax_epsilon
+from dpdist.privacy.phases import GaussianSteps, NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps
-from dpdist.privacy.votes import NoisyVotes
 
 pytestmark = pytest.mark.guarantee
 

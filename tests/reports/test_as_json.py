@@ -9,10 +9,10 @@ import pytest
 from support.here import command
 from support.recipes import write_recipe
 
-from dpdist.base.rounding import exact, percent
-from dpdist.certification import population
-from dpdist.release.description import certified_of
-from dpdist.reports import page
+from dpdist.certification import statistics
+from dpdist.core.console import exact, percent
+from dpdist.release.bundle import certified_of
+from dpdist.reports import html
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 
@@ -101,10 +101,10 @@ def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch
     facts = read_facts(folder)
     found = next(table for table in facts.tables if "alpha-" not in table.name)
     shares = [f"{percent(each['at_least'])} % at {exact(each['radius'])}" for each in shown]
-    _, value = population.line(found)
+    _, value = statistics.line(found)
     assert value.startswith(", ".join(shares)) and len(shares) == len(found.shown_radii) == 2
     assert value in printed and value in [each for _, each in facts.summary()]
-    assert shares == [f"{row[2]} % at {row[0]}" for row in page._table(found, folder)["rows"]]
+    assert shares == [f"{row[2]} % at {row[0]}" for row in html._table(found, folder)["rows"]]
     assert certified_of(found)["radii"] == found.shown_radii
 
 

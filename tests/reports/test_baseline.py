@@ -13,11 +13,11 @@ from support.here import command
 from support.training import make, train
 
 from dpdist import pipeline
-from dpdist.base.errors import UserError
-from dpdist.base.rounding import percent
-from dpdist.reports import baseline
+from dpdist.core.console import percent
+from dpdist.core.errors import UserError
+from dpdist.reports import compare
 from dpdist.reports.facts import read_facts
-from dpdist.runs.exporting import publishable
+from dpdist.runs.archive import publishable
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow  # two short trainings
@@ -58,7 +58,7 @@ def test_it_is_shown_only_where_it_was_named(runs, private, monkeypatch, capsys)
     section = page[page.index('<h2 id="baseline">') :].split("</section>")[0]
     assert "open was trained without privacy" in section and "no epsilon covers them" in section
     assert "plain accuracy" in section and "also differ in training.learning_rate." in section
-    (row,) = (baseline.beside(read_facts(private)) or pytest.fail()).rows[1:]
+    (row,) = (compare.beside(read_facts(private)) or pytest.fail()).rows[1:]
     accuracies = [json.loads(RunFolder(runs / name).evaluation.read_text())["accuracy"]
                   for name in ("open", "private")]  # fmt: skip
     assert row[4:6] == [percent(share) for share in accuracies]
@@ -76,7 +76,7 @@ def test_nothing_of_it_may_leave(runs, private):
 
     pipeline.report_stage(private)
     before = leaving()
-    baseline.link(private, RunFolder(runs / "open"))
+    compare.link(private, RunFolder(runs / "open"))
     pipeline.report_stage(private)
     assert "What privacy costs" in private.beside_baseline.read_text()
     assert leaving() == before and "report/index.html" in before
@@ -90,7 +90,7 @@ def test_what_is_no_baseline_is_refused(runs, private, monkeypatch, capsys, tmp_
         (private, RunFolder(tmp_path / "open"), "must be another run beside private"),
     ):
         with pytest.raises(UserError, match=why):
-            baseline.link(folder, other)
+            compare.link(folder, other)
         assert not folder.baseline.exists()
     asked = ("report", "private", "--runs", runs)
     done = command(monkeypatch, capsys, runs, *asked, "--baseline", "nothing")
@@ -103,7 +103,7 @@ def test_the_command_that_makes_one_makes_one(runs, private, monkeypatch, capsys
     done = command(monkeypatch, capsys, runs, "report", "private", "--runs", runs,
                    "--baseline", "nothing")  # fmt: skip
     made = re.sub(r"\s+", " ", done.err).split("this makes one: ")[1].strip()
-    assert made == baseline.making(private)
+    assert made == compare.making(private)
     assert "tune" not in made and "budget" not in made
     from dpdist.runs.recipe import load, read_changes
 
@@ -120,9 +120,9 @@ def test_one_that_is_gone_is_said_so(private, kept):
     private.baseline.write_text(kept)
     if kept == '{"run": 3}':
         with pytest.raises(UserError, match=r"baseline\.json"):
-            baseline.beside(read_facts(private))
+            compare.beside(read_facts(private))
         return
-    found = baseline.beside(read_facts(private))
+    found = compare.beside(read_facts(private))
     assert found is not None and not found.rows and found.notes
     pipeline.report_stage(private)
     assert found.notes[0] in private.beside_baseline.read_text().replace("&#39;", "'").replace(

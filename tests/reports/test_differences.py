@@ -15,15 +15,20 @@ from scipy import stats
 from support.training import make, train
 
 from dpdist import evaluation, pipeline
-from dpdist.base.errors import UserError
-from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.certification.catalogue import settings_of
+from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.curves import curve_difference
-from dpdist.certification.paired import ERROR, difference_interval
+from dpdist.certification.registry import settings_of
+from dpdist.certification.statistics import ERROR, curve_difference, difference_interval
+from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
-from dpdist.reports.differences import curves_grid, differences, grid, section, whole_curves
+from dpdist.reports.compare import (
+    curves_grid,
+    differences,
+    differences_grid,
+    differences_section,
+    whole_curves,
+)
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.training.records import evaluation_data, source_of
@@ -35,7 +40,7 @@ SIZES = {"l2": (0.1,), "linf": ()}
 ONLY_LATER, ONLY_FIRST, ALL = range(0, 9), range(9, 12), range(40)
 
 
-def certificates(path: Path, right: set[int], **changes: Any) -> reading.CertificateTable:
+def certificates(path: Path, right: set[int], **changes: Any) -> table_reader.CertificateTable:
     """One certificate for each input of `indices`; of the wrong class where it is not right."""
     indices = changes.pop("indices", ALL)
     data, labels = changes.pop("data", "d"), changes.pop("labels", 0)
@@ -58,10 +63,10 @@ def certificates(path: Path, right: set[int], **changes: Any) -> reading.Certifi
         "model": "m", "data": data, "seed": "s",
     }  # fmt: skip
     tables.write(tables.build(rows, about), path / "certificates.parquet")
-    return reading.read(path / "certificates.parquet")
+    return table_reader.read(path / "certificates.parquet")
 
 
-def run_of(folder: Path, *found: reading.CertificateTable, **evaluation: Any) -> Any:
+def run_of(folder: Path, *found: table_reader.CertificateTable, **evaluation: Any) -> Any:
     return SimpleNamespace(
         folder=RunFolder(folder), tables=list(found), input_shape=(4,), evaluation=evaluation
     )
@@ -87,7 +92,7 @@ def test_difference_is_of_the_later_run_less_the_first(two: list[Any]) -> None:
     assert (it.inputs, it.only_first, it.only_second) == (40, 3, 9)
     assert (it.first, it.second, it.difference) == (23 / 40, 29 / 40, 6 / 40)
     assert it.p_value == pytest.approx(stats.binomtest(9, 12, 0.5).pvalue)
-    header, shown = grid("first", [row])
+    header, shown = differences_grid("first", [row])
     assert "first, %" in header and "only first : only run" in header
     assert shown[4:7] == ["57.50", "72.50", "+15.00"] and shown[9] == "3 : 9"
     assert shown[8] == shown[7]  # one row: all of them together are it
@@ -99,7 +104,7 @@ def test_difference_is_of_the_later_run_less_the_first(two: list[Any]) -> None:
 
 def test_all_intervals_share_one_error(two: list[Any]) -> None:
     (row,), _ = differences(two, SIZES)
-    shown = grid("first", [row] * 4)[1]
+    shown = differences_grid("first", [row] * 4)[1]
     low, high = difference_interval(3, 9, 40, ERROR / 4)
     assert [float(part) for part in shown[8].split(" to ")] == [
         math.floor(1e4 * low) / 100,
@@ -124,7 +129,7 @@ def test_whole_curves_share_one_error_and_name_the_better(two: list[Any]) -> Non
     assert curves_grid([(found, better)])[1][3] == "above 0.25 to 0.5"
     far = replace(curve, knots=np.linspace(0, 12.7, 65), low=np.repeat([0.1, -0.1], (55, 9)))
     assert curves_grid([(found, far)])[1][3] == "above 0 to 10.91406"  # of 10.9140625
-    text = "\n".join(section(two, SIZES))
+    text = "\n".join(differences_section(two, SIZES))
     assert "at every size, between those listed too" in text
 
 
@@ -229,9 +234,9 @@ def test_plain_accuracy_on_the_same_inputs(tmp_path: Path) -> None:
     assert rows[1].found.p_value == 1
     # Two later runs: Holm's correction doubles the smaller p value.
     p = stats.binomtest(1, 9, 0.5).pvalue
-    shown = grid("first", rows)
+    shown = differences_grid("first", rows)
     assert shown[1][10:12] == [f"{p:.2g}", f"{2 * p:.2g}"] and shown[2][10:12] == ["1", "1"]
-    text = "\n".join(section(runs, SIZES))
+    text = "\n".join(differences_section(runs, SIZES))
     assert "corrected for the 2 rows above" in text and "sample of" in text
     with pytest.raises(UserError, match="evaluated on different data"):
         differences([runs[0], run_of(tmp_path / "b", **plain([1], "other"))], SIZES)

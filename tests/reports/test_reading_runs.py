@@ -15,23 +15,22 @@ import pyarrow.parquet as pq
 import pytest
 from support.training import make, train
 
-from dpdist import bulk
 from dpdist.attacks import table as attack_tables
-from dpdist.attacks.reading import Shares, read_attack
 from dpdist.attacks.settings import AttackSettings
-from dpdist.base.errors import UserError
-from dpdist.certification import reading
+from dpdist.attacks.table import Shares, read_attack
 from dpdist.certification import table as tables
+from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.places import ScoredPlace
-from dpdist.certification.scores import ExpectedScores, ScoreBound, decide
-from dpdist.commands import certify
+from dpdist.certification.expected_scores import ExpectedScores, ScoreBound, decide
+from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.worker import ScoredPlace
+from dpdist.cli import certify
+from dpdist.cluster import job_folder
+from dpdist.core.errors import UserError
 from dpdist.evaluation import evaluate_stage
-from dpdist.reports import compare, page
-from dpdist.reports.attacks import grid, same_classifier
+from dpdist.reports import compare, html
+from dpdist.reports.charts import attacked_accuracy, grid, same_classifier
 from dpdist.reports.facts import read_facts
-from dpdist.reports.pictures import attacked_accuracy
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
@@ -71,7 +70,7 @@ def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
     return path
 
 
-def run_of(folder: Path, found: list[reading.CertificateTable]) -> Any:
+def run_of(folder: Path, found: list[table_reader.CertificateTable]) -> Any:
     run = RunFolder(folder)
     return SimpleNamespace(folder=run, tables=found, input_shape=(4,))
 
@@ -83,10 +82,10 @@ def test_every_page_prints_the_same_certified_accuracy(
     # By counts class 0 is certified, by mean scores class 1: who reads one by the other's rule
     # prints 0 for 100 % and 100 for 0 %.
     path = score_table(tmp_path / "t" / "certificates.parquet", bound, [*right, 1 - right[0]])
-    found = reading.read(path)
+    found = table_reader.read(path)
     assert found.certified_accuracy(0.01) == 0.75
     assert (found.certified() >= 0.01).tolist() == [True, True, True, False]
-    certify._print(path)
+    certify._print_table(path)
     lines = capsys.readouterr().out.splitlines()
     shown = {" ".join(line.split()) for line in lines}
     assert {f"{norm} exact 75.00 % at 0, 75.00 % at 0.01" for norm in ("l2", "linf")} <= shown
@@ -99,13 +98,13 @@ def test_every_page_prints_the_same_certified_accuracy(
     assert rows["as printed (does not hold)"] == ("75.0" if right[0] == 1 else "25.0")
     (picture,) = {c.accuracy(0.01) for c in compare.curves(facts) if c.title == "exact profile"}
     assert picture == 0.75
-    section = page._table(found, RunFolder(tmp_path))
+    section = html._table(found, RunFolder(tmp_path))
     assert ("0.01", "75.00") in {row[:2] for row in section["rows"]}  # type: ignore[attr-defined]
 
 
 def test_comparison_tells_smoothing_noises_apart(tmp_path: Path) -> None:
     found = [
-        reading.read(smoothed_table(tmp_path / f"{i}" / "certificates.parquet", changes))
+        table_reader.read(smoothed_table(tmp_path / f"{i}" / "certificates.parquet", changes))
         for i, changes in enumerate([{}, {"sigma": 0.25}, {"noise": "laplace"}])
     ]
     rows = compare.certified_grid([run_of(tmp_path / "run", found)], "l2", [0.1])[1:]
@@ -132,8 +131,8 @@ def attacks(
         "noise": noise, "model": "m", "data": "d", "dataset": "points/test", "input_shape": [4],
         "seed": "s", **more,
     }  # fmt: skip
-    table = bulk.build_table(rows, attack_tables.SCHEMA, about, attack_tables.KEY)
-    bulk.write_table(table, path)
+    table = job_folder.build_table(rows, attack_tables.SCHEMA, about, attack_tables.KEY)
+    job_folder.write_table(table, path)
     return path
 
 
@@ -157,7 +156,7 @@ def test_an_abstention_is_neither_right_nor_wrong(tmp_path: Path) -> None:
     assert table.worst(9.0) == Shares(0.0, 1.0, 0.0)
     with pytest.raises(ValueError, match="no attack mim"):
         table.shares("mim", 0.2)
-    certificates = reading.read(smoothed_table(tmp_path / "c" / "certificates.parquet"))
+    certificates = table_reader.read(smoothed_table(tmp_path / "c" / "certificates.parquet"))
     shown = grid(table, [certificates])
     assert shown.header == ["l2 size", "attack", "right", "abstained", "wrong", "certified c"]
     assert shown.rows == [
@@ -195,7 +194,9 @@ def test_the_same_classifier_is_the_same_model_data_and_noise(
     tmp_path: Path, noise: dict[str, Any], changes: dict[str, Any], shown: bool, same: bool
 ) -> None:
     table = read_attack(attacks(tmp_path / "a" / "attacks.parquet", noise, ANSWERS))
-    certificates = reading.read(smoothed_table(tmp_path / "c" / "certificates.parquet", changes))
+    certificates = table_reader.read(
+        smoothed_table(tmp_path / "c" / "certificates.parquet", changes)
+    )
     assert same_classifier(table, certificates) == same
     found = grid(table, [certificates])
     assert (len(found.header) == 6) == shown == bool(found.notes)
@@ -206,7 +207,9 @@ def test_hidden_noise_is_attacked_as_it_is_certified(tmp_path: Path) -> None:
     """By votes or by mean scores: a certificate by the other is of another classifier."""
     bounds: tuple[ScoreBound, ...] = ("hoeffding", "counts")
     scores, votes = (
-        reading.read(score_table(tmp_path / bound / "certificates.parquet", bound, [0, 1, 0, 1]))
+        table_reader.read(
+            score_table(tmp_path / bound / "certificates.parquet", bound, [0, 1, 0, 1])
+        )
         for bound in bounds
     )
     for by, same, other, named in (
@@ -222,20 +225,20 @@ def test_hidden_noise_is_attacked_as_it_is_certified(tmp_path: Path) -> None:
 
 
 def test_a_table_is_titled_by_its_settings_wherever_it_lies(tmp_path: Path) -> None:
-    found = reading.read(smoothed_table(tmp_path / "mine" / "certificates.parquet"))
+    found = table_reader.read(smoothed_table(tmp_path / "mine" / "certificates.parquet"))
     assert (found.name, found.title) == ("mine", "sigma-0.5-fixed-n-1000")
     path = score_table(tmp_path / "other" / "certificates.parquet", "counts", [0])
-    assert reading.read(path).title.startswith("scores")
+    assert table_reader.read(path).title.startswith("scores")
 
 
 def test_tables_without_a_statement_are_refused(tmp_path: Path) -> None:
     empty = tables.build([], {})
     with pytest.raises(UserError, match="no certificates in the table"):
-        reading.of(empty)
+        table_reader.of(empty)
     path = score_table(tmp_path / "certificates.parquet", "counts", [0])
     tables.write(tables.read(path).drop_columns(["sums"]), path)
     with pytest.raises(UserError, match="no column 'sums'"):
-        reading.read(path)
+        table_reader.read(path)
     old = pa.Table.from_pylist(
         [{"attack": "none", "size": 0.0, "index": 0, "label": 0, "distance": 0.0, "prediction": 0,
           "hits": 1, "n": 1}], schema=attack_tables.SCHEMA)  # fmt: skip
@@ -249,7 +252,7 @@ def test_one_input_has_one_certificate(tmp_path: Path) -> None:
     twice = pa.concat_tables([table, table.slice(0, 1)])
     tables.write(twice, tmp_path / "b/certificates.parquet")
     with pytest.raises(UserError, match="more than one certificate of the same input"):
-        reading.read(tmp_path / "b/certificates.parquet")
+        table_reader.read(tmp_path / "b/certificates.parquet")
 
 
 def test_a_table_made_from_others_replaces_no_certification(tmp_path: Path) -> None:

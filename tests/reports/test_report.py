@@ -23,21 +23,27 @@ from support.training import make, train
 
 from dpdist import pipeline
 from dpdist.attacks.settings import CheckSettings
-from dpdist.audits.result import AuditResult
-from dpdist.base.errors import UserError
+from dpdist.audits.target import AuditResult
 from dpdist.certification import table as tables
 from dpdist.certification.cohen import Cohen
+from dpdist.core.errors import UserError
 from dpdist.evaluation import SplitImages, split_images
-from dpdist.privacy.audited import Audited
+from dpdist.privacy.card import Audited
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
-from dpdist.reports.charts import PALETTE, Axis, Line, alone, chart, style, ticks
+from dpdist.reports.charts import (
+    PALETTE,
+    Axis,
+    Line,
+    alone,
+    certified_accuracy,
+    chart,
+    style,
+    ticks,
+)
 from dpdist.reports.facts import Facts, read_facts
-from dpdist.reports.images import UNASKED, allowed, picked
-from dpdist.reports.in_short import in_short, interval, meanings, right_at_most
-from dpdist.reports.overview import write_overview
-from dpdist.reports.page import render, write_report
-from dpdist.reports.pictures import certified_accuracy
+from dpdist.reports.html import UNASKED, allowed, picked, render, write_overview, write_report
+from dpdist.reports.summary import in_short, interval, meanings, right_at_most
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.training.records import evaluation_data, source_of
@@ -406,9 +412,9 @@ def test_a_report_that_fails_leaves_the_one_before(run: RunFolder, monkeypatch) 
     def refused(facts: Facts) -> None:
         raise UserError("refused late")
 
-    monkeypatch.setattr("dpdist.reports.page.beside", refused)
+    monkeypatch.setattr("dpdist.reports.html.beside", refused)
     certify(run, data="0" * 32)
-    monkeypatch.setattr("dpdist.reports.page._headline", lambda facts: "another picture")
+    monkeypatch.setattr("dpdist.reports.html._headline", lambda facts: "another picture")
     try:
         with pytest.raises(UserError, match="refused late"):
             write_report(run)

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support.training import make, train
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.reports import tracking
 from dpdist.reports.facts import read_facts
 from dpdist.reports.tracking import Tracker, figures, tracker
@@ -53,7 +53,7 @@ def test_a_figure_that_is_not_finite_is_left_out():
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
-    from dpdist.pipeline import evaluate_stage
+    from dpdist.evaluation import evaluate_stage
 
     recipe, folder = make(tmp_path_factory.mktemp("tracked"), privacy__run_key=None)
     train(recipe, folder)

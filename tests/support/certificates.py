@@ -10,13 +10,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dpdist.attacks.check import Check, Plausibility
+from dpdist.attacks.job import Check
 from dpdist.attacks.settings import AttackSettings
-from dpdist.bulk.job import run
+from dpdist.attacks.table import Plausibility
 from dpdist.certification import table as tables
-from dpdist.certification.catalogue import settings_of
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.rebound import rebound
+from dpdist.certification.registry import settings_of
+from dpdist.certification.table_reader import rebound
+from dpdist.cluster.resumable_job import run
 
 
 def changed(settings: Certificate, **changes: Any) -> Certificate:

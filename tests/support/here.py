@@ -17,22 +17,20 @@ from ray import cloudpickle
 from typer.testing import CliRunner, Result
 
 import dpdist.attacks.job
-import dpdist.bulk.job
-import dpdist.certification.fresh_process
 import dpdist.certification.job
-import dpdist.cluster.calls
-import dpdist.cluster.packages
-import dpdist.cluster.pool
+import dpdist.certification.reexecution
+import dpdist.cli.main
+import dpdist.cluster.actor_pool
+import dpdist.cluster.resumable_job
 import dpdist.cluster.session
-import dpdist.commands.cli
+import dpdist.cluster.versions
 import dpdist.pipeline
 import dpdist.training.trainer as trainer
-import dpdist.tuning.room
 import dpdist.tuning.trial
-from dpdist.base.errors import UserError
-from dpdist.cluster.packages import fingerprint
-from dpdist.cluster.pool import Chunk, PoolSettings
-from dpdist.commands.cli import app
+from dpdist.cli.main import app
+from dpdist.cluster.actor_pool import Chunk, PoolSettings
+from dpdist.cluster.versions import fingerprint
+from dpdist.core.errors import UserError
 from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.search import Search
@@ -47,22 +45,22 @@ SESSION = dpdist.cluster.session.Session(None, 8, 0, 1)
 def without_ray(patch: pytest.MonkeyPatch) -> None:
     """From now on nothing starts Ray; ends with the monkeypatch."""
     replace_everywhere(patch, dpdist.cluster.session.connect, _connect)
-    replace_everywhere(patch, dpdist.cluster.packages.check_nodes, lambda *_: None)
-    replace_everywhere(patch, dpdist.cluster.pool.run_chunks, run_chunks)
-    replace_everywhere(patch, dpdist.cluster.calls.run_once, run_once)
+    replace_everywhere(patch, dpdist.cluster.versions.check_nodes, lambda *_: None)
+    replace_everywhere(patch, dpdist.cluster.actor_pool.run_chunks, run_chunks)
+    replace_everywhere(patch, dpdist.cluster.actor_pool.run_once, run_once)
     # A process of their own for rows that are tried alone takes seconds: tests/certification/
     # test_fresh_process.py has one.
     patch.setattr(
-        dpdist.certification.fresh_process,
+        dpdist.certification.reexecution,
         "FreshProcess",
-        lambda network, form, code: dpdist.certification.fresh_process.SameProcess(network, form),
+        lambda network, form, code: dpdist.certification.reexecution.SameProcess(network, form),
     )
     patch.setattr(trainer, "_fit", _fit)
     patch.setattr(
         dpdist.tuning.trial, "_train_on_ray_train", lambda job, until: trainer.fit(job, until=until)
     )
     replace_everywhere(
-        patch, dpdist.tuning.room.live_nodes, lambda: [dpdist.tuning.room.Node(8.0, 0.0)]
+        patch, dpdist.tuning.trial.live_nodes, lambda: [dpdist.tuning.trial.Node(8.0, 0.0)]
     )
     patch.setattr(Search, "_round", _round)
     patch.setattr(ray, "remote", lambda function=None, **_: _Remote(function))
@@ -82,7 +80,7 @@ def run_chunks(
     on_result: Callable[[str, Any], None],
     settings: PoolSettings | None = None,
 ) -> None:
-    """As `dpdist.cluster.pool.run_chunks`, in this process: as many workers as there would be
+    """As `dpdist.cluster.actor_pool.run_chunks`, in this process: as many workers as there would be
     actors, each with its own copy of what an actor is sent; the last one asked answers first."""
     packed = _packed((factory, shared))
     workers: list[Callable[[Any], Any]] = []
@@ -119,7 +117,7 @@ def _sent(value: Any) -> Any:
 def run_once(
     function: Callable[[Any], Any], argument: Any, failed: str, num_gpus: float = 0.0
 ) -> Any:
-    """As `dpdist.cluster.calls.run_once`, in this process."""
+    """As `dpdist.cluster.actor_pool.run_once`, in this process."""
     try:
         return _sent(function(_sent(argument)))
     except Exception as error:
@@ -174,7 +172,7 @@ def command(
         capsys.readouterr()
         code = 0
         try:
-            dpdist.commands.cli.main()
+            dpdist.cli.main.main()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         captured = capsys.readouterr()

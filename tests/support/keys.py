@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from dpdist.gradients import perturbations
-from dpdist.gradients.kernel_rows import INVENTED_KEY
-from dpdist.randomness import chacha, keys
-from dpdist.randomness.units import UnitSource
-from dpdist.training import answering, canaries, loop, public_training, teachers
+from dpdist.gradients.row_independence import INVENTED_KEY
+from dpdist.randomness import device_generators, keys
+from dpdist.randomness.keys import UnitSource
+from dpdist.training import canaries, ensembles, public_training, worker
 from dpdist.tuning import scoring
 
 # Loaded with the work, after a recorder may have begun: wrapped like all others.
-LATE = (answering, canaries, loop, public_training, teachers, scoring)
+LATE = (ensembles, canaries, worker, public_training, ensembles, scoring)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
     for invented examples has a public key and is not recorded."""
     seen, public = Recorder(), {INVENTED_KEY}
     derive, words, philox = keys.derive_key, keys.words, perturbations._philox_key
-    reader, unit, fill = keys.WordReader, UnitSource.key, chacha.KeyBlocks.fill
+    reader, unit, fill = keys.WordReader, UnitSource.key, device_generators.KeyBlocks.fill
 
     def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
         found = derive(key, purpose, *labels)
@@ -126,7 +126,7 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
             seen.streams.append(Stream(key, "words", caller, start, count))
         return reader(key, start, count, most)
 
-    def filled(self: chacha.KeyBlocks, key: bytes, first: int) -> Any:
+    def filled(self: device_generators.KeyBlocks, key: bytes, first: int) -> Any:
         seen.streams.append(Stream(key, "words", NOISE, 8 * first, 8 * self.count))
         return fill(self, key, first)
 
@@ -146,5 +146,5 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
     replace_everywhere(patch, reader, opened)
     replace_everywhere(patch, philox, philox_key)
     patch.setattr(UnitSource, "key", unit_key)
-    patch.setattr(chacha.KeyBlocks, "fill", filled)
+    patch.setattr(device_generators.KeyBlocks, "fill", filled)
     return seen

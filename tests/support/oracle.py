@@ -18,10 +18,10 @@ from dpdist.gradients import noise, perturbations
 from dpdist.models import require_split
 from dpdist.randomness import keys
 from dpdist.runs.recipe import Recipe
-from dpdist.training.building import initial_model, model_spec
-from dpdist.training.fixed import read_fixed
 from dpdist.training.job import TrainJob
+from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.records import training_data
+from dpdist.training.worker import read_fixed
 from support.keys import NOISE, SAMPLING, Recorder
 
 

@@ -17,9 +17,9 @@ import torch
 
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import loop
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import TrainJob, prepare
-from dpdist.training.reducer import Reducer
 from support.networks import saved_parameters
 
 KEY = "5a" * 32
@@ -84,7 +84,7 @@ def together(
 
 def execute(job: TrainJob, world_size: int = 1, until: int | None = None) -> None:
     """Run a prepared job with so many thread workers."""
-    together(world_size, lambda reducer: loop.run(job, reducer, until))
+    together(world_size, lambda reducer: worker.run(job, reducer, until))
 
 
 def make(tmp: Path, name: str = "run", **overrides: Any) -> tuple[Recipe, RunFolder]:
@@ -140,7 +140,7 @@ def interrupted(
     """Train and let worker 0 die right after its ledger entry of step `at`, counted from where the
     run goes on: the worst moment."""
     with patch.context() as inner:
-        real = loop.add_noise
+        real = worker.add_noise
         state = {"calls": 0}
 
         def dies(*args: Any) -> Any:
@@ -150,6 +150,6 @@ def interrupted(
                     raise Interrupt
             return real(*args)
 
-        inner.setattr(loop, "add_noise", dies)
+        inner.setattr(worker, "add_noise", dies)
         with pytest.raises(Interrupt):
             train(recipe, folder, workers)

@@ -12,22 +12,24 @@ import pytest
 import torch
 from support.training import ThreadReducer, make, together
 
-from dpdist.base.errors import ClusterError
+from dpdist.core.errors import ClusterError
 from dpdist.methods.base import Fixed
-from dpdist.privacy.journal import Anchor
+from dpdist.privacy.ledger import Anchor
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
-from dpdist.training import checkpoint, optimizer, permit, sharding, teachers
-from dpdist.training.building import model_spec
+from dpdist.training import checkpoint, collectives, ensembles, worker
 from dpdist.training.checkpoint import TrainState, latest, newest_step
-from dpdist.training.finite import Diverged
-from dpdist.training.fixed import digest, ensure_fixed, read_fixed
+from dpdist.training.collectives import Reducer, Sharded, Whole, leaf_digests, release_id
+from dpdist.training.ensembles import TeacherSetup, TeacherTrainer
 from dpdist.training.job import prepare
-from dpdist.training.loop import shards_of
-from dpdist.training.permit import PermitGate
-from dpdist.training.reducer import Reducer
-from dpdist.training.sharding import Sharded, Whole, leaf_digests, release_id
-from dpdist.training.teachers import TeacherSetup, TeacherTrainer
+from dpdist.training.model_setup import Diverged, model_spec
+from dpdist.training.worker import (
+    PermitGate,
+    ensure_fixed,
+    method_state_digest,
+    read_fixed,
+    shards_of,
+)
 
 
 class InOrder(ThreadReducer):
@@ -45,7 +47,7 @@ ANCHOR = Anchor(1, "0" * 32)
 
 @pytest.fixture
 def small_leaves(monkeypatch):
-    for module in (optimizer, sharding):
+    for module in (collectives, collectives):
         monkeypatch.setattr(module, "LEAF", 8)
 
 
@@ -167,9 +169,9 @@ def test_what_is_fixed_is_repeatable_under_a_fixed_key_and_never_else(tmp_path):
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_the_digest_of_what_is_fixed_covers_every_tensor(name):
     tensors = {each: torch.arange(3.0) for each in "abc"}
-    before = digest(Fixed(torch.nn.Identity(), tensors, bytes(32)))
+    before = method_state_digest(Fixed(torch.nn.Identity(), tensors, bytes(32)))
     changed = tensors | {name: torch.tensor([0.0, 1.0, 2.0001])}
-    assert digest(Fixed(torch.nn.Identity(), changed, bytes(32))) != before
+    assert method_state_digest(Fixed(torch.nn.Identity(), changed, bytes(32))) != before
 
 
 # --- keys
@@ -186,10 +188,10 @@ def test_every_teacher_has_a_key_of_its_own(monkeypatch, tmp_path):
                      method={"name": "private-prediction", "teachers": 4, "queries": 2,
                              "logit_bound": 1},
                      training={"batch_size": 6, "steps": 2, "learning_rate": 0.1})  # fmt: skip
-    monkeypatch.setattr(teachers, "trained_here", noted)
+    monkeypatch.setattr(ensembles, "trained_here", noted)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     shared = bytes(range(32))
-    trainer = TeacherTrainer(TeacherSetup(teachers.ordinary(recipe), 4, shared))
+    trainer = TeacherTrainer(TeacherSetup(ensembles.ordinary(recipe), 4, shared))
     for number in (0, 1, 2, 3, 1):
         trainer(number)
     assert len(set(seen)) == 4 and seen[4] == seen[1]
@@ -203,7 +205,7 @@ def gate(folder: Path, patch: pytest.MonkeyPatch, epoch: int, start: int = 0) ->
     run = RunFolder(folder)
     run.private.mkdir(parents=True, exist_ok=True)
     run.archive.write_text(json.dumps({"private": True}))
-    patch.setattr(permit, "_PATIENCE", 0.05)
+    patch.setattr(worker, "_PATIENCE", 0.05)
     return PermitGate(run, epoch, start, 100)
 
 
@@ -214,7 +216,7 @@ def test_leave_of_another_attempt_is_no_leave(tmp_path, monkeypatch):
         run.permit.write_text(json.dumps({"epoch": epoch, "step": 0, "steps": 100}))
         with pytest.raises(ClusterError, match="did not answer"):
             waiting.wait(0)
-    assert permit.read_permit(run.permit_asked).epoch == 3
+    assert worker.read_permit(run.permit_asked).epoch == 3
     run.permit.write_text(json.dumps({"epoch": 3, "step": 0, "steps": 2}))
     waiting.wait(0)
     waiting.wait(1)
@@ -226,5 +228,5 @@ def test_a_run_that_goes_on_asks_for_its_next_step(tmp_path, monkeypatch):
     waiting = gate(tmp_path, monkeypatch, 0, start=7)
     with pytest.raises(ClusterError, match="step 7"):
         waiting.wait(7)
-    asked = permit.read_permit(RunFolder(tmp_path).permit_asked)
+    asked = worker.read_permit(RunFolder(tmp_path).permit_asked)
     assert asked is not None and asked.step == 7

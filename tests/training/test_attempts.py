@@ -10,8 +10,8 @@ import torch
 from support.keys import replace_everywhere
 from support.training import Interrupt, execute, make
 
-from dpdist.base.errors import UserError
-from dpdist.cluster import packages
+from dpdist.cluster import versions
+from dpdist.core.errors import UserError
 from dpdist.methods.noisy_records import NoisyRecordsMethod
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import new_run_key
@@ -47,7 +47,7 @@ def epochs_after(tmp: Path, change: Any = None) -> int:
 def test_other_code_is_a_new_attempt(tmp_path, monkeypatch):
     """And the same code is none: an exact replay is charged once."""
     assert epochs_after(tmp_path / "same") == 1
-    original = packages.code_digest
+    original = versions.code_digest
 
     def other() -> None:
         replace_everywhere(monkeypatch, original, lambda names: f"other {original(names)}")

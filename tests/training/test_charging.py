@@ -9,15 +9,13 @@ import dp_accounting.pld  # noqa: F401 - here, or the first test would wait for 
 import numpy as np
 import pytest
 
-from dpdist.base.errors import UserError
-from dpdist.privacy.budget import Charge
-from dpdist.privacy.budgets import budgets_in
+from dpdist.core.errors import UserError
+from dpdist.privacy.budget import Charge, budgets_in
 from dpdist.privacy.mechanisms import gaussian_epsilon
+from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases
-from dpdist.runs.planning import plan_at
-from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import charging
+from dpdist.runs.recipe import Recipe, parse, plan_at
+from dpdist.training import job
 
 RECORDS: Any = SimpleNamespace(hashes=np.array([f"record {i:9}" for i in range(40)], "S16"))
 NOISE = 4.0
@@ -44,32 +42,32 @@ def exact(delta: float) -> float:
 def test_a_ceiling_is_one_at_its_own_delta(tmp_path, given, delta):
     """As a filter, and as a composition: what fits at the run's delta may not fit at it."""
     limits = {"budget": str(tmp_path / "filter"), "budget_ceiling": 3.0, **given}
-    ceiling = charging.terms_of(recipe(**limits)).ceiling
+    ceiling = job.terms_of(recipe(**limits)).ceiling
     assert ceiling is not None and (ceiling.epsilon, ceiling.delta) == (3.0, delta)
     composed = limits | {"budget": str(tmp_path / "sum"), "budget_composition": "non-adaptive"}
     low = recipe(**composed | {"budget_ceiling": 0.99 * exact(delta)})
     with pytest.raises(UserError, match="above their ceiling"):
-        charging.reserve(low, RECORDS, CHARGE, "r.yaml", enforce=True)
-    assert charging.terms_of(low).ceiling is None
+        job.reserve_charge(low, RECORDS, CHARGE, "r.yaml", enforce=True)
+    assert job.terms_of(low).ceiling is None
     high = recipe(**composed | {"budget_ceiling": 1.01 * exact(delta)})
-    charging.reserve(high, RECORDS, CHARGE, "r.yaml", enforce=True)
+    job.reserve_charge(high, RECORDS, CHARGE, "r.yaml", enforce=True)
     assert exact(1e-6) > 1.2 * exact(1e-3)  # else this test shows nothing
 
 
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_a_ceiling_counts_under_the_recipe_s_relation(tmp_path, relation):
     limits = {"budget": str(tmp_path), "budget_ceiling": 8.0, "neighbours": relation}
-    ceiling = charging.terms_of(recipe(**limits)).ceiling
+    ceiling = job.terms_of(recipe(**limits)).ceiling
     assert ceiling is not None and ceiling.neighbours == relation
 
 
 def test_every_record_is_on_the_budget(tmp_path):
     own = recipe(budget=str(tmp_path / "b"))
-    charging.reserve(own, RECORDS, CHARGE, "r.yaml", enforce=True)
+    job.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
     (budget,) = budgets_in(tmp_path / "b")
     assert len(budget.known) == len(RECORDS.hashes)
     last = SimpleNamespace(hashes=RECORDS.hashes[-1:])
-    charging.reserve(own, last, Charge.of("two", "", PLAN, PLAN.phases), "r.yaml", enforce=True)
+    job.reserve_charge(own, last, Charge.of("two", "", PLAN, PLAN.phases), "r.yaml", enforce=True)
     (budget,) = budgets_in(tmp_path / "b")  # the same one: it knows the last record
     assert [charge.run for charge in budget.charges] == ["run", "two"]
 
@@ -78,9 +76,9 @@ def test_every_record_is_on_the_budget(tmp_path):
 def test_a_finished_run_is_settled_whether_or_not_it_was_reserved(tmp_path, lost):
     own = recipe(budget=str(tmp_path / "b"))
     if not lost:
-        charging.reserve(own, RECORDS, CHARGE, "r.yaml", enforce=True)
+        job.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
     released = Charge.of("run", "a run", PLAN, (GaussianReleases(NOISE, 3),))
-    charging.settle(own, RECORDS, released, "r.yaml")
+    job.settle_charge(own, RECORDS, released, "r.yaml")
     (budget,) = budgets_in(tmp_path / "b")
     (charge,) = budget.charges
     assert (charge.phases, charge.status) == (released.phases, "settled")

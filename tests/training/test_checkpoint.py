@@ -14,15 +14,15 @@ import torch
 from support.training import execute, make
 
 from dpdist import models
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
-from dpdist.privacy.journal import Anchor
+from dpdist.privacy.ledger import Anchor
 from dpdist.randomness.keys import KEY_BYTES
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, provenance
 from dpdist.training.checkpoint import TrainState
+from dpdist.training.collectives import MissingRank
 from dpdist.training.job import prepare, read_run_key
-from dpdist.training.reducer import MissingRank
 
 pytestmark = pytest.mark.guarantee
 

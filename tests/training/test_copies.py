@@ -18,17 +18,16 @@ import pytest
 import yaml
 from support.training import execute, interrupted, make
 
-from dpdist.base.errors import UserError
-from dpdist.privacy.budgets import budgets_in
-from dpdist.privacy.filter import RenyiFilter
+from dpdist.core.errors import UserError
+from dpdist.privacy.budget import RenyiFilter, budgets_in
 from dpdist.privacy.ledger import Ledger
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import BEGUN_WITH, RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe, load
-from dpdist.training import checkpoint, loop
-from dpdist.training.identity import recipe_digest
+from dpdist.training import checkpoint, worker
 from dpdist.training.job import prepare
 from dpdist.training.trainer import _charged
+from dpdist.training.worker import recipe_digest
 
 STEPS, FORK = 8, 3
 SECRET = {"noise_multiplier": 2.0, "delta": 1e-5}
@@ -54,7 +53,7 @@ def copied(folder: RunFolder, name: str = "copy") -> RunFolder:
 def gone_on(recipe: Recipe, folder: RunFolder, workers: int = 1) -> Sums:
     """Go on to the end: the sums and noises of all steps that this process took."""
     found: list[tuple[np.ndarray, np.ndarray]] = []
-    real, job = loop.add_noise, prepare(recipe, folder, "test")
+    real, job = worker.add_noise, prepare(recipe, folder, "test")
     first = checkpoint.newest_step(folder.checkpoints)
 
     def watched(total: np.ndarray, *rest: Any) -> np.ndarray:
@@ -64,7 +63,7 @@ def gone_on(recipe: Recipe, folder: RunFolder, workers: int = 1) -> Sums:
         return noisy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "add_noise", watched)
+        patch.setattr(worker, "add_noise", watched)
         execute(job, workers)
     return dict(enumerate(found[::workers], first))
 
@@ -143,7 +142,7 @@ def test_an_announced_step_is_the_same_release_in_both_or_none(tmp_path):
     one, same = gone_on(recipe, folder), gone_on(recipe, copies[0])
     assert sorted(one) == sorted(same) == [4, 5, 6, 7]
     assert shared(one, same) == [4] and np.array_equal(one[4][0], same[4][0])
-    with pytest.raises(loop.ReplayConflict):
+    with pytest.raises(worker.ReplayConflict):
         gone_on(recipe, copies[1])
     moved = gone_on(recipe, copies[1])
     assert shared(one, moved) == [] and Ledger.read(copies[1].ledger).superseded == 1

@@ -17,11 +17,10 @@ from support.files import contents
 from support.training import execute, interrupted, make, parameters, prepare, train
 
 from dpdist import evaluation, models
-from dpdist.base.errors import UserError
-from dpdist.base.storage import write_once
-from dpdist.runs.folder import RunFolder, complete_checkpoints
-from dpdist.runs.released import begun, read_released
-from dpdist.training import groups
+from dpdist.core.errors import UserError
+from dpdist.core.files import write_once
+from dpdist.runs.folder import RunFolder, begun, complete_checkpoints, read_released
+from dpdist.training import monitoring
 from dpdist.training.trainer import _charged
 
 pytestmark = pytest.mark.whole
@@ -113,7 +112,7 @@ def test_a_crashed_run_is_refused_until_it_is_whole(crashed, tmp_path, name, dam
     damage(path)
     before = contents(folder.path)
     with pytest.raises(UserError, match=why) as caught:
-        groups.Teller(folder, print)  # as the driver does before workers start
+        monitoring.Teller(folder, print)  # as the driver does before workers start
         train(recipe, folder)
     assert "\n" not in str(caught.value)
     assert contents(folder.path) == before, "nothing was written"

@@ -24,29 +24,27 @@ from support.here import command
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
-from dpdist.base.vision import torchvision
-from dpdist.commands import denoise as denoise_command
-from dpdist.commands.releasing import write_release
+from dpdist.cli import run as denoise_command
+from dpdist.core.errors import UserError
+from dpdist.core.optional_imports import torchvision
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.task import cross_entropy
+from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.methods.base import Setup
-from dpdist.models.sensitivity import keep_within
+from dpdist.models.noise import keep_within
 from dpdist.privacy.card import card_markdown
-from dpdist.randomness.places import place_of
-from dpdist.release.files import SUMS, sums_of
+from dpdist.publishing import write_release
+from dpdist.randomness.noise_location import place_of
+from dpdist.release.bundle import SUMS, sums_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.training import loop
-from dpdist.training.building import initial_model, model_spec
-from dpdist.training.denoising import put_together
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.pretrain import pretrain
+from dpdist.training.model_setup import initial_model, model_spec
+from dpdist.training.pretraining import pretrain, put_together
 from dpdist.training.provenance import PROVENANCE
 from dpdist.training.records import public_data, source_of, training_data
-from dpdist.training.reducer import Reducer
 
 pytestmark = pytest.mark.whole
 
@@ -90,7 +88,9 @@ def with_denoiser(folder: Path, **sections) -> dict:
 
 
 def train(described: dict, folder: RunFolder) -> nn.Module:
-    loop.run(prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    worker.run(
+        prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu"))
+    )
     return models.load(folder.model)
 
 
@@ -289,7 +289,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
         ("c", "x", classifier, "no denoiser before a classifier"),
     ):
         with pytest.raises(UserError, match=complaint):
-            denoise_command.command(run, name, runs=tmp_path, **parts)
+            denoise_command.denoise_command(run, name, runs=tmp_path, **parts)
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
 
 

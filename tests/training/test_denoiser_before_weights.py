@@ -14,16 +14,17 @@ from support.here import command, without_ray
 from support.recipes import write_recipe
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.data import strokes
-from dpdist.models.views import ViewAverage
+from dpdist.core.errors import UserError
+from dpdist.data.registry import INVENTED
+from dpdist.models.outputs import ViewAverage
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.training import loop
-from dpdist.training.building import initial_model, model_spec
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.pretrain import pretrain
+from dpdist.training.model_setup import initial_model, model_spec
+from dpdist.training.pretraining import pretrain
 from dpdist.training.public_training import reconstruction_error
 from dpdist.training.records import (
     declared_public,
@@ -31,7 +32,6 @@ from dpdist.training.records import (
     source_of,
     training_data,
 )
-from dpdist.training.reducer import Reducer
 
 pytestmark = pytest.mark.whole
 
@@ -118,7 +118,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
         assert torch.equal(ours, theirs)
     trained = [name for name, p in begun.named_parameters() if p.requires_grad]
     assert trained and all(name.startswith("classifier.") for name in trained)
-    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run(job, Reducer(0, 1, torch.device("cpu")))
     for before, after, same in zip(parts(weights), parts(folder.model), (True, False), strict=True):
         for a, b in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(a, b) == same
@@ -296,7 +296,7 @@ def test_the_same_holds_of_a_denoiser_alone(weights, tmp_path):
 
 
 def test_weights_of_which_nothing_but_the_denoiser_fits_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(strokes, "RECORDS", 400)
+    monkeypatch.setattr(INVENTED["strokes"], "records", 400)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
     described = raw(tmp_path / "w", data={"name": "digits"})
     described["model"] = {"name": "linear", "initial": str(tmp_path / "w")}

@@ -14,12 +14,12 @@ from support.benchmarks import load as load_benchmark
 from support.datasets import png, write_split
 
 from dpdist import models, pipeline
-from dpdist.commands import cli
-from dpdist.models.torchvision_zoo import FixedBatchNorm
+from dpdist.cli import main
+from dpdist.models.zoo import FixedBatchNorm
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import RECIPES, load, resolve
-from dpdist.training.pretrain import pretrain
+from dpdist.training.pretraining import pretrain
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.whole]
 
@@ -78,7 +78,7 @@ def test_the_benchmark_makes_its_table_and_its_picture(here, benchmark, tmp_path
 
     def watch(words: list[str], **options: bool) -> None:
         asked.append(words[0])
-        cli.app(words, **options)
+        main.app(words, **options)
 
     monkeypatch.setattr(benchmark, "app", watch)
     arguments = ["--quick", "--out", str(tmp_path), "--only", "classifier-*0.25-0", "dp-sgd*"]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from support.training import KEY, execute, interrupted, make, train
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.training.estimate import describe
-from dpdist.training.groups import Group, Teller, read, write
 from dpdist.training.job import prepare
+from dpdist.training.model_setup import describe_cost
+from dpdist.training.monitoring import Group, Teller, append_group, read_groups
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -39,7 +39,7 @@ def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch
     teller.look()
     ledger = Ledger.read(folder.ledger)
     assert ledger.releases == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
-    assert [(g.workers, g.again) for g in read(folder)] == [(2, 0), (1, 0), (4, 0)]
+    assert [(g.workers, g.again) for g in read_groups(folder)] == [(2, 0), (1, 0), (4, 0)]
     assert said == [
         "training: goes on with 1 worker (before: 2) from step 0: nothing is charged again",
         "training: goes on with 4 workers (before: 1) from step 0: nothing is charged again",
@@ -61,7 +61,11 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
     ledger = Ledger.read(folder.ledger)
     assert ledger.releases == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.superseded == 4
     assert ledger.guarantee(job.plan).epsilon > job.plan.guarantee().epsilon
-    assert read(folder) == [Group(0, 2, "gloo", 0), Group(0, 1, "gloo", 4), Group(2, 1, "gloo", 2)]
+    assert read_groups(folder) == [
+        Group(0, 2, "gloo", 0),
+        Group(0, 1, "gloo", 4),
+        Group(2, 1, "gloo", 2),
+    ]
     assert [line.split(": ", 2)[1] for line in said] == [
         "goes on with 1 worker (before", "goes on with 1 worker from step 2",
     ]  # fmt: skip
@@ -101,12 +105,12 @@ def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):
     folder = RunFolder(tmp_path)
     folder.private.mkdir()
     first, later = Group(0, 2, "gloo", 0), Group(3, 1, "gloo", 4)
-    write(folder, first)
+    append_group(folder, first)
     with open(folder.groups, "a") as file:
         file.write('{"step": 3, "wor')  # the disk was full
-    assert read(folder) == [first]
-    write(folder, later)
-    assert read(folder) == [first, later]
+    assert read_groups(folder) == [first]
+    append_group(folder, later)
+    assert read_groups(folder) == [first, later]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_more_workers_than_canonical_shards_are_refused(tmp_path):
 
 def test_a_dry_run_speaks_of_the_fewest_and_the_most(tmp_path):
     recipe, folder = elastic(tmp_path, "run", True, release="sharded")
-    rows = dict(describe(recipe, prepare(recipe, folder, "test").plan))
+    rows = dict(describe_cost(recipe, prepare(recipe, folder, "test").plan))
     assert rows["workers"].startswith("1 to 4, ")
     assert rows["memory of a host"].endswith(" MiB with 4 on it")
     assert " s at " in rows["training time"] and " to " in rows["training time"]

@@ -12,11 +12,11 @@ from support.training import execute, make, prepare, prepared, together
 from torch import nn
 
 from dpdist import pipeline
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.recipe import check_against_data, parse
-from dpdist.training import loop
-from dpdist.training.finite import Diverged
+from dpdist.training import worker
+from dpdist.training.model_setup import Diverged
 
 pytestmark = pytest.mark.guarantee
 
@@ -77,19 +77,19 @@ def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
 def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, monkeypatch):
     job, charged = diverging(tmp_path), []
 
-    def slow(*args, announce=loop._announce):
+    def slow(*args, announce=worker._announce):
         time.sleep(0.3)
         announce(*args)
 
     def work(reducer):
         try:
-            loop.run(job, reducer)
+            worker.run(job, reducer)
         except Diverged as stop:
             step = int(re.findall(r"after step (\d+)", str(stop))[0])
             charged.append(len(Ledger.read(job.folder.ledger).releases) >= step)
             raise
 
-    monkeypatch.setattr(loop, "_announce", slow)
+    monkeypatch.setattr(worker, "_announce", slow)
     with pytest.raises(Diverged):
         together(2, work)
     assert charged and all(charged)

@@ -14,8 +14,8 @@ from support.benchmarks import BENCHMARKS
 from support.benchmarks import load as load_benchmark
 from support.here import without_ray
 
-from dpdist.base.errors import ClusterError
 from dpdist.cluster import session
+from dpdist.core.errors import ClusterError
 from dpdist.runs.recipe import load
 from dpdist.tuning.search import NoModel
 

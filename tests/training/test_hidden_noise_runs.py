@@ -14,24 +14,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dpdist import models
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws
-from dpdist.methods import hgm_shares as hgm
-from dpdist.methods.secure_sgd import SecureSGD
-from dpdist.models.sensitivity import keep_within, layer_bound
+from dpdist.methods import hidden_noise_shares
+from dpdist.methods.hidden_noise import SecureSGD
+from dpdist.models.noise import keep_within, layer_bound
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps, NonPrivate
-from dpdist.randomness.places import place_of
+from dpdist.randomness.noise_location import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import loop
-from dpdist.training.building import initial_model, model_spec
-from dpdist.training.fixed import read_fixed
+from dpdist.training import worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
+from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.records import public_data, source_of, training_data
-from dpdist.training.reducer import Reducer
+from dpdist.training.worker import read_fixed
 
 pytestmark = pytest.mark.whole
 
@@ -76,7 +76,7 @@ def make(tmp: Path, name: str, run: str = "run", **changes) -> tuple[Recipe, Run
 
 def train(recipe: Recipe, folder: RunFolder) -> dict[str, Tensor]:
     job = prepare(recipe, folder, "test")
-    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run(job, Reducer(0, 1, torch.device("cpu")))
     return load_file(folder.model / "model.safetensors")
 
 
@@ -233,7 +233,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
             }
             recipe, folder = make(tmp_path, name, f"{present}-{number}", **changes)
             with monkeypatch.context() as patch:
-                sample, powers = loop.poisson_sample, hgm.mean_powers
+                sample, powers = worker.poisson_sample, hidden_noise_shares.mean_powers
                 took_part = []
 
                 def members(*args, keep=present, real=sample, seen=took_part, **kwargs):
@@ -246,11 +246,13 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
                     rows = torch.arange(len(inputs)) != (-1 if keep else 14)
                     return real(split, inputs[rows], labels[rows], beta)
 
-                patch.setattr(loop, "poisson_sample", members)
+                patch.setattr(worker, "poisson_sample", members)
                 if name == "unpaid":
-                    patch.setattr(hgm, "mean_powers", without)
+                    patch.setattr(hidden_noise_shares, "mean_powers", without)
                 captured: list[np.ndarray] = []
-                patch.setattr(loop, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t)
+                patch.setattr(
+                    worker, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t
+                )
                 if name == "paid" and not present:
                     other = RunFolder(tmp_path / f"True-{number}").fixed
                     prepare(recipe, folder, "test")
@@ -281,7 +283,7 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "add_noise", die)
+        patch.setattr(worker, "add_noise", die)
         with pytest.raises(Stop):
             train(recipe, other)
     before = other.fixed.read_bytes()

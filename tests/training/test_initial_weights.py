@@ -11,23 +11,22 @@ import pytest
 import torch
 
 from dpdist import models, pipeline
-from dpdist.base.errors import UserError
-from dpdist.base.storage import write_json
-from dpdist.data import strokes
+from dpdist.config.sections import PublicRecipe
+from dpdist.config.training import AugmentRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.files import write_json
+from dpdist.data.registry import INVENTED
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse, resolve
-from dpdist.sections.recipe import PublicRecipe
-from dpdist.sections.training import AugmentRecipe
-from dpdist.training import loop, provenance
-from dpdist.training.augment import deformed
-from dpdist.training.building import initial_model, model_spec
+from dpdist.training import provenance, worker
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.pretrain import pretrain
+from dpdist.training.model_setup import initial_model, model_spec
+from dpdist.training.pretraining import pretrain
 from dpdist.training.provenance import PROVENANCE, made_by
-from dpdist.training.public_training import accuracy
+from dpdist.training.public_training import accuracy, deformed
 from dpdist.training.records import source_of, training_data
-from dpdist.training.reducer import Reducer
 
 pytestmark = pytest.mark.whole
 
@@ -129,7 +128,7 @@ def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_pat
     begun = initial_model(recipe, model_spec(recipe, dataset))
     for ours, theirs in zip(begun.parameters(), models.load(weights).parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run(job, Reducer(0, 1, torch.device("cpu")))
     # One little step from weights that classify is far from one from random ones.
     assert accuracy(models.load(folder.model).eval(), dataset) > 0.5
     card = read_facts(folder).card()["extra"]
@@ -176,7 +175,7 @@ def drawn(folder: Path, **sections) -> dict:
 
 
 def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkeypatch):
-    monkeypatch.setattr(strokes, "RECORDS", 400)
+    monkeypatch.setattr(INVENTED["strokes"], "records", 400)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
     recipe = parse(drawn(tmp_path / "weights"), "test")
     folder, _ = pretrain(recipe, "test")
@@ -357,7 +356,7 @@ def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
     pretrain(recipe, "test")
     job = prepare(recipe, folder, "test")
     before = initial_model(recipe, model_spec(recipe, job.records())).state_dict()
-    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run(job, Reducer(0, 1, torch.device("cpu")))
     after = models.load(folder.model).state_dict()
     moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
     assert moved == {"5.weight", "5.bias"} and after["5.bias"].shape == (4,)

@@ -25,15 +25,15 @@ from support.training import (
     train,
 )
 
-from dpdist.base.errors import UserError
-from dpdist.gradients.blocks import Blocks
+from dpdist.core.errors import UserError
 from dpdist.gradients.engine import ClippedSum, GradientEngine
+from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.training import checkpoint, loop
+from dpdist.training import checkpoint, worker
+from dpdist.training.collectives import MissingRank
 from dpdist.training.job import prepare
-from dpdist.training.reducer import MissingRank
 
 pytestmark = pytest.mark.guarantee
 
@@ -163,13 +163,13 @@ def test_a_missing_rank_never_updates_the_model(tmp_path):
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
     with pytest.raises(MissingRank):
-        together(2, lambda reducer: loop.run(job, reducer), Silent)
+        together(2, lambda reducer: worker.run(job, reducer), Silent)
     assert Ledger.read(folder.ledger).releases == {}
     assert not folder.trained.exists()
 
 
 def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
-    real = loop.FlatOptimizer.update
+    real = worker.FlatOptimizer.update
     threads = {}
 
     def drifting(self, flat, gradient, step):
@@ -177,7 +177,7 @@ def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
         if threads.setdefault(threading.get_ident(), len(threads)) == 1:
             flat[0] += 1e-3
 
-    monkeypatch.setattr(loop.FlatOptimizer, "update", drifting)
+    monkeypatch.setattr(worker.FlatOptimizer, "update", drifting)
     with pytest.raises(MissingRank, match="parameters differ"):
         train(*make(tmp_path), 2)
 
@@ -191,7 +191,7 @@ def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path):
 def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     """A copied folder that goes on separately takes the same epoch: the label keeps them apart."""
     keys: list[bytes] = []
-    real = loop.add_noise
+    real = worker.add_noise
 
     def remember(total, key, *args):
         keys.append(key)
@@ -201,7 +201,7 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     interrupted(recipe, folder, monkeypatch, 5)
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(folder.path, copy.path)
-    monkeypatch.setattr(loop, "add_noise", remember)
+    monkeypatch.setattr(worker, "add_noise", remember)
     train(recipe, folder, 2)
     train(recipe, copy, 3)
     first, second = set(keys[: 12 * 2]), set(keys[12 * 2 :])
@@ -213,7 +213,7 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
 
 def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monkeypatch):
     """Charged before the run, settled after it, also when the driver died in between."""
-    from dpdist.privacy.budgets import budgets_in
+    from dpdist.privacy.budget import budgets_in
     from dpdist.training.trainer import _charged
 
     folder_of_budgets = str(tmp_path / "budgets")
@@ -242,8 +242,7 @@ def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monk
 
 def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
     """One record more is the same data to the ceiling of the first run."""
-    from dpdist.privacy.budget import DataBudget
-    from dpdist.privacy.budgets import budgets_in
+    from dpdist.privacy.budget import DataBudget, budgets_in
     from dpdist.training.trainer import _charged
 
     def run(name: str, records: int, ceiling: float = 12.0) -> DataBudget:
@@ -326,7 +325,7 @@ def _replay(tmp_path, monkeypatch, method, workers):
     records, special, steps = 60, 17, 6
     sums: dict[bool, list[np.ndarray]] = {True: [], False: []}
     drawn: dict[bytes, bool] = {}  # by the key of the step, which all workers share
-    sample = loop.poisson_sample
+    sample = worker.poisson_sample
     for present in (True, False):
         recipe, folder = make(
             tmp_path, str(present), method=method,
@@ -344,8 +343,8 @@ def _replay(tmp_path, monkeypatch, method, workers):
             return np.zeros_like(total)
 
         with monkeypatch.context() as patch:
-            patch.setattr(loop, "poisson_sample", members)
-            patch.setattr(loop, "add_noise", capture)
+            patch.setattr(worker, "poisson_sample", members)
+            patch.setattr(worker, "add_noise", capture)
             train(recipe, folder, workers)
     assert len(drawn) == steps
     # Each worker adds the step's noise, and none begins a step before all have ended the last.

@@ -11,11 +11,11 @@ import pytest
 from support.datasets import write_images
 
 from dpdist import data, models
-from dpdist.base.errors import UserError
-from dpdist.base.storage import write_json
+from dpdist.core.errors import UserError
+from dpdist.core.files import write_json
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training.building import initial_model, model_spec
+from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.provenance import RECORDS, check_pretrained, write_provenance
 from dpdist.training.records import private_data, source_of, training_data
 

@@ -18,19 +18,18 @@ from support.training import execute, make, prepare, train
 from torch import Tensor, nn
 
 from dpdist import data
-from dpdist.base.errors import UserError
-from dpdist.base.independence import BY_STRUCTURE, ISOLATED, SCREENED
+from dpdist.core.errors import UserError
+from dpdist.core.fields import BY_STRUCTURE, ISOLATED, SCREENED
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.task import Task, cross_entropy
+from dpdist.gradients.engine import GradientEngine, Task, cross_entropy
 from dpdist.models import ModelSpec, initialise
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.training import groups, loop
-from dpdist.training.public_examples import examples, independence
+from dpdist.training import monitoring, worker
+from dpdist.training.model_setup import independence_on_public_examples, public_examples
 from dpdist.training.records import source_of
 
 pytestmark = pytest.mark.slow
@@ -155,7 +154,7 @@ def test_examples_are_public_and_in_range() -> None:
     recipe, _ = make(Path("unused"))
     source = source_of(recipe)
     test = data.load(source, "test")
-    inputs, labels = examples(source, 33)
+    inputs, labels = public_examples(source, 33)
     assert inputs.shape == (33, 1, 8, 8) and labels.shape == (33,)
     assert torch.equal(inputs[:17], test.batch(slice(0, 17)))
     assert torch.equal(labels[:17], test.targets(slice(0, 17)))
@@ -166,9 +165,9 @@ def test_examples_are_public_and_in_range() -> None:
         for j in range(8)
     )
     assert inputs[25:].min() >= 3 and not torch.equal(own[0], inputs[0])
-    again = examples(source, 33)
+    again = public_examples(source, 33)
     assert torch.equal(inputs, again[0]) and torch.equal(labels, again[1])
-    assert len(examples(source, 4)[0]) == 4
+    assert len(public_examples(source, 4)[0]) == 4
 
 
 @pytest.mark.parametrize("following", [False, True])
@@ -181,7 +180,7 @@ def test_examples_of_texts_are_tokens(following: bool, tmp_path: Path) -> None:
     source = data.Source(
         "texts", text.vocabulary if following else 2, tmp_path, columns=columns
     )  # fmt: skip
-    inputs, labels = examples(source, 33)
+    inputs, labels = public_examples(source, 33)
     invented = inputs[12:]
     assert len(inputs) == 33 and bool((invented == invented.round()).all())
     assert float(invented.min()) >= 0 and float(invented.max()) < text.vocabulary
@@ -236,7 +235,7 @@ def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> No
     privacy = {"noise_multiplier": 2.0, "delta": 1e-4}
     recipe, folder = make(tmp_path, privacy=privacy, training__steps=2, **more)
     execute(prepare(recipe, folder, "test"), 2 if name == "of the zoo" else 1)
-    assert [group.independence for group in groups.read(folder)] == [said]
+    assert [group.independence for group in monitoring.read_groups(folder)] == [said]
     card = read_facts(folder).card()
     (note,) = [note for note in card["notes"] if "independence" in note]
     assert note.startswith(f"Record independence of the model: {said} (")
@@ -250,10 +249,10 @@ def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch
     job = prepare(recipe, folder, "test")
     execute(job, until=4)
     with monkeypatch.context() as other:  # as if other code had taken some steps
-        other.setattr(loop.public_examples, "independence", lambda *_: SCREENED)
+        other.setattr(worker.model_setup, "independence_on_public_examples", lambda *_: SCREENED)
         execute(job, until=6)
     execute(job)
-    found = [group.independence for group in groups.read(folder)]
+    found = [group.independence for group in monitoring.read_groups(folder)]
     assert found == [BY_STRUCTURE, SCREENED, BY_STRUCTURE]
     assert json.loads(folder.trained.read_text())["independence"] == SCREENED
     assert read_facts(folder).independence == SCREENED
@@ -272,7 +271,7 @@ def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
 def test_nothing_rests_on_it_without_noise(tmp_path: Path) -> None:
     recipe, folder = make(tmp_path, training__steps=2, privacy__noise_multiplier=0)
     train(recipe, folder)
-    assert [group.independence for group in groups.read(folder)] == [""]
+    assert [group.independence for group in monitoring.read_groups(folder)] == [""]
     assert not any("independence" in note for note in read_facts(folder).card()["notes"])
 
 
@@ -294,7 +293,7 @@ def test_every_shape_of_a_plan_counts(rates: tuple[float, ...]) -> None:
     phases = tuple(GaussianSteps(1, 1.0, rate) for rate in rates)
     plan = PrivacyPlan(100, phases, 1e-4)
     engine = GradientEngine(FromNine(), cross_entropy, clipping=FlatClipping(1.0), micro_batch=50)
-    said = independence(engine, Task(), source_of(recipe), plan, 100)
+    said = independence_on_public_examples(engine, Task(), source_of(recipe), plan, 100)
     assert said == (SCREENED if 0.1 in rates else BY_STRUCTURE)
 
 

@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpdist.training.optimizer import LEAF
-from dpdist.training.reducer import Reducer
-from dpdist.training.sharding import Sharded, Shards, leaf_digests
-from dpdist.training.wire import Wire
+from dpdist.training.collectives import LEAF, Reducer, Sharded, Shards, Wire, leaf_digests
 
 pytestmark = pytest.mark.guarantee
 

@@ -15,12 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from dpdist.gradients import noise
 from dpdist.randomness.keys import derive_key, words
-from dpdist.training import sharding
-from dpdist.training.finite import Diverged, Divergence
-from dpdist.training.loop import Mechanism
-from dpdist.training.optimizer import LEAF, FlatOptimizer
-from dpdist.training.reducer import Reducer
-from dpdist.training.sharding import RELEASES, Shards
+from dpdist.training import collectives
+from dpdist.training.collectives import LEAF, RELEASES, FlatOptimizer, Reducer, Shards
+from dpdist.training.model_setup import Diverged, Divergence
+from dpdist.training.worker import Mechanism
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -129,7 +127,7 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 def test_nothing_as_long_as_the_sum_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 MiB sums, beside them: no tensor above a leaf's, and 2 MiB of numpy's."""
-    monkeypatch.setattr(sharding, "_AT_ONCE", 1)
+    monkeypatch.setattr(collectives, "_AT_ONCE", 1)
     size, todo = 2**21, SimpleNamespace(noise_std=STD, expected_batch=BATCH)
     release = Release(Reducer(0, 1, torch.device("cpu")), kind, 1, size)
     flat = torch.zeros(size)
@@ -152,7 +150,7 @@ def test_nothing_as_long_as_the_sum_is_made(kind: str, monkeypatch: pytest.Monke
 
 def test_what_travels_needs_no_memory_as_long_as_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of 17 leaves, of which two of each worker travel at once, in two rows."""
-    monkeypatch.setattr(sharding, "_AT_ONCE", 4)
+    monkeypatch.setattr(collectives, "_AT_ONCE", 4)
     size, found = 16 * LEAF + 7, {}
 
     def work(reducer: ThreadReducer) -> None:
@@ -191,4 +189,4 @@ def test_rows_of_others_are_added_up_in_memory_of_their_own() -> None:
     assert reducer.sum(own[:1], True)[1] and others.sum() == 6 and own.sum() == 30
     total, flag = reducer.sum(own, False)
     assert total.tolist() == [10.0] * 3 and not flag
-    assert sharding.Whole().own(reducer, 3) == slice(0, 3)
+    assert collectives.Whole().own(reducer, 3) == slice(0, 3)

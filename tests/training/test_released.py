@@ -16,21 +16,19 @@ import pytest
 from support.threads import one_thread
 from support.training import Interrupt, interrupted, make, train
 
-from dpdist.base.errors import UserError
-from dpdist.commands.budget import show as show_budget
-from dpdist.commands.releasing import write_release
-from dpdist.privacy.budgets import budgets_in
-from dpdist.privacy.journal import Anchor, JournalError
-from dpdist.privacy.ledger import Ledger
+from dpdist.cli.account import show_budgets as show_budget
+from dpdist.core.errors import UserError
+from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.ledger import Anchor, JournalError, Ledger
+from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
-from dpdist.reports.page import write_report
+from dpdist.reports.html import write_report
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
-from dpdist.runs.folder import BEGUN_WITH, RunFolder, complete_checkpoints
+from dpdist.runs.folder import BEGUN_WITH, RunFolder, begun, complete_checkpoints, read_released
 from dpdist.runs.recipe import Recipe
-from dpdist.runs.released import begun, read_released
-from dpdist.training.denoising import put_together
 from dpdist.training.job import prepare
+from dpdist.training.pretraining import put_together
 from dpdist.training.trainer import _charged
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]

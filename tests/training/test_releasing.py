@@ -13,12 +13,11 @@ from safetensors.torch import load_file, save_file
 from support.files import contents
 from support.training import make, train
 
-from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.commands import releasing
-from dpdist.commands.releasing import write_release
+from dpdist import models, publishing
+from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
-from dpdist.release.files import RELEASED
+from dpdist.publishing import write_release
+from dpdist.release.bundle import RELEASED
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
@@ -143,14 +142,14 @@ def test_a_crash_leaves_the_release_before_or_none(run, monkeypatch, before, las
     if before:
         write_release(run)
     for writer in ("write_atomic", "write_json"):
-        real = getattr(releasing, writer)
+        real = getattr(publishing, writer)
 
         def crash(path, content, real=real):
             if path.name == last:
                 raise OSError(28, "No space left on device")
             real(path, content)
 
-        monkeypatch.setattr(releasing, writer, crash)
+        monkeypatch.setattr(publishing, writer, crash)
     with pytest.raises(OSError, match="No space"):
         write_release(run)
     assert run.release.exists() == before

@@ -7,11 +7,11 @@ import pytest
 import torch
 from support.training import ThreadReducer, execute, interrupted, make, release_ids, together, train
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.training import checkpoint, loop, optimizer, sharding
+from dpdist.training import checkpoint, collectives, worker
+from dpdist.training.collectives import MissingRank
 from dpdist.training.job import prepare
-from dpdist.training.reducer import MissingRank
 
 pytestmark = pytest.mark.guarantee
 
@@ -23,9 +23,9 @@ ADAM = {"optimizer": "adam", "momentum": 0.0, "ema": 0.9, "weight_decay": 0.01}
 def _small_leaves(monkeypatch):
     """650 parameters are eleven leaves, the last one shorter; two of two workers' travel at once,
     one of more."""
-    for module in (optimizer, sharding):
+    for module in (collectives, collectives):
         monkeypatch.setattr(module, "LEAF", 64)
-    monkeypatch.setattr(sharding, "_AT_ONCE", 4)
+    monkeypatch.setattr(collectives, "_AT_ONCE", 4)
 
 
 def small(tmp_path, name: str, training: dict | None = None, **more):
@@ -107,22 +107,22 @@ def test_a_worker_that_takes_no_part_is_noticed(tmp_path):
     recipe, folder = small(tmp_path, "run", **SHARDED)
     job = prepare(recipe, folder, "test")
     with pytest.raises(MissingRank):
-        together(2, lambda reducer: loop.run(job, reducer), Silent)
+        together(2, lambda reducer: worker.run(job, reducer), Silent)
     assert Ledger.read(folder.ledger).releases == {}
 
 
 def test_a_release_is_named_by_every_leaf_of_its_sum():
     """And by whose it is; one leaf by its own digest, whatever the others are."""
     total = np.arange(130.0)
-    names = {sharding.release_id("a", sharding.leaf_digests("a", total))}
-    names.add(sharding.release_id("b", sharding.leaf_digests("b", total)))
+    names = {collectives.release_id("a", collectives.leaf_digests("a", total))}
+    names.add(collectives.release_id("b", collectives.leaf_digests("b", total)))
     for place in (0, 63, 64, 129):
         other = total.copy()
         other[place] = np.nextafter(other[place], 1e9)
-        names.add(sharding.release_id("a", sharding.leaf_digests("a", other)))
+        names.add(collectives.release_id("a", collectives.leaf_digests("a", other)))
     assert len(names) == 6
-    (leaf,) = sharding.leaf_digests("a", total[:64])
-    assert sharding.release_id("a", [leaf]) == leaf.hex()
+    (leaf,) = collectives.leaf_digests("a", total[:64])
+    assert collectives.release_id("a", [leaf]) == leaf.hex()
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,12 @@ from safetensors.torch import load
 from support.datasets import write_split
 from support.here import without_ray
 
-from dpdist import bulk
-from dpdist.base.errors import UserError
+from dpdist.cluster import job_folder
+from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.planning import ordinary
-from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import teachers
-from dpdist.training.building import initial_model, model_spec
-from dpdist.training.finite import Diverged, Divergence
-from dpdist.training.job import TrainJob, prepare
-from dpdist.training.teachers import (
+from dpdist.runs.recipe import Recipe, ordinary, parse
+from dpdist.training import ensembles
+from dpdist.training.ensembles import (
     Ensemble,
     TeacherSetup,
     TeacherTrainer,
@@ -31,6 +27,8 @@ from dpdist.training.teachers import (
     shards_by_hash,
     train_teachers,
 )
+from dpdist.training.job import TrainJob, prepare
+from dpdist.training.model_setup import Diverged, Divergence, initial_model, model_spec
 
 pytestmark = pytest.mark.whole
 
@@ -96,9 +94,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, list[byte
         without_ray(patch)
         job = job_of(tmp_path_factory.mktemp("whole"))
         found = models_of(job)
-        about = bulk.about_table(
-            bulk.read_table(job.folder.private / "teachers/teachers.parquet", teachers.COLUMNS,
-                            teachers.KEY), teachers.KEY)  # fmt: skip
+        about = job_folder.about_table(
+            job_folder.read_table(
+                job.folder.private / "teachers/teachers.parquet", ensembles.COLUMNS, ensembles.KEY
+            ),
+            ensembles.KEY,
+        )
         shared = TeacherSetup(job.recipe, COUNT, bytes.fromhex(about["seed"]))
         return job, found, TeacherTrainer(shared)._shards
 
@@ -117,7 +118,7 @@ def test_shards_by_place_would_be_found(
     def by_place(hashes: np.ndarray, key: bytes, count: int) -> np.ndarray:
         return np.arange(len(hashes)) % count
 
-    monkeypatch.setattr(teachers, "shards_by_hash", by_place)
+    monkeypatch.setattr(ensembles, "shards_by_hash", by_place)
     every, fewer = tmp_path / "every", tmp_path / "fewer"
     one, other = job_of(every), job_of(fewer, np.arange(RECORDS) != 0)
     assert changed(models_of(one, 2), models_of(other, 2)) == [0, 1]

@@ -7,9 +7,8 @@ import ray.train.torch
 from ray.train import WorkerGroupError
 from support.training import make
 
-from dpdist.base.errors import ClusterError
-from dpdist.privacy.journal import JournalBusy
-from dpdist.privacy.ledger import Ledger
+from dpdist.core.errors import ClusterError
+from dpdist.privacy.ledger import JournalBusy, Ledger
 from dpdist.training.job import prepare
 from dpdist.training.trainer import RunBusy, fit, train
 
@@ -21,7 +20,7 @@ def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypat
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
     monkeypatch.setattr("dpdist.training.trainer._DYING_SECONDS", 0.01)
-    monkeypatch.setattr("dpdist.privacy.journal._LOCK_SECONDS", 0.01)
+    monkeypatch.setattr("dpdist.privacy.ledger._LOCK_SECONDS", 0.01)
 
     class Trainer:
         def __init__(self, *arguments, **options):

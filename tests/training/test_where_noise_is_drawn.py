@@ -13,14 +13,14 @@ from support.training import Interrupt, execute, make, train
 
 from dpdist.audits import mechanism
 from dpdist.audits.target import Target
-from dpdist.base.errors import UserError
-from dpdist.gradients import device_noise
+from dpdist.config.sections import MechanismAudit
+from dpdist.core.errors import UserError
+from dpdist.gradients import noise
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import StepPlan
-from dpdist.sections.audit import MechanismAudit
-from dpdist.training import identity, loop, optimizer, sharding
-from dpdist.training.estimate import describe
+from dpdist.training import collectives, worker
 from dpdist.training.job import prepare
+from dpdist.training.model_setup import describe_cost
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -41,7 +41,7 @@ def kept_from(patch: pytest.MonkeyPatch, name: str) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError(f"{name} was asked for noise")
 
-    patch.setattr(*((loop, name) if name == "add_noise" else (device_noise, name)), never)
+    patch.setattr(*((worker, name) if name == "add_noise" else (noise, name)), never)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def kept_from(patch: pytest.MonkeyPatch, name: str) -> None:
 )
 def test_parameters_and_ledger_are_those_of_the_cpu_s_noise(tmp_path, monkeypatch, workers, more):
     """And only the way that was asked for is taken."""
-    for module in (optimizer, sharding):
+    for module in (collectives, collectives):
         monkeypatch.setattr(module, "LEAF", 64)
     found = []
     for name, other, where in (
@@ -80,7 +80,7 @@ def dying(recipe, folder, patch: pytest.MonkeyPatch, at: int) -> list[int]:
     """Let the run die after the ledger's entry of step `at`: how many entries the disk had
     whenever noise was asked for."""
     known: list[int] = []
-    real = device_noise.add_noise_on
+    real = noise.add_noise_on
 
     def dies(*arguments: Any) -> Any:
         known.append(len(Ledger.read(folder.ledger).releases))
@@ -89,7 +89,7 @@ def dying(recipe, folder, patch: pytest.MonkeyPatch, at: int) -> list[int]:
         return real(*arguments)
 
     with patch.context() as inner:
-        inner.setattr(device_noise, "add_noise_on", dies)
+        inner.setattr(noise, "add_noise_on", dies)
         with pytest.raises(Interrupt):
             train(recipe, folder)
     return known
@@ -139,7 +139,7 @@ def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch, rele
         last = threading.current_thread().name.endswith("1")
         return "cuda/A/100" if last else "cuda/H/100"
 
-    monkeypatch.setattr(identity, "_device", kind)
+    monkeypatch.setattr(worker, "_device", kind)
     where = {"resources__release": release}
     recipe, folder = small(tmp_path, "there", **THERE, **where)
     with pytest.raises(
@@ -151,9 +151,9 @@ def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch, rele
 
 
 def test_a_device_that_makes_other_noise_releases_nothing(tmp_path, monkeypatch):
-    real = device_noise.standard_normal_on
-    monkeypatch.setattr(device_noise, "standard_normal_on", lambda *a: 1.001 * real(*a))
-    device_noise.check.cache_clear()
+    real = noise.standard_normal_on
+    monkeypatch.setattr(noise, "standard_normal_on", lambda *a: 1.001 * real(*a))
+    noise.check_device_noise.cache_clear()
     recipe, folder = small(tmp_path, "run", **THERE)
     with pytest.raises(UserError, match=r"resources\.noise: must be host"):
         train(recipe, folder)
@@ -176,7 +176,9 @@ def test_where_no_step_draws_noise_there_is_no_choice(tmp_path, changes, message
 def test_a_dry_run_says_where(tmp_path):
     for where, said in ((THERE, True), ({}, False)):
         recipe, folder = small(tmp_path, "run", **where)
-        assert ("noise" in dict(describe(recipe, prepare(recipe, folder, "test").plan))) == said
+        assert (
+            "noise" in dict(describe_cost(recipe, prepare(recipe, folder, "test").plan))
+        ) == said
 
 
 def test_the_mechanism_s_audit_drives_the_generator_that_the_recipe_asks_for(tmp_path, monkeypatch):

@@ -10,13 +10,12 @@ import torch
 from scipy.stats import binom
 from support.training import ThreadReducer, execute, make, release_ids, together, train
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.training import building, loop
-from dpdist.training.estimate import describe
+from dpdist.training import model_setup, worker
+from dpdist.training.collectives import MOST_ROOM, Sharded, Shards, Wire
 from dpdist.training.job import prepare
-from dpdist.training.sharding import Sharded, Shards
-from dpdist.training.wire import MOST_ROOM, Wire
+from dpdist.training.model_setup import describe_cost
 
 pytestmark = pytest.mark.guarantee
 
@@ -79,14 +78,14 @@ def test_the_room_is_for_the_largest_batch_of_any_phase(tmp_path):
     plan = prepare(recipe, folder, "test").plan
     (phase,) = plan.phases
     larger = replace(phase, sample_rate=4 * phase.sample_rate)
-    wire = building.wire_of(recipe, replace(plan, phases=(phase, larger)))
-    assert wire == Wire.of("float32", 160, 2) != building.wire_of(recipe, plan)
+    wire = model_setup.wire_of(recipe, replace(plan, phases=(phase, larger)))
+    assert wire == Wire.of("float32", 160, 2) != model_setup.wire_of(recipe, plan)
 
 
 def test_the_room_is_for_the_fewest_workers_there_may_be(tmp_path):
     recipe, folder = small(tmp_path, "run", {"min": 1, "max": 4})
     plan = prepare(recipe, folder, "test").plan
-    assert building.wire_of(recipe, plan) == Wire.of("float32", 40, 1)
+    assert model_setup.wire_of(recipe, plan) == Wire.of("float32", 40, 1)
 
 
 @pytest.mark.parametrize("shard", [0, 7])
@@ -94,15 +93,15 @@ def test_every_sum_of_a_worker_is_counted(tmp_path, monkeypatch, shard):
     """Of its canonical shards one alone has more records than there is room for."""
     recipe, folder = small(tmp_path, "run", training={"reproducible": True})
     job = prepare(recipe, folder, "test")
-    real, calls = loop.Mechanism.members, []
+    real, calls = worker.Mechanism.members, []
 
     def members(self, key, begin, end, todo):
         calls.append(begin)
         many = len(calls) == shard + 1
         return np.arange(begin, end) if many else real(self, key, begin, end, todo)[:2]
 
-    monkeypatch.setattr(loop.Mechanism, "members", members)
-    monkeypatch.setattr(building.Wire, "of", lambda *arguments: Wire("float32", 3.0))
+    monkeypatch.setattr(worker.Mechanism, "members", members)
+    monkeypatch.setattr(model_setup.Wire, "of", lambda *arguments: Wire("float32", 3.0))
     with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
         execute(job)
     assert len(calls) == shard + 1 and Ledger.read(folder.ledger).releases == {}
@@ -111,7 +110,7 @@ def test_every_sum_of_a_worker_is_counted(tmp_path, monkeypatch, shard):
 def test_a_sum_of_more_records_is_not_sent(tmp_path, monkeypatch):
     recipe, folder = small(tmp_path, "run")
     job = prepare(recipe, folder, "test")
-    monkeypatch.setattr(building.Wire, "of", lambda *arguments: Wire("float32", 3.0))
+    monkeypatch.setattr(model_setup.Wire, "of", lambda *arguments: Wire("float32", 3.0))
     with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
         execute(job)
     assert Ledger.read(folder.ledger).releases == {}
@@ -122,7 +121,7 @@ def test_a_sum_of_more_records_is_not_sent(tmp_path, monkeypatch):
 
 def test_the_clip_makes_room_and_float32_is_what_is_sent(tmp_path, monkeypatch):
     engines, sent = [], []
-    real = loop.build_engine
+    real = worker.build_engine
 
     def build(*arguments):
         engines.append(real(*arguments))
@@ -133,10 +132,10 @@ def test_the_clip_makes_room_and_float32_is_what_is_sent(tmp_path, monkeypatch):
             sent.append(numbers.dtype)
             return super().exchange(numbers, sizes, awaited)
 
-    monkeypatch.setattr(loop, "build_engine", build)
+    monkeypatch.setattr(worker, "build_engine", build)
     recipe, folder = small(tmp_path, "run", 2)
     job = prepare(recipe, folder, "test")
-    together(2, lambda reducer: loop.run(job, reducer), Looking)
+    together(2, lambda reducer: worker.run(job, reducer), Looking)
     room = Wire.of("float32", 40, 2).room
     assert room == pytest.approx(2**-23 * (1 + np.ceil(21 + np.sqrt(140 * 21) + 140 / 3)))
     assert {e.clipping.sensitivity for e in engines} == {1 / (1 + room)}
@@ -146,7 +145,7 @@ def test_the_clip_makes_room_and_float32_is_what_is_sent(tmp_path, monkeypatch):
 def test_without_the_room_nothing_is_trained(tmp_path, monkeypatch):
     recipe, folder = small(tmp_path, "run")
     job = prepare(recipe, folder, "test")
-    monkeypatch.setattr(building, "wire_of", lambda *arguments: Wire())
+    monkeypatch.setattr(model_setup, "wire_of", lambda *arguments: Wire())
     with pytest.raises(UserError, match="sensitivity exceeds the plan's clip norm"):
         execute(job)
 
@@ -204,9 +203,9 @@ def test_the_wire_belongs_to_an_attempt_on_any_number_of_workers(workers, reprod
 
 def test_a_dry_run_says_what_it_costs(tmp_path):
     recipe, folder = small(tmp_path, "run", 2)
-    rows = dict(describe(recipe, prepare(recipe, folder, "test").plan))
+    rows = dict(describe_cost(recipe, prepare(recipe, folder, "test").plan))
     assert rows["wire"].startswith("float32, 4 bytes a parameter; the clip is 0.00")
-    assert "wire" not in dict(describe(*(lambda r, f: (r, prepare(r, f, "t").plan))(
+    assert "wire" not in dict(describe_cost(*(lambda r, f: (r, prepare(r, f, "t").plan))(
         *small(tmp_path, "other", 2, wire="float64"))))  # fmt: skip
 
 

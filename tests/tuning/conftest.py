@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from support.recipes import merged
 
-from dpdist.cluster.packages import fingerprint
+from dpdist.cluster.versions import fingerprint
 from dpdist.privacy import accounting
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.training.job import PACKAGES
 from dpdist.tuning.manifest import read_trials
-from dpdist.tuning.preparing import prepare
-from dpdist.tuning.search import Search
+from dpdist.tuning.search import Search, prepare
 from dpdist.tuning.trial import run_trial
 
 

@@ -14,21 +14,24 @@ import pytest
 from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from support.recipes import write_recipe
 
-from dpdist.base.errors import UserError
-from dpdist.commands.tune import _plan as plan_search
-from dpdist.methods.catalogue import METHODS
+from dpdist.cli.run import _plan as plan_search
+from dpdist.config.search import LawRecipe, TuneRecipe
+from dpdist.core.errors import UserError
+from dpdist.methods.registry import METHODS
 from dpdist.privacy import accounting
-from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
+from dpdist.privacy.calibration import search_guarantee
+from dpdist.privacy.phases import (
+    GaussianReleases,
+    GaussianSteps,
+    ParallelParts,
+    RepeatAndSelect,
+    WorstOf,
+)
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps
-from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
-from dpdist.runs.planning import make_plan, plan_at
-from dpdist.runs.recipe import find, load
-from dpdist.sections.search import LawRecipe, TuneRecipe
+from dpdist.runs.recipe import find, load, make_plan, plan_at
 from dpdist.tuning import preview
-from dpdist.tuning.cost import Limit, SearchCost, Sizes
-from dpdist.tuning.space import check_space, draw, with_values
+from dpdist.tuning.space import Limit, SearchCost, Sizes, check_space, draw, with_values
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.usefixtures("coarse_grid")]
 
@@ -445,7 +448,7 @@ def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_pa
         f"import sys; sys.argv = ['dpdist', 'tune', {path!r}, '--plan', "
         "'--records', '2000', '--json']\n"
         "from dpdist.privacy import accounting; accounting.FINEST_GRID = 1e-3\n"
-        "from dpdist.commands.cli import main\n"
+        "from dpdist.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print({'torch', 'ray'} & set(sys.modules))"
     )

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from dpdist.privacy.combined import ParallelParts, WorstOf
+from dpdist.privacy.phases import (
+    GaussianReleases,
+    GaussianSteps,
+    NonPrivate,
+    ParallelParts,
+    WorstOf,
+)
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps, NonPrivate
-from dpdist.runs.planning import plan_at
-from dpdist.tuning.cost import Limit, SearchCost, Sizes
-from dpdist.tuning.space import with_values
+from dpdist.runs.recipe import plan_at
+from dpdist.tuning.space import Limit, SearchCost, Sizes, with_values
 
 pytestmark = pytest.mark.usefixtures("coarse_grid")
 

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import (
     SearchFolder,

@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.config.search import LawRecipe, TuneRecipe
+from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.gradients.noise import add_noise
-from dpdist.privacy.combined import WorstOf
+from dpdist.privacy.calibration import search_guarantee
+from dpdist.privacy.phases import GaussianReleases, NoisyVotes, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases
-from dpdist.privacy.searches import search_guarantee
-from dpdist.privacy.votes import NoisyVotes
 from dpdist.randomness.keys import derive_key
-from dpdist.sections.search import LawRecipe, TuneRecipe
 from dpdist.tuning.manifest import best, draw_trials, number_of_trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.guarantee]

@@ -14,12 +14,11 @@ from support.here import Done, command, without_ray
 from support.processes import descendants, kill, parameters, slow_steps, start, wait_for
 from support.recipes import write_recipe
 
-from dpdist.base import vision
 from dpdist.cluster.session import connect, staged_artifacts
+from dpdist.core import optional_imports
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
-from dpdist.tuning.manifest import SearchFolder, read_trials
-from dpdist.tuning.trial import scores_of
+from dpdist.tuning.manifest import SearchFolder, read_trials, scores_of
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole]
 
@@ -30,7 +29,7 @@ def session(tmp_path_factory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         log = tmp_path_factory.mktemp("ray") / "ray.log"
-        with connect(log, cpus=2, worker_setup=vision.install):
+        with connect(log, cpus=2, worker_setup=optional_imports.install_torchvision_hook):
             yield
 
 

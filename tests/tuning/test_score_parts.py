@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dpdist import models
+from dpdist.config.search import ScoreRecipe
 from dpdist.data.dataset import Dataset
 from dpdist.models import ModelSpec
-from dpdist.randomness.units import UnitSource
-from dpdist.sections.search import ScoreRecipe
+from dpdist.randomness.keys import UnitSource
 from dpdist.tuning import scoring
 from dpdist.tuning.scoring import _values, certified_radii, score
 

@@ -8,13 +8,13 @@ import torch
 from scipy import stats
 
 from dpdist import models
-from dpdist.base.errors import UserError
 from dpdist.certification.reexecution import Reexecution
+from dpdist.config.search import ScoreRecipe
+from dpdist.core.errors import UserError
 from dpdist.data.dataset import Dataset
 from dpdist.gradients.noise import add_noise
 from dpdist.models import ModelSpec
 from dpdist.randomness.keys import derive_key
-from dpdist.sections.search import ScoreRecipe
 from dpdist.tuning import scoring
 from dpdist.tuning.scoring import _values, certified_radii, correct, published, score
 

@@ -13,28 +13,27 @@ from support.files import contents
 from support.training import parameters
 
 from dpdist import models
-from dpdist.base.errors import ClusterError, UserError
-from dpdist.base.storage import write_json
 from dpdist.cluster.session import Session
-from dpdist.commands.releasing import write_release
-from dpdist.privacy.budgets import budgets_in
+from dpdist.config.search import Domain
+from dpdist.config.training import ResourcesRecipe
+from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.files import write_json
+from dpdist.privacy.budget import budgets_in
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.release.verifying import verify
+from dpdist.publishing import write_release
+from dpdist.release.verify import verify
 from dpdist.reports.facts import read_facts
-from dpdist.reports.page import write_report
-from dpdist.runs.planning import plan_at
-from dpdist.sections.resources import ResourcesRecipe
-from dpdist.sections.search import Domain
-from dpdist.training import loop
+from dpdist.reports.html import write_report
+from dpdist.runs.recipe import plan_at
+from dpdist.training import worker
 from dpdist.training.records import private_part, source_of, training_data
 from dpdist.tuning import scoring
 from dpdist.tuning import trial as trial_module
-from dpdist.tuning.cost import Limit
-from dpdist.tuning.manifest import draw_trials, number_of_trials, read_trials
-from dpdist.tuning.room import Node, trials_at_once
+from dpdist.tuning.manifest import draw_trials, number_of_trials, read_trials, scores_of
 from dpdist.tuning.search import NoModel
-from dpdist.tuning.trial import rung_steps, scores_of
+from dpdist.tuning.space import Limit
+from dpdist.tuning.trial import Node, rung_steps, trials_at_once
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -149,14 +148,14 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
     manifest = search.folder.manifest.read_bytes()
     terms = search.folder.terms.read_bytes()
     run_trials(search, [0])
-    real = loop.run
+    real = worker.run
 
     def stopped_after_two_steps(job, reducer, until=None):
         real(job, reducer, 2)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "run", stopped_after_two_steps)
+        patch.setattr(worker, "run", stopped_after_two_steps)
         run_trials(search, [1])
 
     def no_score(*args, **kwargs):
@@ -252,7 +251,7 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
 
     monkeypatch.setattr(scoring, "score", failing)
     run_trials(search, [0])
-    real_run = loop.run
+    real_run = worker.run
 
     def other_code(job, reducer, until=None):
         real_run(job, reducer, 2)
@@ -262,7 +261,7 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
         real_run(job, reducer, until)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "run", other_code)
+        patch.setattr(worker, "run", other_code)
         run_trials(search, [1])
     assert "replayed exactly" in scores_of(search.folder, 1)["failed"]
     run_trials(search)

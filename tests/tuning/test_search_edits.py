@@ -11,11 +11,11 @@ import pytest
 import yaml
 from test_release_edits import changed, found_at, leaves, others, said, shown
 
-from dpdist.base.errors import UserError
-from dpdist.commands.releasing import write_release
-from dpdist.privacy.searches import training_and_search
+from dpdist.core.errors import UserError
+from dpdist.privacy.calibration import training_and_search
+from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
-from dpdist.reports.page import write_report
+from dpdist.reports.html import write_report
 from dpdist.runs.folder import SEARCHED_BY, RunFolder
 from dpdist.tuning.search import Search
 

@@ -14,26 +14,26 @@ from safetensors.torch import load_file
 from support.keys import NOISE, SAMPLING, Recorder, record
 
 from dpdist import models
-from dpdist.base.errors import UserError
-from dpdist.base.storage import write_json
 from dpdist.cluster.session import Session
-from dpdist.commands.releasing import write_release
+from dpdist.core.errors import UserError
+from dpdist.core.files import write_json
 from dpdist.gradients.noise import standard_normal
-from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.budget import budgets_in
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.releases import GaussianReleases
+from dpdist.privacy.phases import GaussianReleases
+from dpdist.publishing import write_release
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
-from dpdist.reports.page import write_report
+from dpdist.reports.html import write_report
 from dpdist.runs.folder import RunFolder
-from dpdist.training import loop
+from dpdist.training import worker
 from dpdist.training.job import prepare as prepare_training
 from dpdist.training.job import read_run_key
 from dpdist.training.records import training_data
 from dpdist.tuning import manifest, scoring
-from dpdist.tuning.manifest import read_trials
-from dpdist.tuning.preparing import prepare
-from dpdist.tuning.trial import begin_trial, score_key, scores_of, scoring_data
+from dpdist.tuning.manifest import read_trials, scores_of
+from dpdist.tuning.search import prepare
+from dpdist.tuning.trial import begin_trial, score_key, scoring_data
 
 pytestmark = pytest.mark.whole
 
@@ -116,7 +116,7 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
     """By record: what each trial's training loop reads, and what its score reads, are disjoint and
     together all private records; the plan counts the first."""
     scored, trained = [], []
-    real_score, real_run = scoring.score, loop.run
+    real_score, real_run = scoring.score, worker.run
 
     def score(folder, dataset, *args, **kwargs):
         scored.append(dataset.hashes)
@@ -127,7 +127,7 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
         return real_run(job, *args)
 
     monkeypatch.setattr(scoring, "score", score)
-    monkeypatch.setattr(loop, "run", run)
+    monkeypatch.setattr(worker, "run", run)
     asked = recipe(data={"max_train": 600}, tune={**ASHA, "score": {"hold_out": 0.2}})
     _, seen = searched(asked, begin, run_trials, monkeypatch)
     assert len(scored) == len(trained) == RUNS * 2

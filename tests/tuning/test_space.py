@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 from scipy import stats
 
-from dpdist.base.errors import UserError
-from dpdist.sections.search import Domain
+from dpdist.config.search import Domain
+from dpdist.core.errors import UserError
 from dpdist.tuning.space import check_space, cost_boxes, domain_value, draw, with_values
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.budget import budgets_in
 from dpdist.tuning import scoring
-from dpdist.tuning.manifest import read_trials
-from dpdist.tuning.trial import scores_of
+from dpdist.tuning.manifest import read_trials, scores_of
 
 FIXED = {"name": "fixed", "runs": 1, "mean": None}
 

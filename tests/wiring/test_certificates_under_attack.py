@@ -12,8 +12,8 @@ from support.here import without_ray
 from support.points import Points
 
 from dpdist import models
-from dpdist.attacks.check import Plausibility
 from dpdist.attacks.settings import AttackSettings
+from dpdist.attacks.table import Plausibility
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
 

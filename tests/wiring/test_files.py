@@ -9,7 +9,7 @@ import pytest
 from support.here import command, without_ray
 from support.recipes import write_recipe
 
-from dpdist.runs.exporting import publishable
+from dpdist.runs.archive import publishable
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load
 from dpdist.tuning.manifest import SearchFolder, read_trials

@@ -23,13 +23,13 @@ from dpdist import models, pipeline
 from dpdist.attacks import job as attacking
 from dpdist.attacks.settings import AttackSettings
 from dpdist.audits.membership import Membership
-from dpdist.audits.retraining import Retraining
 from dpdist.audits.target import of_recipe
-from dpdist.bulk.job import run as run_job
+from dpdist.audits.trainings import Retraining
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
+from dpdist.cluster.resumable_job import run as run_job
+from dpdist.config.sections import ManyRunsAudit
 from dpdist.runs.folder import RunFolder
-from dpdist.sections.audit import ManyRunsAudit
 
 pytestmark = pytest.mark.long
 

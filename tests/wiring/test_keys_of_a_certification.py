@@ -18,12 +18,12 @@ from support.keys import Stream, record
 from support.networks import save_small_cnn
 
 from dpdist import models
-from dpdist.base.errors import UserError
 from dpdist.certification import job, table
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.predict import Predictor
-from dpdist.certification.scores import ExpectedScores
-from dpdist.randomness.units import RandomWords, UnitSource
+from dpdist.core.errors import UserError
+from dpdist.randomness.keys import RandomWords, UnitSource
 
 pytestmark = pytest.mark.guarantee
 

@@ -18,10 +18,10 @@ from support.datasets import write_split
 from support.keys import DRAWS, NOISE, SAMPLING, Recorder, record
 from support.training import Interrupt, execute, interrupted, prepared
 
-from dpdist.base.errors import ClusterError, UserError
+from dpdist.core.errors import ClusterError, UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger, ReplayConflict
-from dpdist.training import loop, permit
+from dpdist.training import worker
 from dpdist.training.job import TrainJob, read_run_key
 
 pytestmark = pytest.mark.guarantee
@@ -266,13 +266,13 @@ def test_the_ledger_knows_of_a_release_before_its_noise_is_drawn(tmp_path, monke
     """Write-ahead: when the step's noise stream is opened, its entry is on the disk."""
     job = job_of(tmp_path)
     known = []
-    real = loop.add_noise
+    real = worker.add_noise
 
     def looking(*args: Any) -> Any:
         known.append(len(Ledger.read(job.folder.ledger).releases))
         return real(*args)
 
-    monkeypatch.setattr(loop, "add_noise", looking)
+    monkeypatch.setattr(worker, "add_noise", looking)
     execute(job)
     assert known == [1, 2, 3, 4, 5]
 
@@ -282,7 +282,7 @@ def test_no_step_is_released_without_the_archive_s_leave(tmp_path, monkeypatch):
     job = job_of(tmp_path)
     job.folder.archive.write_text(json.dumps({"private": True}))
     job.folder.permit.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 2}))
-    monkeypatch.setattr(permit, "_PATIENCE", 0.2)
+    monkeypatch.setattr(worker, "_PATIENCE", 0.2)
     with monkeypatch.context() as patch:
         seen = record(patch)
         with pytest.raises(ClusterError, match="step 2: the archive did not answer"):

@@ -10,12 +10,12 @@ import pytest
 from support.datasets import write_split
 from support.training import execute, make
 
-from dpdist.base.errors import UserError
-from dpdist.commands.releasing import write_release
+from dpdist.core.errors import UserError
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps
+from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe

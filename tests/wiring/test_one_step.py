@@ -19,11 +19,11 @@ from support.oracle import Oracle, flatten
 from support.training import execute, parameters, prepared
 
 from dpdist import models
-from dpdist.base.errors import UserError
+from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps
 from dpdist.training import checkpoint
 from dpdist.training.job import TrainJob
 

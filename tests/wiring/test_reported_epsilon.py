@@ -15,20 +15,18 @@ import yaml
 from dp_accounting.pld import PLDAccountant
 from support.training import execute, interrupted, prepared
 
-from dpdist.base.errors import UserError
-from dpdist.commands.releasing import write_release
+from dpdist.core.errors import UserError
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.methods.base import Method
-from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.budget import budgets_in
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.phases import Phase
-from dpdist.privacy.releases import GaussianSteps
-from dpdist.release.verifying import verify
+from dpdist.privacy.phases import GaussianSteps, Phase
+from dpdist.publishing import write_release
+from dpdist.release.verify import verify
 from dpdist.reports.facts import read_facts
-from dpdist.reports.page import write_report
-from dpdist.runs.folder import RunFolder
-from dpdist.runs.released import read_released
+from dpdist.reports.html import write_report
+from dpdist.runs.folder import RunFolder, read_released
 from dpdist.training import trainer
 from dpdist.training.job import TrainJob
 from dpdist.training.records import evaluation_data
@@ -164,13 +162,13 @@ def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
     twice = sum(count - 1 for count in read_released(job.folder).ledger.releases.values())
     assert twice == 6
     asked: list[int] = []
-    reserve = trainer.charging.reserve
+    reserve = trainer.charging.reserve_charge
 
     def look(recipe: Any, records: Any, charge: Any, *rest: Any, **more: Any) -> None:
         asked.append(sum(phase.steps for phase in charge.phases))
         reserve(recipe, records, charge, *rest, **more)
 
-    monkeypatch.setattr(trainer.charging, "reserve", look)
+    monkeypatch.setattr(trainer.charging, "reserve_charge", look)
     with trainer._charged(job):
         execute(job, 2)
     assert asked[0] == STEPS + twice

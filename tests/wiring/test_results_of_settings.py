@@ -18,9 +18,9 @@ from dpdist import models
 from dpdist.attacks import job as attacking
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.settings import AttackSettings
-from dpdist.base.errors import UserError
-from dpdist.certification import job, reading
+from dpdist.certification import job, table_reader
 from dpdist.certification.cohen import Cohen
+from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.whole
 
@@ -57,7 +57,7 @@ def stop_at(wanted: int) -> Callable[[int, int, float], None]:
 def certify(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
     settings = Cohen(sigma=0.5, n0=20, n=200, batch=100, form="eager")
     job.certify(model, data, settings, output, chunk_seconds=1e-9, **options)
-    return reading.read(output / job.TABLE).about["model"]
+    return table_reader.read(output / job.TABLE).about["model"]
 
 
 def attack(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
@@ -122,5 +122,5 @@ def test_a_table_moved_beside_other_settings_is_refused(work, folders, tmp_path)
     (table,) = (tmp_path / "x").glob("*.parquet")
     shutil.copy(table, tmp_path / "y" / table.name)
     with pytest.raises(UserError, match=r"not of the settings in settings\.json"):
-        reader = reading.read if table.name == job.TABLE else attack_tables.read
+        reader = table_reader.read if table.name == job.TABLE else attack_tables.read
         reader(tmp_path / "y" / table.name)

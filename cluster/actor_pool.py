@@ -1,0 +1,501 @@
+"""A crash-tolerant pool of Ray actors that pull chunks of work.
+
+Every chunk is delivered to ``on_result`` exactly once, whatever dies or hangs in between: a chunk
+of a dead actor is queued again, a chunk that takes much longer than the others is also given to an
+idle actor, and the first answer wins. Chunks must therefore be pure functions of their payload.
+
+One call carries as many short chunks as an actor does in a tenth of a second, for a driver to keep
+up with a million; an actor that is slower than it was gives the rest back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from dpdist.core.errors import ClusterError, InvalidResults, UserError
+
+# --- the actor and its calls ------------------------------------------------------------------
+
+
+class Runner:
+    """The actor: builds the worker once, then applies it to whatever arrives."""
+
+    def __init__(self, factory: Callable[..., Callable[[Any], Any]], shared: Any) -> None:
+        self._factory, self._shared = factory, shared
+
+    def ready(self) -> bool:
+        self._work = self._factory(self._shared)
+        return True
+
+    def run(self, payloads: list[Any], seconds: float) -> tuple[list[Any], float]:
+        """Results of the first payloads, as many as fit in ``seconds`` but one at least, and how
+        long they took. An error is raised by the call in which its payload comes first; that all
+        results are invalid, at once."""
+        results: list[Any] = []
+        begun = time.perf_counter()
+        for payload in payloads:
+            try:
+                results.append(self._work(payload))
+            except InvalidResults:
+                raise
+            except Exception:
+                if not results:
+                    raise
+                break
+            if time.perf_counter() - begun > seconds:
+                break
+        return results, time.perf_counter() - begun
+
+
+@dataclass(frozen=True, eq=False)
+class Failed:
+    error: RayError
+
+
+def fetched(refs: list[Any]) -> dict[Any, Any]:
+    """What arrived; fetched together, which is several times faster, unless one of them failed."""
+    try:
+        return dict(zip(refs, ray.get(refs), strict=True))
+    except RayError:
+        pass
+    values: dict[Any, Any] = {}
+    for ref in refs:
+        try:
+            values[ref] = ray.get(ref)
+        except RayError as error:
+            values[ref] = Failed(error)
+    return values
+
+
+def gpus() -> float:
+    """Of the whole cluster."""
+    return float(ray.cluster_resources().get("GPU", 0.0)) if ray.is_initialized() else 0.0
+
+
+def may_grow() -> bool:
+    """Whether hosts may join: not in a session on this machine alone."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+
+
+def run_once(
+    function: Callable[[Any], Any], argument: Any, failed: str, num_gpus: float = 0.0
+) -> Any:
+    """function(argument) on one of the machines that actors run on.
+
+    Raises UserError "{failed}: why" when it raises anything.
+    """
+    try:
+        once = ray.remote(function).options(num_cpus=1, num_gpus=num_gpus)
+        return ray.get(once.remote(argument))
+    except RayTaskError as error:
+        raise UserError(f"{failed}: {error.cause}") from error.cause
+
+
+# --- the pool ---------------------------------------------------------------------------------
+
+
+_MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this often is the culprit
+_MAX_DEATHS_WITHOUT_RESULT = 6
+_GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
+_STALL_EVERY = 1.0  # seconds between looks for stalled actors
+_AHEAD = 64  # chunks taken from the caller before they are needed, at least
+_CALL_SECONDS = 0.1  # how long a call should take
+_CALLS_PER_SECOND = 500  # of all actors: one driver handles a few thousand, at most
+_LARGEST_CALL = 64  # chunks
+_LEAVE_SECONDS = 2.0  # for calls under way when the caller is interrupted
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of work. Lower ``priority`` first; ``key`` is unique and names it in messages."""
+
+    key: str
+    payload: Any
+    priority: float = 0.0
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """actors: None uses the whole cluster and grows with it. Times in seconds.
+
+    stall_after: an actor that has returned nothing for this long, and for 20 median chunks, is
+    replaced. start_timeout: how long to wait for the first actor to start.
+    """
+
+    actors: int | None = None
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    in_flight: int = 2
+    stall_after: float = 60.0
+    start_timeout: float = 600.0
+    poll: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.actors is not None and self.actors < 1:
+            raise ClusterError(f"actors: must be at least 1, got {self.actors}")
+        if self.in_flight < 1:
+            raise ClusterError(f"in_flight: must be at least 1, got {self.in_flight}")
+
+
+def run_chunks(
+    factory: Callable[..., Callable[[Any], Any]],
+    shared: Any,
+    chunks: Iterable[Chunk],
+    on_result: Callable[[str, Any], None],
+    settings: PoolSettings | None = None,
+) -> None:
+    """Run every chunk on actors; ``on_result(key, result)`` is called here, once per chunk.
+
+    factory: called once in each actor as factory(shared); returns the function applied to payloads.
+    shared: put into Ray's object store once.
+    chunks: a sequence is worked off by priority; any other iterable in its own order, and it is
+    read only a little ahead, so that a million chunks need no memory.
+
+    Ray must be initialised. Raises ClusterError when no actor can start, actors keep dying, or a
+    chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries, an
+    InvalidResults at once. After Ctrl-C and a ClusterError the results of calls that end within two
+    seconds are still delivered; the one that Ctrl-C struck in may then be delivered twice.
+    """
+    pool = _Pool(factory, shared, chunks, on_result, settings or PoolSettings())
+    try:
+        pool.run()
+    except (KeyboardInterrupt, ClusterError):
+        pool.deliver_finished()
+        raise
+    finally:
+        pool.stop()
+
+
+def run_here(
+    factory: Callable[..., Callable[[Any], Any]],
+    shared: Any,
+    chunks: Iterable[Chunk],
+    on_result: Callable[[str, Any], None],
+    settings: PoolSettings | None = None,
+) -> None:
+    """As `run_chunks`, in this process: for who holds all the resources there are."""
+    work = factory(shared)
+    for chunk in chunks:
+        on_result(chunk.key, work(chunk.payload))
+
+
+@dataclass(eq=False)
+class _Slot:
+    actor: Any
+    ready: Any
+    live: bool = False
+    last_answer: float = 0.0
+    size: int = 1  # chunks of its next call, at most
+    refs: list[Any] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Todo:
+    chunk: Chunk
+    order: int
+    attempts: int = 0
+    copies: int = 0  # calls in flight
+    alone: bool = False  # it was in a call that failed: the next failure is its own
+
+
+@dataclass
+class _Call:
+    slot: _Slot
+    chunks: list[Chunk]
+    since: float
+
+
+class _Pool:
+    def __init__(
+        self,
+        factory: Callable[..., Callable[[Any], Any]],
+        shared: Any,
+        chunks: Iterable[Chunk],
+        on_result: Callable[[str, Any], None],
+        settings: PoolSettings,
+    ) -> None:
+        self.settings = settings
+        self.on_result = on_result
+        ordered = (
+            sorted(chunks, key=lambda chunk: chunk.priority)
+            if isinstance(chunks, Sequence)
+            else chunks
+        )
+        self.source = iter(ordered)
+        self.exhausted = False
+        self.taken = 0
+        self.todo: dict[str, _Todo] = {}  # taken from the source, no result yet
+        self.queue: list[tuple[float, int, str]] = []
+        self.calls: dict[Any, _Call] = {}
+        self.slots: list[_Slot] = []
+        self.durations: list[float] = []
+        self.deaths = 0
+        self.grown = self.looked = 0.0
+        self.limit = 1  # actors there could be
+        self.begun = time.monotonic()
+        self._read_ahead()
+        if not self.todo:
+            return
+        self.factory = factory
+        self.shared = ray.put(shared)
+        self.runner: Any = ray.remote(Runner)
+
+    def run(self) -> None:
+        while self.todo:
+            self._grow()
+            self._fill()
+            waiting = [*self.calls, *(slot.ready for slot in self.slots if not slot.live)]
+            if not waiting:
+                time.sleep(self.settings.poll)
+                continue
+            done, _ = ray.wait(waiting, num_returns=1, timeout=self.settings.poll)
+            if done:
+                done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)  # what else came
+            values = fetched([ref for ref in done if ref in self.calls])
+            for ref in done:
+                self._take(ref, values)
+            self._replace_stalled()
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Keep the queue long enough for every actor, and no longer."""
+        calls = max(self.limit, sum(slot.size for slot in self.slots))
+        ahead = max(_AHEAD, 2 * self.settings.in_flight * calls)
+        while not self.exhausted and len(self.queue) < ahead:
+            chunk = next(self.source, None)
+            if chunk is None:
+                self.exhausted = True
+                return
+            if chunk.key in self.todo:
+                raise ClusterError(f"two chunks are called {chunk.key!r}")
+            self.todo[chunk.key] = _Todo(chunk, self.taken)
+            heapq.heappush(self.queue, (chunk.priority, self.taken, chunk.key))
+            self.taken += 1
+
+    def deliver_finished(self) -> None:
+        """Deliver what calls under way return within `_LEAVE_SECONDS`, before leaving."""
+        refs = list(self.calls)
+        if not refs:
+            return
+        with suppress(RayError):  # a lost session: what ended it is what is to be said
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_SECONDS)
+            for ref, answer in fetched(done).items():
+                if not isinstance(answer, Failed):
+                    self._deliver(self.calls[ref], answer[0])
+
+    def _deliver(self, call: _Call, results: list[Any]) -> None:
+        for chunk, result in zip(call.chunks, results, strict=False):
+            if chunk.key in self.todo:
+                self.on_result(chunk.key, result)
+                del self.todo[chunk.key]  # only now: Ctrl-C before must not lose it
+
+    def stop(self) -> None:
+        for slot in self.slots:
+            ray.kill(slot.actor, no_restart=True)
+        self.slots.clear()
+
+    def _most_actors(self) -> int:
+        if self.settings.actors is not None:
+            return self.settings.actors
+        have = ray.cluster_resources()
+        if self.settings.num_gpus:
+            return max(1, int(have.get("GPU", 0) / self.settings.num_gpus))
+        if self.settings.num_cpus:
+            return max(1, int(have.get("CPU", 0) / self.settings.num_cpus))
+        return 1
+
+    def _grow(self) -> None:
+        now = time.monotonic()
+        if self.slots and now - self.grown < _GROW_EVERY:
+            return
+        self.grown = now
+        self.limit = self._most_actors()
+        self._read_ahead()
+        for _ in range(min(self.limit, len(self.todo)) - len(self.slots)):
+            actor = self.runner.options(
+                num_cpus=self.settings.num_cpus, num_gpus=self.settings.num_gpus
+            ).remote(self.factory, self.shared)
+            self.slots.append(_Slot(actor, actor.ready.remote()))
+        never = not self.durations and not any(slot.live for slot in self.slots)
+        if never and now - self.begun > self.settings.start_timeout:
+            raise ClusterError(
+                f"no worker could start in {self.settings.start_timeout:.0f} s: each needs "
+                f"{self.settings.num_cpus:g} CPU and {self.settings.num_gpus:g} GPU, free now: "
+                f"{ray.available_resources()}"
+            )
+
+    def _fill(self) -> None:
+        late: list[Chunk] | None = None
+        starting = sum(not slot.live for slot in self.slots)
+        # One each, then the next: no actor hoards chunks while another is idle or yet to start.
+        for depth in range(1, self.settings.in_flight + 1):
+            for slot in self.slots:
+                while slot.live and len(slot.refs) < depth:
+                    if depth > 1 and len(self.queue) <= starting:
+                        break
+                    chunks = self._next_call(slot)
+                    if not chunks:
+                        late = self._late() if late is None else late
+                        if slot.refs or not late:
+                            break
+                        chunks = [late.pop()]  # never from the slot itself: it has no calls
+                    self._send(slot, chunks)
+
+    def _next_call(self, slot: _Slot) -> list[Chunk]:
+        """Chunks for one call, none when the queue is empty. Near the end calls are small, so that
+        all actors finish together."""
+        share = -(-len(self.queue) // (2 * self.settings.in_flight * len(self.slots)))
+        size = max(1, min(slot.size, share))
+        chunks: list[Chunk] = []
+        while len(chunks) < size and (todo := self._next()) is not None:
+            if todo.alone and chunks:
+                self._requeue(todo.chunk.key)
+                break
+            chunks.append(todo.chunk)
+            if todo.alone:
+                break
+        return chunks
+
+    def _next(self) -> _Todo | None:
+        while self.queue:
+            _, _, key = heapq.heappop(self.queue)
+            if key in self.todo and not self.todo[key].copies:
+                return self.todo[key]
+        return None
+
+    def _late(self) -> list[Chunk]:
+        """Chunks that an actor has had for much longer than chunks usually take, the latest
+        first."""
+        if not self.durations:
+            return []
+        limit = time.monotonic() - max(3 * statistics.median(self.durations), 1.0)
+        late = [call for call in self.calls.values() if call.since < limit]
+        return [
+            chunk
+            for call in sorted(late, key=lambda call: -call.since)
+            for chunk in reversed(call.chunks)
+            if chunk.key in self.todo and self.todo[chunk.key].copies == 1
+        ]
+
+    def _call_seconds(self) -> float:
+        """How long a call should take: longer with very many actors, so that there are fewer."""
+        return max(_CALL_SECONDS, len(self.slots) / _CALLS_PER_SECOND)
+
+    def _send(self, slot: _Slot, chunks: list[Chunk]) -> None:
+        payloads = [chunk.payload for chunk in chunks]
+        ref = slot.actor.run.remote(payloads, 2 * self._call_seconds())
+        now = time.monotonic()
+        if not slot.refs:
+            slot.last_answer = now
+        slot.refs.append(ref)
+        self.calls[ref] = _Call(slot, chunks, now)
+        for chunk in chunks:
+            self.todo[chunk.key].copies += 1
+
+    def _take(self, ref: Any, values: dict[Any, Any]) -> None:
+        if ref not in self.calls:
+            self._take_ready(ref)
+            return
+        call = self.calls[ref]
+        answer = values[ref]
+        if isinstance(answer, Failed):
+            if isinstance(answer.error, RayTaskError):
+                if isinstance(answer.error.cause, InvalidResults):
+                    raise InvalidResults(str(answer.error.cause)) from None
+                self._forget(ref)
+                self._again(call.chunks, answer.error)
+            else:
+                self._bury(call.slot, answer.error)
+            return
+        results, seconds = answer
+        now = time.monotonic()
+        self.durations.append(now - max(call.since, call.slot.last_answer))
+        del self.durations[:-200]
+        call.slot.last_answer = now
+        fitting = int(self._call_seconds() * len(results) / max(seconds, 1e-9))
+        call.slot.size = max(1, min(fitting, 4 * len(results), _LARGEST_CALL))
+        self.deaths = 0
+        self._deliver(call, results)
+        self._forget(ref)
+        for chunk in call.chunks[len(results) :]:
+            self._requeue(chunk.key)
+
+    def _take_ready(self, ref: Any) -> None:
+        slot = next((slot for slot in self.slots if slot.ready == ref), None)
+        if slot is None:
+            return
+        try:
+            slot.live = ray.get(ref)
+        except RayTaskError as error:
+            raise ClusterError(f"a worker could not be set up: {error.cause}") from error.cause
+        except RayError as error:
+            self._bury(slot, error)
+
+    def _forget(self, ref: Any) -> None:
+        call = self.calls.pop(ref)
+        call.slot.refs.remove(ref)
+        for chunk in call.chunks:
+            if chunk.key in self.todo:
+                self.todo[chunk.key].copies -= 1
+
+    def _again(self, chunks: list[Chunk], error: Exception) -> None:
+        """Queue the chunks of a failed call again. A chunk that was alone in it is to blame; of
+        several nobody knows, and each goes alone next time."""
+        for chunk in chunks:
+            todo = self.todo.get(chunk.key)
+            if todo is None:
+                continue
+            todo.alone = True
+            todo.attempts += len(chunks) == 1
+            if todo.attempts >= _MAX_ATTEMPTS:
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                raise ClusterError(f"{chunk.key} failed {_MAX_ATTEMPTS} times: {cause}") from cause
+            self._requeue(chunk.key)
+
+    def _requeue(self, key: str) -> None:
+        todo = self.todo.get(key)
+        if todo is not None and not todo.copies:
+            heapq.heappush(self.queue, (todo.chunk.priority, todo.order, key))
+
+    def _bury(self, slot: _Slot, error: Exception) -> None:
+        if slot not in self.slots:
+            return
+        self.slots.remove(slot)
+        ray.kill(slot.actor, no_restart=True)
+        self.grown = 0.0
+        self.deaths += 1
+        if self.deaths > _MAX_DEATHS_WITHOUT_RESULT:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise ClusterError(
+                f"{self.deaths} workers died one after another without finishing anything: "
+                f"{lines[-1] if lines else type(error).__name__}"
+            ) from error
+        for place, ref in enumerate(list(slot.refs)):
+            chunks = self.calls[ref].chunks
+            self._forget(ref)
+            if place == 0:  # only the call it was working on can be to blame
+                self._again(chunks, error)
+            else:
+                for chunk in chunks:
+                    self._requeue(chunk.key)
+
+    def _replace_stalled(self) -> None:
+        now = time.monotonic()
+        if not self.durations or now - self.looked < _STALL_EVERY:
+            return
+        self.looked = now
+        limit = max(self.settings.stall_after, 20 * statistics.median(self.durations))
+        limit += 2 * self._call_seconds()  # before the last chunk of a call is begun
+        for slot in list(self.slots):
+            if slot.refs and now - slot.last_answer > limit:
+                self._bury(slot, ClusterError(f"no answer for {limit:.0f} s"))

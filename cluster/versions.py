@@ -1,0 +1,123 @@
+"""Check that all workers run the driver's code and versions.
+
+A user's own dpdist.py in the working directory would shadow the package in workers only, and a
+host may have another version installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dpdist.core.errors import ClusterError
+
+LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting", "transformers", "peft")
+
+
+def fingerprint(packages: Sequence[str]) -> dict[str, str]:
+    """For this process: package name to "path:digest of its Python sources", library name to
+    version. Read once: what the process has loaded is what lay there, not what replaces it later.
+    """
+    return dict(_loaded(tuple(packages)))
+
+
+@cache
+def _loaded(packages: tuple[str, ...]) -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in packages:
+        module = importlib.import_module(name)
+        if module.__file__ is None:
+            raise ClusterError(f"package {name!r} has no __init__.py; another folder of that name?")
+        folder = Path(module.__file__).parent
+        digest = hashlib.blake2b(digest_size=8)
+        for file in _sources(folder):
+            digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+        found[name] = f"{folder}:{digest.hexdigest()}"
+    for library in LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            found[library] = "missing"
+    return found
+
+
+def _sources(folder: Path) -> list[Path]:
+    """Also what links in a checkout lead to, which a wheel holds as folders."""
+    walk = os.walk(folder, followlinks=True)
+    return sorted(Path(at, n) for at, _, names in walk for n in names if n.endswith(".py"))
+
+
+def code_digest(packages: Sequence[str]) -> str:
+    """One digest for code and library versions, wherever they are installed."""
+    found = fingerprint(packages)
+    parts = [f"{name}={found[name].rpartition(':')[2]}" for name in sorted(found)]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def check_same(driver: dict[str, str], packages: Sequence[str], where: str) -> None:
+    """Raise ClusterError in a worker whose packages differ from the driver's fingerprint.
+
+    The place of installation may differ between hosts; the sources and versions may not.
+    """
+    here = fingerprint(packages)
+    for name, expected in driver.items():
+        if here.get(name, "missing").rpartition(":")[2] != expected.rpartition(":")[2]:
+            raise ClusterError(
+                f"{where}: {name} is {here.get(name, 'missing')}, on the driver it is {expected}; "
+                "install the same version on every host, and keep no file or folder named dpdist "
+                "in the directory the command is started from"
+            )
+
+
+def check_nodes(packages: Sequence[str], shared: Path) -> None:
+    """On every live node: the driver's packages, and the driver's files under `shared`.
+
+    Raises ClusterError naming the node that differs.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    driver = fingerprint(packages)
+    # Called like a file that is being written: a killed command's goes with the next one.
+    token = shared / f".seen.{os.getpid()}-{secrets.token_hex(4)}"
+    token.write_bytes(secrets.token_bytes(16))
+    check = ray.remote(num_cpus=0)(_check_node)
+    waiting = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            name = f"node {node['NodeManagerAddress']}"
+            task = check.options(scheduling_strategy=where)
+            waiting.append(task.remote(driver, packages, name, token, token.read_bytes()))
+    try:
+        ray.get(waiting, timeout=120)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ClusterError):
+            raise ClusterError(str(error.cause)) from error
+        raise ClusterError(f"a node cannot run dpdist: {error.cause}") from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise ClusterError("a node did not answer within 120 s") from error
+    finally:
+        token.unlink()
+
+
+def _check_node(
+    driver: dict[str, str], packages: Sequence[str], where: str, token: Path, content: bytes
+) -> None:
+    check_same(driver, packages, where)
+    try:
+        seen = token.read_bytes()
+    except OSError:
+        seen = b""
+    if seen != content:
+        raise ClusterError(
+            f"{where} does not see the run folder {token.parent}: put runs on storage that all "
+            "hosts share (--runs)"
+        )

@@ -1,1 +1,0 @@
-"""An adversary at single inputs: norm balls, ascents of a loss, the classifier they go through."""

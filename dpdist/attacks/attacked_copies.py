@@ -1,0 +1,132 @@
+"""Attacked copies of inputs: the certified accuracy as DPAL, StoBatch and HGM measure it.
+
+They count an input when its *attacked copy* is answered rightly and certified at the attack's
+size. That is no certificate of the clean input: a copy that another attack would find may have
+another label, and where the attack failed for want of steps the clean input counts all the same.
+It stands here for comparison with the papers' figures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, box_of
+from dpdist.attacks.settings import AttackSettings
+from dpdist.certification.certificate import Certificate, CertificateTable, CertifiedSizes
+from dpdist.certification.job import Data
+from dpdist.certification.worker import Randomness
+from dpdist.core.console import exact, percent
+from dpdist.core.errors import UserError
+from dpdist.core.fields import AttackName, Norm
+from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.noise_location import place_of
+
+NAMED = "as the paper measures it; not a certificate of the clean input"
+_BLOCK = 100  # of inputs attacked together, in the order in which they are chosen
+
+
+@dataclass(frozen=True)
+class At:
+    """Which copies: one attack of a size, in input units, in a norm."""
+
+    attack: AttackName
+    size: float
+    norm: Norm
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From "attacked:ATTACK,SIZE" or "attacked:ATTACK,SIZE,NORM". Raises UserError."""
+        kind, _, rest = text.partition(":")
+        name, *more = rest.split(",")
+        try:
+            size = float(more[0]) if kind == "attacked" and 1 <= len(more) <= 2 else math.nan
+        except ValueError:
+            size = math.nan
+        if math.isnan(size):
+            raise UserError(f"--at: give attacked:ATTACK,SIZE or ...,SIZE,NORM, got {text!r}")
+        norm = more[1] if len(more) > 1 else "linf"
+        found = cls(name, size, norm)  # type: ignore[arg-type]
+        found.settings(None)  # complains about what is no attack, size or norm
+        return found
+
+    def settings(self, sigma: float | None) -> AttackSettings:
+        attacks, sizes = (self.attack,), (self.size,)
+        return AttackSettings(norm=self.norm, sizes=sizes, attacks=attacks, sigma=sigma)
+
+    @property
+    def folder_name(self) -> str:
+        return f"certified-{self.attack}-{self.norm}-{self.size:g}"
+
+
+class AttackedCopies:
+    """As a data set: its chosen inputs, each moved away from its label within the attack's size,
+    through the noise that the certificate draws; everything else is the data set's."""
+
+    def __init__(self, at: At, dataset: Data, model: nn.Module, settings: Certificate) -> None:
+        like = settings.attacked_as(settings.noise, settings.sigma or 0.0)
+        if like is None:
+            raise UserError(f"--at: only Gaussian smoothing can be attacked, not {settings.noise}")
+        self.at, self.classes, self.labels = at, dataset.classes, np.asarray(dataset.labels)
+        chosen = np.asarray(settings.indices(len(self.labels)), dtype=np.int64)
+        place, asked = place_of(model), at.settings(like[1])
+        if asked.sigma is not None:
+            place = place.smoothed(asked.sigma)
+        classifier = RandomisedClassifier(model.eval().requires_grad_(False), place)
+        # Noise for gradients only: it needs no secret, and a continued run makes the same copies.
+        source = UnitSource("attacked", "", "", dataset.fingerprint, str(place.describe()), 0.0)
+        self._copies = {
+            int(index): copy
+            for start in range(0, len(chosen), _BLOCK)
+            for index, copy in zip(
+                chosen[start : start + _BLOCK],
+                self._attacked(dataset, chosen[start : start + _BLOCK], classifier, source, asked),
+                strict=True,
+            )
+        }
+        digest = hashlib.blake2b(f"{dataset.fingerprint} {at}".encode(), digest_size=16)
+        for copy in self._copies.values():
+            digest.update(copy.numpy().tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def _attacked(
+        self, dataset: Data, indices: np.ndarray, classifier: RandomisedClassifier,
+        source: UnitSource, asked: AttackSettings,
+    ) -> Tensor:  # fmt: skip
+        centres = dataset.batch(indices)
+        sizes = torch.full((len(indices),), self.at.size, dtype=torch.float64)
+        return attack(
+            asked.attacks[0], classifier, Ball(centres, sizes, asked.norm, box_of(centres)),
+            torch.from_numpy(self.labels[indices]), indices.tolist(), Randomness(source),
+            steps=asked.steps, draws=asked.draws, step_scale=asked.step_scale,
+        )  # fmt: skip
+
+    def batch(self, indices: np.ndarray | slice) -> Tensor:
+        """float32 (B, ...): the copies of chosen inputs."""
+        named = np.arange(len(self.labels))[indices]
+        return torch.stack([self._copies[int(index)] for index in named])
+
+    def lines(
+        self, found: CertificateTable, clean: CertificateTable | None
+    ) -> list[tuple[str, str]]:
+        """Name and value: right and certified at the copies, and at the clean inputs where they
+        were certified too."""
+        numbers = math.prod(next(iter(self._copies.values())).shape)
+        tables = [("attacked", found)] + ([] if clean is None else [("clean", clean)])
+        rows = []
+        for of, table in tables:
+            for sizes in self._sizes(table, numbers):
+                share = float(np.mean(sizes.certified(table.label) >= self.at.size))
+                name = f"{of}, {sizes.title}, {self.at.norm} >= {exact(self.at.size)}"
+                rows.append((name, f"{percent(share)} %"))
+        return rows
+
+    def _sizes(self, table: CertificateTable, numbers: int) -> list[CertifiedSizes]:
+        found = table.kind.sizes_in(table.table, self.at.norm, numbers)
+        return [sizes for sizes in found if sizes.holds]

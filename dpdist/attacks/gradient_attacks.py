@@ -1,0 +1,345 @@
+"""White-box evasion attacks: norm balls, gradient ascents, and the attacked classifier.
+
+FGSM (Goodfellow et al., ICLR 2015), I-FGSM or BIM (Kurakin et al., 2016), MIM (Dong et al., CVPR
+2018) and PGD (Madry et al., ICLR 2018) are pure functions of a gradient, a ball and their
+settings. In L2 the sign is replaced by the unit vector. Row b of the result depends on row b of
+the ball and of the gradients alone. `attack` runs them on a classifier, untargeted and vectorised,
+with keyed randomness.
+
+A ball has projection, steepest ascent and random points. All arithmetic is float64; the model
+takes float32. That rounding goes towards the centre in every coordinate, so the distance computed
+in float64 never exceeds the size.
+
+A randomised classifier answers with the class that most draws of its noise say, or with that of
+the largest mean score. Attacks differentiate it by expectation over the noise (EOT, Athalye et
+al., ICML 2018): the gradient is the mean of the gradients under independent draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.certification.worker import Randomness
+from dpdist.core.errors import UserError
+from dpdist.core.fields import ATTACKS, NORMS, AttackName, Norm
+from dpdist.models import NO_CLASS, predicted_classes, softmax_scores
+from dpdist.randomness.noise_location import Nowhere, Place
+
+# --- norm balls -------------------------------------------------------------------------------
+
+
+PIXELS = (0.0, 1.0)
+
+# A sum of squares depends on its order in the last bits; this margin covers any order.
+_MARGIN = 1e-12
+
+
+@dataclass(frozen=True)
+class Ball:
+    """All points within ``size`` of ``centre`` in ``norm`` and inside ``box``.
+
+    centre: float32 (B, ...). size: float64 (B,), in input units. box: least and largest value of
+    each coordinate (the centre lies inside), or None.
+    """
+
+    centre: Tensor
+    size: Tensor
+    norm: Norm
+    box: tuple[float, float] | None = PIXELS
+
+    def project(self, point: Tensor) -> Tensor:
+        """The point moved into the ball, then clipped to the box: float64 (B, ...).
+
+        Each is the Euclidean projection; one after the other they stay in both sets, because the
+        centre lies in the box.
+        """
+        moved = self.centre.double() + self._shift(point)
+        return moved if self.box is None else moved.clamp(*self.box)
+
+    def round(self, point: Tensor) -> Tensor:
+        """`project`, rounded towards the centre: float32 (B, ...), exactly inside."""
+        limit = self._shift(point).abs()
+        rounded = self.project(point).float()
+        too_far = (rounded.double() - self.centre.double()).abs() > limit
+        return torch.where(too_far, torch.nextafter(rounded, self.centre), rounded)
+
+    def _shift(self, point: Tensor) -> Tensor:
+        shift = point.double() - self.centre.double()
+        size = per_row(self.size, shift)
+        if self.norm == "linf":
+            return shift.clamp(-size, size)
+        # (a / b) * b may exceed a by rounding; the margin is larger than that too.
+        length = per_row(shift.flatten(1).norm(dim=1), shift)
+        inside = size * (1 - _MARGIN)
+        return torch.where(length > inside, shift * (inside / length.clamp_min(1e-300)), shift)
+
+    def ascent(self, gradient: Tensor) -> Tensor:
+        """The direction of length 1 in ``norm`` that climbs most: sign, or unit vector."""
+        if self.norm == "linf":
+            return gradient.double().sign()
+        flat = gradient.double().flatten(1)
+        length = flat.norm(dim=1, keepdim=True)
+        return torch.where(length > 0, flat / length.clamp_min(1e-300), flat).view_as(gradient)
+
+    def random_point(self, uniform: Tensor, normal: Tensor) -> Tensor:
+        """A uniformly distributed point of the ball, clipped to the box: float64 (B, ...).
+
+        uniform: (B, n) in (0, 1), normal: (B, n), n the numbers of one input.
+        """
+        if self.norm == "linf":
+            direction = 2 * uniform.double() - 1
+        else:
+            unit = self.ascent(normal)
+            # The radius of a uniform point has distribution r^n.
+            direction = unit * uniform[:, :1].double().pow(1 / normal.shape[1])
+        shift = direction.view_as(self.centre) * per_row(self.size, self.centre)
+        return self.project(self.centre.double() + shift)
+
+
+def box_of(inputs: Tensor) -> tuple[float, float] | None:
+    """Images (B, C, H, W) stay in [0, 1]; other features have no bounds."""
+    return PIXELS if inputs.dim() == 4 else None
+
+
+def distance(points: np.ndarray, centres: np.ndarray, norm: str) -> np.ndarray:
+    """Distances in float64 of float32 points (B, ...) from their centres: (B,).
+
+    Raises UserError for another norm than "linf" and "l2".
+    """
+    shift = np.asarray(points, dtype=np.float64) - np.asarray(centres, dtype=np.float64)
+    flat = shift.reshape(len(shift), -1)
+    if norm == "linf":
+        return np.abs(flat).max(1, initial=0.0)
+    if norm == "l2":
+        return np.sqrt(np.square(flat).sum(1))
+    raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
+
+
+def per_row(values: Tensor, like: Tensor) -> Tensor:
+    """(B,) as something that multiplies ``like``, (B, ...)."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+# --- ascents ----------------------------------------------------------------------------------
+
+
+# (points float32 (B, ...), step) -> gradient of the loss (B, ...), up to a factor per input
+Gradient = Callable[[Tensor, int], Tensor]
+
+
+def fgsm(gradient: Gradient, ball: Ball, steps: int = 1) -> Tensor:
+    """One step of the full size along the steepest ascent, whatever `steps` says."""
+    return i_fgsm(gradient, ball, 1)
+
+
+def i_fgsm(gradient: Gradient, ball: Ball, steps: int) -> Tensor:
+    """``steps`` steps of size / steps from the centre, each projected."""
+    return ascend(gradient, ball, ball.centre, steps, ball.size / steps)
+
+
+def mim(gradient: Gradient, ball: Ball, steps: int, decay: float = 1.0) -> Tensor:
+    """I-FGSM along v <- decay v + g / ||g||_1 (Dong et al., Algorithm 1)."""
+    return i_fgsm(with_momentum(gradient, ball, decay), ball, steps)
+
+
+def pgd(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Tensor) -> Tensor:
+    """Projected gradient ascent from ``start``, a point of the ball; step_size: (B,)."""
+    return ascend(gradient, ball, start, steps, step_size)
+
+
+# Attacks that begin at the input; pgd begins at random points.
+FROM_THE_CENTRE: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
+    "fgsm": fgsm,
+    "i-fgsm": i_fgsm,
+    "mim": mim,
+}
+
+
+def with_momentum(gradient: Gradient, ball: Ball, decay: float | Tensor) -> Gradient:
+    """The velocity v <- decay v + g / ||g||_1 in place of the gradient, for one ascent.
+
+    decay: a number, or one for each row (B,); 0 leaves the gradient's direction as it is.
+    """
+    velocity = torch.zeros_like(ball.centre, dtype=torch.float64)
+    kept = decay if isinstance(decay, float) else per_row(decay, velocity)
+
+    def momentum(point: Tensor, step: int) -> Tensor:
+        g = gradient(point, step).double()
+        length = g.flatten(1).abs().sum(1).clamp_min(1e-300)
+        velocity.mul_(kept).add_(g / per_row(length, g))
+        return velocity
+
+    return momentum
+
+
+def ascend(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Tensor) -> Tensor:
+    """``steps`` steps of length step_size (B,) along the steepest ascent, each projected."""
+    point = start.double()
+    length = per_row(step_size, start)
+    for step in range(steps):
+        climb = ball.ascent(gradient(ball.round(point), step))
+        point = ball.project(point + length * climb)
+    return ball.round(point)
+
+
+# --- the randomised classifier ----------------------------------------------------------------
+
+
+class RandomisedClassifier:
+    """Logits of a network under given standard normal draws; without noise it is deterministic.
+
+    votes: whether it answers by votes of draws, or by their mean scores; None: as the place does.
+    """
+
+    def __init__(
+        self, model: nn.Module, place: Place | None = None, votes: bool | None = None
+    ) -> None:
+        self.model = model
+        self.place = place or Nowhere()
+        self.votes = self.place.votes if votes is None else votes
+
+    def noise_shape(self, input_shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Shape of the normals of one draw for one example; None when nothing is random."""
+        return self.place.normals_shape(self.model, tuple(input_shape))
+
+    def logits(self, x: Tensor, normals: Tensor | None) -> Tensor:
+        """(B, classes) for float32 inputs (B, ...) and normals (B, *noise_shape), or none."""
+        return self.place.logits(self.model, x, normals)
+
+
+def loss_gradient(
+    classifier: RandomisedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
+) -> Tensor:
+    """Gradient by x of the mean cross-entropy over the draws, up to a positive factor per input.
+
+    x: float32 (B, ...). targets: int64 (B,). normals: (B * K, *noise_shape), the K draws of an
+    input beside one another, or None. Returns float32 (B, ...).
+
+    The factor keeps the gradient of a confident network from underflowing to zero, which would
+    look like robustness. No attack here depends on it. An input whose gradient is not finite gets
+    the gradient 0: no direction is known there.
+    """
+    draws = 1 if normals is None else len(normals) // len(x)
+    with torch.enable_grad():
+        inputs = x.detach().clone().requires_grad_(True)
+        logits = classifier.logits(inputs.repeat_interleave(draws, 0), normals)
+        back = _logit_gradient(logits.detach(), targets.repeat_interleave(draws))
+        largest = back.abs().view(len(x), -1).amax(1).clamp_min(1e-300).repeat_interleave(draws)
+        (gradient,) = torch.autograd.grad(logits, inputs, (back / largest[:, None]).float())
+    finite = gradient.isfinite().flatten(1).all(1)
+    return gradient.masked_fill(~per_row(finite, gradient), 0.0)
+
+
+def _logit_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """softmax - onehot in float64; the target's entry is minus the sum of the others, so that it
+    does not round to zero when the target has nearly all the probability."""
+    p = torch.log_softmax(logits.double(), 1).exp()
+    p.scatter_(1, targets[:, None], 0.0)
+    return p.scatter(1, targets[:, None], -p.sum(1, keepdim=True))
+
+
+def success_score(
+    classifier: RandomisedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
+) -> Tensor:
+    """Return how well x fools the classifier, for choosing between restarts: float64 (B,).
+
+    Of votes: the number of draws not answered by the target, plus loss / (1 + loss) of the mean
+    loss. Of mean scores: by how much the target's is below the largest other one. A draw whose
+    logits are not finite is no answer, and adds nothing.
+    """
+    draws = 1 if normals is None else len(normals) // len(x)
+    repeated = targets.repeat_interleave(draws)
+    with torch.inference_mode():
+        logits = classifier.logits(x.repeat_interleave(draws, 0), normals).double()
+        found = predicted_classes(logits)
+        if not classifier.votes:
+            scores = softmax_scores(logits).view(len(x), draws, -1).mean(1)
+            own = scores.gather(1, targets[:, None])[:, 0]
+            return scores.scatter(1, targets[:, None], -1.0).amax(1) - own
+        loss = nn.functional.cross_entropy(logits, repeated, reduction="none")
+        loss = loss.masked_fill(found == NO_CLASS, 0.0)
+        wrong = ((found != repeated) & (found != NO_CLASS)).double()
+    loss = loss.view(len(x), draws).mean(1)
+    return wrong.view(len(x), draws).sum(1) + loss / (1 + loss)
+
+
+# --- an attack on a classifier ----------------------------------------------------------------
+
+
+def attack(
+    name: AttackName,
+    classifier: RandomisedClassifier,
+    ball: Ball,
+    targets: Tensor,
+    indices: Sequence[int],
+    randomness: Randomness,
+    *,
+    steps: int = 10,
+    draws: int = 16,
+    restarts: int = 1,
+    step_scale: float = 2.5,
+) -> Tensor:
+    """Points of the ball at which the classifier should not answer ``targets``: float32 (B, ...).
+
+    indices: names of the inputs in the keys of all random numbers. draws: of the noise, fresh at
+    each step, for the expectation of the gradient; ignored without noise. restarts: PGD runs, from
+    independent uniform points of the ball; the best of each input is kept (``success_score``, on
+    draws used for nothing else). step_scale: PGD's step is step_scale * size / steps; 1 is what
+    some papers use, Madry et al. advise more than the ball's radius in all.
+    """
+    shape = classifier.noise_shape(ball.centre.shape[1:])
+
+    def normals(stage: str, block: int) -> Tensor | None:
+        if shape is None:
+            return None
+        found = randomness.normals(indices, f"{name}/{stage}", block, draws, shape)
+        return found.to(ball.centre.device)
+
+    def gradient_of(run: int) -> Gradient:
+        def gradient(point: Tensor, step: int) -> Tensor:
+            return loss_gradient(classifier, point, targets, normals(f"eot/{run}", step))
+
+        return gradient
+
+    if name not in ATTACKS:
+        raise ValueError(f"attack must be one of {', '.join(ATTACKS)}, got {name!r}")
+    if name in FROM_THE_CENTRE:
+        return FROM_THE_CENTRE[name](gradient_of(0), ball, steps)
+    starts, step = _starts(ball, indices, randomness, restarts), step_scale * ball.size / steps
+    found = (pgd(gradient_of(i), ball, start, steps, step) for i, start in enumerate(starts))
+    if restarts == 1:
+        return next(found)
+    return _best(classifier, targets, normals("choose", 0), found)
+
+
+def _starts(
+    ball: Ball, indices: Sequence[int], randomness: Randomness, count: int
+) -> Iterator[Tensor]:
+    """Independent uniform points of the ball."""
+    numbers, device = ball.centre[0].numel(), ball.centre.device
+    for run in range(count):
+        yield ball.random_point(
+            randomness.uniforms(indices, "pgd/start/uniform", run, numbers).to(device),
+            randomness.normals(indices, "pgd/start/normal", run, 1, (numbers,)).to(device),
+        )
+
+
+def _best(
+    classifier: RandomisedClassifier,
+    targets: Tensor,
+    judge: Tensor | None,
+    found: Iterator[Tensor],
+) -> Tensor:
+    """Of several points for each input, the one that fools the classifier best."""
+    best = next(found)
+    best_score = success_score(classifier, best, targets, judge)
+    for points in found:
+        score = success_score(classifier, points, targets, judge)
+        better = (score > best_score).view(-1, *[1] * (points.dim() - 1))
+        best, best_score = torch.where(better, points, best), torch.maximum(score, best_score)
+    return best

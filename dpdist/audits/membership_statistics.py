@@ -1,0 +1,561 @@
+"""Membership games, scores of records (LiRA, RMIA), ROC curves, and ceilings of guarantees.
+
+A game draws by keyed randomness the records that each model of a bank is trained with. A bank of
+shadow models is trained in bulk, scored once and attacked many times:
+
+    models/0007/    weights and description of model 7, and its scores
+    scores.parquet  of every record under every model: written last
+    settings.json, journal.jsonl: as of every bulk job
+
+Scores: phi (S, N) float64 is, of model s and record i, the log-odds of its label, ln p_y - ln (1 -
+p_y); member (S, N) bool, whether model s was trained with record i; target, the attacked model's
+row. All others are the references, whose members the adversary knows (it trained them). Results
+are (N,), larger where the record is more likely a member.
+
+Intervals of a ROC curve have confidence 95 % and describe the one model that was attacked: records
+are drawn anew in them, training is not. So they say nothing about a guarantee. A guarantee speaks
+of a game: a record whose membership is a secret fair coin of its own, in a run that satisfies a
+guarantee under add-or-remove, is told better from the outcome by no test than the guarantee's
+trade-off curve allows, on average over runs. Where a random exact half is in, one record is in
+*instead of* another: replace-one. A split that the adversary knows beforehand is bounded by
+nothing. One model's ROC is a draw around that average, and its records share the model: a point
+above the ceiling is a reason to audit, not a refutation. That needs the one-run test
+(`dpdist.privacy.audit_bounds.OneRun`), or many models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import scipy
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import expit, logsumexp, ndtr
+
+from dpdist.cluster import job_folder
+from dpdist.core.binomial import clopper_pearson_interval
+from dpdist.core.console import bound, significant
+from dpdist.core.errors import UserError
+from dpdist.core.files import Column
+from dpdist.privacy.audit_bounds import (
+    Curve,
+    approximate_dp_curve,
+    curve_ceiling,
+    of_group,
+    of_plan,
+)
+from dpdist.privacy.claims import Claim
+from dpdist.privacy.guarantee import Guarantee, Neighbours, format_epsilon
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.keys import derive_key, words
+
+# --- games ------------------------------------------------------------------------------------
+
+
+Bits = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Game:
+    """Who is in which model. models: of the bank. key: secret until the attack is over.
+
+    relation: under which a guarantee bounds what an adversary who does not know the key can tell.
+    """
+
+    models: int
+    name: ClassVar[str]
+    words: ClassVar[str]
+    relation: ClassVar[Neighbours]
+    nominal: ClassVar[bool] = False  # the number of members is drawn too
+
+    def members(self, key: bytes, model: int, records: int) -> Bits:
+        """Of all records, those that model 0 <= model < models is trained with."""
+        raise NotImplementedError
+
+    def size(self, records: int) -> int:
+        """Expected number of members of a model."""
+        return records // 2
+
+    @property
+    def targets(self) -> range:
+        """Which models are attacked."""
+        return range(self.models)
+
+    def plain(self, model: int) -> bool:
+        """Whether a model is trained without the recipe's method, by ordinary SGD."""
+        return False
+
+    def judged(self, key: bytes, model: int, records: int) -> Bits:
+        """The records whose membership in a model the adversary of a target guesses."""
+        return np.ones(records, dtype=bool)
+
+
+@dataclass(frozen=True)
+class Coins(Game):
+    """Each record is in each model by a fair coin of its own (Carlini et al. 2022)."""
+
+    name = "coins"
+    words = "each record in each model by its own fair coin"
+    relation = "add-or-remove-one"
+    nominal = True
+
+    def members(self, key: bytes, model: int, records: int) -> Bits:
+        return words(derive_key(key, "coins", model), 0, records) >> np.uint64(63) == 1
+
+
+@dataclass(frozen=True)
+class Halves(Game):
+    """Each model has a random half, exact but for one record of an odd number."""
+
+    name = "halves"
+    words = "each model with a random exact half"
+    relation = "replace-one"
+
+    def members(self, key: bytes, model: int, records: int) -> Bits:
+        return _part(derive_key(key, "halves", model), records, 0, self.size(records))
+
+
+@dataclass(frozen=True)
+class Quarters(Game):
+    """The residual perturbation paper's protocol: random halves for target and shadow, half of each
+    in its model. Model 0 is the target, made by the recipe; model 1 the shadow, by ordinary SGD
+    whatever the target is.
+    """
+
+    models: int = 2
+    name = "quarters"
+    words = "target and shadow with a random quarter each, another quarter out"
+    relation = "replace-one"
+
+    def __post_init__(self) -> None:
+        if self.models != 2:
+            raise UserError(f"membership: quarters has a target and a shadow, got {self.models}")
+
+    def members(self, key: bytes, model: int, records: int) -> Bits:
+        quarter = self.size(records)
+        return _part(derive_key(key, "quarters"), records, 2 * model * quarter, quarter)
+
+    def size(self, records: int) -> int:
+        return records // 4
+
+    @property
+    def targets(self) -> range:
+        return range(1)
+
+    def plain(self, model: int) -> bool:
+        return model == 1
+
+    def judged(self, key: bytes, model: int, records: int) -> Bits:
+        quarter = self.size(records)
+        return _part(derive_key(key, "quarters"), records, 2 * model * quarter, 2 * quarter)
+
+
+def _part(key: bytes, records: int, first: int, count: int) -> Bits:
+    """So many records of a random order, from place `first`."""
+    order = np.argsort(words(key, 0, records), kind="stable")
+    chosen = np.zeros(records, dtype=bool)
+    chosen[order[first : first + count]] = True
+    return chosen
+
+
+GAMES: dict[str, type[Game]] = {kind.name: kind for kind in (Coins, Halves, Quarters)}
+
+
+# --- the table of scores ----------------------------------------------------------------------
+
+
+TABLE = "scores.parquet"
+KEY = b"dpdist.bank"
+TOP = 3
+_TOPS = tuple(f"top{place}" for place in range(1, TOP + 1))
+SCHEMA = pa.schema(
+    [
+        pa.field("model", pa.int64(), nullable=False),
+        pa.field("passes", pa.int64(), nullable=False),
+        pa.field("index", pa.int64(), nullable=False),
+        pa.field("member", pa.int8(), nullable=False),  # -1: a test record, in no model
+        pa.field("phi", pa.float64(), nullable=False),
+        *(pa.field(name, pa.float64(), nullable=False) for name in _TOPS),
+    ]
+)
+COLUMNS: dict[str, Column] = {
+    "model": (int, 0), "passes": (int, 1), "index": (int, 0), "member": (int, -1),
+    "phi": (float, None), **dict.fromkeys(_TOPS, (float, 0)),
+}  # fmt: skip
+
+
+def table_of(model: int, scores: Mapping[str, np.ndarray]) -> pa.Table:
+    """All that one model says of all records, then of the population, pass after pass."""
+    member = scores["member"].astype(np.int8)
+    tables = []
+    for passes in sorted(int(name.split("/")[1]) for name in scores if name.startswith("phi/")):
+        phi, top = scores[f"phi/{passes}"], scores[f"top/{passes}"]
+        outside = len(phi) - len(member)
+        columns: dict[str, np.ndarray] = {
+            "model": np.full(len(phi), model),
+            "passes": np.full(len(phi), passes),
+            "index": np.concatenate([np.arange(len(member)), np.arange(outside)]),
+            "member": np.concatenate([member, np.full(outside, -1, np.int8)]),
+            "phi": phi,
+            **dict(zip(_TOPS, top.T, strict=True)),
+        }
+        tables.append(pa.table(columns, schema=SCHEMA))
+    return pa.concat_tables(tables)
+
+
+@dataclass(frozen=True, eq=False)
+class BankScores:
+    """What the models of a bank say, at one number of passes.
+
+    member (S, N) bool, phi (S, N), top (S, N, 3): of the records. population (S, Z): phi of points
+    that are in no model.
+    """
+
+    member: NDArray[np.bool_]
+    phi: NDArray[np.float64]
+    top: NDArray[np.float64]
+    population: NDArray[np.float64]
+
+    @property
+    def models(self) -> int:
+        return len(self.phi)
+
+
+def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
+    """What was executed, and the scores of a bank by number of passes. Raises UserError."""
+    table = job_folder.read_table(path, COLUMNS, KEY)
+    about = job_folder.about_table(table, KEY, str(path))
+    number, passes, member = (table[name].to_numpy() for name in ("model", "passes", "member"))
+    models = int(number.max()) + 1
+    found = {}
+    for each in np.unique(passes).tolist():
+        own, outside = (passes == each) & (member >= 0), (passes == each) & (member < 0)
+        if not own.any() or own.sum() % models or outside.sum() % models:
+            raise UserError(f"{path}: damaged: not every model scores every record")
+        found[each] = BankScores(
+            member[own].reshape(models, -1) == 1,
+            table["phi"].to_numpy()[own].reshape(models, -1),
+            np.stack([table[n].to_numpy()[own].reshape(models, -1) for n in _TOPS], axis=-1),
+            table["phi"].to_numpy()[outside].reshape(models, -1),
+        )
+    return about, found
+
+
+# --- LiRA and RMIA ----------------------------------------------------------------------------
+
+
+Array = NDArray[np.float64]
+
+OWN_VARIANCE = 64  # models from which on a record's own variance is better than a common one
+
+
+def log_odds(logits: ArrayLike, labels: ArrayLike) -> Array:
+    """ln p_y - ln (1 - p_y) in float64, 1 - p_y by the logsumexp of the others: exact also where
+    p_y rounds to 1. logits: (N, classes), or log probabilities; labels: (N,)."""
+    values, y = np.array(logits, dtype=np.float64), np.asarray(labels)[:, None]
+    own = np.take_along_axis(values, y, 1)[:, 0]
+    np.put_along_axis(values, y, -np.inf, 1)
+    return np.asarray(own - logsumexp(values, axis=1), np.float64)
+
+
+def top_probabilities(logits: ArrayLike, count: int = 3) -> Array:
+    """The largest class probabilities of each row, sorted: (N, count), 0 where classes lack."""
+    values = np.asarray(logits, dtype=np.float64)
+    values = np.exp(values - logsumexp(values, axis=1, keepdims=True))
+    top = -np.sort(-values, axis=1)[:, :count]
+    return np.pad(top, ((0, 0), (0, count - top.shape[1])))
+
+
+def lira_online(phi: Array, member: Bits, target: int) -> Array:
+    """ln N(phi; in) - ln N(phi; out), Gaussians fitted to the references (Carlini et al. 2022,
+    Algorithm 1): a variance for each record from 64 models on, else one in common."""
+    seen, (inside, outside) = phi[target], _sides(phi, member, target)
+    return np.asarray(_log_density(seen, *inside) - _log_density(seen, *outside))
+
+
+def lira_offline(phi: Array, member: Bits, target: int) -> Array:
+    """Phi((phi - mean) / deviation) of the references without the record (Carlini et al. 2022,
+    Section VI-C): no model with it is needed."""
+    mean, deviation = _sides(phi, member, target)[1]
+    return np.asarray(ndtr((phi[target] - mean) / deviation))
+
+
+def rmia(
+    phi: Array,
+    member: Bits,
+    target: int,
+    population: Array,
+    *,
+    online: bool = True,
+    gamma: float = 2.0,
+    a: float = 0.3,
+) -> Array:
+    """The share of population points z that the record beats: ratio(x) >= gamma ratio(z), ratio =
+    p_target(y | x) / p(x) (Zarifzadeh, Liu and Shokri 2024, equation 4).
+
+    population (S, Z): phi of points that no model was trained with. online: p is the mean over all
+    references; otherwise over those without the record, moved to ((1 + a) p + 1 - a) / 2.
+    """
+    others = np.arange(len(phi)) != target
+    p, p_z = expit(phi), expit(population)
+    if online:
+        usual, usual_z = p[others].mean(0), p_z[others].mean(0)
+    else:
+        usual, _ = _mean(p, ~member & others[:, None])
+        usual, usual_z = (((1 + a) * q + 1 - a) / 2 for q in (usual, p_z[others].mean(0)))
+    least = np.finfo(float).tiny
+    ratio = p[target] / np.maximum(usual, least)
+    ratio_z = np.sort(p_z[target] / np.maximum(usual_z, least))
+    return np.searchsorted(ratio_z, ratio / gamma, side="right") / len(ratio_z)
+
+
+def _sides(
+    phi: Array, member: Bits, target: int
+) -> tuple[tuple[Array, Array | float], tuple[Array, Array | float]]:
+    """Mean (N,) and deviation of the references with each record, and of those without."""
+    others = (np.arange(len(phi)) != target)[:, None]
+    inside, outside = (
+        _gaussian(phi, chosen & others, len(phi) >= OWN_VARIANCE) for chosen in (member, ~member)
+    )
+    return inside, outside
+
+
+def _gaussian(phi: Array, chosen: Bits, own: bool) -> tuple[Array, Array | float]:
+    mean, count = _mean(phi, chosen)
+    squares = np.where(chosen, (phi - mean) ** 2, 0.0).sum(0)
+    freedom = np.maximum(count - 1, 0)
+    common = np.sqrt(squares.sum() / max(1, freedom.sum()))
+    floor = 1e-6 * max(1.0, float(np.abs(mean).max()))  # references that agree to the last bit
+    if not own:
+        return mean, max(float(common), floor)
+    deviation = np.sqrt(squares / np.maximum(freedom, 1))
+    return mean, np.maximum(np.where(freedom > 0, deviation, common), floor)
+
+
+def _mean(values: Array, chosen: Bits) -> tuple[Array, NDArray[np.int64]]:
+    """Over the chosen models, for each record, and their number; where there are none, the mean of
+    all chosen values."""
+    count = chosen.sum(0)
+    total = np.where(chosen, values, 0.0).sum(0)
+    overall = total.sum() / max(1, count.sum())
+    return np.where(count > 0, total / np.maximum(count, 1), overall), count
+
+
+def _log_density(x: Array, mean: Array, deviation: Array | float) -> Array:
+    return -np.log(deviation) - ((x - mean) / deviation) ** 2 / 2
+
+
+# --- ROC curves -------------------------------------------------------------------------------
+
+
+ALPHA = 0.05  # of every interval
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        value = "-" if math.isnan(self.value) else f"{self.value:.3f}"
+        return f"{value} [{bound(self.low)}, {bound(self.high, up=True)}]"
+
+    @classmethod
+    def rate(cls, hits: int, of: int, alpha: float = ALPHA) -> Estimate:
+        """A share with its Clopper-Pearson interval; of nothing, anything is possible."""
+        if of == 0:
+            return cls(math.nan, 0.0, 1.0)
+        low, high = clopper_pearson_interval(hits, of, alpha)
+        return cls(hits / of, float(low), float(high))
+
+    @classmethod
+    def mean(cls, values: ArrayLike, alpha: float = ALPHA) -> Estimate:
+        """The mean of independent values, one for each model, with Student's interval."""
+        each = np.asarray(values, float)
+        if len(each) < 2:
+            return cls(float(each.mean()), -math.inf, math.inf)
+        error = each.std(ddof=1) / math.sqrt(len(each))
+        reach = float(scipy.special.stdtrit(len(each) - 1, 1 - alpha / 2)) * error
+        return cls(float(each.mean()), float(each.mean() - reach), float(each.mean() + reach))
+
+
+@dataclass(frozen=True, eq=False)
+class Roc:
+    """Scores of members and of others, one of each kind at least; larger: more likely a member.
+
+    Raises ValueError where a kind is missing or a score is not a number.
+    """
+
+    members: NDArray[np.float64]
+    others: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, scores: ArrayLike, member: ArrayLike) -> Roc:
+        """scores (n,), member (n,) bool."""
+        values, inside = np.asarray(scores, float), np.asarray(member, bool)
+        return cls(np.sort(values[inside]), np.sort(values[~inside]))
+
+    def __post_init__(self) -> None:
+        if not (len(self.members) and len(self.others)):
+            raise ValueError("members and others are needed, at least one of each")
+        if np.isnan(self.members).any() or np.isnan(self.others).any():
+            raise ValueError("a score is not a number")
+
+    @cached_property
+    def curve(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """False and true positive rates of every threshold, from (0, 0) to (1, 1): (k,) each."""
+        values = np.unique(np.concatenate([self.members, self.others]))[::-1]
+        false, true = (
+            1 - np.searchsorted(scores, values, side="left") / len(scores)
+            for scores in (self.others, self.members)
+        )
+        return np.append(0.0, false), np.append(0.0, true)
+
+    def at_rates(self, false_positives: NDArray[np.float64]) -> NDArray[np.float64]:
+        """True positive rates; between two thresholds by choosing one of them at random."""
+        return np.interp(false_positives, *self.curve)
+
+    @cached_property
+    def auc(self) -> Estimate:
+        """The probability that a member scores higher than another record, ties by half.
+
+        DeLong's interval (DeLong, DeLong and Clarke-Pearson 1988). Where nothing overlaps its
+        variance is 0: then by the largest variance possible, A (1 - A) / min(m, n) (Birnbaum and
+        Klose 1957), as Wilson inverts it.
+        """
+        m, n = len(self.members), len(self.others)
+        ranks = scipy.stats.rankdata(np.concatenate([self.members, self.others]))
+        above = (ranks[:m] - scipy.stats.rankdata(self.members)) / n  # of others, for each member
+        below = 1 - (ranks[m:] - scipy.stats.rankdata(self.others)) / m
+        area, z = float(above.mean()), float(scipy.stats.norm.isf(ALPHA / 2))
+        variance = sum(x.var(ddof=1) / len(x) if len(x) > 1 else math.inf for x in (above, below))
+        if 0 < variance < math.inf:
+            reach = z * math.sqrt(variance)
+            return Estimate(area, max(0.0, area - reach), min(1.0, area + reach))
+        count = min(m, n)
+        middle, shrink = (area + z * z / (2 * count)), 1 + z * z / count
+        reach = z * math.sqrt(area * (1 - area) / count + z * z / (4 * count * count))
+        low, high = (middle - reach) / shrink, (middle + reach) / shrink
+        return Estimate(area, max(0.0, min(low, area)), min(1.0, max(high, area)))
+
+    @property
+    def advantage(self) -> float:
+        """The largest difference of true and false positive rate."""
+        false, true = self.curve
+        return float(np.max(true - false))
+
+    def threshold(self, false_positives: float) -> float:
+        """The lowest score above which at most this share of the others lies."""
+        allowed = math.floor(false_positives * len(self.others) + 1e-9)
+        return float(self.others[-1 - allowed]) if allowed < len(self.others) else -math.inf
+
+    def counts(self, threshold: float) -> tuple[int, int]:
+        """Members and others whose score is above the threshold."""
+        true, false = (
+            len(scores) - int(np.searchsorted(scores, threshold, side="right"))
+            for scores in (self.members, self.others)
+        )
+        return true, false
+
+    def at(self, false_positives: float, alpha: float = ALPHA) -> tuple[Estimate, Estimate]:
+        """True and realised false positive rate where at most so many others are taken."""
+        true, false = self.counts(self.threshold(false_positives))
+        return (
+            Estimate.rate(true, len(self.members), alpha),
+            Estimate.rate(false, len(self.others), alpha),
+        )
+
+    def precision_recall(self, threshold: float) -> tuple[Estimate, Estimate]:
+        """Of what scores above the threshold the share of members; of members, the share that
+        does."""
+        true, false = self.counts(threshold)
+        return Estimate.rate(true, true + false), Estimate.rate(true, len(self.members))
+
+    @property
+    def median(self) -> float:
+        """The threshold that takes half of all."""
+        return float(np.median(np.concatenate([self.members, self.others])))
+
+
+# --- ceilings of a guarantee ------------------------------------------------------------------
+
+
+LOOKED_AT = (0.001, 0.01, 0.1, 0.25, 0.5)  # false positive rates at which a ROC is held against it
+_POINTS = 5_001
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The highest ROC under a guarantee. words: of whom, for tables and pictures."""
+
+    words: str
+    curve: Curve
+
+    def at(self, false_positives: ArrayLike) -> NDArray[np.float64]:
+        """The largest true positive rates at these false positive rates."""
+        return curve_ceiling(self.curve, false_positives)
+
+    @property
+    def auc(self) -> float:
+        """The area below it: no attack's AUC is larger on average. Rounded up: the curve rises
+        by 1 in all, so that trapezia lack half a step at most."""
+        grid = np.linspace(0.0, 1.0, _POINTS)
+        return min(1.0, float(np.trapezoid(self.at(grid), grid)) + 0.5 / (_POINTS - 1))
+
+    def above(self, roc: Roc) -> list[float]:
+        """Which of `LOOKED_AT` show a point of the ROC whose Clopper-Pearson rectangle, all
+        rectangles together at 95 %, lies above: of one model, no refutation."""
+        found = []
+        for rate in LOOKED_AT:
+            true, false = roc.at(rate, ALPHA / len(LOOKED_AT) / 2)
+            if true.low > float(self.at(false.high)):
+                found.append(rate)
+        return found
+
+
+def proved(plan: PrivacyPlan, game: Neighbours, words: str) -> Ceiling | None:
+    """By the plan's own privacy loss; None where nothing is proved, or not under this relation."""
+    curve = plan_curve(plan, game)
+    return None if curve is None else Ceiling(f"proved ({words}, {game})", curve)
+
+
+def plan_curve(plan: PrivacyPlan, game: Neighbours) -> Curve | None:
+    """The trade-off curve of what a plan releases. A replacement is an addition and a removal
+    wherever no loss is known for it."""
+    try:
+        curve = of_plan(replace(plan, neighbours=game))
+    except ValueError:  # a phase that is not accounted under that relation
+        curve = None
+    if curve is None and (game, plan.neighbours) == ("replace-one", "add-or-remove-one"):
+        own = of_plan(plan)
+        return None if own is None else of_group(own, 2)
+    return curve
+
+
+def claimed(claim: Claim | None, game: Neighbours) -> Ceiling | None:
+    """By the epsilon and delta that a paper claims; None where it claims none for this game."""
+    if claim is None or claim.claimed is None:
+        return None
+    curve, own = (
+        approximate_dp_curve(claim.claimed.epsilon, claim.claimed.delta),
+        claim.claimed.neighbours,
+    )
+    if own != game:
+        if game != "replace-one":
+            return None
+        curve = of_group(curve, 2)
+    return Ceiling(f"claimed ({in_words(claim.claimed)}, {claim.verdict})", curve)
+
+
+def in_words(guarantee: Guarantee) -> str:
+    """Epsilon and delta, for the words of a ceiling."""
+    return f"epsilon {format_epsilon(guarantee.epsilon)} at delta {significant(guarantee.delta, 3)}"

@@ -1,0 +1,149 @@
+"""Drive the real pieces of a training step on an audit's own records, and compare exact replays.
+
+The harness is the loop's own mechanism: keyed sampling, clipped sums by the engine, the reducer,
+noise, rounding and division. Replaced are the model, by the cheapest that has two tensors; the
+records; and the network between the workers, which take their turns in one process. The replay
+checks need no statistics: the same thing is done twice, and compared to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.gradients.clipping import Clipping
+from dpdist.gradients.engine import GradientEngine, Task
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import StepPlan
+from dpdist.training.collectives import Reducer, Shards
+from dpdist.training.worker import Mechanism, shards_of
+
+# --- the harness ------------------------------------------------------------------------------
+
+
+WIDTH = 64  # coordinates: one record's gradient each
+_GAIN = 100.0  # in units of the clip; the clip cuts every gradient down
+
+
+class Taps(nn.Module):
+    """Two tensors of WIDTH weights. The record e_j has one gradient for weight j of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 1, bias=False)
+        self.second = nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.first(inputs) + self.second(inputs)
+
+
+@dataclass(frozen=True)
+class Records:
+    """Coordinates of the records, in order of their positions; -1: of a record without gradient."""
+
+    coordinates: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.coordinates)
+
+    def batch(self, members: np.ndarray) -> Tensor:
+        return torch.eye(WIDTH + 1)[self.coordinates[members], :WIDTH]
+
+    def targets(self, members: np.ndarray) -> Tensor:
+        return torch.zeros(len(members), dtype=torch.int64)
+
+
+class InTurn(Reducer):
+    """Worker 0 of several whose parts are asked for where the network would add them up."""
+
+    def __init__(self, workers: int, others: Callable[[], Sequence[Tensor]]) -> None:
+        super().__init__(0, workers, torch.device("cpu"))
+        self._others = others
+
+    def rows(self, count: int, size: int) -> Tensor:
+        self._room = self._room.new_empty(0)  # all parts lie there at once
+        return super().rows(count, size)
+
+    def all_sum(self, buffer: Tensor) -> None:
+        for rows in self._others():
+            buffer += torch.cat([rows.reshape(-1), torch.tensor([1.0, 0.0], dtype=torch.float64)])
+
+
+class Driven(Mechanism):
+    """One worker's mechanism. todo: the step that is done again and again, each time under the next
+    step's keys."""
+
+    attempt = "audit"
+
+    def __init__(self, todo: StepPlan, clipping: Clipping, workers: int, key: bytes) -> None:
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            return gain * outputs[:, 0]
+
+        gain = _GAIN * todo.clip_norm
+        self.todo, self.key, self.workers = todo, key, workers
+        self.task = Task()
+        self.engine = GradientEngine(Taps(), loss, clipping=clipping, micro_batch=2 * WIDTH)
+        self.dataset = Records(np.arange(0))
+        self.reducer = InTurn(workers, self.others)
+        self.now = 0
+
+    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        """What a step on these records releases: (2, WIDTH) in units of the clip, the division
+        undone. None where nothing is released."""
+        self.dataset, self.now = Records(coordinates), step
+        self.shards = self.shard(0)
+        noisy, *_ = self.gradient(step, self.todo)
+        return noisy.numpy().reshape(2, WIDTH) * (self.todo.expected_batch / self.todo.clip_norm)
+
+    def shard(self, rank: int) -> Shards:
+        planned = round(self.todo.expected_batch / self.todo.sample_rate)
+        place = Reducer(rank, self.workers, torch.device("cpu"))
+        return shards_of(len(self.dataset), planned, place, False)
+
+    def others(self) -> list[Tensor]:
+        """What the other workers add."""
+        parts = []
+        for rank in range(1, self.workers):
+            self.shards = self.shard(rank)
+            parts.append(self._clipped_sums(self.now, self.todo)[0])
+        return parts
+
+
+# --- exact replays ----------------------------------------------------------------------------
+
+
+# Noise lies on a grid of 2^-24 of its scale: of 1,024 numbers two are equal one time in a hundred,
+# by chance, and so many one time in 1e20. One key for two releases makes 128.
+_COMMON = 8
+
+
+def reuses_noise(driven: Driven, steps: int = 4) -> bool:
+    """Whether two of the first steps, or of two attempts at them, have noise in common: the
+    difference of two such releases is noise-free. Without records all is noise."""
+    released = []
+    for attempt in ("audit/0", "audit/1"):
+        driven.attempt = attempt
+        released += [driven.seen(np.arange(0), step) for step in range(steps)]
+    noise = np.concatenate([seen.ravel() for seen in released if seen is not None])
+    return len(noise) - len(np.unique(noise)) >= _COMMON
+
+
+def forgets_releases(ledger: type[Ledger] = Ledger, steps: int = 5) -> bool:
+    """Whether a ledger, read back, lacks releases of an attempt that another one superseded."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.jsonl"
+        with ledger.open(path, "0" * 64) as kept:
+            for attempt in ("first", "second"):
+                kept.begin_attempt({"attempt": attempt})
+                for step in range(steps):
+                    name = f"{attempt}/{step}".encode()
+                    kept.record(step, hashlib.blake2b(name, digest_size=32).hexdigest())
+        found = ledger.read(path)
+        return found.releases != dict.fromkeys(range(steps), 2)

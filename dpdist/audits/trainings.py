@@ -1,0 +1,457 @@
+"""The many trainings of an audit, in bulk: vectorised ones of small models, and shadow models.
+
+Vectorised trainings run at once, by torch.func over parameters and keys. Shared with the real step
+are keys and Poisson sampling, the clip factors, the noise and its grid, the fixed divisor and the
+optimizer. Not shared: the per-example gradients come from torch.func and are added up in one
+product, where a run has `dpdist.gradients.engine`, blocks and an all-reduce; there is no ledger. A
+test holds one training against the loop's. The mechanism audit drives the loop's own pieces.
+
+Shadow models are trained by the recipe's own loop, one chunk of work each, and score every record.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.audits.membership_statistics import (
+    COLUMNS,
+    KEY,
+    SCHEMA,
+    TABLE,
+    log_odds,
+    table_of,
+    top_probabilities,
+)
+from dpdist.audits.target import Target, refuse_planted
+from dpdist.certification.inference import quiet_threads
+from dpdist.certification.worker import expected_log_scores
+from dpdist.cluster import job_folder
+from dpdist.cluster.resumable_job import Item, Row, Task, Work
+from dpdist.config.sections import ManyRunsAudit
+from dpdist.core.errors import UserError
+from dpdist.core.files import Column, private_folder
+from dpdist.gradients.clipping import clipping_for, rounding_slack, sum_slack
+from dpdist.gradients.noise import add_noise
+from dpdist.gradients.per_example import squared_lengths
+from dpdist.gradients.perturbations import Draws
+from dpdist.gradients.sampling import poisson_sample
+from dpdist.methods.base import Fixed
+from dpdist.privacy.audit_bounds import log_likelihood_ratio
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.randomness.keys import derive_key
+from dpdist.randomness.noise_location import place_of
+from dpdist.runs.recipe import Recipe
+from dpdist.training.canaries import places
+from dpdist.training.collectives import FlatOptimizer
+from dpdist.training.ensembles import ManyTrainings, files_of, trained_here
+from dpdist.training.model_setup import initial_model, model_spec
+from dpdist.training.records import evaluation_data, source_of, training_data
+
+if TYPE_CHECKING:
+    from dpdist.audits.membership_statistics import Game
+
+
+# --- vectorised trainings ---------------------------------------------------------------------
+
+
+_BYTES = 1 << 28  # of per-example gradients at once
+_HUGE = 1e300
+
+
+@dataclass(frozen=True)
+class TrainerSetup:
+    """All that the trainings of an audit have in common. key: of the audit; training number m has
+    its own. copies: of the canary, in every second training. gradient: the canary is no record but
+    a gradient of the clip's norm on one coordinate, and the adversary sees every noisy sum and
+    knows the records' part of it."""
+
+    recipe: Recipe
+    plan: PrivacyPlan
+    dataset: data.Dataset
+    key: bytes
+    copies: int
+    gradient: bool
+
+
+class Trainer:
+    """Called with the numbers of trainings; returns a row of each: odd ones have the canary."""
+
+    def __init__(self, shared: TrainerSetup) -> None:
+        quiet_threads()
+        self._shared = shared
+        self.trainings = Trainings(shared.recipe, shared.plan, shared.dataset)
+        self._canary = None if shared.gradient else choose_canary(shared.dataset)
+        self._coordinate = int(places(1, len(self.trainings.initial))[0])
+
+    def __call__(self, numbers: range) -> list[dict[str, Any]]:
+        shared, trainings = self._shared, self.trainings
+        keys = [derive_key(shared.key, "training", number) for number in numbers]
+        copies = [shared.copies * (number % 2) for number in numbers]
+        if self._canary is None:
+            scores = trainings.run(keys, "audit", copies, coordinate=self._coordinate)[1]
+        else:
+            flat, _ = trainings.run(keys, "audit", copies, canary=self._canary)
+            scores = trainings.odds(flat, *self._canary)
+        scores = np.nan_to_num(scores, nan=0.0, posinf=_HUGE, neginf=-_HUGE)  # of what diverged
+        return [
+            {"trial": number, "present": number % 2, "score": float(score)}
+            for number, score in zip(numbers, scores, strict=True)
+        ]
+
+
+class Trainings:
+    """Trainings of one recipe on the same records. Raises UserError where a step of the recipe is
+    more than clipped gradients of its loss plus noise."""
+
+    def __init__(self, recipe: Recipe, plan: PrivacyPlan, dataset: data.Dataset) -> None:
+        self._recipe, self._plan = recipe, plan
+        model = initial_model(recipe, model_spec(recipe, dataset))
+        self._model, self._losses = model, recipe.method.task().losses
+        self._named = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        self._sizes = [p.numel() for p in self._named.values()]
+        self._clipping = clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm)
+        rate = recipe.training.learning_rate
+        draws = recipe.method.perturbation(plan.step(0), rate, Fixed(model)) if plan.steps else None
+        own = type(draws) is not Draws or recipe.training.augmented or not recipe.method.stepwise
+        if own or recipe.privacy.clipping == "per-layer":
+            raise UserError(
+                f"{recipe.name}: many runs at once: method {recipe.method.name} with clipping "
+                f"{recipe.privacy.clipping} draws noise, crops or flips, clips by layer, or takes "
+                "no steps, which only the loop does; audit it by canaries in one run"
+            )
+        everything = slice(0, len(dataset))
+        self._inputs, self._labels = dataset.batch(everything), dataset.targets(everything)
+        self.initial = torch.cat([p.reshape(-1) for p in self._named.values()])
+
+    def run(
+        self,
+        keys: list[bytes],
+        attempt: str,
+        copies: list[int],
+        canary: tuple[Tensor, int] | None = None,
+        coordinate: int | None = None,
+    ) -> tuple[Tensor, np.ndarray]:
+        """Train one model for each key; copies (M,) of the canary, an input with its label or a
+        coordinate of the gradient, come after the records.
+
+        Returns the parameters (M, size), and how much all noisy sums speak for the coordinate (M,),
+        to an adversary who knows the records and which of them joined each step: the guarantee
+        holds against it, so it subtracts their part.
+        """
+        plan, flat = self._plan, self.initial.repeat(len(keys), 1)
+        optimizer = FlatOptimizer(self._recipe.training, plan.steps, flat)
+        inputs, labels = self._inputs, self._labels
+        if canary is not None:
+            inputs = torch.cat([inputs, canary[0][None]])
+            labels = torch.cat([labels, torch.tensor([canary[1]])])
+        evidence = np.zeros(len(keys))
+        for step in range(plan.steps):
+            todo = plan.step(step)
+            members = [self._members(k, attempt, step, todo, c) for k, c in zip(keys, copies)]  # noqa: B905
+            sums = self._sums(flat, inputs, labels, members, coordinate is None)
+            known = None if coordinate is None else sums[:, coordinate].copy()
+            for row, (key, chosen) in enumerate(zip(keys, members, strict=True)):
+                if coordinate is not None:
+                    count = int((chosen >= len(self._labels)).sum())
+                    sums[row, coordinate] += todo.clip_norm * count
+                noise_key = derive_key(key, "noise", attempt, step)
+                sums[row] = add_noise(sums[row], noise_key, todo.noise_std)
+            if known is not None:
+                evidence += _evidence(sums[:, coordinate] - known, todo)
+            gradient = torch.from_numpy(sums / todo.expected_batch).to(flat)
+            optimizer.update(flat, gradient, step)
+        return optimizer.result(flat), evidence
+
+    def _members(
+        self, key: bytes, attempt: str, step: int, todo: StepPlan, copies: int
+    ) -> np.ndarray:
+        records = len(self._labels) + copies
+        sample_key = derive_key(key, "sample", attempt, step)
+        return poisson_sample(
+            sample_key, 0, records, todo.sample_rate, batch_cap=todo.batch_cap, records=records
+        )
+
+    def _sums(
+        self, flat: Tensor, inputs: Tensor, labels: Tensor, members: list[np.ndarray], seen: bool
+    ) -> np.ndarray:
+        """Clipped sums, float64 (M, size). seen: whether what comes after the records has an input;
+        its copies share one."""
+        last = len(self._labels)
+        rows = [np.minimum(m, last) if seen else m[m < last] for m in members]
+        widest = max(1, max(map(len, rows)))
+        index = torch.zeros(len(rows), widest, dtype=torch.int64)
+        real = torch.zeros(len(rows), widest)
+        for place, chosen in enumerate(rows):
+            index[place, : len(chosen)] = torch.from_numpy(chosen)
+            real[place, : len(chosen)] = 1
+        each = max(1, _BYTES // (4 * widest * flat.shape[1]))
+        per_model = torch.func.vmap(self._clipped_sum)
+        parts = [
+            per_model(flat[some], inputs[index[some]], labels[index[some]], real[some])
+            for some in torch.arange(len(rows)).split(each)
+        ]
+        return torch.cat(parts).numpy()
+
+    def _clipped_sum(self, flat: Tensor, inputs: Tensor, labels: Tensor, real: Tensor) -> Tensor:
+        """Of one model: (size,), (B, ...), (B,), (B,) to float64 (size,)."""
+        gradients, _ = torch.func.vmap(
+            torch.func.grad(self._loss, has_aux=True), in_dims=(None, 0, 0)
+        )(flat, inputs, labels)
+        squared = squared_lengths(gradients)[None]
+        slack = rounding_slack(torch.float32) + sum_slack(torch.float32)
+        finite = squared.isfinite()
+        factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)
+        weights = ((factors * finite)[0] * real).to(gradients)
+        return (weights @ gradients.nan_to_num(0.0, 0.0, 0.0)).double()
+
+    def _loss(self, flat: Tensor, example: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self._forward(flat, example[None])
+        return self._losses(outputs, label[None])[0], outputs
+
+    def _forward(self, flat: Tensor, inputs: Tensor) -> Tensor:
+        pieces = flat.split(self._sizes)
+        values = {
+            name: piece.view(p.shape)
+            for (name, p), piece in zip(self._named.items(), pieces, strict=True)
+        }
+        return torch.func.functional_call(self._model, values, (inputs,))
+
+    def odds(self, flat: Tensor, example: Tensor, label: int) -> np.ndarray:
+        """Every model's log-odds of an example's label: (M,)."""
+        with torch.no_grad():
+            logits = torch.cat([self._forward(one, example[None]) for one in flat])
+        return log_odds(logits.double().numpy(), np.full(len(flat), label))
+
+
+def _evidence(sums: np.ndarray, todo: StepPlan) -> np.ndarray:
+    """How much each noisy sum speaks for a gradient of the clip's norm; without noise, itself."""
+    along = sums / todo.clip_norm if math.isfinite(todo.clip_norm) else sums
+    if not todo.noise_multiplier:
+        return along
+    return log_likelihood_ratio(along, todo.noise_multiplier, todo.sample_rate)
+
+
+def choose_canary(dataset: data.Dataset) -> tuple[Tensor, int]:
+    """An input unlike all others, with the rarest label: the data's least singular direction, of
+    their mean norm (ClipBKD: Jagielski, Ullman and Oprea 2020, Section 4)."""
+    everything = slice(0, len(dataset))
+    inputs = dataset.batch(everything).double()
+    rows = inputs.flatten(1)
+    direction = torch.linalg.eigh(rows.T @ rows)[1][:, 0]
+    direction *= torch.sign(direction[direction.abs().argmax()])
+    labels = np.bincount(np.asarray(dataset.labels), minlength=dataset.classes)
+    scaled = direction * rows.norm(dim=1).mean()
+    return scaled.view(inputs.shape[1:]).float(), int(labels.argmin())
+
+
+# --- vectorised trainings as a bulk job -------------------------------------------------------
+
+
+TRIAL_TABLE, TRIAL_KEY = "trainings.parquet", b"dpdist.many-runs"
+_CHUNK = 50  # trainings at once
+TRIAL_SCHEMA = pa.schema(
+    [
+        pa.field("trial", pa.int64(), nullable=False),
+        pa.field("present", pa.int64(), nullable=False),
+        pa.field("score", pa.float64(), nullable=False),
+    ]
+)
+TRIAL_COLUMNS: dict[str, Column] = {"trial": (int, 0), "present": (int, 0), "score": (float, None)}
+
+
+class Retraining(Work):
+    """The trainings and the score of the canary in each; private, as the models are."""
+
+    kind = job_folder.Kind("audit of many runs", "auditing many runs", secret=True)
+    file, key, schema, columns, order = (
+        TRIAL_TABLE,
+        TRIAL_KEY,
+        TRIAL_SCHEMA,
+        TRIAL_COLUMNS,
+        ("trial",),
+    )
+
+    def __init__(self, options: ManyRunsAudit, target: Target) -> None:
+        """Raises UserError for a recipe that is more than `Trainings` does, or has canaries."""
+        from dpdist.training.records import source_of, training_data
+
+        refuse_planted(target.recipe, "many runs")
+        if target.recipe.privacy.batch_cap is not None:
+            raise UserError(
+                f"{target.recipe.name}: privacy.batch_cap: what a capped batch promises is of a "
+                "fixed number of records, and many runs add one; audit it by canaries in one run"
+            )
+        self._options, self._target, self.seed = options, target, options.seed
+        self._records = training_data(target.recipe, source_of(target.recipe))
+        Trainings(target.recipe, target.plan, self._records)  # refuses what it cannot train
+
+    def identity(self) -> dict[str, Any]:
+        asked = self._options.model_dump(mode="json", include={"trainings", "copies", "canary"})
+        plan = self._target.plan.fingerprint()
+        training = self._target.recipe.training.model_dump(mode="json")
+        model = self._target.recipe.model.model_dump(mode="json")
+        sees = self._options.sees
+        about = {"plan": plan, "data": self._records.fingerprint, "training": training}
+        return {**about, "model": model, "sees": sees, "settings": asked}
+
+    def begin(self, output: Path) -> dict[str, Any]:
+        return {"seed": self._options.seed or secrets.token_hex(32)}
+
+    def open(self, about: dict[str, Any], output: Path) -> Task:
+
+        options, target = self._options, self._target
+        shared = TrainerSetup(
+            target.recipe, target.plan, self._records, bytes.fromhex(about["seed"]),
+            options.copies, options.every_step,
+        )  # fmt: skip
+        items: dict[Item, range] = {
+            f"trainings {first}": range(first, min(first + _CHUNK, options.trainings))
+            for first in range(0, options.trainings, _CHUNK)
+        }
+        return Task(items, Trainer, shared, silence=3600.0)
+
+
+# --- a shadow model ---------------------------------------------------------------------------
+
+
+_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class ShadowSetup:
+    """All that the trainings of a bank have in common. Each is a function of this and its number.
+
+    recipes, plans: of the recipe's own models and of plain ones. passes: of a model with noise of
+    its own, over which probabilities are averaged; each is a scoring of its own. population: test
+    records that are scored beside.
+    """
+
+    game: Game
+    key: bytes
+    recipes: tuple[Recipe, Recipe]
+    plans: tuple[PrivacyPlan, PrivacyPlan]
+    passes: tuple[int, ...]
+    population: int
+
+
+class ShadowTrainer:
+    """Called with a model's number; returns its files, by name."""
+
+    def __init__(self, shared: ShadowSetup) -> None:
+        quiet_threads()
+        self._shared, recipe = shared, shared.recipes[0]
+        source = source_of(recipe)
+        self._records = training_data(recipe, source)
+        self._test = evaluation_data(recipe, source)
+
+    def __call__(self, number: int) -> dict[str, bytes]:
+        shared, plain = self._shared, self._shared.game.plain(number)
+        key = derive_key(shared.key, "shadow", number)
+        recipe, plan = shared.recipes[plain], shared.plans[plain]
+        members = shared.game.members(shared.key, number, len(self._records))
+        with trained_here(recipe, plan, self._records, members, key) as folder:
+            model = models.load(folder, trusted_factory=recipe.model.name)
+            files = files_of(folder)
+        seed = derive_key(key, "scores").hex()
+        return files | {"scores.safetensors": save(self._scores(model, number, seed))}
+
+    def _scores(self, model: nn.Module, number: int, seed: str) -> dict[str, np.ndarray]:
+        """member (N,) uint8; for each number of passes the log-odds (N + Z,) and the largest
+        probabilities (N + Z, 3), the Z population points last."""
+        shared, records = self._shared, len(self._records)
+        members = shared.game.members(shared.key, number, records)
+        found: dict[str, np.ndarray] = {"member": members.astype(np.uint8)}
+        noisy = place_of(model).random
+        # One pass of a plain model is its mean of many, beside a target with noise of its own.
+        several = noisy or shared.recipes[0].method.carries_noise
+        for passes in shared.passes if several else shared.passes[:1]:
+            parts = [
+                part
+                for dataset in (self._records, self._test.first(shared.population))
+                for part in _passes(model, dataset, passes if noisy else None, seed)
+            ]
+            found[f"phi/{passes}"] = np.concatenate([phi for phi, _ in parts])
+            found[f"top/{passes}"] = np.concatenate([top for _, top in parts])
+        return found
+
+
+def _passes(model: nn.Module, dataset: data.Dataset, passes: int | None, seed: str) -> Any:
+    """Log-odds and largest probabilities, batch after batch. passes: None without noise."""
+    for start in range(0, len(dataset), _BATCH):
+        rows = slice(start, start + _BATCH)
+        inputs = dataset.batch(rows)
+        with torch.inference_mode():
+            if passes is None:
+                logits = model(inputs)
+            else:
+                one = f"{seed}/{dataset.name}/{passes}"
+                logits = expected_log_scores(model, inputs, passes, one, start)
+        values = logits.double().numpy()
+        yield log_odds(values, np.asarray(dataset.labels[rows])), top_probabilities(values)
+
+
+# --- shadow models as a bulk job --------------------------------------------------------------
+
+
+SCORES = "scores.safetensors"
+
+
+class Bank(Work):
+    """Shadow models of one recipe. identity: see `dpdist.audits.membership`."""
+
+    kind = job_folder.Kind("bank of shadow models", "training shadow models", secret=True)
+    file, key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
+
+    def __init__(
+        self, wanted: dict[str, Any], seed: str | None, share: Callable[[str], ShadowSetup]
+    ) -> None:
+        """share: what workers share, given the bank's seed."""
+        self._wanted, self.seed, self._share = wanted, seed, share
+
+    def identity(self) -> dict[str, Any]:
+        return self._wanted
+
+    def begin(self, output: Path) -> dict[str, Any]:
+        private_folder(output)  # wherever it was asked for
+        return {"seed": self.seed or secrets.token_hex(32)}
+
+    def open(self, about: dict[str, Any], output: Path) -> Task:
+        return _Shadows(self._share(about["seed"]), output / "models")
+
+    def build(self, rows: list[Row], about: Mapping[str, Any]) -> pa.Table:
+        ordered = sorted(rows, key=lambda row: row["model"])
+        tables = [table_of(row["model"], row["scores"]) for row in ordered]
+        whole = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
+        return whole.replace_schema_metadata(job_folder.metadata(about, KEY))
+
+
+class _Shadows(ManyTrainings):
+    """Shadow models, each with its scores."""
+
+    witness = SCORES
+
+    def __init__(self, shared: ShadowSetup, folder: Path) -> None:
+
+        plan = shared.plans[0]
+        examples = plan.steps * plan.step(0).expected_batch if plan.steps else 0.0
+        super().__init__(shared.game.models, ShadowTrainer, shared, folder, examples)
+
+    def found(self, raw: bytes, place: Path) -> dict[str, Any]:
+        try:
+            return {"scores": load_tensors(raw)}
+        except SafetensorError as error:
+            raise UserError(f"{place}: damaged: {error}") from error

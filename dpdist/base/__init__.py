@@ -1,1 +1,0 @@
-"""What every room stands on: errors, fields, files and their doors, the console."""

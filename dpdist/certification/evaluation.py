@@ -1,0 +1,128 @@
+"""The base class of evaluations: attacks, audits and membership inference of a trained model.
+
+A kind of evaluation is one class without torch: its settings, whether its results are private, the
+only reader of its results and the lines that a report prints of them. `work` describes the job
+that computes them (`dpdist.cluster.resumable_job`), which imports torch. `dpdist.audits.registry`
+lists the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from dpdist.core.errors import UserError
+
+if TYPE_CHECKING:
+    from dpdist.cluster.resumable_job import Work
+
+FOLDER = "attacks"  # of all evaluations: below the run folder, or below its private/
+_DECISION = "decision.parquet"  # written by `dpdist certify --decide`, which was removed
+
+
+class Folders(Protocol):
+    """What is needed of a run folder: ``dpdist.runs.folder.RunFolder`` has it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def private(self) -> Path: ...
+
+    def around(self, path: Path) -> Folders | None: ...
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated. test: the named test data; training: reads the private records; recipe:
+    the one of the model, for what trains others like it."""
+
+    model: Path
+    test: Any
+    training: Callable[[], Any]
+    trusted_factory: str | None = None
+    recipe: Any = None
+
+
+class Evaluation:
+    """One evaluation: a frozen dataclass of its settings.
+
+    file: what `read` reads, in a folder of its own. private: whether results say something of
+    single training records. They then lie in private/: no release, no report, no archive without
+    private state and no `cluster fetch` takes anything from there. of_trained: whether it needs the
+    run's own model. unit: what its progress counts.
+    """
+
+    name: ClassVar[str]
+    file: ClassVar[str]
+    private: ClassVar[bool]
+    of_trained: ClassVar[bool] = True
+    unit: ClassVar[str] = "inputs"
+
+    @property
+    def folder_name(self) -> str:
+        """Where its results go by default: what tells two evaluations of one model apart."""
+        raise NotImplementedError
+
+    def recipe_of(self, recipe: Any) -> Any:
+        """Return the recipe whose data are read, from that of the run. Raises UserError."""
+        return recipe
+
+    def work(self, subject: Subject) -> Work:
+        """The job: what its results depend on, its blocks and the worker that does them."""
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, path: Path) -> Any:
+        """The results in a file, for every reader, with the `path` and the hash of the `model` that
+        they are of where they say so. Raises UserError when it is damaged."""
+        raise NotImplementedError
+
+    @classmethod
+    def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
+        """Name and value of what was read, for the summary and the report of a run."""
+        raise NotImplementedError
+
+    @classmethod
+    def home(cls, run: Folders) -> Path:
+        """The folder of all results of this kind."""
+        return (run.private if cls.private else run.path) / FOLDER
+
+    @classmethod
+    def results(cls, run: Folders) -> list[Any]:
+        """All finished results of a run."""
+        return [cls.read(path) for path in sorted(cls.home(run).glob(f"*/{cls.file}"))]
+
+    def place(self, run: Folders, output: Path | None = None) -> Path:
+        """The folder of this one's results. Raises UserError where they would not stay private."""
+        if output is None:
+            return self.home(run) / self.folder_name
+        around = run.around(output)
+        if self.private and around and not output.resolve().is_relative_to(around.private):
+            raise UserError(
+                f"{output}: {self.name} says something of training records, and what lies there "
+                f"may be published; choose a folder in {around.private}, or outside the run"
+            )
+        return output
+
+
+def refuse_decisions(run: Folders, output: Path | None = None) -> None:
+    """Check that a run holds no answer of `dpdist certify --decide`, which nothing reads any more.
+
+    Args:
+        run: the run folder.
+        output: another folder that results are to be written into.
+
+    Raises:
+        UserError: a decision.parquet lies in a folder of the run's evaluations, or in `output`.
+    """
+    found = sorted((run.path / FOLDER).glob(f"*/{_DECISION}"))
+    found += [output / _DECISION] if output and (output / _DECISION).exists() else []
+    if found:
+        raise UserError(
+            f"{found[0]}: an answer of certify --decide, which was removed and is not read any "
+            f"more; delete the folder {found[0].parent}: dpdist certify states a share of the "
+            "population instead"
+        )

@@ -1,0 +1,136 @@
+"""The registry of certificates. To add one, write its class and list it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
+
+from dpdist.certification.certificate import Certificate
+from dpdist.certification.cohen import Cohen, TwoClass
+from dpdist.certification.expected_scores import BettingScores, ExpectedScores
+from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
+from dpdist.core.errors import UserError
+from dpdist.core.fields import of_key, rule_of
+from dpdist.core.files import shown
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+CERTIFICATES: tuple[type[Certificate], ...] = (
+    Cohen, TargetRadius, Anytime, TwoClass, TargetScores, BettingScores, ExpectedScores
+)  # fmt: skip
+_REMOVED = "randomised"  # a mode of earlier tables: fixed, with a randomised bound
+BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
+
+# Run folders of early versions hold the settings of every certificate, complete with defaults:
+# those of another certificate say nothing there. Anywhere else somebody meant them.
+_OF_EVERY_KIND = {"mode", "noise", "noise_bank", "bound", "norm"}
+_SAYS_NOTHING = {
+    "sigma": None, "mode": "fixed", "noise": "gaussian", "noise_bank": False,
+    "bound": "hoeffding", "norm": "l2", "one_sided": False,
+}  # fmt: skip
+
+
+def _own(section: Any) -> Any:
+    """Return the section without what says nothing. Raises ValueError for what is another's."""
+    if not isinstance(section, Mapping):
+        return section
+    kind = BY_MODE[_mode(section)]
+    own = dict(section)
+    mode = own.get("mode")
+    if "mode" in kind.model_fields and mode not in (None, kind.mode_name()):
+        raise of_key("mode", f"must be one of {', '.join(_modes(section))}, got {shown(mode)}")
+    complete = own.keys() >= _OF_EVERY_KIND
+    for name, nothing in _SAYS_NOTHING.items():
+        if name in own and name not in kind.model_fields:
+            value = own.pop(name)
+            if value is not None and not (complete and value == nothing):
+                instead = "".join(f" or be {mode}" for mode in _modes(section) if name == "mode")
+                raise of_key(name, f"must be left out{instead} {kind.belongs}, got {shown(value)}")
+    return own
+
+
+def _modes(section: Mapping[str, Any]) -> list[str]:
+    """What `mode` may be in the section."""
+    named = (k.mode_name() for k in CERTIFICATES if "mode" in k.model_fields)
+    return [mode for mode in named if BY_MODE[mode].fits({**section, "mode": mode})]
+
+
+def _mode(section: Any) -> str:
+    """Which certificate a section asks for; the first in the list where none does."""
+    if isinstance(section, Certificate):
+        return type(section).mode_name()
+    fitting = (k for k in CERTIFICATES if isinstance(section, Mapping) and k.fits(section))
+    return next(fitting, CERTIFICATES[0]).mode_name()
+
+
+AnyCertificate = Annotated[
+    Annotated[Cohen, Tag("fixed")]
+    | Annotated[TargetRadius, Tag("target")]
+    | Annotated[Anytime, Tag("anytime")]
+    | Annotated[TwoClass, Tag("two-class")]
+    | Annotated[TargetScores, Tag("target-scores")]
+    | Annotated[BettingScores, Tag("betting")]
+    | Annotated[ExpectedScores, Tag("scores")],
+    Discriminator(_mode),
+    BeforeValidator(_own),
+]
+"""The recipe's ``certify`` section."""
+
+
+def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) -> Certificate:
+    """Return the certificate that settings ask for.
+
+    Smoothing of the inputs when ``sigma`` is given (``mode`` says how), else expected scores of the
+    model's own noise.
+
+    Args:
+        section: settings by name; None is as good as not given.
+        usual: gives those that are not given, such as the recipe's. Where another kind of
+            certificate is asked for, its defaults that this kind does not have are left out.
+
+    Raises:
+        UserError: a value cannot be used, or belongs to another certificate.
+    """
+    given = asked = {name: value for name, value in section.items() if value is not None}
+    if usual is not None:
+        kept, fields = usual.model_dump(), type(usual).model_fields
+        kind = BY_MODE[_mode(kept | given)]
+        asked = {
+            name: value
+            for name, value in kept.items()
+            if name in kind.model_fields or value != fields[name].default
+        } | given
+    try:
+        return _ADAPTER.validate_python(asked)
+    except ValidationError as error:
+        raise UserError("\n".join(_complaint(item) for item in error.errors())) from None
+
+
+_ADAPTER: TypeAdapter[Certificate] = TypeAdapter(AnyCertificate)
+
+
+def _complaint(item: Any) -> str:
+    key, rule = [*item["loc"][1:]], rule_of(item)
+    if item["type"] == "of_key":
+        key.append(item["ctx"]["key"])
+    got = "" if isinstance(item["input"], Mapping) else f", got {shown(item['input'])}"
+    return f"certify.{'.'.join(map(str, key))}: {rule}{got}"
+
+
+def kind_of(table: pa.Table, where: object = "the table") -> type[Certificate]:
+    """The certificate that a table is of. Raises UserError when there is none such, or several."""
+    modes = table["mode"].unique().to_pylist()
+    if modes == [_REMOVED]:
+        raise UserError(
+            f"{where}: its certificates are of mode {_REMOVED}, which was removed and is not read "
+            "any more; delete its folder and certify again with mode fixed"
+        )
+    if len(modes) != 1 or modes[0] not in BY_MODE:
+        raise UserError(
+            f"{where}: its rows differ in mode ({', '.join(sorted(modes))}), or it is one that "
+            f"this version does not know ({', '.join(BY_MODE)})"
+        )
+    return BY_MODE[modes[0]]

@@ -1,0 +1,296 @@
+"""Statements about fresh inputs and comparisons of two runs, from tables of certificates.
+
+**Fresh inputs.** Claimed of the population that the table's inputs are an independent sample of,
+and of this trained model: A(r), the probability that the smoothed classifier is right on a fresh
+input and keeps its answer at every distance below r; and C(r), that the label's own probability is
+large enough for a certificate of radius r, given draws enough. Proof. Whether input i has a right
+certificate of radius >= r is Z_i: independent, as the inputs and their draws are, with one
+probability q. Where the classifier is not right and robust at r such a certificate is false, which
+has probability at most alpha whatever the input, so q <= A + alpha (1 - A), and A >= (q - alpha) /
+(1 - alpha). An input that counts for C(r) has an upper bound of its label's probability that
+reaches r with probability at least 1 - alpha, so the share w of inputs with such a bound has (1 -
+alpha) C <= w. Clopper-Pearson bounds q from below and w from above. False certificates are thus
+paid for by alpha itself, once: not by a quantile of their number. Both fall with r: a statement at
+one radius holds at all below (A), or beyond (C).
+
+**Two classifiers on the same inputs.** Each input gives a pair: whether the first is right there
+(and certified), and whether the second is. The pairs are taken as independent draws from one
+population of inputs, and the statement is about that population, for these two models and these
+certificates. Inputs on which both succeed or both fail do not tell them apart; of the others, the
+*discordant* ones, each is the second's with probability 1/2 if both succeed equally often
+(McNemar, Psychometrika 1947).
+
+**Whole curves.** At size r the later run less the first is D(r) = P[R2 >= r] - P[R1 >= r], with R1
+and R2 the certified sizes of one input by both, below 0 where it is not answered rightly. Sizes
+from 0 on are cut into cells that do not depend on the results. Both shares fall with r, so for
+every r in a cell (a, b], of which the first has 0 too,
+
+    P[R2 >= b] - P[R1 > a]  <=  D(r)  <=  P[R2 > a] - P[R1 >= b],
+
+and each side is a difference of two successes on the same inputs, which has an exact bound. All
+bounds of all cells hold together (union bound). A cell costs a hair of every other's error, but
+its width is lost whole, so there are many of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy
+
+from dpdist.certification.certificate import CertificateTable
+from dpdist.certification.table_reader import label_reach
+from dpdist.core.binomial import (
+    clopper_pearson_interval,
+    clopper_pearson_lower,
+    clopper_pearson_upper,
+    two_sided_p_value,
+)
+from dpdist.core.console import exact, percent
+from dpdist.core.errors import UserError
+
+# --- two classifiers on the same inputs -------------------------------------------------------
+
+
+ERROR = 0.05
+# Of the interval's error; the rest goes to the split of the discordant inputs, which decides.
+SHARE_OF_DISCORDANT = 0.1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The second classifier against the first, on ``inputs`` inputs.
+
+    first, second: share of the inputs on which each succeeds. only_first, only_second: how many
+    only one of them succeeds on. low, high: of the population's difference, as
+    ``difference_interval``. p_value, anytime: that both succeed equally often there.
+    """
+
+    inputs: int
+    first: float
+    second: float
+    only_first: int
+    only_second: int
+    low: float
+    high: float
+    p_value: float
+    anytime: float
+
+    @property
+    def difference(self) -> float:
+        """Share of the second less that of the first."""
+        return (self.only_second - self.only_first) / self.inputs
+
+
+def compare(first: np.ndarray, second: np.ndarray, error: float = ERROR) -> Comparison:
+    """Compare the successes of two classifiers, bool (N,) each, on the same inputs in their order.
+
+    error: of the interval. Raises ValueError for arrays of unequal length, or of none.
+    """
+    if first.shape != second.shape or not first.size:
+        raise ValueError(f"both must be of the same inputs, got {first.shape} and {second.shape}")
+    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
+    low, high = difference_interval(only_first, only_second, first.size, error)
+    return Comparison(
+        inputs=first.size,
+        first=float(first.mean()),
+        second=float(second.mean()),
+        only_first=only_first,
+        only_second=only_second,
+        low=low,
+        high=high,
+        p_value=mcnemar_p_value(only_first, only_second),
+        anytime=anytime_p_value(first, second),
+    )
+
+
+def mcnemar_p_value(only_first: int, only_second: int) -> float:
+    """Exact two-sided p value that both succeed equally often, from the discordant counts.
+
+    Of a number of inputs fixed in advance. At most u with probability at most u, whatever the share
+    of discordant inputs: the test is Binomial(discordant, 1/2), given how many there are.
+    """
+    return two_sided_p_value(only_second, only_first + only_second)
+
+
+def difference_interval(
+    only_first: int, only_second: int, inputs: int, error: float = ERROR
+) -> tuple[float, float]:
+    """Interval of the second's share less the first's, wrong with probability at most ``error``.
+
+    The difference is d (2 s - 1), with d the share of discordant inputs and s the second's share of
+    those. Clopper-Pearson intervals of d (a tenth of the error) and of s given their number (nine
+    tenths) hold together by the union bound; every difference that they leave is in the interval.
+    So it is conservative, never approximate. It leaves 0 out only where the p value of McNemar is
+    below 9/10 of the error.
+    """
+    discordant = only_first + only_second
+    spent = SHARE_OF_DISCORDANT * error
+    fewest, most = clopper_pearson_interval(discordant, inputs, spent)
+    low, high = 0.0, 1.0
+    if discordant:
+        low, high = map(float, clopper_pearson_interval(only_second, discordant, error - spent))
+    worst, best = 2 * low - 1, 2 * high - 1
+    return (
+        float(worst * (most if worst < 0 else fewest)),
+        float(best * (most if best > 0 else fewest)),
+    )
+
+
+def anytime_p_value(first: np.ndarray, second: np.ndarray) -> float:
+    """p value that both succeed equally often, valid however often one looks.
+
+    bool (N,) each, in the order in which inputs are added. If both succeed equally often, the
+    probability that it is *ever* at most u, as inputs are added without end, is at most u.
+
+    After m discordant inputs, x of them the second's, the likelihood ratio of s ~ Beta(1/2, 1/2)
+    against s = 1/2 is 2^m B(x + 1/2, m - x + 1/2) / B(1/2, 1/2): a martingale at s = 1/2, and ever
+    above 1/u with probability at most u (Ville). Returned is 1 over the largest so far.
+    """
+    won = second[first != second]
+    draws, hits = np.arange(1, won.size + 1), np.cumsum(won)
+    evidence = scipy.special.betaln(hits + 0.5, draws - hits + 0.5) - scipy.special.betaln(0.5, 0.5)
+    return float(np.exp(-np.max(evidence + draws * math.log(2), initial=0.0)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p value, corrected for all of them: that one at most u is false, at probability <= u.
+
+    Whatever their dependence. Source: Holm, Scandinavian Journal of Statistics 1979.
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    corrected = np.empty_like(p)
+    corrected[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    return np.minimum(corrected, 1.0).tolist()
+
+
+# --- fresh inputs -----------------------------------------------------------------------------
+
+
+_ROUNDING = 1e-12  # outwards
+
+
+@dataclass(frozen=True)
+class OfPopulation:
+    """At one radius: low <= A(radius), and C(radius) <= certifiable.
+
+    So at least 1 - certifiable of the population cannot be certified by certificates of this kind,
+    with any number of draws. None where the counts of all classes were not kept. As in a band of
+    the set, no attack is in it: an input that is not certifiable may be robust all the same.
+    """
+
+    radius: float
+    low: float
+    certifiable: float | None
+
+
+def population_bounds(
+    found: CertificateTable, at: Sequence[float] | None = None, error: float = ERROR
+) -> list[OfPopulation]:
+    """Return what holds, with probability at least 1 - error, of all radii and bounds together.
+
+    Over the choice of inputs and all their draws. Each bound has an equal part of the error (union
+    bound).
+
+    Args:
+        at: radii, not chosen by the results. By default all that are printed of the table, so that
+            every place states the same.
+        error: of all of them together.
+
+    Raises:
+        UserError: the inputs share one noise bank, so their draws are not independent.
+    """
+    at = found.shown_radii if at is None else at
+    if found.terms["noise_bank"]:
+        raise UserError(
+            f"{found.path}: its inputs share one noise bank: they are no independent sample"
+        )
+    count, alpha, held = len(found.index), found.alpha, found.certified()
+    reach = label_reach(found.table) if found.kind.votes else None
+    level = error / (len(at) * (1 if reach is None else 2)) if at else error
+    stated = []
+    for radius in at:
+        right = clopper_pearson_lower(int((held >= radius).sum()), count, level)
+        low = (float(right) - alpha) / (1 - alpha) * (1 - _ROUNDING)
+        certifiable = None
+        if reach is not None:
+            reached = clopper_pearson_upper(int((reach >= radius).sum()), count, level)
+            certifiable = min(1.0, float(reached) / (1 - alpha) * (1 + _ROUNDING))
+        stated.append(OfPopulation(radius, max(0.0, low), certifiable))
+    return stated
+
+
+def line(found: CertificateTable) -> tuple[str, str]:
+    """Return name and value of a summary's line: certified accuracy of the population, at least."""
+    name = "of the population, at least"
+    if found.terms["noise_bank"]:
+        return name, "nothing is stated: the inputs share one noise bank"
+    stated = population_bounds(found)
+    shares = ", ".join(f"{percent(each.low)} % at {exact(each.radius)}" for each in stated)
+    return name, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"
+
+
+# --- whole curves -----------------------------------------------------------------------------
+
+
+CELLS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class CurveDifference:
+    """For every size in (knots[j], knots[j + 1]], the first with 0 itself, the population's
+    difference is at least low[j] and at most high[j], all of them together. knots: (J + 1,)
+    ascending; low, high: (J,)."""
+
+    knots: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @property
+    def ahead(self) -> list[tuple[float, float]]:
+        """Stretches of sizes, (above, up to), at which the later run is better."""
+        return self._stretches(self.low > 0)
+
+    @property
+    def behind(self) -> list[tuple[float, float]]:
+        return self._stretches(self.high < 0)
+
+    def _stretches(self, cells: np.ndarray) -> list[tuple[float, float]]:
+        steps = np.diff(np.concatenate([[0], cells.astype(np.int8), [0]]))
+        begins, ends = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+        return list(zip(self.knots[begins].tolist(), self.knots[ends].tolist(), strict=True))
+
+
+def curve_difference(
+    first: np.ndarray, second: np.ndarray, largest: float, error: float = ERROR, cells: int = CELLS
+) -> CurveDifference:
+    """Certified sizes of the same inputs by two runs, float64 (N,) each, compared up to `largest`.
+
+    Wrong at any size with probability at most `error`, over the choice of inputs; `largest` must
+    not be chosen by the results. Certificates are taken as made.
+    """
+    knots = np.linspace(0.0, largest, cells + 1)
+    beyond = np.concatenate([[-1e-300], knots[1:-1]])  # 0 is a certified size
+    above, reached = beyond[:, None], knots[1:, None]
+    level = error / (2 * cells)
+    low = _at_least(first > above, second >= reached, level)
+    high = -_at_least(second > above, first >= reached, level)
+    return CurveDifference(knots, low, high)
+
+
+def _at_least(first: np.ndarray, second: np.ndarray, error: float) -> np.ndarray:
+    """Lower bounds of the second's share less the first's, each wrong with probability <= error.
+
+    bool (J, N) each, float64 (J,). As `paired.difference_interval`, on one side.
+    """
+    only_second = (second & ~first).sum(1)
+    discordant = (first ^ second).sum(1)
+    spent = SHARE_OF_DISCORDANT * error
+    fewest, most = clopper_pearson_interval(discordant, first.shape[1], spent)
+    split = clopper_pearson_lower(only_second, np.maximum(discordant, 1), error - spent)
+    worst = 2 * split - 1
+    return np.asarray(worst * np.where(worst < 0, most, fewest))

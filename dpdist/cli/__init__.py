@@ -1,0 +1,1 @@
+"""The command line; a command imports heavy libraries only when it runs."""

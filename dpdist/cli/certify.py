@@ -1,0 +1,730 @@
+"""``dpdist certify``, ``radius``, ``predict`` and ``serve``: certificates and certified answers.
+
+certify: certify a run's test split, recompute or merge its tables; or certify a release, without
+its run. radius: the certified radius of a count, without model, data, torch or Ray. predict: label
+or ABSTAIN, with a certified radius, for single images. serve: a released model behind HTTP, on
+this machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import Field
+
+from dpdist.cli.options import (
+    RUNS,
+    Actors,
+    AnswerError,
+    ArchivedModelArgument,
+    AsJson,
+    DataRoot,
+    Every,
+    MaxInputs,
+    ModelArgument,
+    Output,
+    ReleaseArgument,
+    Runs,
+    Signer,
+    Start,
+    TrustFactory,
+    file_path,
+    flag,
+    kind,
+    need_numbers,
+    numbers,
+    option,
+    path_option,
+    recipe_of,
+    release_at,
+)
+from dpdist.core import console
+from dpdist.core.errors import Interrupted, UserError
+from dpdist.core.fields import Count, CountOrZero, Number, Positive, Probability, Processes
+from dpdist.core.files import MOST_BYTES, read_bytes, reason, regular_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from torch import nn
+
+    from dpdist.certification.certificate import Certificate
+    from dpdist.release.bundle import Release
+    from dpdist.runs.folder import RunFolder
+    from dpdist.training.ensembles import Oracle
+
+
+# --- certifying a release ---------------------------------------------------------------------
+
+
+def chosen_settings(
+    given: dict[str, Any], usual: Certificate | None, model: nn.Module, where: Path
+) -> Certificate:
+    """Return the certificate that options ask for, the usual one where nothing else is asked for.
+
+    Args:
+        given: options by name, None where one is not given.
+        usual: of the recipe or release.
+        model: what is certified: noise of its own and smoothing exclude each other.
+        where: it lies, for complaints.
+
+    Raises:
+        UserError: an option belongs to another certificate, or to another model.
+    """
+    from dpdist.certification.registry import settings_of
+    from dpdist.randomness.noise_location import smoothing_of
+
+    sigma = smoothing_of(model, sigma_of(given, usual), where)
+    return settings_of(given | {"sigma": sigma}, usual)
+
+
+def sigma_of(given: dict[str, Any], usual: Certificate | None) -> float | None:
+    """Return the noise on the input that is asked for, if any."""
+    return given["sigma"] or (None if usual is None else usual.sigma)
+
+
+def certify_release(
+    release: Release,
+    given: dict[str, Any],
+    data_root: Path | None,
+    output: Path | None,
+    actors: int | None,
+) -> tuple[pa.Table, Path]:
+    """Certify the test split that a release names, with its settings where nothing else is asked
+    for."""
+    from dpdist import data, pipeline
+    from dpdist.certification.job import TABLE, certify
+    from dpdist.cluster.versions import check_nodes
+    from dpdist.core import console
+    from dpdist.training.job import PACKAGES
+    from dpdist.training.records import source_at
+
+    dataset = data.load(source_at(release.about.data, data_root), "test")
+    chosen = chosen_settings(given, release.about.certificate, release.model, release.path)
+    output = output or Path("certificates", release.name, chosen.folder_name)
+    if release.path.resolve() in (output.resolve(), *output.resolve().parents):
+        raise UserError(f"--output: {output} lies in the release, which stays as it was published")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with pipeline.session(output.parent / "ray.log"):
+        check_nodes(PACKAGES, output.parent.resolve())
+        with console.progress(f"certifying, {chosen.folder_name}", "inputs", "draws") as show:
+            table = certify(
+                release.path,
+                dataset,
+                chosen,
+                output,
+                actors=actors,
+                progress=show,
+                trusted_factory=release.trusted_factory,
+            )
+    return table, output / TABLE
+
+
+# --- dpdist certify ---------------------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    _Asked = tuple[Any, Any, Certificate]  # recipe, trained model, certificate
+
+
+_Sigma = Annotated[float | None, option("Noise, in input units.", Positive)]
+_N = Annotated[int | None, option("Draws per input (sequential: at most).", Count)]
+_N0 = Annotated[int | None, option("Draws that choose the class.", Count)]
+_Alpha = Annotated[float | None, option("Error of each certificate.", Probability)]
+_Mode = Annotated[
+    str | None, option("fixed, two-class, target, anytime; of scores: target-scores.")
+]
+_Radii = Annotated[str | None, option("Radii to decide, ascending: 0.25,0.5,0.75.")]
+_Noise = Annotated[str | None, option("gaussian, laplace or uniform.")]
+_Bound = Annotated[str | None, option("Of expected scores: hoeffding, bernstein, counts, betting.")]
+_OneSided = Annotated[
+    bool | None, flag("--one-sided", "Of betting: bound the class that n0 draws chose only.")
+]
+_Norm = Annotated[str | None, option("Of expected scores' radius: l2 or linf.")]
+_At = Annotated[
+    str | None,
+    option(
+        "At attacked copies, as papers measure it; no certificate of the clean input.",
+        metavar="attacked:ATTACK,SIZE[,NORM]",
+    ),
+]
+_Rebound = Annotated[
+    str | None, option("Certify the stored counts at another alpha.", metavar="alpha=A")
+]
+_Merge = Annotated[bool, flag("--merge", "Merge the run's tables of shares into one.")]
+_WRITTEN = file_path(written=True)
+_Tsv = Annotated[Path | None, path_option("Also write Cohen's columns here.", of=_WRITTEN)]
+_Csv = Annotated[Path | None, path_option("Also write all columns here.", of=_WRITTEN)]
+
+
+def certify_command(
+    run: ArchivedModelArgument,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    sigma: _Sigma = None,
+    n: _N = None,
+    n0: _N0 = None,
+    alpha: _Alpha = None,
+    mode: _Mode = None,
+    radii: _Radii = None,
+    noise: _Noise = None,
+    bound: _Bound = None,
+    one_sided: _OneSided = None,
+    norm: _Norm = None,
+    start: Start = None,
+    every: Every = None,
+    max_inputs: MaxInputs = None,
+    actors: Actors = None,
+    output: Output = None,
+    at: _At = None,
+    rebound: _Rebound = None,
+    merge: _Merge = False,
+    tsv: _Tsv = None,
+    csv: _Csv = None,
+    trust_factory: TrustFactory = None,
+    signer: Signer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Certify the test split on all CPUs; continues what was interrupted.
+
+    Of a release, the test split of the data that it names, under --data-root; the table goes to
+    --output, by default certificates/NAME/SETTINGS here.
+
+    A model with noise in its first hidden layer is certified under that noise, by expected scores;
+    with --sigma, it is smoothed at its inputs as well, and both noises certify, in quadrature. A
+    model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
+    that it has further inside is drawn with it.
+
+    Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
+    model: on the table in --output, or on all tables of the run.
+    """
+    from dpdist.certification.evaluation import refuse_decisions
+    from dpdist.runs.archive import Archive, open_anywhere
+
+    release = release_at(run, trust_factory, signer)
+    given = {
+        "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
+        "bound": bound, "one_sided": one_sided, "norm": norm, "radii": numbers(radii, "--radii"),
+        "start": start, "every": every, "max_inputs": max_inputs,
+    }  # fmt: skip
+    if release is not None:
+        if merge or rebound is not None or at is not None:
+            raise UserError("--merge, --rebound, --at: of a run, not of a release")
+
+        table, path = certify_release(release, given, data_root, output, actors)
+        _export(table, path, tsv, csv)
+        _show(release.name, [path], [], as_json)
+        return
+    _refuse_settings(given | {"data_root": data_root, "actors": actors}, merge, rebound)
+    folder = open_anywhere(run, runs)
+    Archive.check_key(folder)
+    refuse_decisions(folder, output)
+    measured: list[tuple[str, str]] = []
+    if at is not None:
+        if merge or rebound is not None:
+            raise UserError("--at: certifies; it does not go with --merge or --rebound")
+        made, measured = _certified_at(at, folder, output, _asked(folder, given, data_root), actors)
+    elif merge:
+        made = _merged(folder, output)
+    elif rebound is not None:
+        made = [_rebounded(folder, output, rebound)]
+    else:
+        made = [_certified(folder, output, _asked(folder, given, data_root), actors)]
+    if len(made) > 1 and (tsv or csv):
+        names = ", ".join(path.parent.name for _, path in made)
+        raise UserError(f"--tsv, --csv: hold one table, these are several: {names}")
+    for table, path in made:
+        _export(table, path, tsv, csv)
+    if folder.archive.exists():
+        from dpdist import pipeline
+
+        pipeline.archive_stage(folder)
+    _show(folder.name, [path for _, path in made], measured, as_json)
+
+
+def _refuse_settings(given: dict[str, Any], merge: bool, rebound: str | None) -> None:
+    """Raise UserError for options of a certification where none is made."""
+    made = "--merge" if merge else "--rebound" if rebound is not None else None
+    if merge and rebound is not None:
+        raise UserError("--merge, --rebound: give one of them")
+    useless = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if made and useless:
+        raise UserError(
+            f"{', '.join(useless)}: must be left out with {made}, which takes what is there as "
+            "it is"
+        )
+
+
+def _export(table: pa.Table, path: Path, tsv: Path | None, csv: Path | None) -> None:
+    from dpdist.certification import table as tables
+    from dpdist.certification.job import timings
+
+    if tsv is not None:
+        tables.write_cohen_tsv(table, tsv, timings(path.parent))
+    if csv is not None:
+        tables.write_csv(table, csv)
+
+
+def _certified(
+    folder: RunFolder, output: Path | None, asked: _Asked, actors: int | None
+) -> tuple[pa.Table, Path]:
+    from dpdist import pipeline
+    from dpdist.certification import table as tables
+
+    recipe, _, chosen = asked
+    pipeline.require_certifying_gpus(recipe)
+    with pipeline.session(folder):
+        path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
+    return tables.read(path), path
+
+
+def _certified_at(
+    text: str, folder: RunFolder, output: Path | None, asked: _Asked, actors: int | None
+) -> tuple[list[tuple[pa.Table, Path]], list[tuple[str, str]]]:
+    """The table, and what is shown of it."""
+    from dpdist import pipeline
+    from dpdist.attacks.attacked_copies import At, AttackedCopies
+    from dpdist.certification import table_reader
+    from dpdist.training.records import evaluation_data, source_of
+
+    at = At.parse(text)
+    recipe, model, chosen = asked
+    pipeline.require_certifying_gpus(recipe)
+    copies = AttackedCopies(at, evaluation_data(recipe, source_of(recipe)), model, chosen)
+    beside = folder.certificates / chosen.folder_name / "certificates.parquet"
+    output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
+    with pipeline.session(folder):
+        path = pipeline.certify_stage(recipe, folder, chosen, output, actors, copies)
+    found = table_reader.read(path)
+    clean = table_reader.read(beside) if beside.is_file() else None
+    rows = [("inputs", f"{len(found.index):,}"), *copies.lines(found, clean), ("table", str(path))]
+    return [(found.table, path)], rows
+
+
+def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> _Asked:
+    """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
+    from dpdist.certification.registry import settings_of
+    from dpdist.evaluation import load_model
+
+    recipe = recipe_of(folder, data_root, "certify")
+    if sigma_of(given, recipe.certify) is not None:
+        settings_of(given, recipe.certify)  # refused before torch is loaded
+    model = load_model(recipe, folder)
+    return recipe, model, chosen_settings(given, recipe.certify, model, folder.path)
+
+
+def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
+    """The shares of each certification of the run, each merged into a table of its own."""
+    from dpdist.certification import table as tables
+    from dpdist.certification.table_reader import apart, merge_tables, shares
+
+    sources = _stored(folder.certificates)
+    found = [tables.read(source) for source in sources]
+    groups = shares(found)
+    left = [
+        f"{sources[place].parent.name} differs from {sources[nearest].parent.name} in "
+        f"{', '.join(names)}"
+        for place, nearest, names in apart(found)
+    ]
+    if not groups:
+        raise UserError(
+            f"{folder.certificates}: no two tables are shares of one certification (the same but "
+            "for --start, --every and --max-inputs)" + "".join(f": {why}" for why in left[:1])
+        )
+    if output is not None and len(groups) > 1:
+        raise UserError(
+            f"--output: holds one table, there are shares of {len(groups)} certifications; leave "
+            "it out, and each gets a folder of its own"
+        )
+    made = []
+    for group in groups:
+        table = merge_tables([found[place] for place in group])
+        name = "merged" if len(groups) == 1 else f"merged-{sources[group[0]].parent.name}"
+        made.append((table, _derived(output or folder.certificates / name)))
+    for table, path in made:
+        tables.write(table, path)
+    for why in left:
+        typer.echo(f"left alone: {why}", err=True)
+    return made
+
+
+def _rebounded(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Table, Path]:
+    from dpdist.certification import table as tables
+    from dpdist.certification.table_reader import rebound
+
+    name, _, value = text.partition("=")
+    try:
+        alpha = float(value)
+    except ValueError:
+        alpha = 0.0
+    if name != "alpha" or not 0 < alpha < 1:
+        raise UserError(f"--rebound: give alpha=A with A between 0 and 1, got {text!r}")
+    sources = [output / "certificates.parquet"] if output else _stored(folder.certificates)
+    if output is None:  # one made from another is not taken for a further certification
+        sources = [s for s in sources if "rebound_alpha" not in tables.about(tables.read(s))]
+    if not sources:
+        raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
+    if len(sources) > 1:
+        names = ", ".join(str(source.parent) for source in sources)
+        raise UserError(f"several tables: name one with --output: {names}")
+    table = rebound(tables.read(sources[0]), alpha)
+    parent = sources[0].parent
+    path = _derived(parent.with_name(f"{parent.name}-alpha-{alpha:g}"))
+    tables.write(table, path)
+    return table, path
+
+
+def _derived(folder: Path) -> Path:
+    """Where a table made from others goes. Raises UserError where it would replace a certification,
+    which took its time."""
+    from dpdist.cluster.job_folder import SETTINGS
+
+    if (folder / SETTINGS).exists():
+        raise UserError(f"{folder}: holds a certification, which would be replaced; choose another")
+    return folder / "certificates.parquet"
+
+
+def _stored(certificates: Path) -> list[Path]:
+    return sorted(certificates.glob("*/certificates.parquet"))
+
+
+def _show(name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool) -> None:
+    """measured: of attacked copies, in place of their certificates."""
+    from dpdist.certification import table_reader
+    from dpdist.core import console
+
+    if as_json:
+        from dpdist.reports.summary import certified
+
+        tables = [] if measured else [table_reader.read(path) for path in paths]
+        found = [certified(table) for table in tables]
+        at = {"at_attacked_copies": dict(measured)} if measured else {}
+        console.print_json({"run": name, "certificates": found, **at})
+    elif measured:
+        from dpdist.attacks.attacked_copies import NAMED
+
+        typer.echo(console.table(measured, title=NAMED))
+    else:
+        for path in paths:
+            _print_table(path)
+
+
+def _print_table(path: Path) -> None:
+    from dpdist.certification import statistics, table_reader
+    from dpdist.core import console
+
+    table = table_reader.read(path)
+    abstained = int((table.prediction == -1).sum())
+    rows = [("inputs", f"{len(table.index):,}"), ("abstained", f"{abstained:,}")]
+    rows += table.kind.lines(table, table.shown_radii)
+    rows.append(statistics.line(table))
+    rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
+    rows.append(("alpha", f"{table.alpha:g} each"))
+    classifier = table.about.get("classifier", {})
+    if classifier:
+        executed = f"{classifier['form']}, batches of {classifier['batch']}"
+        if "device" in classifier:
+            executed += f", on {classifier['machine']}"
+        if "generator" in classifier:
+            executed += f", noise of {classifier['generator']}"
+        rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
+    rows.append(("table", str(path)))
+    typer.echo(console.table(rows, title=f"certificates, sigma {table.sigma:g}"))
+
+
+# --- dpdist radius ----------------------------------------------------------------------------
+
+
+_Hits = Annotated[int, option("Noisy draws that returned the predicted class.", CountOrZero)]
+_RadiusDraws = Annotated[int, option("Noisy draws in all, a number fixed in advance.", Count)]
+_RadiusSigma = Annotated[float, option("Standard deviation of the Gaussian input noise.", Positive)]
+_RadiusAlpha = Annotated[float, option("Error probability of the certificate.", Probability)]
+_Dimension = Annotated[
+    int | None, option("Number of inputs (28x28: 784); adds the L-infinity radius.", Count)
+]
+_RadiusAsJson = Annotated[bool, flag("--json", "Print one JSON object.")]
+
+
+def radius_command(
+    hits: _Hits,
+    draws: _RadiusDraws,
+    sigma: _RadiusSigma,
+    alpha: _RadiusAlpha = 0.001,
+    dimension: _Dimension = None,
+    as_json: _RadiusAsJson = False,
+) -> None:
+    """L2 radius of Cohen's certificate: sigma * Phi^-1(Clopper-Pearson lower bound at alpha).
+
+    Counts of a run that stopped early certify less than this says: use it for fixed draws only.
+    """
+    from dpdist.certification.noise import format_radius, gaussian_l2_radius, linf_from_l2
+    from dpdist.core.binomial import clopper_pearson_lower
+
+    try:
+        p_lower = float(clopper_pearson_lower(hits, draws, alpha))
+        radius = float(gaussian_l2_radius(p_lower, sigma))
+        answer: dict[str, object] = {
+            "hits": hits,
+            "draws": draws,
+            "alpha": alpha,
+            "sigma": sigma,
+            "p_lower": p_lower,
+            "radius": radius,
+            "norm": "l2",
+            "abstain": p_lower <= 0.5,
+        }
+        if dimension is not None:
+            answer["radius_linf"] = float(linf_from_l2(radius, dimension))
+    except ValueError as error:
+        raise UserError(f"dpdist radius: {error}") from None
+    if as_json:
+        console.print_json(answer)
+        return
+    typer.echo(f"p_lower  {format_radius(p_lower, 6)}  (Clopper-Pearson, alpha = {alpha:g})")
+    if answer["abstain"]:
+        typer.echo("radius   ABSTAIN: the bound does not exceed 1/2")
+        return
+    typer.echo(f"radius   {format_radius(radius, 6)}  (L2, sigma = {sigma:g})")
+    if "radius_linf" in answer:
+        typer.echo(f"         {format_radius(float(str(answer['radius_linf'])), 6)}  (L-infinity)")
+
+
+# --- dpdist predict ---------------------------------------------------------------------------
+
+
+DRAWS, ALPHA = 10_000, 0.001  # by default
+Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
+_Images = Annotated[
+    list[Path],
+    typer.Argument(
+        callback=file_path(), help="Image files, or .npy arrays of the model's input shape."
+    ),
+]
+_PredictSigma = Annotated[
+    float | None, option("Noise, in input units (default: the recipe's).", Positive)
+]
+_PredictDraws = Annotated[int | None, option(f"Draws per image ({DRAWS:,}).", Draws)]
+_PredictAlpha = Annotated[float | None, option(f"Error of each answer ({ALPHA:g}).", Probability)]
+_LabelOnly = Annotated[bool, flag("--label-only", "No radius: the two-sided test of the label.")]
+_PredictAsJson = Annotated[bool, flag("--json", "One JSON object for each image.")]
+
+
+def predict_command(
+    run: ModelArgument,
+    images: _Images,
+    runs: Runs = RUNS,
+    sigma: _PredictSigma = None,
+    n: _PredictDraws = None,
+    alpha: _PredictAlpha = None,
+    label_only: _LabelOnly = False,
+    as_json: _PredictAsJson = False,
+    trust_factory: TrustFactory = None,
+    signer: Signer = None,
+) -> None:
+    """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
+    from dpdist.runs.folder import open_run
+
+    release = release_at(run, trust_factory, signer)
+    if release is not None:
+        about = release.about
+        saved = _Saved(release.path, about.certificate, about.classes, lambda: release.model)
+    else:
+        folder = open_run(run, runs)
+        folder.require_trained()
+        recipe = folder.read_recipe()
+        need_numbers(recipe, "predict")
+        from dpdist.evaluation import load_model  # only now: what is refused needs no data
+
+        names = tuple(recipe.data.class_names)
+        saved = _Saved(folder.model, recipe.certify, names, lambda: load_model(recipe, folder))
+    for path in images:
+        regular_file(path)
+    if release is None and recipe.method.withheld is not None:
+        given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+        if useless := [f"--{name}" for name, value in given.items() if value is not None]:
+            raise UserError(
+                f"{', '.join(useless)}: must be left out: this run's answers are paid for, and are "
+                "not smoothed"
+            )
+        from dpdist.training.ensembles import Oracle
+
+        _ask_models(Oracle(recipe, folder), images, saved.classes, as_json)
+        return
+    asked = {"sigma": sigma, "n": n or DRAWS, "alpha": alpha or ALPHA}
+    _smoothed(saved, images, asked, label_only, as_json)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Where a model lies, how it is meant to be certified, names of its classes, and the model."""
+
+    where: Path
+    certify: Certificate | None
+    classes: tuple[str, ...]
+    load: Callable[[], nn.Module]
+
+
+def _smoothed(
+    saved: _Saved, images: list[Path], given: dict[str, Any], label_only: bool, as_json: bool
+) -> None:
+    from dpdist import models
+
+    spec = models.read_spec(saved.where)
+    inputs = [_read_image(path, spec.input_shape) for path in images]
+    console.say(f"{saved.where}: loading the model")
+    from dpdist.certification.predict import Predictor
+    from dpdist.certification.registry import settings_of
+    from dpdist.randomness.noise_location import smoothing_of
+
+    model, sigma = saved.load(), given["sigma"]
+    if sigma is None and saved.certify is not None:
+        sigma = saved.certify.sigma
+    sigma = smoothing_of(model, sigma, saved.where)
+    settings = settings_of(given | {"sigma": sigma})
+    try:
+        predictor = Predictor(model, settings, spec.classes, spec.input_shape)
+    except ValueError as error:
+        raise UserError(f"{saved.where}: the model cannot be certified: {error}") from error
+    for path, x in zip(images, inputs, strict=True):
+        if label_only:
+            label, radius = predictor.label(x), None
+        else:
+            with console.progress(path.name, "blocks of draws") as show:
+                verdict = predictor.certify(x, show)
+            label, radius = verdict.prediction, verdict.radius
+        named = None if label == -1 else saved.classes[label]
+        _print_answer(path, (label, named), radius, sigma, settings.alpha, as_json)
+
+
+def _ask_models(
+    oracle: Oracle, images: list[Path], classes: tuple[str, ...], as_json: bool
+) -> None:
+    """Answers that are paid for, each counted; an image answered before is answered so again."""
+    import torch
+
+    inputs = torch.stack([_read_image(path, oracle.input_shape) for path in images])
+    for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
+        label = scores.index(max(scores))
+        if as_json:
+            answer = {"image": str(path), "label": label, "class": classes[label], "scores": scores}
+            console.print_json(answer)
+        else:
+            typer.echo(f"{path}: {classes[label]}")
+    console.say(f"{oracle.left:,} answers are left")
+
+
+def _print_answer(
+    path: Path,
+    found: tuple[int, str | None],
+    radius: float | None,
+    sigma: float | None,
+    alpha: float,
+    as_json: bool,
+) -> None:
+    """found: the label, -1 where there is none, and what its class is called."""
+    from dpdist.certification.noise import format_radius
+
+    label, named = found
+    if as_json:
+        answer: dict[str, Any] = {"image": str(path), "label": label, "class": named}
+        answer["abstain"] = label == -1
+        answer |= {"radius": radius, "norm": "l2", "sigma": sigma, "alpha": alpha}
+        console.print_json(answer)
+    elif label == -1:
+        typer.echo(f"{path}: ABSTAIN")
+    elif radius is None:
+        typer.echo(f"{path}: {named}")
+    else:
+        typer.echo(f"{path}: {named} (L2 radius {format_radius(radius)})")
+
+
+def _read_image(path: Path, input_shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    from dpdist.certification.predict import as_input
+    from dpdist.data.parquet import Unreadable, decode_picture
+
+    try:
+        if path.suffix == ".npy":
+            values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
+        else:
+            values = decode_picture(read_bytes(path, MOST_BYTES))
+        return as_input(values, input_shape)
+    except Unreadable as error:
+        raise UserError(f"{path}: not a readable image: {reason(error)}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {reason(error)}") from error
+    except UserError:
+        raise
+    except Exception as error:  # numpy raises whatever a damaged file leads it to
+        raise UserError(f"{path}: not a readable image: {reason(error)}") from error
+
+
+# --- dpdist serve -----------------------------------------------------------------------------
+
+
+_Host = Annotated[str, option("Address to listen on.")]
+_Port = Annotated[int, typer.Option(callback=kind(Annotated[int, Number, Field(ge=1, le=65535)]))]
+_Replicas = Annotated[int, option("Processes that answer, one CPU each.", Processes)]
+_ServeSigma = Annotated[
+    float | None, option("Noise, in input units (default: the release's).", Positive)
+]
+_ServeDraws = Annotated[int, option("Draws per answer.", Draws)]
+_Rate = Annotated[float, option("Requests per second, on average.", Positive)]
+_Bytes = Annotated[int, Number, Field(ge=1, le=2**30)]
+_MaxBytes = Annotated[int, option("Largest body of a request.", _Bytes)]
+
+
+def serve_command(
+    release: ReleaseArgument,
+    host: _Host = "127.0.0.1",
+    port: _Port = 8000,
+    replicas: _Replicas = 1,
+    sigma: _ServeSigma = None,
+    n: _ServeDraws = 1_000,
+    alpha: AnswerError = 0.001,
+    rate: _Rate = 20.0,
+    max_bytes: _MaxBytes = 2**20,
+    trust_factory: TrustFactory = None,
+    signer: Signer = None,
+) -> None:
+    """Answer POST /predict with class and certified radius, or ABSTAIN, until Ctrl-C.
+
+    A body is an image file, or {"input": [...]} as application/json. GET / describes the model,
+    /health and /metrics the server. No encryption and no passwords: listen on another address than
+    this machine's own only behind something that has both.
+    """
+    from dpdist import pipeline
+    from dpdist.core import console
+    from dpdist.release.bundle import load
+    from dpdist.serving.app import Limits
+    from dpdist.serving.deployment import Serving, deployed, require_server
+
+    require_server()
+    if not _is_loopback(host):
+        console.say(f"serve: {host} is not this machine's own: whoever reaches it can ask")
+    found = load(release, trusted_factory=trust_factory, signer=signer)
+    found.settings(sigma, n, alpha)  # complaints come before Ray starts
+    limits = Limits(body=max_bytes, rate=rate, burst=max(1, round(2 * rate)))
+    serving = Serving(release.resolve(), trust_factory, sigma, n, alpha, replicas, limits)
+    console.say(f"serve: starting {replicas} of {found.name}")
+    with (
+        suppress(Interrupted),
+        pipeline.session(None, replicas),
+        deployed(found, serving, host, port) as address,
+    ):
+        console.say(f"serve: {found.name} at {address}/predict; Ctrl-C ends it")
+        threading.Event().wait()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise UserError(f"--host: must be an address such as 127.0.0.1, got {host!r}") from None

@@ -1,0 +1,340 @@
+"""``dpdist cluster``: check a cluster file, submit a recipe, follow it, fetch its report."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpdist.cli.options import (
+    RUNS,
+    Changes,
+    RecipeArgument,
+    file_path,
+    flag,
+    kind,
+    option,
+    path_option,
+)
+from dpdist.cli.options import Runs as LocalRuns
+from dpdist.core.fields import Processes, RunName
+
+if TYPE_CHECKING:
+    from dpdist.cluster.submission import Jobs
+    from dpdist.runs.recipe import Recipe
+
+cluster_app = typer.Typer(
+    help="Run on a Ray cluster: check its file, submit recipes, follow, fetch.",
+    no_args_is_help=True,
+)
+Address = Annotated[
+    str | None,
+    option(
+        "The cluster's job server (default: $RAY_API_SERVER_ADDRESS, or "
+        "http://127.0.0.1:8265, where `ray dashboard cluster.yaml` brings it).",
+        None,
+        "--address",
+    ),
+]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
+Into = Annotated[Path, path_option("Where fetched runs go, each in its folder.", "--into")]
+RunOnCluster = Annotated[str | None, option("Name of the run.", RunName, "--name")]
+RunHere = Annotated[str | None, option("Name of the run here.", RunName, "--name")]
+ClusterRuns = Annotated[
+    str | None,
+    option("The folder of runs on the cluster (default: $DPDIST_RUNS there).", None, "--runs"),
+]
+ClusterData = Annotated[
+    str | None, option("Folder of the data sets on the cluster.", None, "--data-root")
+]
+ClusterWorkers = Annotated[int | None, typer.Option("--workers", callback=kind(Processes))]
+Followed = Annotated[bool, flag("--follow/--no-follow", "Show progress and fetch the report.")]
+Send = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--send",
+        callback=file_path(),
+        help="A file or folder here that is sent as well (again for each).",
+    ),
+]
+INTO = Path("fetched")
+_SHOWN = 10  # of what is not sent
+
+
+@cluster_app.command("check")
+def check(
+    file: Annotated[
+        Path, typer.Argument(callback=file_path(), help="cluster.yaml, or KubeRay manifests.")
+    ],
+    recipe: Annotated[str | None, option("A recipe that must fit on it.", None, "--recipe")] = None,
+    changes: Changes = None,
+) -> None:
+    """Check a cluster file without touching a cloud: Ray's schema, and what dpdist needs.
+
+    Every complaint names file, key and what would be right; exit code 2 when there is one.
+    """
+    from dpdist.cluster.cluster_file import Needs, check_file
+    from dpdist.core.errors import UserError
+    from dpdist.core.version import __version__
+    from dpdist.runs.recipe import read_changes, resolve
+
+    needs = None
+    if recipe is not None:
+        resources = resolve(recipe, changes=read_changes(changes)).resources
+        needs = Needs(resources.least, resources.cpus_per_worker, resources.gpus_per_worker)
+    complaints, notes = check_file(file, __version__, needs)
+    for note in notes:
+        typer.echo(f"{file}: note: {note}")
+    if complaints:
+        raise UserError("\n".join(f"{file}: {complaint}" for complaint in complaints))
+    typer.echo(f"{file}: good")
+
+
+@cluster_app.command("template")
+def template(
+    name: Annotated[str, typer.Argument(help="aws, gcp, local, kuberay or rayjob")],
+) -> None:
+    """Print a cluster file to fill in: dpdist cluster template local > local.yaml"""
+    from dpdist.cluster.cluster_file import templates
+    from dpdist.core.errors import UserError
+
+    known = templates()
+    if name not in known:
+        raise UserError(f"{name}: no such template; there are {', '.join(sorted(known))}")
+    typer.echo(known[name], nl=False)
+
+
+@cluster_app.command("submit")
+def submit(
+    recipe: RecipeArgument,
+    changes: Changes = None,
+    address: Address = None,
+    name: RunOnCluster = None,
+    runs: ClusterRuns = None,
+    data_root: ClusterData = None,
+    workers: ClusterWorkers = None,
+    into: Into = INTO,
+    follow: Followed = True,
+    send: Send = None,
+) -> None:
+    """Send the current directory and run a recipe on the cluster; fetch the report at the end.
+
+    What is sent is code and recipes, public weights that the recipe reads, and what --send names;
+    the rest is named and stays. Data, budgets, runs, private folders, hidden files and keys are
+    never sent. Ctrl-C leaves the job running.
+    """
+    from dpdist.cluster.submission import Jobs
+    from dpdist.core import console
+    from dpdist.core.errors import UserError
+    from dpdist.runs.recipe import find, read_changes, resolve
+
+    path, here = find(recipe), Path.cwd()
+    resolved = resolve(recipe, changes=read_changes(changes), name=name)
+    run = resolved.name
+    by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
+    if not by_name and not path.resolve().is_relative_to(here):
+        raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
+    given = {"name": name, "runs": runs, "data-root": data_root, "workers": workers}
+    file = recipe if by_name else str(path.resolve().relative_to(here))
+    command = _command(file, given, changes or ())
+    if by_name and send:
+        raise UserError(f"--send: must be left out with {recipe}, of which nothing is sent")
+    jobs = Jobs(address)
+    job = f"{run}-{secrets.token_hex(4)}"
+    with tempfile.TemporaryDirectory(prefix="dpdist-submit-") as scratch:
+        folder = None
+        if not by_name:
+            folder = Path(scratch) / "package"
+            _pack(resolved, data_root, send or [], folder)
+            if not (folder / command[2]).exists():
+                raise UserError(f"{recipe}: lies in a folder that is never sent; move it")
+        about = {"run": run, "runs": runs or ""}
+        jobs.submit(job, shlex.join(command), working_dir=folder, metadata=about)
+    console.say(f"job {job} is submitted to {jobs.address}")
+    if follow:
+        _follow_and_fetch(jobs, job, into)
+    else:
+        console.say(f"follow it: dpdist cluster status {job} --follow")
+
+
+def _command(recipe: str, given: Mapping[str, object], changes: Sequence[str]) -> list[str]:
+    """Return the words of the job: what was given here is given there."""
+    command = ["dpdist", "run", recipe]
+    for key, value in given.items():
+        command += [] if value is None else [f"--{key}", str(value)]
+    for change in changes:
+        command += ["--set", change]
+    return command
+
+
+def _pack(recipe: Recipe, data_root: str | None, send: Sequence[Path], target: Path) -> None:
+    """Copy what of the current directory is sent into `target`; say what is, and what is not."""
+    from dpdist.cluster.submission import Sending, closed_by, pack
+    from dpdist.core import console
+
+    here, settings = Path.cwd(), recipe.model_dump(mode="json")
+    there = {"data": {**settings["data"], "root": data_root}}  # should it be the same path here
+    sending = Sending(
+        here,
+        tuple(path.resolve() for path in send),
+        tuple(path for path in recipe.public_files if path.exists()),
+        (*closed_by(settings, here), *closed_by(there, here)),
+    )
+    packed = pack(sending, target)
+    console.say(f"sending {len(packed.files)} files, {packed.size / 1024:,.0f} KiB")
+    if packed.left:
+        more = f" and {len(packed.left) - _SHOWN:,} more" if len(packed.left) > _SHOWN else ""
+        console.say(
+            f"not sent, neither code nor a recipe: {', '.join(packed.left[:_SHOWN])}{more}; what "
+            "the job needs of files that hold no data, name with --send"
+        )
+
+
+@cluster_app.command("status")
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs.")] = None,
+    address: Address = None,
+    into: Into = INTO,
+    follow: Annotated[
+        bool, flag("--follow", "Show progress to the end, then fetch the report.")
+    ] = False,
+) -> None:
+    """The state of one job and the end of its log, or of all jobs."""
+    from dpdist.cluster.submission import Jobs
+    from dpdist.core.errors import UserError
+
+    jobs = Jobs(address)
+    if job is None:
+        if follow:
+            raise UserError("--follow: name the job; `dpdist cluster status` lists them")
+        for each in jobs.jobs():
+            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.begun))
+            typer.echo(f"{each.name}\t{each.state}\t{begun}\t{each.entrypoint}")
+        return
+    if follow:
+        _follow_and_fetch(jobs, job, into)
+        return
+    found = jobs.job(job)
+    typer.echo(f"{found.name}\t{found.state}\t{found.entrypoint}")
+    for line in jobs.log(job).splitlines()[-5:]:
+        typer.echo(f"  {line}")
+    if found.state == "FAILED":
+        typer.echo(f"  {found.message.strip()}")
+
+
+@cluster_app.command("stop")
+def stop(job: JobArgument, address: Address = None) -> None:
+    """Stop a job; submitting the same recipe continues its run."""
+    from dpdist.cluster.submission import Jobs
+
+    stopped = Jobs(address).stop(job)
+    typer.echo(f"{job}: {'stopping' if stopped else 'had ended'}")
+
+
+@cluster_app.command("fetch")
+def fetch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name on the cluster.")],
+    address: Address = None,
+    runs: ClusterRuns = None,
+    into: Into = INTO,
+) -> None:
+    """Fetch the report, certificates and released files of a run; private files stay.
+
+    RUN may be the address of the run's archive (s3://BUCKET/PREFIX); no cluster is needed then.
+    """
+    from dpdist.cluster.submission import Jobs
+    from dpdist.runs import archive
+
+    if archive.is_address(run):
+        target, paths = archive.fetch(run, into)
+        typer.echo(f"fetched {len(paths)} files into {target}")
+        return
+
+    _fetch(Jobs(address), run, runs, into)
+
+
+@cluster_app.command("restore")
+def restore(
+    address: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX.")],
+    runs: LocalRuns = RUNS,
+    name: RunHere = None,
+) -> None:
+    """Bring a lost run folder back from its private archive, to be continued by its recipe.
+
+    Takes the archive over: should the old folder still exist somewhere, it cannot go on. Steps
+    that the old folder may have released after the archived ledger are charged.
+    """
+    from dpdist.runs import archive
+
+    folder, charged = archive.restore(address, runs, name)
+    typer.echo(f"restored {folder.path}")
+    if charged:
+        typer.echo(
+            f"charged {charged:,} steps that may have been released before the folder was lost"
+        )
+
+
+@cluster_app.command("export", hidden=True)
+def export(run: str, runs: LocalRuns = RUNS) -> None:
+    """On the cluster: print a run's publishable files, for `fetch`."""
+    from dpdist.runs.archive import export_text as text_of
+    from dpdist.runs.folder import open_run
+
+    typer.echo(text_of(open_run(run, runs)))
+
+
+def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:
+    from dpdist.core.errors import ClusterError, Interrupted
+
+    def write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    try:
+        ended = jobs.follow(job, write)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"the job goes on; follow it: dpdist cluster status {job} --follow; "
+            f"end it: dpdist cluster stop {job}"
+        ) from None
+    if ended.state != "SUCCEEDED":
+        reason = (ended.message.strip().splitlines() or [""])[0]
+        again = "; submitting the same recipe again continues the run"
+        raise ClusterError(
+            f"job {job} {ended.state.lower()}: {reason}" + again * ("run" in ended.metadata)
+        )
+    run = ended.metadata.get("run")
+    if run:
+        _fetch(jobs, run, ended.metadata.get("runs") or None, into)
+
+
+def _fetch(jobs: Jobs, run: str, runs: str | None, into: Path) -> None:
+    from dpdist.core import console
+    from dpdist.core.errors import ClusterError, UserError
+    from dpdist.core.fields import check_run_name
+    from dpdist.runs.archive import unpack_text
+
+    try:
+        name = check_run_name(Path(run).name)
+    except ValueError as error:
+        raise UserError(f"{run!r}: {error}") from None
+    job = f"fetch-{name}-{secrets.token_hex(4)}"
+    command = ["dpdist", "cluster", "export", run, *(["--runs", runs] if runs else [])]
+    jobs.submit(job, shlex.join(command))
+    ended = jobs.follow(job, lambda text: None)
+    log = jobs.log(job)
+    if ended.state != "SUCCEEDED":
+        said = [line for line in log.splitlines() if line.startswith("dpdist: ")]
+        raise ClusterError(f"{run}: could not be fetched: {said[-1] if said else ended.message}")
+    files = unpack_text(log, into / name)
+    console.say(f"fetched {len(files)} files into {into / name}")
+    page = into / name / "report" / "index.html"
+    if page.exists():
+        typer.echo(str(page))

@@ -1,0 +1,277 @@
+"""``dpdist report``, ``compare``, ``log``, ``release`` and ``verify``: publish and check results.
+
+report: write the HTML page again, from the files of a run, or one page over all runs. compare:
+runs side by side, as Markdown tables and one picture. log: a finished run's figures for
+TensorBoard or MLflow. release: the only writer of a run's release/ folder. verify: whether a
+release is whole, and its epsilon follows from the phases that it names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpdist.cli.options import (
+    RUNS,
+    AsJson,
+    DataRoot,
+    ReleaseArgument,
+    RunArgument,
+    Runs,
+    Signer,
+    TrustFactory,
+    file_path,
+    flag,
+    numbers,
+    option,
+    path_option,
+)
+from dpdist.core.errors import UserError
+from dpdist.core.fields import Count, Licence, Positive
+
+if TYPE_CHECKING:
+    from dpdist.data import Dataset
+    from dpdist.release.bundle import Release
+    from dpdist.runs.folder import RunFolder
+
+
+# --- dpdist report ----------------------------------------------------------------------------
+
+
+def report_command(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run folder, its name under --runs, or its archive's address; with --all: a "
+            "folder of runs (default: --runs).",
+        ),
+    ] = None,
+    runs: Runs = RUNS,
+    every: Annotated[
+        bool, typer.Option("--all", help="One page over all runs of a folder, side by side.")
+    ] = False,
+    images: Annotated[
+        bool | None,
+        typer.Option(
+            "--images/--no-images",
+            help="Whether the page shows test images; kept for later reports of the run (default: "
+            "only those of built-in data).",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN2",
+            help="A run of the same recipe without privacy, to show beside it on a page in "
+            "private/; kept. No epsilon covers its figures.",
+        ),
+    ] = None,
+) -> None:
+    """Write report/index.html of a run: one file that opens offline."""
+    if every:
+        for name, given in (("images", images), ("baseline", baseline)):
+            if given is not None:
+                raise UserError(f"--{name}: belongs to the report of one run, not to --all")
+        _overview(runs if run is None else Path(run))
+        return
+    folder = _trained(run, runs)
+    from dpdist import pipeline  # only now: what is refused needs no data
+    from dpdist.core import console
+
+    if baseline is not None:
+        _link(folder, baseline, runs)
+    pipeline.report_stage(folder, images, dated=True)
+    pipeline.archive_stage(folder)
+    print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+    if folder.beside_baseline.exists():
+        typer.echo(
+            f"with a run that no epsilon covers, not to be published: {folder.beside_baseline}"
+        )
+
+
+def _trained(run: str | None, runs: Path) -> RunFolder:
+    if run is None:
+        raise UserError("report: name a RUN, or give --all for one page over all runs")
+    from dpdist.runs.archive import Archive, open_anywhere
+
+    folder = open_anywhere(run, runs)
+    folder.require_trained()
+    Archive.check_key(folder)
+    return folder
+
+
+def _link(folder: RunFolder, name: str, runs: Path) -> None:
+    from dpdist.reports import compare
+    from dpdist.runs.folder import open_run
+
+    try:
+        other = open_run(name, runs)
+        other.require_trained()
+    except UserError as error:
+        how = compare.making(folder)
+        raise UserError(f"--baseline: {error}; this makes one: {how}") from None
+    compare.link(folder, other)
+
+
+def _overview(given: Path) -> None:
+    from dpdist.core.files import usable_path
+    from dpdist.reports.html import write_overview
+
+    folder = usable_path(given)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of runs")
+    print(write_overview(folder))
+
+
+# --- dpdist compare ---------------------------------------------------------------------------
+
+
+def compare_command(
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, by name or path.")],
+    runs: Runs = RUNS,
+    l2: Annotated[
+        str | None, option("L2 sizes of certified accuracy (default: 0.1,0.25,0.5).")
+    ] = None,
+    linf: Annotated[
+        str | None, option("L-infinity sizes of certified accuracy (default: 0.003,0.01,0.02).")
+    ] = None,
+    picture: Annotated[
+        Path | None, path_option("Also draw all curves into this PNG file.", of=file_path(".png"))
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare trained runs: epsilon claimed and proved, accuracy clean, certified and attacked.
+
+    Then each later run less the first, on the same inputs: differences with intervals and p values.
+    """
+    from dpdist.runs.folder import open_run
+
+    folders = [open_run(name, runs) for name in names]
+    from dpdist.reports import compare  # only now: what is refused needs no tables
+    from dpdist.reports import compare as differences
+    from dpdist.reports.facts import read_facts
+
+    sizes = {
+        "l2": numbers(l2, "--l2", Positive) or compare.SIZES["l2"],
+        "linf": numbers(linf, "--linf", Positive) or compare.SIZES["linf"],
+    }
+    facts = [read_facts(folder) for folder in folders]
+    if picture is not None:
+        compare.write_picture(facts, picture)
+    if as_json:
+        from dpdist.core import console
+        from dpdist.reports.summary import compared
+
+        console.print_json(compared(facts, sizes))
+        return
+    grids = [compare.privacy_grid(facts)]
+    grids += [compare.certified_grid(facts, norm, sizes[norm]) for norm in compare.NORMS]
+    grids += [compare.attacked_grid(facts, norm) for norm in compare.NORMS]
+    typer.echo("\n\n".join(compare.markdown(grid) for grid in grids if len(grid) > 1))
+    for part in differences.differences_section(facts, sizes):
+        typer.echo(f"\n{part}")
+
+
+# --- dpdist log -------------------------------------------------------------------------------
+
+
+def log_command(
+    run: RunArgument,
+    to: Annotated[
+        list[str], typer.Argument(metavar="KIND:PLACE...", help="tensorboard:FOLDER, mlflow:URI.")
+    ],
+    runs: Runs = RUNS,
+) -> None:
+    """Write what may be published of a run: epsilon against step, scores on test data, certified
+    accuracy. Nothing else is given to a tracker."""
+    from dpdist.reports.tracking import track
+    from dpdist.runs.folder import open_run
+
+    track(open_run(run, runs), to)
+
+
+# --- dpdist release ---------------------------------------------------------------------------
+
+
+def release_command(
+    run: RunArgument,
+    runs: Runs = RUNS,
+    not_private: Annotated[
+        bool, flag("--not-private", "Release although the run has no finite guarantee.")
+    ] = False,
+    licence: Annotated[
+        str | None, option("SPDX identifier of the model's licence.", Licence)
+    ] = None,
+    sign: Annotated[
+        Path | None, path_option("Sign with this Ed25519 private key (PEM).", metavar="KEY")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what is safe to publish into release/: model, privacy card, model card, checksums."""
+    from dpdist.core import console
+    from dpdist.core.files import read_json
+    from dpdist.runs.folder import open_run
+
+    folder = open_run(run, runs)
+    folder.require_trained()
+    from dpdist.publishing import write_release
+
+    files = write_release(folder, not_private=not_private, licence=licence, key=sign)
+    if as_json:
+        card = read_json(folder.release / "privacy_card.json")
+        released = {"run": folder.name, "files": [str(path) for path in files]}
+        console.print_json(released | {"privacy_card": card})
+        return
+    for path in files:
+        typer.echo(str(path))
+
+
+# --- dpdist verify ----------------------------------------------------------------------------
+
+
+_Redraw = Annotated[
+    int | None,
+    option("Count K inputs of each table of certificates again, by the test data.", Count,
+           metavar="K"),
+]  # fmt: skip
+
+
+def verify_command(
+    release: ReleaseArgument,
+    signer: Signer = None,
+    trust_factory: TrustFactory = None,
+    redraw: _Redraw = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Check sums, model and noise of a release, compute its epsilon again, and certified accuracy
+    from the counts that it carries.
+
+    Exit code 1, and one line, for the first thing that does not hold.
+    """
+    from dpdist.core import console
+    from dpdist.release.bundle import ReleaseError
+    from dpdist.release.verify import verify
+
+    if data_root is not None and redraw is None:
+        raise UserError("--data-root: only counting again needs data; add --redraw K")
+    try:
+        rows = verify(
+            release, trusted_factory=trust_factory, signer=signer, redraw=redraw or 0,
+            data=lambda found: _test_data(found, data_root),
+        )  # fmt: skip
+    except ReleaseError as error:
+        print(f"dpdist: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    typer.echo(console.table(rows, title=f"release {release}"))
+
+
+def _test_data(release: Release, root: Path | None) -> Dataset:
+    """Return the test split that a release names, from where the reader has it."""
+    from dpdist import data
+    from dpdist.training.records import source_at
+
+    return data.load(source_at(release.about.data, root), "test")

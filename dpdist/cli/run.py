@@ -1,0 +1,365 @@
+"""``dpdist run``, ``train``, ``tune``, ``pretrain``, ``denoise`` and ``recipes``: execute recipes.
+
+run: all stages of a recipe. train: the training stage alone. tune: search hyper-parameters
+privately; the guarantee covers training and search. pretrain: the public classifier or denoiser of
+a model, trained without privacy. denoise: a run's denoiser before another classifier, or a
+denoiser before a run's. recipes: list the included ones, show one complete with defaults.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpdist.cli.options import (
+    PICTURE,
+    RUNS,
+    Archive,
+    ArchivePrivate,
+    AsJson,
+    Changes,
+    DataRoot,
+    Name,
+    RecipeArgument,
+    RunArgument,
+    Runs,
+    Workers,
+    flag,
+    numbers,
+    option,
+    path_option,
+)
+from dpdist.core import console
+from dpdist.core.console import percent, significant
+from dpdist.core.errors import UserError
+from dpdist.core.fields import Count, RunName, Text, Trials
+
+if TYPE_CHECKING:
+    from dpdist.runs.recipe import Recipe
+
+
+# --- dpdist run -------------------------------------------------------------------------------
+
+
+_DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
+_Log = Annotated[
+    list[str] | None,
+    option(
+        "At the end, give what may be published to tensorboard:FOLDER or mlflow:URI.",
+        None,
+        "--log",
+        metavar="KIND:PLACE",
+    ),
+]
+
+
+def run_command(
+    recipe: RecipeArgument,
+    changes: Changes = None,
+    name: Name = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    workers: Workers = None,
+    archive: Archive = None,
+    archive_private: ArchivePrivate = False,
+    dry_run: _DryRun = False,
+    as_json: AsJson = False,
+    log: _Log = None,
+) -> None:
+    """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
+    from dpdist.core import console
+    from dpdist.runs.recipe import read_changes, resolve
+
+    resolved = resolve(
+        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers,
+        archive=archive, archive_private=archive_private,
+    )  # fmt: skip
+    if log:
+        from dpdist.reports.tracking import check_address
+
+        for address in log:
+            check_address(address)
+    from dpdist import pipeline
+
+    if dry_run:
+        rows = pipeline.dry_run(resolved, runs=runs, where=recipe)
+        if as_json:
+            console.print_json({"run": resolved.name, "plan": dict(rows)})
+        else:
+            typer.echo(console.table(rows, title=f"plan of {resolved.name}"))
+        return
+    folder = pipeline.run(resolved, runs=runs, where=recipe)
+    if log:
+        from dpdist.reports.tracking import track
+
+        track(folder, log, dated=False)
+    if as_json:
+        from dpdist.reports.facts import read_facts
+        from dpdist.reports.summary import published
+
+        console.print_json(published(read_facts(folder)))
+    else:
+        typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+
+
+# --- dpdist train -----------------------------------------------------------------------------
+
+
+def train_command(
+    recipe: RecipeArgument,
+    changes: Changes = None,
+    name: Name = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    workers: Workers = None,
+    archive: Archive = None,
+    archive_private: ArchivePrivate = False,
+) -> None:
+    """Train privately and evaluate on the test split. Continues an interrupted training."""
+    from dpdist.core import console
+    from dpdist.runs.recipe import read_changes, resolve
+
+    resolved = resolve(
+        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers,
+        archive=archive, archive_private=archive_private,
+    )  # fmt: skip
+    from dpdist import pipeline
+
+    folder = pipeline.train_alone(resolved, runs=runs, where=recipe)
+    print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+
+
+# --- dpdist tune ------------------------------------------------------------------------------
+
+
+_Plan = Annotated[
+    bool, flag("--plan", "Print what each law of the number of trials costs; no data.")
+]
+_Trials = Annotated[str | None, option("With --plan: expected numbers of trials, such as 5,10,50.")]
+_Records = Annotated[int | None, option("With --plan: number of training records.", Count)]
+_AsJson = Annotated[bool, flag("--json", "With --plan: print JSON.")]
+_Plot = Annotated[
+    Path | None,
+    path_option("With --plan: draw epsilon against trials into this file.", of=PICTURE),
+]
+_Resume = Annotated[
+    bool, flag("--resume", "Continue an interrupted search; never begin a new one.")
+]
+
+
+def tune_command(
+    recipe: RecipeArgument,
+    changes: Changes = None,
+    name: Name = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    workers: Workers = None,
+    plan: _Plan = False,
+    trials: _Trials = None,
+    records: _Records = None,
+    as_json: _AsJson = False,
+    plot: _Plot = None,
+    resume: _Resume = False,
+) -> None:
+    """Search the fields of the recipe's tune section; epsilon covers training and search.
+
+    The same command continues an interrupted search: nothing is drawn again. What the terminal
+    shows of a running search is for the operator only; the result is an ordinary run folder.
+    """
+    from dpdist.runs.recipe import read_changes, resolve
+
+    if plan:
+        _plan(
+            resolve(recipe, changes=read_changes(changes)), recipe, trials, records, as_json, plot
+        )
+        return
+    if trials or records or as_json or plot:
+        raise UserError("tune: --trials, --records, --json and --plot belong to --plan")
+    resolved = resolve(
+        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers
+    )
+    from dpdist import pipeline
+
+    folder = pipeline.tune(resolved, runs=runs, where=recipe, only_resume=resume)
+    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+
+
+def _plan(
+    recipe: Recipe,
+    name: str,
+    trials: str | None,
+    records: int | None,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    from dpdist.tuning import preview
+    from dpdist.tuning.space import check_space
+
+    _require_tune(recipe, name)
+    check_space(recipe, name)
+    sizes = preview.sizes_without_data(recipe, records, name)
+    means = preview.default_means(recipe) if trials is None else _means(trials)
+    noise, alone = preview.one_run(recipe, sizes, name)
+    rows = [
+        preview.row(recipe, law, own, sizes, noise, name)
+        for law, own in preview.laws(recipe, means)
+    ]
+    if plot is not None:
+        preview.plot(rows, alone.guarantee().epsilon, recipe.privacy.delta, plot)
+    if as_json:
+        console.print_json([row.to_dict() for row in rows])
+        return
+    _show(recipe, sizes.train(recipe.data.fraction), noise, rows)
+
+
+def _require_tune(recipe: Recipe, where: str) -> None:
+    """Raise UserError when it has no tune section."""
+    if recipe.tune is None:
+        raise UserError(
+            f"{where}: tune: is required: the fields to search (space) and the law of the number "
+            "of trials; docs/how-to/tuning.md shows one"
+        )
+
+
+def _means(text: str) -> tuple[int, ...]:
+    return tuple(int(mean) for mean in numbers(text, "--trials", Trials) or ())
+
+
+def _show(recipe: Recipe, records: int, noise: float, rows: list) -> None:
+    from dpdist.privacy.guarantee import format_epsilon
+
+    target = recipe.privacy.epsilon
+    header = ["trials K", f"epsilon at noise {noise:.4g}", "by Renyi DP"]
+    if target is not None:
+        header.append(f"noise for {target:g} in all")
+    header += ["P(K=0)", "P(K>=2)", "P(K>=mean)", "K: 5 / 50 / 95 %"]
+    cells = []
+    for row in rows:
+        chance = dict(row.at_least)
+        line = [("* " if row.own else "  ") + row.law, format_epsilon(row.epsilon)]
+        line.append("none" if row.renyi is None else format_epsilon(row.renyi))
+        if target is not None:
+            line.append(significant(row.noise))
+        line += [
+            f"{1 - chance[1]:.3g}",
+            f"{chance[2]:.3g}",
+            f"{chance[max(chance)]:.3g}",
+            " / ".join(map(str, row.quantiles)),
+        ]
+        cells.append(line)
+    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
+    typer.echo(
+        f"training on about {records:,} records; one untuned run: noise multiplier {noise:.4g}"
+        + ("" if target is None else f", epsilon {target:g}")
+        + f" at delta {recipe.privacy.delta:g}"
+    )
+    for line in [header, *cells]:
+        typer.echo("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+    typer.echo(
+        "* the recipe's law. K stays secret (except fixed): a cheap law often runs a single trial, "
+        "which chooses nothing."
+    )
+
+
+# --- dpdist pretrain --------------------------------------------------------------------------
+
+
+def pretrain_command(
+    recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None
+) -> None:
+    """Train a recipe's public classifier or denoiser WITHOUT privacy, on public records only.
+
+    Writes the folder that the recipe names, with the list of the records it saw.
+    """
+    import typer
+
+    from dpdist.core import console
+    from dpdist.runs.recipe import read_changes, refuse_unused, resolve
+
+    resolved = resolve(recipe, changes=read_changes(changes), data_root=data_root)
+    refuse_unused(resolved, recipe)
+    from dpdist.training.pretraining import pretrain
+
+    with console.progress("pretraining, WITHOUT privacy", "steps") as show:
+        folder, score = pretrain(resolved, recipe, show)
+    of = f"{percent(score)} % of the test split"
+    if resolved.public is not None and resolved.model.denoiser is not None:
+        of = f"noise {resolved.public.sigma:g} on the test split reduced to {score:.4f}"
+    other = None if resolved.public is None else resolved.public.data
+    if other is not None and other.told_apart != resolved.data.told_apart:
+        of = f"learned the {other.told_apart} classes of {other.name}; its head is as it began"
+    typer.echo(f"{folder}: {of}; trained on public records")
+
+
+# --- dpdist denoise ---------------------------------------------------------------------------
+
+
+def denoise_command(
+    run: RunArgument,
+    name: Annotated[str, option("Name of the new run folder.", RunName)],
+    classifier: Annotated[
+        Path | None, path_option("Model folder: the run's denoiser goes before it.")
+    ] = None,
+    denoiser: Annotated[
+        Path | None, path_option("Model folder: goes before the run's classifier.")
+    ] = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    saw: Annotated[
+        str | None, option("What the other was trained on, if its folder does not say.", Text)
+    ] = None,
+) -> None:
+    """Put a denoiser before a classifier, one of them a run's: a new run folder, no new cost.
+
+    The new run is certified, attacked and released like any other; its privacy card says which part
+    saw which data.
+    """
+    from dpdist import pipeline
+    from dpdist.core import console
+    from dpdist.runs.folder import RunFolder, open_run
+    from dpdist.training.pretraining import Part, put_together
+
+    part: Part = "denoiser" if classifier is None else "classifier"
+    other = denoiser if classifier is None else classifier
+    if other is None or (classifier is not None and denoiser is not None):
+        raise UserError("give --classifier or --denoiser: the part that is not the run's")
+    folder = put_together(
+        open_run(run, runs), part, other, RunFolder(runs / name), saw=saw, data_root=data_root
+    )
+    pipeline.evaluate_stage(folder.read_recipe(), folder)
+    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+
+
+# --- dpdist recipes ---------------------------------------------------------------------------
+
+
+recipes_app = typer.Typer(
+    help="List the recipes that come with dpdist; `show NAME` prints one with all defaults.",
+    invoke_without_command=True,
+)
+
+
+@recipes_app.callback()
+def list_recipes(context: typer.Context) -> None:
+    """List the recipes that come with dpdist, each with the first line of its comment."""
+    if context.invoked_subcommand is not None:
+        return
+    from dpdist.runs.recipe import RECIPES
+
+    paths = sorted(RECIPES.glob("*.yaml"))
+    width = max((len(path.stem) for path in paths), default=0)
+    for path in paths:
+        first = path.read_text().split("\n", 1)[0]
+        typer.echo(f"{path.stem.ljust(width)}  {first.removeprefix('#').strip()}")
+
+
+@recipes_app.command("show")
+def show_recipe(
+    name: Annotated[str, typer.Argument(help="A recipe's name or file.")], changes: Changes = None
+) -> None:
+    """Print a recipe with every default filled in."""
+    from dpdist.runs.recipe import read_changes, resolve
+
+    typer.echo(resolve(name, changes=read_changes(changes)).to_yaml(), nl=False)

@@ -1,1 +1,0 @@
-"""One module per command of the CLI; each imports heavy libraries only when it runs."""

@@ -1,0 +1,232 @@
+"""The recipe's `data` section: which records, and in which columns they lie."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dpdist.core.fields import (
+    Count,
+    CountOrZero,
+    FilePath,
+    Line,
+    Number,
+    OnlyWith,
+    Part,
+    Section,
+    Share,
+    Text,
+    of_key,
+    vocabulary_of,
+)
+
+# The name of a split: a file's name without its ending, or a folder's.
+SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+# A folder under the data root; / for folders in folders.
+DataName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=100),
+]
+Classes = Annotated[int, Number, Field(ge=1, le=100_000)]
+
+
+BUILT_IN = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without files
+
+
+class ColumnNames(Section):
+    """Which Parquet columns hold the record; `features` replaces the image column, and
+    may say mean_* for all columns that it fits."""
+
+    image: Text = "image"
+    label: Text = "label"
+    features: list[Text] = Field(default=[])
+    group: Text | None = Field(
+        default=None, description="whom the record belongs to; checked against privacy.group_size"
+    )
+
+    @field_validator("features", mode="before")
+    @classmethod
+    def _one_feature(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class TextRecipe(Section):
+    """Records are texts: at most `length` tokens of each, from its beginning. tokenizer: a
+    tokenizer.json. words: so many of words.txt, which lies beside the files. Without either the
+    tokens are bytes, of which there are 258. predict: what is learned of a document: its label, or
+    after each of its tokens the next one."""
+
+    column: Text = "text"
+    length: Annotated[int, Number, Field(ge=4, le=2**16)] = 128
+    tokenizer: FilePath | None = None
+    words: Annotated[int, Number, Field(ge=1, le=99_000)] | None = None
+    predict: Literal["label", "next"] = "label"
+
+    @model_validator(mode="after")
+    def _one_vocabulary(self) -> TextRecipe:
+        if self.words is not None and self.tokenizer is not None:
+            raise of_key("words", "not beside tokenizer: tokens are of one vocabulary")
+        return self
+
+    @property
+    def following(self) -> bool:
+        """Whether the next tokens are learned, and no label is read."""
+        return self.predict == "next"
+
+
+class DataRecipe(Section):
+    """The data set: a built-in name (digits, strokes, scenes), or a folder NAME of Parquet files
+    in `root`.
+
+    classes: of the files. names: of the classes, by number; a label column of text holds these.
+    labels: use the records of these alone, renumbered in this order. text: one document is one
+    record.
+    """
+
+    conditions = (
+        OnlyWith(
+            (
+                "train", "test", "columns.image", "columns.label", "columns.features",
+                "columns.group",
+            ),
+            "to files (data.root), not to what is built in",
+            lambda data: data.root is not None or data.name not in BUILT_IN,
+        ),
+        OnlyWith(
+            ("columns.image",),
+            "without columns.features and text",
+            lambda data: not data.columns.features and data.text is None,
+        ),
+        OnlyWith(
+            ("columns.label",),
+            "to records with a label, not to text.predict: next",
+            lambda data: not data.following,
+        ),
+    )  # fmt: skip
+
+    name: DataName
+    root: FilePath | None = None
+    classes: Classes = 10
+    names: list[Line] = Field(default=[], max_length=100_000)
+    labels: list[CountOrZero] = Field(default=[], max_length=1000)
+    train: SplitName = "train"
+    test: SplitName = "test"
+    columns: ColumnNames = ColumnNames()
+    text: TextRecipe | None = None
+    max_train: Count | None = Field(
+        default=None, description="use about so many records, chosen by hash; for smoke runs"
+    )
+    drop_test_records: bool = Field(
+        default=False, description="leave records out of training that are in the test split too"
+    )
+    public: Part = Field(
+        default=0.0, description="declare this fraction (by hash) public: no run trains on it"
+    )
+    hold_out: Part = Field(
+        default=0.0, description="keep this fraction (by hash) of the private records out"
+    )
+    fraction: Share = Field(
+        default=1.0, description="train on this fraction (by hash) of the others"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _counted(cls, value: Any) -> Any:
+        names = value.get("names") if isinstance(value, dict) else None
+        if isinstance(names, list) and names and "classes" not in value:
+            return {**value, "classes": len(names)}
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_are_classes(cls, value: Any) -> Any:
+        text = value.get("text") if isinstance(value, dict) else None
+        if isinstance(text, dict) and text.get("predict") == "next" and "classes" not in value:
+            words = text.get("words")
+            if not text.get("tokenizer") and (words is None or type(words) is int):
+                return {**value, "classes": max(1, vocabulary_of(words))}
+        return value
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> DataRecipe:
+        if self.names and (len(self.names), len(set(self.names))) != (self.classes, self.classes):
+            raise of_key("names", f"one for each of the {self.classes} classes, all different")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_fit(self) -> DataRecipe:
+        wrong = [label for label in self.labels if label >= self.classes]
+        if wrong or len(set(self.labels)) != len(self.labels) or len(self.labels) == 1:
+            raise of_key(
+                "labels", f"two or more of 0 to {self.classes - 1}, each once, got {self.labels}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DataRecipe:
+        if self.text is not None and self.columns.features:
+            raise of_key("text", "not beside columns.features: a record is one or the other")
+        return self
+
+    @model_validator(mode="after")
+    def _following_fits(self) -> DataRecipe:
+        if self.text is None or not self.text.following:
+            return self
+        known = vocabulary_of(self.text.words)
+        if self.text.tokenizer is None and self.classes != known:
+            raise of_key("classes", f"leave it out: with text.predict: next it is {known:,} tokens")
+        if self.names or self.labels:
+            raise of_key("names, labels", "leave them out: with text.predict: next there are none")
+        return self
+
+    @property
+    def following(self) -> bool:
+        """Whether a record has many targets, its own next tokens."""
+        return self.text is not None and self.text.following
+
+    @property
+    def unit(self) -> str:
+        """What the guarantee is about."""
+        return "one record" if self.text is None else "one document, a row of the table"
+
+    @property
+    def assumed(self) -> list[str]:
+        """What the guarantee rests on and nobody could check: a vocabulary that was learned from
+        private documents would move the tokens of all others."""
+        if self.text is None or (self.text.tokenizer is None and self.text.words is None):
+            return []
+        name = "the list of words"
+        if self.text.tokenizer is not None:
+            name = f"the tokenizer, {self.text.tokenizer.name},"
+        return [f"no private document is among what {name} was learned from"]
+
+    def refused(self, what: str) -> str | None:
+        """Why `what`, which needs inputs that are numbers, is refused; None where it is not."""
+        if self.text is None:
+            return None
+        return f"{what}: is for inputs that are numbers; those of data.text are tokens"
+
+    def without_label(self, what: str) -> str | None:
+        """Why `what`, which asks about a record's one label, is refused; None where it is not."""
+        if not self.following:
+            return None
+        return f"{what}: is for records of one label; with data.text.predict: next there is none"
+
+    @property
+    def told_apart(self) -> int:
+        """How many classes a model of these records has."""
+        return len(self.labels) or self.classes
+
+    @property
+    def class_names(self) -> list[str]:
+        """Of the classes that a model of these records has; their numbers where nobody says."""
+        names = self.names or [str(number) for number in range(self.classes)]
+        return [names[label] for label in self.labels] or names
+
+    @property
+    def chosen_by_content(self) -> str | None:
+        """A field that takes or leaves a record by what is in it; None where all are taken."""
+        fields = ("labels", "max_train", "drop_test_records", "public", "hold_out")
+        found = next((name for name in fields if getattr(self, name)), None)
+        return "fraction" if found is None and self.fraction < 1 else found

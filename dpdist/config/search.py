@@ -1,0 +1,271 @@
+"""The recipe's `tune` section: values to search, their score and the number of runs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from dpdist.core.fields import (
+    Count,
+    FilePath,
+    Finite,
+    Json,
+    Number,
+    OnlyWith,
+    Positive,
+    PositiveOrZero,
+    Probability,
+    Section,
+    Text,
+    Trials,
+)
+from dpdist.privacy.selection import SelectionLaw
+
+if TYPE_CHECKING:
+    from dpdist.privacy.phases import Phase
+
+Whole = Annotated[int, Number, Field(ge=-(10**9), le=10**9)]
+
+
+class Domain(Section):
+    """The values of one field: exactly one of a range (both ends included) and a list.
+
+    also: further fields that take the same value, such as method.sigma beside certify.sigma.
+    """
+
+    log_uniform: tuple[Finite, Finite] | None = None
+    uniform: tuple[Finite, Finite] | None = None
+    integer: tuple[Whole, Whole] | None = None
+    choice: Annotated[tuple[Json, ...], Field(max_length=1000)] | None = None
+    also: tuple[Text, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Domain:
+        kinds = ("log_uniform", "uniform", "integer", "choice")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(kinds)}")
+        if self.choice is not None:
+            if not self.choice:
+                raise ValueError("choice must not be empty")
+            return self
+        low, high = self.ends
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise ValueError(f"{given[0]} must be [low, high], finite and ascending")
+        if self.log_uniform is not None and low <= 0:
+            raise ValueError("log_uniform needs a low end above 0")
+        return self
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """Every listed value, or the two ends of the range."""
+        found = self.choice or self.integer or self.uniform or self.log_uniform
+        assert found is not None
+        return found
+
+    @property
+    def in_words(self) -> str:
+        """The values, for a reader."""
+        if self.choice is not None:
+            text = f"one of {', '.join(map(str, self.choice))}"
+        else:
+            low, high = self.ends
+            text = f"{low:g} to {high:g}{', whole numbers' if self.integer else ''}"
+        more = f"; the same for {', '.join(self.also)}" if self.also else ""
+        return f"{text}{', evenly by its logarithm' if self.log_uniform else ''}{more}"
+
+
+class LawRecipe(Section):
+    """The law of the number of trials K.
+
+    logarithmic, geometric, negative-binomial (shape >= -1/2), poisson and binomial draw a secret K
+    with this mean; only the best trial is ever released. A binomial K is never above runs, so that
+    a search has a longest time. fixed: K = runs, public, paid by plain composition; every trial may
+    be shown, and the searcher may adapt.
+    """
+
+    name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "binomial", "fixed"]
+    mean: Annotated[float, Number, Field(ge=1, le=10_000)] | None = None
+    # Below -1/2 the tail of K is so long that no computer could run every draw.
+    shape: Annotated[float, Number, Field(ge=-0.5, le=1000)] | None = None
+    runs: Trials | None = None
+
+    @model_validator(mode="after")
+    def _what_belongs(self) -> LawRecipe:
+        if (self.name in ("fixed", "binomial")) != (self.runs is not None):
+            raise ValueError("runs belongs to the laws fixed and binomial, which need it")
+        if (self.name == "fixed") == (self.mean is not None):
+            raise ValueError("mean (of the number of trials) belongs to every law but fixed")
+        if self.runs is not None and self.mean is not None and self.mean > self.runs:
+            raise ValueError(f"mean must be <= runs, the {self.runs} trials there may be")
+        if (self.name == "negative-binomial") != (self.shape is not None):
+            raise ValueError("shape belongs to law negative-binomial, which needs it")
+        return self
+
+    @property
+    def secret(self) -> SelectionLaw | None:
+        """The law of a secret number of trials; None where it is fixed and public."""
+        if self.mean is None:
+            return None
+        if self.name == "binomial":
+            return SelectionLaw(self.mean, -float(self.runs or 1))
+        shapes = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
+        return SelectionLaw(self.mean, shapes.get(self.name, self.shape or 0.0))
+
+    @property
+    def expected(self) -> float:
+        """The mean number of trials."""
+        return self.mean or float(self.runs or 1)
+
+    @property
+    def in_words(self) -> str:
+        """For law fixed the number of trials is public."""
+        secret = self.secret
+        return f"fixed, {self.runs} trials" if secret is None else secret.describe()
+
+    @property
+    def in_full(self) -> str:
+        """Also how many trials hardly any search falls short of."""
+        secret = self.secret
+        if secret is None:
+            return self.in_words
+        least = secret.quantile(0.05)
+        chance = math.floor(100 * secret.at_least(least)) / 100
+        return f"{self.in_words} (at least {least} with probability {chance:.2f})"
+
+
+class PublicData(Section):
+    """Named public records to score on, free of charge: a built-in name or a folder of Parquet
+    files."""
+
+    name: Text
+    root: FilePath | None = Field(default=None, description="default: data.root")
+    split: Text = "test"
+    max_records: Count | None = None
+
+
+class ScoreRecipe(Section):
+    """How a trial is scored: by public records, or by a noisy count over held-out private ones.
+
+    objectives: weights of accuracy, certified-accuracy (at L2 `radius`) and average-radius (cut at
+    `radius_cap`); the certified ones use certify.sigma and `draws` noisy copies of each record,
+    after as many, 100 at most, that choose its class.
+    hold_out: the fraction of the training records (by hash) kept for scoring. noise: standard
+    deviation of the noise on the count of records; default: as much as costs no more than training.
+    """
+
+    conditions = (
+        OnlyWith(
+            ("hold_out",), "without public: it is of private records", lambda it: it.public is None
+        ),
+        OnlyWith(
+            ("draws", "alpha"),
+            "with objectives certified-accuracy and average-radius",
+            lambda it: it.certifies,
+        ),
+    )
+
+    public: PublicData | None = None
+    hold_out: Probability = 0.1
+    noise: Positive | None = None
+    objectives: dict[Literal["accuracy", "certified-accuracy", "average-radius"], Positive] = Field(
+        default={"accuracy": 1.0}, min_length=1
+    )
+    radius: PositiveOrZero | None = None
+    radius_cap: Positive | None = None
+    draws: Count = 100
+    alpha: Probability = 0.01
+
+    @model_validator(mode="after")
+    def _what_objectives_need(self) -> ScoreRecipe:
+        if ("certified-accuracy" in self.objectives) != (self.radius is not None):
+            raise ValueError("radius belongs to objective certified-accuracy, which needs it")
+        if ("average-radius" in self.objectives) != (self.radius_cap is not None):
+            raise ValueError("radius_cap belongs to objective average-radius, which needs it")
+        if self.public is not None and self.noise is not None:
+            raise ValueError("noise belongs to private scoring; public records need none")
+        return self
+
+    @property
+    def certifies(self) -> bool:
+        return set(self.objectives) != {"accuracy"}
+
+    @property
+    def scored_on(self) -> str:
+        """Return the records that trials are scored on, in words."""
+        if self.public is None:
+            return "held-out private records, with noise"
+        return f"public records ({self.public.name}/{self.public.split})"
+
+    def describe(self) -> str:
+        """The objective in words."""
+        names = {
+            "accuracy": "accuracy",
+            "certified-accuracy": f"certified accuracy at radius {self.radius or 0:g}",
+            "average-radius": f"average certified radius (cut at {self.radius_cap or 0:g})",
+        }
+        total = sum(self.objectives.values())
+        if len(self.objectives) == 1:
+            return names[next(iter(self.objectives))]
+        return " + ".join(f"{w / total:.3g} x {names[o]}" for o, w in self.objectives.items())
+
+
+class AshaRecipe(Section):
+    """Early stopping (ASHA): scored at `rungs` points of training, each reduction_factor times the
+    last; every rung of every trial is charged beforehand."""
+
+    rungs: Annotated[int, Number, Field(ge=2, le=100)] = 3
+    reduction_factor: Annotated[int, Number, Field(ge=2, le=100)] = 3
+
+
+class TuneRecipe(Section):
+    """A private search over fields of the recipe; epsilon then covers training and search.
+
+    space: dotted field to domain. concurrent: most trials at once (default: as many as fit).
+    searcher and asha adapt to earlier scores, which only law fixed allows.
+    """
+
+    space: dict[str, Domain] = Field(min_length=1)
+    law: LawRecipe
+    score: ScoreRecipe = ScoreRecipe()
+    searcher: Literal["random", "optuna"] = "random"
+    asha: AshaRecipe | None = None
+    concurrent: Count | None = None
+
+    @model_validator(mode="after")
+    def _adaptive_is_paid(self) -> TuneRecipe:
+        if self.law.name == "fixed":
+            return self
+        reason = (
+            "sees the scores of other trials, which the best of a secret number of independent "
+            f"trials (law {self.law.name}) does not cover: take law {{name: fixed, runs: ...}}, "
+            "whose composition pays for every score"
+        )
+        if self.searcher != "random":
+            raise ValueError(f"searcher {self.searcher} {reason}")
+        if self.asha is not None:
+            raise ValueError(f"asha {reason}")
+        return self
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """Return every field that the search sets, sorted."""
+        return tuple(sorted({f for key, domain in self.space.items() for f in (key, *domain.also)}))
+
+    def scoring_phases(self, noise: float | None) -> tuple[Phase, ...]:
+        """Return the phases of a trial's scores.
+
+        Args:
+            noise: standard deviation of the noise on the count of held-out records; None where
+                scores are of public records, which cost nothing.
+        """
+        from dpdist.privacy.phases import GaussianReleases
+
+        return () if noise is None else (GaussianReleases(noise, self.rungs),)
+
+    @property
+    def rungs(self) -> int:
+        """How often each trial is scored."""
+        return 1 if self.asha is None else self.asha.rungs

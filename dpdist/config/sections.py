@@ -1,0 +1,582 @@
+"""The other sections of a recipe (model, privacy, public, audit), and the rules between sections.
+
+The options of a method are its own class in `dpdist.methods`. A kind of audit is one class: its
+options and its description; the function that does it is listed in `dpdist.audits.registry`. A new
+kind is a class here and an entry there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from dpdist.certification.registry import AnyCertificate
+from dpdist.config.data import DataRecipe
+from dpdist.config.search import TuneRecipe
+from dpdist.config.training import AugmentRecipe, ResourcesRecipe, TrainingRecipe
+from dpdist.core.fields import (
+    MOST_SHIFTS,
+    Count,
+    FilePath,
+    Finite,
+    HexKey,
+    JsonObject,
+    NoiseMultiplier,
+    Number,
+    OnlyWith,
+    Positive,
+    Probability,
+    RunName,
+    Section,
+    Text,
+    averaged,
+    of_key,
+)
+
+# --- audits -----------------------------------------------------------------------------------
+
+
+_EVERY_SUM = "every noisy sum, knowing the records and which of them joined each step"
+
+
+class AuditOptions(Section):
+    """What every kind has. alpha: the error of all `audits` audits of one run together."""
+
+    kind: str
+    alpha: Probability = 0.05
+    audits: Count = Field(default=1, description="so many audits of this run share alpha")
+    exploratory: bool = Field(
+        default=False, description="an audit beyond those that alpha was divided by: no statement"
+    )
+
+    @property
+    def folder_name(self) -> str:
+        """Where its result goes by default: what tells two audits of one run apart."""
+        return self.kind
+
+    @property
+    def sees(self) -> str:
+        """What the adversary sees, in words."""
+        raise NotImplementedError
+
+    @property
+    def private(self) -> bool:
+        """Whether its result says more of the records than a run's guarantee covers: it then lies
+        where no report, card, release, fetch or archive without private state looks."""
+        return False
+
+    @property
+    def planted(self) -> CanaryAudit | None:
+        """What a training with this section has behind its records, if anything."""
+        return None
+
+    def check(self, recipe: Sections) -> None:
+        """Raise ValueError for a recipe that could not be audited in this way."""
+
+
+class MechanismAudit(AuditOptions):
+    """The pieces of a training step, driven with canaries: sampling, clipped sum, reduction, noise,
+    rounding, division. No record of the run is read.
+
+    releases: with the canary, and as many without. workers: how many add up the sum. seed: of the
+    keys.
+    """
+
+    kind: Literal["mechanism"] = "mechanism"
+    releases: Annotated[int, Number, Field(ge=100, le=10_000_000)] = 20_000
+    workers: Annotated[int, Number, Field(ge=1, le=64)] = 2
+    seed: Text = "0"
+
+    @property
+    def sees(self) -> str:
+        return "single releases"
+
+
+class ManyRunsAudit(AuditOptions):
+    """The recipe's training, done anew again and again, with a canary and without; small models.
+    Its counts are made of so many models of the private records, and stay private as they do.
+
+    trainings: in all, every second with the canary. canary: an input unlike all others (the
+    adversary sees the model), or a gradient of the clip's norm along one coordinate (it sees every
+    noisy sum, and knows the records and which of them joined each step). copies: of the canary.
+    seed: 64 hex digits; None draws a secret one.
+    """
+
+    kind: Literal["many-runs"] = "many-runs"
+    trainings: Annotated[int, Number, Field(ge=8, le=1_000_000)] = 1000
+    canary: Literal["input", "gradient"] = "input"
+    copies: Annotated[int, Number, Field(ge=1, le=64)] = 1
+    seed: HexKey | None = None
+
+    @property
+    def every_step(self) -> bool:
+        """Whether the adversary sees every step, and the plan says what scores to expect."""
+        return self.canary == "gradient"
+
+    @property
+    def sees(self) -> str:
+        return _EVERY_SUM if self.every_step else "the final model"
+
+    @property
+    def private(self) -> bool:
+        return True
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.kind}-{self.canary}-{self.copies}"
+
+
+class CanaryAudit(AuditOptions):
+    """One training with canaries behind its records, each in or out by its own secret coin; the
+    adversary guesses coins. The trained model is never released.
+
+    canary: gradient (white box: as much as the clip lets through, on a coordinate of its own),
+    mislabelled (a public input under a wrong label), blank (a constant input) or pair (a random
+    input under label 0 or label 1: its coin replaces one record by another). view: every-step, all
+    noisy sums, by an adversary who knows the records and which of them joined each step (of
+    gradient canaries only); or final, the trained model. guesses: how many coins are guessed, half
+    of them as in (default: 8 % of the canaries). All is fixed before the training.
+    """
+
+    kind: Literal["canaries"] = "canaries"
+    canaries: Annotated[int, Number, Field(ge=20, le=1_000_000)] = 1000
+    canary: Literal["gradient", "mislabelled", "blank", "pair"] = "gradient"
+    view: Literal["every-step", "final"] | None = None
+    guesses: Annotated[int, Number, Field(ge=2)] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> CanaryAudit:
+        if self.guessed > self.canaries:
+            raise ValueError(f"guesses must be <= canaries, the {self.canaries} that there are")
+        if self.view == "every-step" and not self.in_sums:
+            raise ValueError("view: every-step belongs to canary: gradient")
+        return self
+
+    @property
+    def guessed(self) -> int:
+        """How many coins are guessed: an even number."""
+        return 2 * round(0.04 * self.canaries) if self.guesses is None else self.guesses // 2 * 2
+
+    @property
+    def in_sums(self) -> bool:
+        """Whether they are gradients in the clipped sums, and not records."""
+        return self.canary == "gradient"
+
+    @property
+    def replaces(self) -> bool:
+        """Whether, under replace-one, a coin replaces a record, or its gradient, by another."""
+        return self.in_sums or self.canary == "pair"
+
+    @property
+    def every_step(self) -> bool:
+        """Whether the adversary sees every step: of canaries in the sums, unless told otherwise."""
+        return self.in_sums and self.view != "final"
+
+    @property
+    def sees(self) -> str:
+        if self.every_step:
+            return _EVERY_SUM
+        return "the trained model" if self.replaces else "the trained model's answers"
+
+    @property
+    def folder_name(self) -> str:
+        return f"canaries-{'every-step' if self.every_step else 'final'}"
+
+    @property
+    def planted(self) -> CanaryAudit:
+        return self
+
+    def words(self, records: int) -> str:
+        """How a report marks the run. records: all that the plan counts."""
+        coin = "under label 0 or 1" if self.canary == "pair" else "in or out"
+        return (
+            f"not for release: {self.canaries:,} of its {records:,} records are {self.canary} "
+            f"canaries, each {coin} by a secret coin"
+        )
+
+    def check(self, recipe: Sections) -> None:
+        if recipe.tune is not None:
+            raise ValueError("audit.kind: canaries does not go with tune; audit the values found")
+        if self.canary == "pair" and recipe.privacy.neighbours != "replace-one":
+            raise ValueError(
+                "audit.canary: pair replaces a record by another, which is two steps of "
+                "add-or-remove-one: give privacy.neighbours: replace-one"
+            )
+        if self.in_sums and recipe.privacy.noise_multiplier == 0:
+            raise ValueError(
+                "audit.canary: gradient canaries of a training without noise have no target: "
+                "nothing is promised about its sums"
+            )
+
+
+def _kind(section: Any) -> str:
+    """The kind that a section names; `mechanism` where it names none."""
+    if isinstance(section, AuditOptions):
+        return section.kind
+    return str(section.get("kind", "mechanism")) if isinstance(section, Mapping) else "mechanism"
+
+
+AnyAudit = Annotated[
+    Annotated[MechanismAudit, Tag("mechanism")]
+    | Annotated[CanaryAudit, Tag("canaries")]
+    | Annotated[ManyRunsAudit, Tag("many-runs")],
+    Discriminator(_kind),
+]
+"""The recipe's ``audit`` section."""
+
+
+# --- model, privacy and public data -----------------------------------------------------------
+
+
+class PretrainedRecipe(Section):
+    """Weights that others trained, without this run's records.
+
+    folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too; as
+    initial of model transformer also a base, config.json and safetensors. saw: what it was trained
+    on, for a folder that does not say; declared, not checked.
+    """
+
+    folder: FilePath
+    saw: Text | None = None
+
+
+class ModelRecipe(Section):
+    """A name from the zoo or package.module:factory. mean and std are public constants.
+
+    isolate: private training runs every record through the model alone, so that a model of one's
+    own cannot mix records. initial: public weights that the training begins with. classifier: a
+    frozen one behind the model, which then is a denoiser. denoiser: a frozen one before the model,
+    which then is a classifier. trained: names of the modules that the run trains, with all that is
+    in them; the others keep the public weights that they begin with. shifts: the trained model
+    answers by the average over the image and moves of it by up to so many pixels: 4 for each, and
+    as many passes. mirrored: and over the mirror image of each: twice as many.
+    """
+
+    name: Text
+    options: JsonObject = Field(default={})
+    mean: list[Finite] = Field(default=[], max_length=10_000)
+    std: list[Positive] = Field(default=[], max_length=10_000)
+    isolate: bool = False
+    initial: PretrainedRecipe | None = None
+    classifier: PretrainedRecipe | None = None
+    denoiser: PretrainedRecipe | None = None
+    trained: list[Text] = Field(default=[], max_length=1000)
+    shifts: Annotated[int, Number, Field(ge=0, le=MOST_SHIFTS)] = Field(
+        default=0, description="answer by the average over moves by up to so many pixels"
+    )
+    mirrored: bool = Field(
+        default=False, description="answer by the average over the image and its mirror image"
+    )
+
+    @property
+    def title(self) -> str:
+        """What answers."""
+        return averaged(self.name, self.shifts, self.mirrored)
+
+    @property
+    def key_of_average(self) -> str | None:
+        """Which of its keys asks for an average over views."""
+        return "shifts" if self.shifts else "mirrored" if self.mirrored else None
+
+    @field_validator("initial", "classifier", "denoiser", mode="before")
+    @classmethod
+    def _by_folder(cls, value: Any) -> Any:
+        return {"folder": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_pretrained(self) -> ModelRecipe:
+        if sum(p is not None for p in (self.initial, self.classifier, self.denoiser)) > 1:
+            raise ValueError(
+                "give one of initial, a frozen classifier and a frozen denoiser: the run trains "
+                "the whole model or the rest of it"
+            )
+        if self.trained and self.initial is None:
+            raise of_key("trained", "needs initial: the public weights of what is not trained")
+        return self
+
+    @property
+    def pretrained(
+        self,
+    ) -> tuple[Literal["initial", "classifier", "denoiser"], PretrainedRecipe] | None:
+        """What others trained (initial, classifier or denoiser), and where it lies; or None."""
+        if self.initial is not None:
+            return "initial", self.initial
+        return self.frozen
+
+    @property
+    def frozen(self) -> tuple[Literal["classifier", "denoiser"], PretrainedRecipe] | None:
+        """Which part is frozen, and where it comes from; None when there is none."""
+        if self.classifier is not None:
+            return "classifier", self.classifier
+        return None if self.denoiser is None else ("denoiser", self.denoiser)
+
+
+class PrivacyRecipe(Section):
+    """The target: either epsilon (the noise is calibrated, never above it) or noise_multiplier."""
+
+    conditions = (
+        OnlyWith(("clip_norm",), "where gradients are clipped", lambda it: it.clipping != "none"),
+        OnlyWith(
+            ("budget_composition",),
+            "with budget_ceiling",
+            lambda it: it.budget_ceiling is not None,
+        ),
+    )
+
+    epsilon: Positive | None = None
+    noise_multiplier: NoiseMultiplier | None = None
+    delta: Probability
+    clip_norm: Positive = 1.0
+    clipping: Literal["flat", "automatic", "per-layer", "none"] = Field(
+        default="flat", description="none: gradients as they are, without privacy"
+    )
+    neighbours: Literal["add-or-remove-one", "replace-one"] = "add-or-remove-one"
+    batch_cap: Count | None = Field(
+        default=None, description="hard cap on the batch: truncated Poisson"
+    )
+    allow_large_delta: bool = False
+    nominal_records: Count | None = Field(
+        default=None,
+        description="a declared number of records: rate, divisor and steps follow from it, and "
+        "the true number stays private",
+    )
+    group_size: Annotated[int, Number, Field(ge=1, le=1000)] = Field(
+        default=1, description="also state the guarantee for a person with up to so many records"
+    )
+    budget: FilePath | None = Field(
+        default=None, description="folder of budgets; the run is charged to that of its records"
+    )
+    budget_ceiling: Positive | None = Field(
+        default=None,
+        description="epsilon that all runs on the same records stay within; fixed by the first",
+    )
+    budget_delta: Probability | None = Field(
+        default=None, description="delta of the ceiling (default: privacy.delta)"
+    )
+    budget_composition: Literal["filter", "non-adaptive"] = Field(
+        default="filter",
+        description="filter: holds when runs are chosen by earlier results; non-adaptive: not then",
+    )
+    run_key: HexKey | None = Field(
+        default=None,
+        description="fixed key (64 hex digits), for tests only: the run is then NOT private",
+    )
+
+    @model_validator(mode="after")
+    def _one_target(self) -> PrivacyRecipe:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give exactly one of epsilon and noise_multiplier")
+        if self.budget_ceiling is not None and self.budget is None:
+            raise ValueError("budget_ceiling needs budget, the folder where runs are recorded")
+        if self.budget_delta is not None and self.budget_ceiling is None:
+            raise ValueError("budget_delta needs budget_ceiling, the epsilon that goes with it")
+        if self.nominal_records is not None and self.batch_cap is not None:
+            raise ValueError(
+                "nominal_records does not go with batch_cap: what a capped batch costs depends on "
+                "the true number of records"
+            )
+        return self
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that one record adds to a sum: the clip norm, infinite without clipping."""
+        return math.inf if self.clipping == "none" else self.clip_norm
+
+
+class DenoiserRecipe(Section):
+    """A network from images to images, from the zoo."""
+
+    name: Text
+    options: JsonObject = Field(default={})
+
+
+class PublicRecipe(Section):
+    """What `dpdist pretrain` trains WITHOUT privacy, on public records: initial weights of the
+    model, or its frozen part.
+
+    data: another data set, all of whose training split is public (images are resized), beside the
+    recipe's own where it has no root; for initial weights also of other classes (the head then
+    stays as it began); without it, the records that data.public sets aside. weights: to begin with;
+    a torchvision state dict in safetensors format, or "torchvision": the published ones,
+    downloaded. sigma: of the input noise that a denoiser learns to remove, or that a classifier
+    learns to see through. denoiser: with initial weights, a network that first learns to remove
+    that noise by the same training, and then stays, frozen, before the model, here and in the run.
+    augment: deform the images at random.
+    """
+
+    conditions = (
+        OnlyWith(
+            (
+                "training.reproducible", "model.isolate", "model.initial", "model.classifier",
+                "model.denoiser", "model.trained",
+            ),
+            "to the private training",
+        ),
+        OnlyWith(
+            ("data.public", "data.hold_out", "data.fraction"),
+            "to the private records (all of public.data is public; public.data.max_train takes "
+            "some of them)",
+        ),
+    )  # fmt: skip
+
+    model: ModelRecipe | None = None
+    training: TrainingRecipe
+    sigma: Positive | None = None
+    data: DataRecipe | None = None
+    augment: AugmentRecipe | None = None
+    weights: Literal["torchvision"] | FilePath | None = None
+    denoiser: DenoiserRecipe | None = None
+
+    @field_validator("model", "denoiser", mode="before")
+    @classmethod
+    def _model_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class Sections(Section):
+    """A whole recipe, with whatever method: what a method's rules may ask of the rest."""
+
+    name: RunName
+    data: DataRecipe
+    model: ModelRecipe
+    method: Any
+    privacy: PrivacyRecipe
+    training: TrainingRecipe
+    public: PublicRecipe | None = None
+    certify: AnyCertificate | None = None
+    audit: AnyAudit | None = None
+    tune: TuneRecipe | None = None
+    resources: ResourcesRecipe = ResourcesRecipe()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _public_fits(self) -> Sections:
+        if self.public is not None:
+            pretrained = self.model.pretrained
+            if pretrained is None:
+                raise ValueError(
+                    "public needs model.initial, model.classifier or model.denoiser: the folder "
+                    "that pretrain writes"
+                )
+            if pretrained[0] == "denoiser" and self.public.sigma is None:
+                raise ValueError("public.sigma: required, the noise that the denoiser removes")
+            if pretrained[0] == "initial" and self.public.model is not None:
+                raise ValueError(
+                    "public.model: leave it out; with model.initial it is the model itself"
+                )
+            if pretrained[0] != "initial" and self.public.model is None:
+                raise ValueError("public.model: required, the network of the frozen part")
+            if self.public.model is not None and (key := self.public.model.key_of_average):
+                raise ValueError(f"public.model.{key}: of the model that is trained; leave it out")
+            if self.public.denoiser is not None:
+                self._check_denoiser(self.public)
+        return self
+
+    def _check_denoiser(self, public: PublicRecipe) -> None:
+        """Raise ValueError for a denoiser that goes with nothing else the recipe says."""
+        if self.model.initial is None:
+            raise ValueError(
+                "public.denoiser: needs model.initial; a denoiser alone is model.denoiser, its "
+                "network public.model"
+            )
+        if public.sigma is None:
+            raise ValueError("public.sigma: required, the noise that the denoiser removes")
+        if public.weights is not None:
+            raise ValueError("public.weights: does not go with public.denoiser; leave it out")
+        if self.model.trained:
+            raise ValueError(
+                "model.trained: does not go with public.denoiser: what is behind it is trained"
+            )
+
+    @model_validator(mode="after")
+    def _stands_behind(self) -> Sections:
+        before = {
+            "model.denoiser": self.model.denoiser,
+            "public.denoiser": self.public and self.public.denoiser,
+        }
+        for key, denoiser in before.items():
+            if denoiser is not None and not self.method.behind_denoiser:
+                raise ValueError(
+                    f"{key}: a frozen denoiser does not go with method {self.method.name}, which "
+                    "works at the inputs or behind the first layer, and that would be the frozen "
+                    "denoiser's: leave it out, or take another method"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _views_fit(self) -> Sections:
+        if (key := self.model.key_of_average) and self.method.carries_noise:
+            raise ValueError(
+                f"model.{key}: method {self.method.name} leaves noise inside the model, which "
+                "several passes of one draw would not share; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_fit(self) -> Sections:
+        asked = {
+            "certify": self.certify is not None,
+            "model.shifts": self.model.shifts > 0,
+            "model.mirrored": self.model.mirrored,
+            "training.crop, flip": self.training.augmented,
+            f"method {self.method.name}": not self.method.takes_tokens,
+        }
+        of_labels = {"tune": self.tune is not None, "audit": self.audit is not None}
+        why = [self.data.refused(what) for what, given in asked.items() if given]
+        why += [self.data.without_label(what) for what, given in of_labels.items() if given]
+        for found in filter(None, why):
+            raise ValueError(f"{found}: leave it out")
+        return self
+
+    @property
+    def planted(self) -> CanaryAudit | None:
+        """What an audited training has behind its records."""
+        return None if self.audit is None else self.audit.planted
+
+    @model_validator(mode="after")
+    def _audit_fits(self) -> Sections:
+        if self.audit is not None:
+            self.audit.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _ceiling_holds(self) -> Sections:
+        charged = self.resources.elastic and not self.training.reproducible
+        if charged and self.privacy.budget_ceiling is not None:
+            raise ValueError(
+                "resources.workers as a range, with privacy.budget_ceiling, needs "
+                "training.reproducible: what a change of their number charges again would go "
+                "beyond the ceiling"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> Sections:
+        if self.data.max_train is not None and self.privacy.nominal_records is not None:
+            raise ValueError(
+                "privacy.nominal_records does not go with data.max_train, a share of the true "
+                "number of records; take data.fraction"
+            )
+        if self.tune is not None and self.privacy.nominal_records is not None:
+            raise ValueError(
+                "privacy.nominal_records does not go with tune: a search's shares of the records "
+                "are counted; search without it, and train with the values found"
+            )
+        if self.tune is not None and self.resources.elastic:
+            raise ValueError(
+                "resources.workers as a range does not go with tune: how many trials run at once "
+                "follows from what each of them holds; give a number"
+            )
+        if self.tune is not None and self.resources.archive_private:
+            raise ValueError(
+                "resources.archive_private does not go with tune: what the trials of a search have "
+                "released is not known from an archive; leave it out, and keep the run folder"
+            )
+        return self

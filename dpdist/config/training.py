@@ -1,0 +1,224 @@
+"""The recipe's `training` and `resources` sections: the loop's settings, and where it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from dpdist.core.fields import (
+    Count,
+    CountOrZero,
+    Cpus,
+    Gpus,
+    Number,
+    OnlyWith,
+    Part,
+    Positive,
+    PositiveOrZero,
+    Probability,
+    Processes,
+    Section,
+    Seed,
+    Steps,
+    of_key,
+)
+
+# --- training ---------------------------------------------------------------------------------
+
+
+CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
+
+
+class TrainingRecipe(Section):
+    """The loop. batch_size is the expected batch L; the Poisson batch varies around it.
+
+    schedule: what the learning rate is multiplied by; step: by `factor` at each of the milestones,
+    which are fractions of all steps. weight_decay: times the parameters is added to the gradient,
+    as in torch's SGD and Adam. crop, flip: every draw of a record sees its image moved by up to so
+    many pixels in each direction (black comes in at the rim), mirrored with probability 1/2.
+    """
+
+    conditions = (
+        OnlyWith(("factor",), "with schedule: step", lambda loop: loop.schedule == "step"),
+    )
+
+    batch_size: Count
+    steps: Steps | None = None
+    epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    learning_rate: Positive
+    schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    milestones: list[Probability] = Field(default=[], max_length=100)
+    factor: Probability = 0.1
+    momentum: Part = 0.0
+    weight_decay: PositiveOrZero = Field(
+        default=0.0, description="of released parameters: post-processing, free"
+    )
+    crop: Annotated[int, Number, Field(ge=0, le=64)] = Field(
+        default=0, description="pixels; drawn for each record alone, before its clip: free"
+    )
+    flip: bool = Field(default=False, description="mirror images at random: free, as crop")
+    ema: Probability | None = Field(
+        default=None, description="average the parameters with this decay (post-processing, free)"
+    )
+    init_seed: Seed = 0
+    reproducible: bool = Field(
+        default=False,
+        description="bit-identical on any number of workers (canonical shards, slower)",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainingRecipe:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError("momentum belongs to optimizer: sgd")
+        if (self.schedule == "step") != bool(self.milestones):
+            raise ValueError(
+                "schedule: step and milestones belong together: the fractions of the training at "
+                "which the rate falls, such as [0.5, 0.75]"
+            )
+        if self.milestones != sorted(set(self.milestones)):
+            raise ValueError(f"milestones must ascend, got {self.milestones}")
+        return self
+
+    @property
+    def augmented(self) -> bool:
+        """Whether records are seen changed at random."""
+        return self.crop > 0 or self.flip
+
+
+class AugmentRecipe(Section):
+    """How public images are deformed at random; the defaults turn 8 x 8 digits into pen strokes.
+
+    Angles in radians; lengths in half widths of the canvas. scale: width and height of the whole
+    image on the canvas, drawn apart. elastic: standard deviation of the displacements on a 5 x 5
+    lattice. contrast: grey values become contrast * (value - middle) + 1/2, cut to [0, 1].
+    """
+
+    rotate: PositiveOrZero = 0.3
+    shear: PositiveOrZero = 0.35
+    scale: tuple[Positive, Positive] = (0.6, 0.95)
+    shift: PositiveOrZero = 0.15
+    elastic: PositiveOrZero = 0.07
+    middle: tuple[Probability, Probability] = (0.3, 0.65)
+    contrast: tuple[Positive, Positive] | None = (2.0, 5.0)
+
+    @model_validator(mode="after")
+    def _ranges(self) -> AugmentRecipe:
+        for name in ("scale", "middle", "contrast"):
+            pair = getattr(self, name)
+            if pair is not None and pair[0] > pair[1]:
+                raise ValueError(f"{name}: a range, low to high, got {list(pair)}")
+        return self
+
+
+# --- resources --------------------------------------------------------------------------------
+
+
+class WorkerRange(Section):
+    """As many training workers as the cluster has room for, more or fewer as hosts come and go."""
+
+    min: Processes
+    max: Processes
+
+    @model_validator(mode="after")
+    def _in_order(self) -> WorkerRange:
+        if self.min > self.max:
+            raise ValueError(f"min must be at most max, got {self.min} and {self.max}")
+        return self
+
+
+def _how_many(value: Any) -> str:
+    return "range" if isinstance(value, dict | WorkerRange) else "number"
+
+
+AnyWorkers = Annotated[
+    Annotated[Processes, Tag("number")] | Annotated[WorkerRange, Tag("range")],
+    Discriminator(_how_many),
+]
+
+
+class ResourcesRecipe(Section):
+    """Where and how it runs; may change between a run and its continuation."""
+
+    workers: AnyWorkers = Field(
+        default=1, description="or {min: 1, max: 8}: as many as there is room for at any time"
+    )
+    cpus_per_worker: Cpus = 1
+    gpus_per_worker: Gpus = 0
+    release: Literal["whole", "sharded"] = Field(
+        default="whole",
+        description="sharded: every worker noises and updates its part, with less memory",
+    )
+    wire: Literal["float64", "float32"] = Field(default="float64", description="clipped sums")
+    noise: Literal["host", "device"] = Field(default="host", description="where a step's is drawn")
+    micro_batch: Count | None = Field(
+        default=None, description="physical batch; default: chosen to fit"
+    )
+    checkpoint_seconds: Positive = 30
+    max_failures: CountOrZero = 3
+    certify_actors: Processes | None = Field(
+        default=None, description="default: one for each CPU, or for each GPU's share"
+    )
+    certify_gpus: Gpus | None = Field(
+        default=None,
+        description="GPUs of each certifying actor, also a share; default: 1 where there are GPUs",
+    )
+    archive: str | None = Field(
+        default=None, description="copy the run to s3://BUCKET/PREFIX (gs://, file://) as it goes"
+    )
+    archive_private: bool = Field(
+        default=False,
+        description="the private state too, so that a lost run folder can be brought back",
+    )
+
+    @model_validator(mode="after")
+    def _whole_shares(self) -> ResourcesRecipe:
+        each = (self.cpus_per_worker, self.gpus_per_worker)
+        if self.elastic and any(amount != int(amount) for amount in each):
+            raise of_key(
+                "workers",
+                "a range needs whole cpus_per_worker and gpus_per_worker: Ray divides a host's by "
+                "a worker's without rest, and miscounts shares",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _closed_archive(self) -> ResourcesRecipe:
+        # Not a rule of the field: its complaint would repeat a password.
+        address = self.archive
+        if address is not None and not re.fullmatch(r"(s3|gs|file)://[^@\s]+", address):
+            raise ValueError(
+                "archive must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, "
+                "without credentials: those come from the environment"
+            )
+        if self.archive_private and address is None:
+            raise ValueError("archive_private needs archive, the place to copy to")
+        return self
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of training workers may change while they train."""
+        return isinstance(self.workers, WorkerRange)
+
+    @property
+    def least(self) -> int:
+        """The number of training workers without which nothing is trained."""
+        return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def most(self) -> int:
+        return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def span(self) -> str:
+        """How many training workers, in words."""
+        return f"{self.least:,} to {self.most:,}" if self.elastic else f"{self.most:,}"
+
+    @property
+    def cpus(self) -> float:
+        """CPUs without which nothing is trained."""
+        return self.least * self.cpus_per_worker

@@ -1,0 +1,196 @@
+"""Print messages, progress and tables, and format numbers without overstating them.
+
+A command prints short lines, one live progress line with rate and time left, and one summary
+table. A bound is formatted in the direction in which it stays true.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Any, SupportsFloat
+
+# --- messages, progress and tables ------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """A line about what is going on (standard error: standard output is for results)."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """A result on standard output, as one line of JSON. A number that is not finite, which JSON
+    cannot hold, becomes its name: "inf"."""
+    print(json.dumps(_finite(value), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress(
+    title: str, unit: str, rate_unit: str | None = None
+) -> Iterator[Callable[[int, int, float], None]]:
+    """A callback (done, total, rate) that keeps one line up to date.
+
+    rate: of `unit` per second, unless `rate_unit` names what it counts; the time left is then
+    taken from the pace so far.
+
+    On a terminal the line is rewritten; elsewhere a line is printed every ten seconds. Shows
+    nothing but
+    progress: losses and accuracies on training data are private.
+    """
+    live = sys.stderr.isatty()
+    last_shown = last_length = 0.0
+    began = time.monotonic()
+    final = ""
+
+    def show(done: int, total: int, rate: float) -> None:
+        nonlocal last_shown, last_length, final
+        now = time.monotonic()
+        if done < total and now - last_shown < (0.2 if live else 10.0):
+            return
+        pace = rate if rate_unit is None else done / max(now - began, 1e-9)
+        left = _clock((total - done) / pace) if pace > 0 else "?"
+        percent = 100 * done // max(total, 1)
+        line = f"{title}: {done:,} of {total:,} {unit} ({percent}%)"
+        line += f", {rate:,.1f} {rate_unit or unit}/s, {left} left"
+        final = f"{title}: {done:,} of {total:,} {unit} in {_clock(now - began)}"
+        last_shown = now
+        if live:
+            sys.stderr.write("\r" + line.ljust(int(last_length)))
+            sys.stderr.flush()
+            last_length = len(line)
+        elif done < total:
+            say(line)
+
+    try:
+        yield show
+    finally:
+        if final:
+            sys.stderr.write(("\r" if live else "") + final.ljust(int(last_length)) + "\n")
+            sys.stderr.flush()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def table(rows: Sequence[tuple[str, str]], title: str = "") -> str:
+    """Two aligned columns under a title, plain text."""
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
+    rule = "-" * max(len(line) for line in [*lines, title])
+    return "\n".join(([title] if title else []) + [rule, *lines, rule])
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns; a long last column is wrapped to the terminal."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
+    indent = sum(widths) + 2 * len(widths)
+    room = max(40, shutil.get_terminal_size().columns - indent)
+    lines: list[str] = []
+    for row in [header, *rows]:
+        last = textwrap.wrap(row[-1], room) or [""]
+        first = "".join(
+            cell.ljust(width) + "  " for cell, width in zip(row[:-1], widths, strict=True)
+        )
+        lines.append((first + last[0]).rstrip())
+        lines += [" " * indent + more for more in last[1:]]
+        if row is header:
+            lines.append("-" * (indent + min(room, max(len(r[-1]) for r in [header, *rows]))))
+    return "\n".join(lines)
+
+
+# --- numbers as text --------------------------------------------------------------------------
+
+
+def percent(share: SupportsFloat, digits: int = 2, *, up: bool = False) -> str:
+    """Return a share in %, without its sign, rounded down.
+
+    So 100 stands only where nothing is missing, and a lower bound is never printed larger than it
+    is.
+
+    Args:
+        share: between 0 and 1.
+        digits: behind the point.
+        up: round up instead, for an upper bound.
+
+    Example:
+        >>> percent(9_996 / 10_000, 1), percent(0.29), percent(1e-9, up=True)
+        ('99.9', '29.00', '0.01')
+    """
+    return _rounded(Decimal(repr(float(share))) * 100, digits, up)
+
+
+def bound(number: SupportsFloat, digits: int = 3, *, up: bool = False) -> str:
+    """Return a bound with so many digits behind the point, rounded down; up: rounded up.
+
+    Example:
+        >>> bound(0.9996), bound(0.0001, up=True), bound(float("inf"), up=True)
+        ('0.999', '0.001', 'inf')
+    """
+    return _rounded(Decimal(repr(float(number))), digits, up)
+
+
+def significant(number: SupportsFloat, digits: int = 4, *, down: bool = False) -> str:
+    """Return an upper bound with so many significant digits, rounded up.
+
+    Args:
+        number: the bound; infinity and NaN are named.
+        digits: at most 15, which a float holds.
+        down: round down instead, for a lower bound.
+
+    Example:
+        >>> significant(1e-5), significant(1.23456e-5), significant(99.99999)
+        ('1e-05', '1.235e-05', '100')
+        >>> significant(0.1), significant(0.1, down=True), significant(0.12345, down=True)
+        ('0.1', '0.1', '0.1234')
+    """
+    context = Context(prec=digits, rounding=ROUND_FLOOR if down else ROUND_CEILING)
+    return f"{float(context.plus(Decimal(repr(float(number))))):.{digits}g}"
+
+
+def confidence(error: SupportsFloat) -> str:
+    """Return 1 less an error in %, without its sign and with all its digits.
+
+    Example:
+        >>> confidence(0.05), confidence(1e-6)
+        ('95', '99.9999')
+    """
+    left = (1 - Decimal(repr(float(error)))) * 100
+    text = f"{left:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _rounded(number: Decimal, digits: int, up: bool) -> str:
+    """A number as it is written: 0.29 is 29 %, not a hair below."""
+    if not number.is_finite():
+        return str(float(number))
+    step = Decimal(1).scaleb(-digits)
+    return f"{number.quantize(step, rounding=ROUND_CEILING if up else ROUND_FLOOR):f}"
+
+
+def exact(number: float) -> str:
+    """Return a number with six digits where that is the number itself, else with all it has.
+
+    Example:
+        >>> exact(0.25), exact(0.12345678)
+        ('0.25', '0.12345678')
+    """
+    short = f"{number:g}"
+    return short if float(short) == float(number) else repr(float(number))

@@ -1,0 +1,318 @@
+"""Types of the fields that recipes and files are made of; a field's bounds belong to its type.
+
+Numbers are finite and of a size that can be computed with; true is not a number; a path is one
+that a file system can hold; free values (options of a model, choices of a search) are JSON. Small
+vocabularies that several rooms share stand here as well: token numbers, image views, levels of
+independence, names of norms and attacks.
+
+An option that applies only beside others is refused where nothing would use it. Such conditions
+hold for new runs: a run that was begun stays readable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from dpdist.core.errors import UserError
+from dpdist.core.files import shown, usable_path
+
+# --- options that apply only beside others ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """A condition of some options.
+
+    keys: below the section that states it, dotted. words: when they apply, behind "only applies".
+    holds: whether they do, for a section; without it they never do.
+    """
+
+    keys: tuple[str, ...]
+    words: str
+    holds: Callable[[Any], bool] = lambda section: False
+
+
+def conditions_of(kind: type[BaseModel]) -> list[OnlyWith]:
+    """Return the conditions of a section's class, those of its bases first."""
+    stated = [vars(each).get("conditions", ()) for each in reversed(kind.__mro__)]
+    return [condition for some in stated for condition in some]
+
+
+def unused(section: BaseModel, where: str = "") -> Iterator[str]:
+    """Yield a complaint about each option of a section that differs from its default and that
+    nothing uses, those of the sections in it, too. where: begins each key."""
+    yield from complaints(conditions_of(type(section)), section, where)
+    for name in type(section).model_fields:
+        inner = getattr(section, name)
+        if isinstance(inner, BaseModel):
+            yield from unused(inner, f"{where}{name}.")
+
+
+def complaints(
+    conditions: Iterable[OnlyWith], section: BaseModel, where: str = ""
+) -> Iterator[str]:
+    """Yield a complaint about each option of a section that these conditions refuse."""
+    for condition in conditions:
+        if condition.holds(section):
+            continue
+        for key in condition.keys:
+            value, usual = _value(section, key)
+            if value != usual:
+                said = f"only applies {condition.words}, got {shown(value)}"
+                yield f"{where}{key}: {said}; leave it out"
+
+
+def _value(section: BaseModel, key: str) -> tuple[Any, Any]:
+    """Return an option's value and its default; nothing twice where a section around it is not
+    there."""
+    *path, name = key.split(".")
+    for part in path:
+        found = getattr(section, part)
+        if found is None:
+            return None, None
+        section = found
+    field = type(section).model_fields[name]
+    return getattr(section, name), field.get_default(call_default_factory=True)
+
+
+# --- types of fields --------------------------------------------------------------------------
+
+
+SMALLEST, LARGEST = 1e-9, 1e9  # of a positive number in a recipe or on the command line
+MOST = 1_000_000_000  # of whatever is counted
+MOST_MODELS = 10_000  # that one command trains: each is a training, and a folder
+MOST_STEPS = 1_000_000  # of a training: more take minutes to account, and weeks to run
+RESOURCES = (1e-4, 1024)  # CPUs or GPUs of one process: Ray counts in ten-thousandths
+NOISE = (1e-2, 1e4)  # of a noise multiplier above 0: beyond, no accountant's numbers are any good
+LEAST_DELTA = 1e-30
+
+
+class Section(BaseModel):
+    """One section of a recipe: no unknown keys, never changed, no number but finite ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = ()  # of its options; a base's hold as well
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+def _between(low: float, high: float, zero: bool = False) -> Callable[[float], float]:
+    def check(value: float) -> float:
+        if not (low <= value <= high or (zero and value == 0)):
+            also = "0, or " if zero else ""
+            raise ValueError(f"must be {also}between {low:g} and {high:g}")
+        return value
+
+    return check
+
+
+def _whole_above_one(value: float) -> float:
+    if value > 1 and value != int(value):
+        raise ValueError("must be at most 1, or a whole number")
+    return value
+
+
+def _path(value: Path) -> Path:
+    """Absolute: a run is continued, certified and charged from any directory and on any host."""
+    try:
+        return usable_path(value).resolve()
+    except (UserError, OSError, RuntimeError) as error:  # the last: links in a circle
+        raise ValueError(str(error)) from None
+
+
+def _one_line(value: str) -> str:
+    if value.splitlines() not in ([], [value]):
+        raise ValueError("must be one line")
+    return value
+
+
+def _json(value: Any, room: int = 8) -> Any:
+    """`value` when it is made of JSON types, at most 8 deep and 1,000 values wide."""
+    inner: list[Any] = []
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    elif isinstance(value, int | float):  # bool is an int
+        if not abs(value) < 2**63:  # nor is NaN
+            raise ValueError("must be a number below 2^63")
+    elif not isinstance(value, str) and value is not None:
+        kind = type(value).__name__
+        raise ValueError(f"must be text, a number, true, false, null, a list or keys, no {kind}")
+    if room == 0 or len(inner) > 1000:
+        raise ValueError("must be at most 8 deep and 1,000 values wide")
+    for each in inner:
+        _json(each, room - 1)
+    return value
+
+
+def check_run_name(name: object) -> str:
+    """The name of a run, which is that of its folder too. Raises ValueError."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError(
+            "must be letters, digits, '.', '_' and '-', at most 100 (it names the run folder)"
+        )
+    return name
+
+
+def check_hex_key(value: str) -> str:
+    """A key as text. Raises ValueError."""
+    if not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise ValueError("must be 64 lower-case hex digits")
+    return value
+
+
+HexKey = Annotated[str, AfterValidator(check_hex_key)]
+Number = BeforeValidator(_no_bool)
+Count = Annotated[int, Number, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Number, Field(ge=0, le=MOST)]
+Steps = Annotated[int, Number, Field(ge=1, le=MOST_STEPS)]
+Trials = Annotated[int, Number, Field(ge=1, le=10_000)]  # of a search, on average or at most
+Models = Annotated[int, Number, Field(ge=1, le=MOST_MODELS)]
+Processes = Annotated[int, Number, Field(ge=1, le=10_000)]  # training workers, Ray actors
+Seed = Annotated[int, Number, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Number, Field(gt=0), AfterValidator(_between(SMALLEST, LARGEST))]
+PositiveOrZero = Annotated[
+    float, Number, Field(ge=0), AfterValidator(_between(SMALLEST, LARGEST, zero=True))
+]
+Cpus = Annotated[float, Number, Field(gt=0), AfterValidator(_between(*RESOURCES))]
+Gpus = Annotated[
+    float,
+    Number,
+    Field(ge=0),
+    AfterValidator(_between(*RESOURCES, zero=True)),
+    AfterValidator(_whole_above_one),  # which is Ray's rule
+]
+NotNegative = Annotated[
+    float, Number, Field(ge=0, le=LARGEST)
+]  # only compared: no number too small
+NoiseMultiplier = Annotated[float, Number, Field(ge=0), AfterValidator(_between(*NOISE, zero=True))]
+PositiveNoise = Annotated[float, Number, Field(gt=0), AfterValidator(_between(*NOISE))]
+Probability = Annotated[float, Number, Field(gt=0, lt=1), AfterValidator(_between(LEAST_DELTA, 1))]
+Share = Annotated[float, Number, Field(gt=0, le=1), AfterValidator(_between(SMALLEST, 1))]
+Part = Annotated[float, Number, Field(ge=0, lt=1)]
+Finite = Annotated[float, Number, AfterValidator(_between(-LARGEST, LARGEST))]
+FilePath = Annotated[Path, AfterValidator(_path)]
+RunName = Annotated[str, AfterValidator(check_run_name)]
+Text = Annotated[str, Field(max_length=500)]
+Line = Annotated[Text, AfterValidator(_one_line)]
+Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]  # by SPDX
+Json = Annotated[Any, AfterValidator(_json)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
+
+
+def of_key(key: str, rule: str) -> PydanticCustomError:
+    """What a rule of a whole section says about one of its keys: to be raised by a validator."""
+    return PydanticCustomError("of_key", "{key}: {rule}", {"key": key, "rule": rule})
+
+
+_RULES = {
+    "extra_forbidden": "unknown key",
+    "missing": "is required",
+    "greater_than": "must be > {gt:g}",
+    "greater_than_equal": "must be >= {ge:g}",
+    "less_than": "must be < {lt:g}",
+    "less_than_equal": "must be <= {le:g}",
+    "of_key": "{rule}",
+    "finite_number": "must be finite",
+    "literal_error": "must be one of {expected}",
+    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-'",
+    "union_tag_invalid": "must be one of {expected_tags}",
+    "union_tag_not_found": "name is required",
+}
+
+
+def rule_of(item: Any) -> str:
+    """What a value that pydantic refused (an entry of its `errors()`) would have to be."""
+    rule = _RULES.get(item["type"])
+    if rule is not None:
+        return rule.format(**item.get("ctx", {}))
+    said = item["msg"].removeprefix("Value error, ")
+    return said[:1].lower() + said[1:]
+
+
+def validated(section: type[Section], value: Any) -> Section:
+    """`value` as a section that is only known at run time; for use in a validator."""
+    try:
+        return section.model_validate(value)
+    except ValidationError as error:
+        raise PydanticCustomError("inside", "see inside", {"errors": error.errors()}) from None
+
+
+def each(error: ValidationError) -> Iterator[Any]:
+    """The entries of its `errors()`, those of sections known at run time (`validated`) too."""
+    for item in error.errors():
+        for inner in item.get("ctx", {}).get("errors", [{**item, "loc": ()}]):
+            yield {**inner, "loc": (*item["loc"], *inner["loc"])}
+
+
+# --- token numbers ----------------------------------------------------------------------------
+
+
+BEGIN, END, FIRST_BYTE = 0, 1, 2  # byte b is b + 2
+UNKNOWN, FIRST_WORD = 2, 3  # of a list of words, the first is 3
+BYTES = 256 + FIRST_BYTE
+PADDING = -1  # is no token, whatever the tokenizer
+
+
+def vocabulary_of(words: int | None) -> int:
+    """How many tokens there are: begin, end, unknown and so many words; None: bytes."""
+    return BYTES if words is None else words + FIRST_WORD
+
+
+# --- views of an image ------------------------------------------------------------------------
+
+
+MOST_SHIFTS = 8  # pixels by which an image is moved
+
+
+def shifts_within(reach: int) -> list[tuple[int, int]]:
+    """(0, 0), then every distance up to `reach`, down, up, right and left."""
+    ways = ((1, 0), (-1, 0), (0, 1), (0, -1))
+    return [(0, 0)] + [(d * y, d * x) for d in range(1, reach + 1) for y, x in ways]
+
+
+def averaged(name: str, reach: int, mirrored: bool) -> str:
+    """What a model of that name is, with its average."""
+    over = [f"{len(shifts_within(reach))} shifts"] if reach else []
+    over += ["the image and its mirror image"] if mirrored else []
+    return f"{name}, averaged over {', each of '.join(over)}" if over else name
+
+
+# --- levels of independence of records --------------------------------------------------------
+
+
+SCREENED, BY_STRUCTURE, ISOLATED = "assumed, screened", "by structure", "isolated"
+INDEPENDENCE = {
+    SCREENED: "public and invented examples showed no mixing, which proves nothing about others",
+    BY_STRUCTURE: "every operation of a pass is known to treat each record alone",
+    ISOLATED: "each record runs through the model alone",
+}
+
+
+def weakest(found: Iterable[str]) -> str:
+    """Return the least sure of several; of a word that is none of the three, SCREENED."""
+    order = list(INDEPENDENCE)
+    places = [order.index(each) if each in order else 0 for each in found]
+    return order[min(places, default=0)]
+
+
+# --- names of norms and attacks ---------------------------------------------------------------
+
+
+Norm = Literal["linf", "l2"]
+NORMS: tuple[Norm, ...] = ("linf", "l2")
+AttackName = Literal["fgsm", "i-fgsm", "mim", "pgd"]
+ATTACKS: tuple[AttackName, ...] = ("fgsm", "i-fgsm", "mim", "pgd")

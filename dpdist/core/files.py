@@ -1,0 +1,837 @@
+"""Read untrusted files safely and write files that survive a crash.
+
+Reading ends whatever lies there: a pipe, a device or a folder is refused before it is opened,
+sizes are bounded, and JSON, YAML and Parquet have the expected shape. YAML is read strictly, so
+that a file has one meaning: a key given twice, numbers that YAML 1.1 reads to the base 8 or 60,
+aliases that contain themselves, explicit tags, endless nesting and control characters are refused
+with their line. File names from outside (an archive's manifest, a job's log, a command line) are
+accepted as they are or not at all, and stay inside their folder. Files are written whole or not at
+all, in folders that only their owner can read. Each refusal is a UserError that names the file,
+the fault and the remedy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dpdist.core.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+
+# --- reading files and JSON -------------------------------------------------------------------
+
+
+MOST_BYTES = 64 * 2**20  # of a JSON file
+_DEPTH = 100  # of nested JSON values
+
+
+class NoSuchFile(UserError):
+    """There is nothing at the path."""
+
+
+def usable_path(path: str | Path) -> Path:
+    """`path` with ~ expanded. Raises UserError for one that no file system could hold."""
+    text = str(path)
+    if any(ord(letter) < 32 or letter == "\x7f" for letter in text):
+        raise UserError(f"{shown(text)}: a path without control characters is needed")
+    names = [len(os.fsencode(name)) for name in text.split("/")]
+    if len(text) > 4000 or max(names) > 255:
+        raise UserError(f"{shown(text)}: the path is too long (a name has at most 255 bytes)")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        user = Path(text).parts[0]
+        raise UserError(f"{text}: there is no home folder of {user}; write the path out") from None
+
+
+def check_text_name(name: str | Path, context: str = "") -> None:
+    """Raise UserError for a name of bytes that are not UTF-8: Arrow, recipes and tables hold none.
+
+    Args:
+        name: a file's path, or any other name.
+        context: begins the complaint; the name itself by default.
+    """
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{context or name}: the name must be UTF-8 text; rename it") from None
+
+
+def is_file(path: Path) -> bool:
+    """Whether something lies at `path` that is no folder; False too where nobody could look."""
+    try:
+        return path.exists() and not path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def regular_file(path: str | Path, most: int | None = None) -> Path:
+    """`path`, when a regular file of at most `most` bytes lies there.
+
+    Raises NoSuchFile, and UserError for anything else.
+    """
+    path = Path(path)
+    try:
+        info = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NoSuchFile(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{shown(str(path))}: cannot be read: {reason(error)}") from None
+    if not stat.S_ISREG(info.st_mode):
+        raise UserError(f"{path}: is {_kind(info.st_mode)}, must be a regular file")
+    if most is not None and info.st_size > most:
+        raise UserError(
+            f"{path}: {info.st_size:,} bytes, at most {most:,} are read: is it the right file?"
+        )
+    return path
+
+
+def _kind(mode: int) -> str:
+    names = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((name for is_kind, name in names if is_kind(mode)), "a device")
+
+
+def not_blocking(path: str | Path) -> None:
+    """Raise UserError when opening `path`, or making it, would meet anything but a regular file."""
+    try:
+        regular_file(path)
+    except NoSuchFile:
+        return
+
+
+def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+    """The content of a regular file. Raises as `regular_file`."""
+    path = regular_file(path, most)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {reason(error)}") from error
+
+
+def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
+    """The content of a regular UTF-8 file. Raises as `regular_file`."""
+    try:
+        return read_bytes(path, most).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: must be UTF-8 text, byte {error.start} is not") from None
+
+
+def read_json(path: str | Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A JSON object. shape: dotted keys that must be there, with the type of each value.
+
+    Raises NoSuchFile, and UserError for what is not JSON (NaN, an endless number or a key given
+    twice included) or has another shape.
+    """
+    return parse_json(read_text(path), str(path), shape)
+
+
+def parse_json(
+    text: str | bytes, where: str, shape: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`read_json` of text that came otherwise; `where` begins the complaints."""
+    value = parse_any_json(text, where)
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: damaged: must be an object of keys, got {shown(value)}")
+    return check_shape(value, where, shape or {})
+
+
+def parse_any_json(text: str | bytes, where: str) -> Any:
+    """Any JSON value, at most 100 deep. Raises as `parse_json`."""
+    try:
+        value = json.loads(
+            text, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_unique
+        )
+        _check_depth(value)
+        return value
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise UserError(f"{where}: damaged: {reason(error)}") from None
+
+
+def check_shape(value: dict[str, Any], where: str, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """`value`, when each dotted key of `shape` leads to a value of its type. A whole number is a
+    float as well. Raises UserError."""
+    for key, kind in shape.items():
+        found: Any = value
+        for part in key.split("."):
+            if not isinstance(found, dict) or part not in found:
+                raise UserError(f"{where}: damaged: {key} is missing")
+            found = found[part]
+        if not _is(found, kind):
+            name = getattr(kind, "__name__", str(kind))
+            raise UserError(f"{where}: damaged: {key} must be {name}, got {shown(found)}")
+    return value
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if isinstance(value, int) and isinstance(1.0, kind):
+        return abs(value) < 2**63
+    return isinstance(value, kind)
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """A value for a message: one short line, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an endless number, endless nesting
+        text = f"a {type(value).__name__} too long to show"
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+def reason(error: BaseException) -> str:
+    """An error's text in one line."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(said.split())[:300] or type(error).__name__
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {shown(key)} is given twice")
+        found[key] = value
+    return found
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {_DEPTH} deep")
+
+
+# --- writing files ----------------------------------------------------------------------------
+
+
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """Replace `path` by `data`, durably: after a crash it holds the old content or the new one.
+
+    durable: False does not wait for the disk; who reads it sees the old or the new content, but for
+    a power cut. For what shows how far something is, and nothing rests on.
+    """
+    with written_aside(path, durable=durable) as aside:
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_together(files: Mapping[Path, str]) -> None:
+    """Replace files that belong together: all are written aside before the first takes its place,
+    so that a full disk leaves the old ones as they are. The first of them is replaced last."""
+    with ExitStack() as stack:
+        for path, text in files.items():
+            remove_leftovers(path.parent, of=path.name)
+            stack.enter_context(written_aside(path)).write_bytes(text.encode())
+
+
+@contextmanager
+def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A path beside `path` to write a file at, which then takes its place as in `write_atomic`."""
+    make_folder(path.parent)
+    aside = _aside(path)
+    try:
+        yield aside
+        if durable:
+            sync(aside)
+        os.replace(aside, path)
+        if durable:
+            sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_result(path: Path, data: bytes | str) -> None:
+    """Write a file that a user asked for by its path, whole or not at all.
+
+    A link is followed; into a pipe or device it is written as it is. Raises OSError, where its
+    folder is not there among others.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    target = path.resolve()
+    if not target.parent.is_dir() or (target.exists() and not target.is_file()):
+        target.write_bytes(raw)
+        return
+    write_atomic(target, raw)
+
+
+def write_once(path: Path, text: str) -> None:
+    """Write a secret at `path`, whole and durable, readable by its owner only, unless something is
+    there: of two processes at once, the first one's stays for both."""
+    if os.path.lexists(path):
+        return
+    aside = _aside(path)
+    try:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(aside, path)
+        sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file's content to the disk, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(path: Path) -> Path:
+    """A name beside `path` that no other process takes: hosts that share a disk share numbers."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+
+
+_ASIDE = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}")  # as `_aside` makes them
+
+
+def remove_leftovers(*folders: Path, of: str | None = None) -> None:
+    """Remove what killed processes of this host left half-written in these folders.
+
+    For who is alone there: on a disk that hosts share, another host's writer would be taken for a
+    dead one. of: only what would have become the file or folder of that name.
+    """
+    for folder in folders:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            found = _ASIDE.fullmatch(path.name)
+            if found is None or of not in (None, found[1]) or Path("/proc", found[2]).exists():
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+SESSION_FOLDER = "DPDIST_SESSION_FOLDER"  # names the folder of a local Ray session, to all in it
+TRAINING_FOLDER = "dpdist-training-"  # how the folder of one of many trainings begins
+_LOCK = "held.lock"
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder on this host for its owner only (mode 0700), and remove it at the end.
+
+    In a local Ray session it lies in the session's folder, whose reaper removes it after a
+    `kill -9`. Elsewhere a killed process leaves it to the next one that makes such a folder.
+    """
+    root = Path(tempfile.gettempdir())
+    remove_temporary(root, prefix)
+    session = os.environ.get(SESSION_FOLDER, "")
+    inside = session if session and os.path.isdir(session) else root
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
+    try:
+        with held(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Mark a temporary folder as in use while this process lives, for `remove_temporary`."""
+    new = folder / f"{_LOCK}.new"
+    with new.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.replace(new, folder / _LOCK)  # under this name it is never there and free
+        yield
+
+
+def remove_temporary(root: Path, prefix: str) -> None:
+    """Remove the folders of this user below `root`, of names with this prefix, that nobody holds.
+
+    One without a lock is left alone: it is being made, or is none of ours.
+    """
+    for folder in root.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """`write_atomic` of JSON, sorted and indented. Raises ValueError for a number that is not
+    finite, which JSON cannot hold."""
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_atomic(path, text, durable=durable)
+
+
+def json_number(value: float) -> float | None:
+    """A measured number as JSON can hold it: null for one that is not finite."""
+    return value if math.isfinite(value) else None
+
+
+@contextmanager
+def built_aside(folder: Path, *, replace: bool = False, first: bool = False) -> Iterator[Path]:
+    """A path beside `folder` to build it at, moved there at the end: whole or not there.
+
+    replace: a folder that is there already makes room for the new one, and only when that is whole.
+    first: one that another process put there meanwhile stays, instead of an OSError.
+    """
+    old = _aside(folder)
+    if replace:
+        remove_leftovers(folder.parent, of=folder.name)
+    try:
+        with _beside(folder) as aside:
+            yield aside
+            if replace and folder.exists():
+                os.rename(folder, old)
+            try:
+                os.rename(aside, folder)
+                sync(folder.parent)
+            except OSError:
+                if not (first and folder.is_dir()):
+                    raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def moved_in(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to build files in, which then take their places below it.
+
+    A folder that was not there is whole or not there. One that was keeps its other files, and all
+    of them when a place is taken (ValueError, as of `dpdist.core.files.place`).
+    """
+    with _beside(folder) as aside:
+        aside.mkdir()
+        yield aside
+        if not os.path.lexists(folder):
+            os.rename(aside, folder)
+            return
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        places = [place(folder, path.relative_to(aside).as_posix()) for path in files]
+        for path, target in zip(files, places, strict=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+
+
+def move_together(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Move files into a folder on the same disk, under their names, and return where they are.
+
+    All are moved, or none is there when an error leaves.
+    """
+    moved: list[Path] = []
+    try:
+        for file in files:
+            moved.append(folder / file.name)
+            os.replace(file, moved[-1])
+    except BaseException:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        raise
+    return moved
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A path beside `folder`, where nothing is; what is there at the end is removed, and so are
+    the folders above that were made for it and stayed empty."""
+    aside = _aside(folder)
+    made = [above for above in folder.parents if not above.exists()]
+    try:
+        make_folder(folder.parent)
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        for above in made:
+            with suppress(OSError):
+                above.rmdir()
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Create a folder, and those above it, so that their names survive a crash: a file that was
+    synced is lost with the name of a folder around it.
+
+    mode: of `path` itself, if it is new.
+    """
+    new = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True, mode=mode)
+    for each in new:
+        sync(each.parent)
+
+
+def private_folder(path: Path) -> Path:
+    """`path`, created for its owner only (mode 0700)."""
+    make_folder(path)
+    path.chmod(0o700)
+    return path
+
+
+# --- file names from outside ------------------------------------------------------------------
+
+
+_LONGEST = 255  # bytes of one part of a path, on the usual file systems
+
+
+def check_path(name: object, what: str = "path") -> str:
+    """`name`, which is a path below a folder, its parts separated by single slashes.
+
+    Raises ValueError for anything absolute, with '.' or '..' or empty parts, a backslash, a drive,
+    or a character that does not print.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{what}: must be a relative path, got {name!r}")
+    parts = name.split("/")
+    outside = any(part in ("", ".", "..") or part != part.strip() for part in parts)
+    if outside or "\\" in name or ":" in parts[0] or not name.isprintable():
+        raise ValueError(f"{what}: {name!r} is not a plain path below the folder")
+    if any(len(part.encode()) > _LONGEST for part in parts):
+        raise ValueError(f"{what}: {name[:40]!r}... is too long")
+    return name
+
+
+def check_paths(names: Iterable[object], what: str = "path") -> list[str]:
+    """All of `names`, each as in `check_path`, no two of which would be one file anywhere.
+
+    Raises ValueError also when two differ only by case or by how a character is composed, and when
+    one is a folder of another.
+    """
+    paths = [check_path(name, what) for name in names]
+    seen: dict[str, str] = {}
+    for path in paths:
+        key = _folded(path)
+        if key in seen:
+            raise ValueError(f"{what}: {path!r} and {seen[key]!r} are the same file on some disks")
+        seen[key] = path
+    for key, path in seen.items():
+        parts = key.split("/")
+        for end in range(1, len(parts)):
+            above = seen.get("/".join(parts[:end]))
+            if above is not None:
+                raise ValueError(f"{what}: {above!r} cannot be a file and the folder of {path!r}")
+    return paths
+
+
+def place(folder: Path, path: str) -> Path:
+    """Where a file of `path` (as in `check_path`) lies below `folder`; nothing is made.
+
+    Raises ValueError when a link on the way leads elsewhere, or something else has the place.
+    """
+    target = folder
+    for part in check_path(path).split("/"):
+        if target.is_symlink() and target != folder:
+            raise ValueError(f"{target} is a link; remove it")
+        if target.exists() and not target.is_dir():
+            raise ValueError(f"{target} is in the way, where a folder belongs; move it away")
+        target = target / part
+    if target.is_dir() and not target.is_symlink():
+        raise ValueError(f"{target} is a folder, where a file belongs; move it away")
+    return target
+
+
+def _folded(path: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", path).casefold())
+
+
+# --- comparing JSON values --------------------------------------------------------------------
+
+
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|\binf(?:inite|inity)?\b")
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal but for the last bits of numbers, in which machines
+    differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_json(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_json, one, other))
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (one, other))
+    if numbers:
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-300)
+    return type(one) is type(other) and one == other
+
+
+def numbers_in(text: str) -> list[str]:
+    """Return the numbers that a text names, in their order, whatever the words around them."""
+    return _NUMBER.findall(re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", text.lower()))
+
+
+def without_words(value: Any) -> Any:
+    """Return a JSON value with every text replaced by the numbers in it, and lists of texts by the
+    numbers of all of them: what is left when the same is said in other words."""
+    if isinstance(value, dict):
+        return {key: without_words(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(inner, str) for inner in value):
+            return [number for inner in value for number in numbers_in(inner)]
+        return [without_words(inner) for inner in value]
+    return numbers_in(value) if isinstance(value, str) else value
+
+
+# --- Parquet files ----------------------------------------------------------------------------
+
+
+# What a kind is called, and by which of pyarrow.types it is known.
+_KINDS = {
+    int: ("whole numbers", ("is_integer",)),
+    float: ("numbers", ("is_floating",)),
+    str: ("text", ("is_string", "is_large_string")),
+}
+# int, float or str, and the least value; object: whatever it holds, empty too.
+Column = tuple[type, float | None]
+_MOST_VALUES = 2**28  # in one table: a small file may name more than any memory holds
+
+
+def open_parquet(path: str | Path) -> pq.ParquetFile:
+    """Open a Parquet file, of which only the footer is read.
+
+    Raises:
+        NoSuchFile: nothing lies at the path.
+        UserError: it is no regular file, its name is no text, its footer cannot be read, or the
+            footer's number of rows is not that of its row groups.
+    """
+    import pyarrow.parquet as pq
+
+    path = regular_file(path)  # a pipe would be waited for without end
+    check_text_name(path)
+    try:
+        reader = pq.ParquetFile(path)
+        names = reader.schema_arrow.names  # decoded only now
+    except parquet_errors() as error:
+        raise UserError(f"{path}: not a readable Parquet file: {reason(error)}") from error
+    about = reader.metadata
+    rows = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
+    if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
+        raise UserError(
+            f"{path}: damaged: its footer counts {about.num_rows:,} rows, its row groups "
+            f"{sum(rows):,}"
+        )
+    for name in names:
+        check_text_name(name, f"{path}: column {name!r}")
+    return reader
+
+
+def parquet_errors() -> tuple[type[Exception], ...]:
+    """Return what pyarrow raises for a Parquet file that is damaged."""
+    import pyarrow as pa
+
+    return (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException)
+
+
+def count_values(reader: pq.ParquetFile) -> int:
+    """Return the number of values, of all columns and rows, that a file's footer counts."""
+    about = reader.metadata
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    columns = range(about.num_columns)
+    stated = sum(group.column(column).num_values for group in groups for column in columns)
+    return max(stated, about.num_rows)
+
+
+def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
+    """A Parquet table of at least one row. columns: those that must be there, each filled, with the
+    kind and the least of its values.
+
+    Raises dpdist.core.files.NoSuchFile, and UserError naming column and row for what does not
+    fit.
+    """
+    path = Path(path)
+    reader = open_parquet(path)
+    if (values := count_values(reader)) > _MOST_VALUES:
+        raise UserError(f"{path}: holds {values:,} values, at most {_MOST_VALUES:,} are read")
+    try:
+        table = reader.read()
+        table.validate(full=True)
+    except parquet_errors() as error:
+        raise UserError(f"{path}: not a readable Parquet table: {reason(error)}") from error
+    if table.num_rows != reader.metadata.num_rows:
+        raise UserError(
+            f"{path}: damaged: its footer counts {reader.metadata.num_rows:,} rows, "
+            f"{table.num_rows:,} are there"
+        )
+    names = table.column_names
+    twice = sorted({name for name in names if names.count(name) > 1})
+    missing = [name for name in columns if name not in names]
+    if twice or missing:
+        said = [f"no column {name!r}" for name in missing]
+        said += [f"column {name!r} is there twice" for name in twice]
+        raise UserError(f"{path}: damaged: {', '.join(said)}")
+    if table.num_rows == 0:
+        raise UserError(f"{path}: damaged: holds no rows")
+    for name, (kind, least) in columns.items():
+        _check_column(path, name, table[name], kind, least)
+    return table
+
+
+def _check_column(
+    path: Path, name: str, values: pa.ChunkedArray, kind: type, least: float | None
+) -> None:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if kind is object:
+        return
+    words, known = _KINDS[kind]
+    if not any(getattr(pa.types, name)(values.type) for name in known):
+        raise UserError(f"{path}: damaged: column {name!r} must hold {words}, holds {values.type}")
+    wrong = pc.is_null(values, nan_is_null=kind is float)
+    if least is not None:
+        wrong = pc.or_kleene(wrong, pc.less(values, least))
+    row = pc.index(wrong, True).as_py()
+    if row >= 0:
+        right = words if least is None else f"{words} >= {least:g}"
+        found = shown(values[row].as_py())
+        raise UserError(f"{path}: damaged: row {row}, {name!r} must hold {right}, got {found}")
+
+
+# --- YAML files -------------------------------------------------------------------------------
+
+
+MOST_YAML_BYTES = 128 * 2**10
+_YAML_DEPTH = 50
+_DIGITS = 100
+_NODES = 20_000  # with every alias written out
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+
+
+def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
+    """The documents of a YAML file, as plain dicts, lists, strings, numbers, booleans and None.
+
+    other_bases: read 010 and 1:30 as YAML does, as 8 and 90, which nobody else does; cluster files
+    hold modes so.
+
+    Raises dpdist.core.files.NoSuchFile when there is none, UserError for what is refused above,
+    for more than 128 KiB and for what is no YAML.
+    """
+    return parse_yaml(read_text(path, MOST_YAML_BYTES), str(path), other_bases=other_bases)
+
+
+def parse_yaml(text: str, where: str, *, other_bases: bool = False) -> list[Any]:
+    """`read_yaml` of text that came otherwise; `where` begins the complaints."""
+    loader = None
+    try:
+        loader = _Loader(text, other_bases)
+        documents = []
+        while loader.check_data():
+            documents.append(loader.get_data())
+        return documents
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 5,000 digits
+        raise UserError(f"{where}: cannot be read as YAML: {reason(error)}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader, without dates (they stay text), that refuses what the module says."""
+
+    def __init__(self, text: str, other_bases: bool) -> None:
+        super().__init__(text)
+        self._other_bases = other_bases
+        self._open = 0
+        self._size: dict[int, int] = {}  # of each finished node, aliases written out
+        self._height: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        alias = isinstance(event, yaml.AliasEvent)
+        line = event.start_mark.line + 1
+        if not alias and event.tag is not None and event.tag != "!":
+            raise UserError(f"line {line}: a tag ({shown(event.tag)}); write the plain value")
+        self._open += 1
+        if self._open > _YAML_DEPTH:
+            raise UserError(f"line {line}: nested more than {_YAML_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._open -= 1
+        if alias:
+            if id(node) not in self._size:
+                raise UserError(f"line {line}: an alias of what it lies in (*{event.anchor})")
+        else:
+            self._measure(node)
+        if self._size[id(node)] > _NODES or self._open + self._height[id(node)] > _YAML_DEPTH:
+            raise UserError(
+                f"line {line}: more than {_NODES:,} values or {_YAML_DEPTH} levels, "
+                "aliases written out"
+            )
+        return node
+
+    def _measure(self, node: Any) -> None:
+        inner: list[Any] = []
+        if isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        elif isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+            self._check_keys(node)
+        else:
+            self._check_scalar(node)
+        self._size[id(node)] = 1 + sum(self._size[id(part)] for part in inner)
+        self._height[id(node)] = 1 + max((self._height[id(part)] for part in inner), default=0)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        seen: dict[Any, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise UserError(f"line {line}: a key must be a word or a number")
+            name = key.value if key.tag.endswith(":merge") else self.construct_object(key)
+            if name in seen:
+                raise UserError(
+                    f"{shown(key.value)} is given twice, on lines {seen[name]} and {line}: keep one"
+                )
+            seen[name] = line
+
+    def _check_scalar(self, node: yaml.ScalarNode) -> None:
+        line, text = node.start_mark.line + 1, node.value
+        number = node.tag.endswith((":int", ":float"))
+        if number and len(text) > _DIGITS:
+            raise UserError(f"line {line}: a number of {len(text):,} characters")
+        if any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in text):
+            raise UserError(f"line {line}: {shown(text)} is no text")
+        octal = number and node.tag.endswith(":int") and _OCTAL.fullmatch(text)
+        if not self._other_bases and (octal or (number and ":" in text)):
+            raise UserError(
+                f"line {line}: {text} must be a decimal number, YAML reads it to the base "
+                f'{8 if octal else 60}: write {self.construct_object(node)}, or "{text}" for the '
+                "text"
+            )
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

@@ -1,0 +1,99 @@
+"""Import optional and fragile libraries in one place: extras, torchvision, foreign arrays.
+
+A missing extra is reported with the command that installs it. torchvision refuses to be imported
+beside a CPU-only torch, because the schemas of two compiled operators are missing; defining these
+two schemas makes its data sets, transforms and models work (images are decoded by Pillow instead).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from dpdist.core.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+# --- libraries of extras ----------------------------------------------------------------------
+
+
+def library(name: str, extra: str, key: str) -> ModuleType:
+    """The module `name`. key: of the recipe that needs it. Raises UserError when it is missing."""
+    install_torchvision_hook()  # what it imports may import torchvision
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{key}: needs {name} ({error}): pip install 'dpdist[{extra}]'") from error
+
+
+# --- torchvision ------------------------------------------------------------------------------
+
+
+_SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+_library = None  # torch.library definitions vanish with their object: keep it
+
+
+def torchvision(submodule: str = "") -> ModuleType:
+    """The module torchvision, or one of its submodules ("datasets", "models", ...)."""
+    name = f"torchvision.{submodule}" if submodule else "torchvision"
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    for half_imported in [m for m in sys.modules if m.split(".")[0] == "torchvision"]:
+        del sys.modules[half_imported]
+    _define_schemas()
+    return importlib.import_module(name)
+
+
+def _define_schemas() -> None:
+    global _library
+    if _library is None:
+        import torch
+
+        library = torch.library.Library("torchvision", "DEF")
+        for name, schema in _SCHEMAS.items():
+            if not hasattr(torch.ops.torchvision, name):
+                library.define(schema)
+        _library = library
+
+
+class _Mender(MetaPathFinder):
+    """Whoever imports torchvision first (an unpickled model, a library) gets the mended one."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            torchvision()
+            return sys.modules["torchvision"].__spec__
+        return None
+
+
+def install_torchvision_hook() -> None:
+    """Worker process setup hook: costs nothing until torchvision is imported."""
+    if "torchvision" not in sys.modules and not any(isinstance(f, _Mender) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Mender())
+
+
+# --- tensors of foreign arrays ----------------------------------------------------------------
+
+
+def tensor_of(array: np.ndarray) -> Tensor:
+    """Return an array as a tensor: on the same memory, or a copy where that must not be written.
+
+    Arrays that come out of Ray's object store or of a mapped file are read-only, of which torch
+    warns on the user's terminal.
+    """
+    import torch
+
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

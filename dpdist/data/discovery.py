@@ -1,0 +1,321 @@
+"""Inspect a folder of data: splits, columns, classes and sizes, found from the files.
+
+Accepted are Parquet files as `dpdist.data.parquet` reads them, and folders of pictures, one for
+each class (SPLIT/CLASS/*.png), which `look_at_pictures` turns into Parquet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from dpdist.core.errors import UserError
+from dpdist.core.files import (
+    check_text_name,
+    open_parquet,
+    parquet_errors,
+    parse_any_json,
+    read_bytes,
+    reason,
+    regular_file,
+    written_aside,
+)
+from dpdist.data.parquet import decode_picture, image_bytes, is_list, read_rows, split_files
+
+TRAIN = ("train", "training")
+TEST = ("test", "testing", "validation", "valid", "val", "dev")
+LABELS = ("label", "labels", "class", "target", "y", "fine_label")
+_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+_MOST_CLASSES = 1000  # of a label column that was not named
+_AT_ONCE = 500  # pictures in memory, of
+_MOST_AT_ONCE = 2**26  # bytes in all, but for the last
+_MOST_BYTES = 2**28  # of one picture
+
+
+@dataclass(frozen=True)
+class Found:
+    """A data set in root/name. features: numeric columns, where there is no image column. names: of
+    the classes, by number; () where nobody says. shape: of one input."""
+
+    root: Path
+    name: str
+    train: str
+    test: str
+    records: int
+    tested: int
+    image: str | None
+    features: tuple[str, ...]
+    label: str
+    classes: int
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def look(folder: Path) -> Found:
+    """What lies in a data set's folder. Raises UserError for what could not be trained on."""
+    folder = folder.resolve()
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name the one with the training and test files")
+    check_text_name(folder)
+    root, name = folder.parent, folder.name
+    train, test = _split(folder, TRAIN, "training"), _split(folder, TEST, "test")
+    files = split_files(root, name, train)
+    schema = open_parquet(files[0]).schema_arrow
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        raise UserError(f"{files[0]}: has more than one column {twice[0]!r}; rename the others")
+    label, image = _label(schema, files), _image(schema)
+    features = () if image is not None else _features(schema, label, files[0])
+    records, tested = (sum(map(_rows, each)) for each in (files, split_files(root, name, test)))
+    classes, names = _classes(schema, files, label)
+    shape = _shape(files[0], image, features)
+    return Found(
+        root, name, train, test, records, tested, image, features, label, classes, names, shape
+    )
+
+
+def _split(folder: Path, names: Sequence[str], what: str) -> str:
+    for name in names:
+        try:
+            split_files(folder.parent, folder.name, name)
+            return name
+        except UserError:
+            continue
+    looked = ", ".join(f"{name}.parquet" for name in names[:2])
+    raise UserError(
+        f"{folder}: no {what} split (looked for {looked}, ..., also SPLIT-*.parquet, data/ and "
+        f"SPLIT/*.parquet, and for pictures in {names[0]}/CLASS/)"
+    )
+
+
+def _rows(file: Path) -> int:
+    return open_parquet(file).metadata.num_rows
+
+
+def _is_class(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _label(schema: pa.Schema, files: Sequence[Path]) -> str:
+    by_name = {name.lower(): name for name in schema.names}
+    for known in LABELS:
+        if known in by_name and _is_class(schema.field(by_name[known]).type):
+            return by_name[known]
+    fit = [field.name for field in schema if _is_class(field.type)]
+    if len(fit) == 1:
+        return fit[0]
+    raise UserError(
+        f"{files[0]}: no column {', '.join(LABELS[:4])}, and "
+        f"{len(fit)} others that could be the label; rename it to label"
+    )
+
+
+def _image(schema: pa.Schema) -> str | None:
+    """The first column of encoded pictures."""
+    for field in schema:
+        inner = field.type
+        if pa.types.is_struct(inner) and inner.get_field_index("bytes") >= 0:
+            return field.name
+        if pa.types.is_binary(inner) or pa.types.is_large_binary(inner):
+            return field.name
+    return None
+
+
+def _features(schema: pa.Schema, label: str, file: Path) -> tuple[str, ...]:
+    lists = [field.name for field in schema if is_list(field.type)]
+    if lists:
+        return (lists[0],)
+    numbers = [
+        field.name
+        for field in schema
+        if field.name != label
+        and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type))
+    ]
+    if not numbers:
+        raise UserError(f"{file}: neither pictures nor numeric columns beside {label!r}")
+    return tuple(numbers)
+
+
+def _classes(schema: pa.Schema, files: Sequence[Path], label: str) -> tuple[int, tuple[str, ...]]:
+    """How many there are, and their names: from the metadata that `datasets` writes, or from a
+    column of text."""
+    described = (schema.metadata or {}).get(b"huggingface", b"{}")
+    try:
+        names = parse_any_json(described, str(files[0]))["info"]["features"][label]["names"]
+        if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+            for name in names:
+                check_text_name(name)
+            return len(names), tuple(names)
+    except (UserError, KeyError, TypeError):
+        pass  # the column itself says it as well
+    found = sorted(_values(files, label, schema.field(label).type))
+    if not found:
+        raise UserError(f"{files[0]}: column {label!r} has no values: no classes")
+    if isinstance(found[0], str):
+        return len(found), tuple(found)
+    if found[0] < 0:
+        raise UserError(f"{files[0]}: column {label!r} has {found[0]}; classes begin at 0")
+    return found[-1] + 1, ()
+
+
+def _values(files: Sequence[Path], label: str, kind: pa.DataType) -> set[Any]:
+    """The different values of the label column. Raises UserError for too many to be classes."""
+    found: set[Any] = set()
+    for file in files:
+        for _, table in read_rows(file, open_parquet(file), [label]):
+            if table[label].type != kind:
+                raise UserError(
+                    f"{file}: label column {label!r} is {table[label].type}, in {files[0]} {kind}"
+                )
+            found |= set(pc.unique(table[label]).to_pylist()) - {None}
+            if len(found) > _MOST_CLASSES:
+                raise UserError(
+                    f"{file}: column {label!r} has more than {_MOST_CLASSES:,} values: no classes"
+                )
+    return found
+
+
+def _shape(file: Path, image: str | None, features: tuple[str, ...]) -> tuple[int, ...]:
+    columns = [image] if image is not None else list(features)
+    try:
+        batches = open_parquet(file).iter_batches(batch_size=1, columns=columns)
+        first = next(batches, None)
+    except parquet_errors() as error:
+        raise UserError(f"{file}: damaged near row 0: {reason(error)}") from error
+    if first is None or not first.num_rows:
+        raise UserError(f"{file}: no records")
+    if image is None:
+        several = is_list(first.schema.field(0).type)
+        value = first.column(0)[0].as_py() if several else features
+        if value is None:
+            raise UserError(f"{file} row 0: column {columns[0]!r} has no features")
+        return (len(value),)
+    raw = image_bytes(first.column(0), file, image)[0].as_py()
+    if raw is None:
+        raise UserError(f"{file} row 0: no image")
+    try:
+        return decode_picture(raw).shape
+    except ValueError as error:
+        raise UserError(f"{file} row 0: the image cannot be decoded: {reason(error)}") from error
+
+
+# --- folders of pictures
+
+
+def has_pictures(folder: Path) -> bool:
+    """Return whether a folder holds SPLIT/CLASS/picture, and no Parquet files.
+
+    Parquet that a process left below a hidden folder when it was killed is none.
+    """
+    files = (path.relative_to(folder) for path in folder.rglob("*.parquet"))
+    seen = any(not any(part.startswith(".") for part in path.parts) for path in files)
+    return not seen and any(_classes_in(folder / split) for split in TRAIN)
+
+
+def _classes_in(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(each.name for each in folder.iterdir() if next(_pictures(each), None))
+
+
+def _pictures(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (p for p in sorted(folder.iterdir()) if p.suffix.lower() in _PICTURES)
+
+
+def _schema_of(names: list[str]) -> pa.Schema:
+    """As `datasets` writes pictures: bytes and file name, a number for the class."""
+    about = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    fields = [("image", image), ("label", pa.int64())]
+    return pa.schema(fields, {"huggingface": json.dumps(about)})
+
+
+def _check_picture(path: Path) -> None:
+    """Raise UserError unless a file can be decoded."""
+    try:
+        decode_picture(read_bytes(path, _MOST_BYTES))
+    except ValueError as error:
+        raise UserError(f"{path}: the image cannot be decoded: {reason(error)}") from error
+
+
+def _some(paths: Iterator[Path]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the content and names of some pictures at a time."""
+    some: list[dict[str, Any]] = []
+    size = 0
+    for path in paths:
+        check_text_name(path)
+        some.append({"bytes": read_bytes(path, _MOST_BYTES), "path": path.name})
+        size += len(some[-1]["bytes"])
+        if len(some) == _AT_ONCE or size > _MOST_AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def look_at_pictures(folder: Path, aside: Path) -> Found:
+    """Return what lies in a folder of pictures once the Parquet files in `aside` lie there too.
+
+    Writes these: SPLIT.parquet for each SPLIT/ of pictures. Raises UserError for what could not be
+    trained on; the folder itself is as it was.
+    """
+    _write_pictures(folder, aside)
+    try:
+        found = look(aside)
+    except UserError as error:
+        place, written = f"{folder.resolve()}", f"{aside.resolve()}"
+        raise UserError(str(error).replace(written, place)) from error
+    return replace(found, root=folder.resolve().parent, name=folder.resolve().name)
+
+
+def _write_pictures(folder: Path, target: Path) -> None:
+    """Write SPLIT.parquet for each SPLIT/ of pictures, in which CLASS is its place in alphabetical
+    order, with the names of the classes.
+
+    Raises UserError for a test class that training lacks, and for a picture that is no regular file
+    or that a link brings from outside the folder: whatever it is would be copied.
+    """
+    check_text_name(folder)
+    splits = [name for name in (*TRAIN, *TEST) if _classes_in(folder / name)]
+    if not set(splits) & set(TEST):
+        raise UserError(f"{folder}: no test split: put its pictures into {TEST[0]}/CLASS/")
+    names = _classes_in(folder / next(name for name in TRAIN if name in splits))
+    for split in splits:
+        classes = _classes_in(folder / split)
+        for name in classes:
+            check_text_name(folder / split / name)
+            _check_inside(folder, _pictures(folder / split / name))
+            _check_picture(next(_pictures(folder / split / name)))
+        unknown = set(classes) - set(names)
+        if unknown:
+            raise UserError(f"{folder / split / min(unknown)}: a class without training pictures")
+    for split in splits:
+        path = target / f"{split}.parquet"
+        with written_aside(path) as aside, pq.ParquetWriter(aside, _schema_of(names)) as file:
+            _write_split(folder / split, names, file)
+
+
+def _check_inside(folder: Path, pictures: Iterator[Path]) -> None:
+    """Raise UserError unless all of these are regular files below the folder, links followed."""
+    inside = folder.resolve()
+    for picture in pictures:
+        if not regular_file(picture).resolve().is_relative_to(inside):
+            raise UserError(
+                f"{picture}: a link must not lead out of {folder}, this one leads to "
+                f"{picture.resolve()}; put the pictures themselves there"
+            )
+
+
+def _write_split(folder: Path, names: list[str], file: pq.ParquetWriter) -> None:
+    for number, name in enumerate(names):
+        for images in _some(_pictures(folder / name)):
+            rows = {"image": images, "label": [number] * len(images)}
+            file.write_table(pa.table(rows, _schema_of(names)))

@@ -1,0 +1,121 @@
+"""Hashes that identify records, and checksums that protect the cache of decoded data.
+
+A record is identified by a hash of its input as a model sees it, without its label; a text by a
+hash of the whole document, whatever reads it. The same picture stored as 8 or as 16 bits, under
+another label or in another row is the same record; one changed pixel or letter makes another one,
+which no comparison finds.
+
+A folder of the cache is as private and as decisive as the files that it was made of: which records
+are public, tested on or trained on follows from it. So its last file holds the checksums of the
+others, and a folder that does not match is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from dpdist.core.errors import UserError
+from dpdist.core.files import read_json, sync, write_atomic, write_json
+
+# --- hashes of records ------------------------------------------------------------------------
+
+
+_CHUNK = 2**22  # values turned into floats at once
+_BYTES = 16  # of a hash
+STORED = "record-hashes.npy"  # beside the records
+
+
+def as_model_sees(rows: np.ndarray) -> np.ndarray:
+    """Stored inputs as float32: bytes are divided by 255 into [0, 1], floats stay as they are."""
+    if rows.dtype != np.uint8:
+        return rows
+    seen = rows.astype(np.float32)
+    seen /= np.float32(255)
+    return seen
+
+
+def hashes_of(inputs: np.ndarray) -> np.ndarray:
+    """Hashes of stored inputs (N, *shape), each of its own input alone: (N,) of 16 bytes."""
+    found = bytearray()
+    rows = max(1, _CHUNK // max(1, inputs[0].size))
+    for start in range(0, len(inputs), rows):
+        seen = as_model_sees(np.ascontiguousarray(inputs[start : start + rows]))
+        for row in seen + np.float32(0):  # -0.0 becomes 0.0
+            found += hashlib.blake2b(
+                row.tobytes(), digest_size=16, person=b"dpdist.record"
+            ).digest()
+    return np.frombuffer(bytes(found), dtype="S16")
+
+
+def positions(hashes: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each hash, uniform over different inputs: float64 (N,)."""
+    words = np.frombuffer(hashes.tobytes(), dtype="<u8").reshape(-1, 2)[:, 0]
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
+def stored_hashes(folder: Path) -> np.ndarray:
+    """Hashes of the records stored in `folder`: those kept beside them, or computed once of their
+    inputs."""
+    path = folder / STORED
+    if not path.exists():
+        inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
+        write_hashes(folder, hashes_of(inputs).tobytes())
+    raw = path.read_bytes()
+    if not raw or raw[-_BYTES:] != _sum(raw[:-_BYTES]):
+        raise damaged(path)
+    return np.frombuffer(raw[:-_BYTES], dtype=f"S{_BYTES}")
+
+
+def write_hashes(folder: Path, hashes: bytes) -> None:
+    """Keep the hashes of a folder's records beside them, and behind them their own."""
+    write_atomic(folder / STORED, hashes + _sum(hashes))
+
+
+def _sum(hashes: bytes) -> bytes:
+    return hashlib.blake2b(hashes, digest_size=_BYTES, person=b"dpdist.hashes").digest()
+
+
+# --- checksums of the cache -------------------------------------------------------------------
+
+
+_SUMS = "sums.json"
+
+
+def seal(folder: Path) -> None:
+    """Bring a folder's files to the disk, and say what they hold."""
+    paths = sorted(folder.iterdir())
+    for path in paths:
+        sync(path)
+    write_json(folder / _SUMS, {path.name: [*_seen(path), _digest(path)] for path in paths})
+
+
+def check_sealed(folder: Path) -> None:
+    """Raise UserError unless the files are those that were written. One whose size and time are
+    still the same is not read again."""
+    if not (folder / _SUMS).exists():
+        raise damaged(folder / _SUMS)
+    for name, said in read_json(folder / _SUMS).items():
+        path = folder / name
+        if not isinstance(said, list) or not path.is_file():
+            raise damaged(path)
+        if [*_seen(path), said[-1]] != said and _digest(path) != said[-1]:
+            raise damaged(path)
+
+
+def damaged(path: Path) -> UserError:
+    """The complaint about a file of the cache."""
+    return UserError(f"{path}: damaged; remove {path.parent}, which is made again of your data")
+
+
+def _seen(path: Path) -> list[int]:
+    info = os.stat(path)
+    return [info.st_size, info.st_mtime_ns]
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -1,0 +1,254 @@
+"""Data sets by name: digits and drawn images are built in, others are read as Parquet."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import dpdist.data.synthetic as synthetic
+from dpdist.core.errors import UserError
+from dpdist.core.files import built_aside, private_folder, written_aside
+from dpdist.data.dataset import Dataset
+from dpdist.data.parquet import Columns, load_parquet, split_files
+from dpdist.data.record_hashes import seal, write_hashes
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set lies. root None means built in. Splits are names of Parquet files or
+    folders. labels: only the records of these, renumbered in this order; () for all. names: of the
+    classes, where the files call them so."""
+
+    name: str
+    classes: int
+    root: Path | None = None
+    train: str = "train"
+    test: str = "test"
+    columns: Columns = field(default_factory=Columns)
+    labels: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class DrawnDataset:
+    """A data set that a computer draws: its size, the shape of an image, and what draws them."""
+
+    classes: int
+    records: int
+    shape: tuple[int, int, int]
+    draw: Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
+INVENTED = {
+    "strokes": DrawnDataset(
+        synthetic.STROKE_CLASSES,
+        synthetic.STROKE_RECORDS,
+        synthetic.STROKE_SHAPE,
+        synthetic.draw_strokes,
+    ),
+    "scenes": DrawnDataset(
+        synthetic.SCENE_CLASSES,
+        synthetic.SCENE_RECORDS,
+        synthetic.SCENE_SHAPE,
+        synthetic.draw_scenes,
+    ),
+}
+BUILT_IN = {"digits": 10, **{name: made.classes for name, made in INVENTED.items()}}
+FETCHABLE = ("mnist", "cifar10", "cifar100", "svhn")
+
+
+def cache_folder() -> Path:
+    """Where decoded splits are kept: $DPDIST_CACHE, or ~/.cache/dpdist."""
+    return Path(os.environ.get("DPDIST_CACHE") or Path.home() / ".cache" / "dpdist")
+
+
+def load(source: Source, split: str) -> Dataset:
+    """The split "train" or "test" of a data set, decoded on first use and memory-mapped afterwards.
+
+    Raises UserError for an unknown name, a missing root, and whatever `load_parquet` finds wrong.
+    """
+    cache = cache_folder()
+    whole = _whole(source, split, cache)
+    return of_labels(whole, source.labels, cache) if source.labels else whole
+
+
+def _whole(source: Source, split: str, cache: Path) -> Dataset:
+    name = f"{source.name}/{split}"
+    if source.root is None:
+        if source.name not in BUILT_IN:
+            raise UserError(
+                f"data.name: {source.name!r} is not built in ({', '.join(BUILT_IN)}); "
+                "give its folder with --data-root or data.root"
+            )
+        if source.classes != BUILT_IN[source.name]:
+            raise UserError(
+                f"data.classes: {source.name} has {BUILT_IN[source.name]}, got {source.classes}"
+            )
+        if source.columns.text is not None:
+            raise UserError(f"data.text: {source.name} are images; leave it out")
+        if source.name in INVENTED:
+            return _invented(source.name, split, cache)
+        return _digits(split, cache)
+    files = split_files(source.root, source.name, source.train if split == "train" else source.test)
+    return load_parquet(files, name, source.classes, source.columns, cache, source.names)
+
+
+def has(source: Source, split: str) -> bool:
+    """Whether the split's files are there; they are not read."""
+    if source.root is None:
+        return source.name in BUILT_IN
+    try:
+        split_files(source.root, source.name, source.train if split == "train" else source.test)
+    except UserError:
+        return False
+    return True
+
+
+def split_by_id(records: int, fraction: float, salt: str) -> np.ndarray:
+    """Boolean (records,): which records a split of about `fraction` holds.
+
+    A record's side depends on its own id and the salt alone, so that adding or removing one record
+    never moves another across the split.
+    """
+    threshold = int(fraction * 2**64)
+    sides = np.empty(records, dtype=bool)
+    for record in range(records):
+        raw = hashlib.blake2b(f"{salt}/{record}".encode(), digest_size=8).digest()
+        sides[record] = int.from_bytes(raw, "little") < threshold
+    return sides
+
+
+def _digits(split: str, cache: Path) -> Dataset:
+    """scikit-learn's 1,797 digits of 8x8 pixels, a fifth of them (by hash of the index) for
+    testing."""
+    folder = cache / f"digits-{split}-1"
+    if not folder.exists():
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        chosen = split_by_id(len(digits.target), 0.2, "dpdist.digits") == (split == "test")
+        inputs = np.round(digits.images[chosen, None] * (255 / 16)).astype(np.uint8)
+        labels = digits.target[chosen].astype(np.int64)
+        _write(folder, inputs, labels, _meta(f"digits/{split}", 10, inputs, labels))
+    return Dataset.open(folder)
+
+
+def _invented(name: str, split: str, cache: Path) -> Dataset:
+    """What a computer draws for training, and others of the same classes for testing."""
+    folder = cache / f"{name}-{split}-1"
+    if not folder.exists():
+        made = INVENTED[name]
+        count, seed = (made.records, 0) if split == "train" else (made.records // 10, 1)
+        inputs, labels = made.draw(count, seed)
+        meta = _meta(f"{name}/{split}", made.classes, inputs, labels)
+        _write(folder, inputs, labels, meta)
+    return Dataset.open(folder)
+
+
+def _meta(name: str, classes: int, inputs: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    fingerprint = hashlib.blake2b(inputs.tobytes() + labels.tobytes(), digest_size=16)
+    return {"name": name, "classes": classes, "fingerprint": fingerprint.hexdigest()}
+
+
+def of_labels(whole: Dataset, labels: tuple[int, ...], cache: Path) -> Dataset:
+    """The records of a whole split with these labels, renumbered in this order: a data set of its
+    own, to whose fingerprint no other record adds. Raises UserError when there are none."""
+    folder = cache / f"{whole.folder.name}-labels-{'-'.join(map(str, labels))}"
+    if not folder.exists():
+        found = np.asarray(whole.labels)
+        rows = np.flatnonzero(np.isin(found, labels))
+        if not len(rows):
+            raise UserError(f"data.labels: {whole.name} has no record with one of {list(labels)}")
+        numbers = np.full(whole.classes, -1, dtype=np.int64)
+        numbers[list(labels)] = np.arange(len(labels))
+        inputs, marks = np.ascontiguousarray(whole.inputs[rows]), numbers[found[rows]]
+        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
+        digest.update(inputs.tobytes())
+        digest.update(marks.tobytes())
+        meta = {
+            "name": whole.name,
+            "classes": len(labels),
+            "fingerprint": digest.hexdigest(),
+            "largest_group": whole.largest_group,  # of all labels: at least that of these
+            "read": whole.read,
+        }
+        _write(folder, inputs, marks, meta, whole.hashes[rows])
+    return Dataset.open(folder)
+
+
+def _write(
+    folder: Path,
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    meta: dict[str, Any],
+    hashes: np.ndarray | None = None,
+) -> None:
+    with built_aside(folder, first=True) as aside:
+        private_folder(aside)
+        np.save(aside / "inputs.npy", inputs)
+        np.save(aside / "labels.npy", labels)
+        if hashes is not None:
+            write_hashes(aside, hashes.tobytes())
+        (aside / "meta.json").write_text(json.dumps(meta))
+        seal(aside)
+
+
+def fetch(name: str, root: Path, progress: Callable[[str], None] = lambda line: None) -> Path:
+    """Download a data set through torchvision and write it under root/NAME as Parquet.
+
+    Raises UserError for an unknown name or when the download fails; an existing split is kept.
+    """
+    if name not in FETCHABLE:
+        raise UserError(f"data fetch: unknown {name!r}; one of {', '.join(FETCHABLE)}")
+    from dpdist.core.optional_imports import torchvision
+
+    datasets = torchvision("datasets")
+    target = root / name
+    download = root / ".download"
+    for split in ("train", "test"):
+        path = target / f"{split}.parquet"
+        if path.exists():
+            progress(f"{path} is already there")
+            continue
+        progress(f"downloading {name} {split} ...")
+        try:
+            if name == "svhn":
+                source = datasets.SVHN(download, split=split, download=True)
+            else:
+                maker = getattr(datasets, {"mnist": "MNIST"}.get(name, name.upper()))
+                source = maker(download, train=split == "train", download=True)
+        except Exception as error:  # urllib, ssl, OSError, RuntimeError: whatever the mirror does
+            raise UserError(
+                f"data fetch {name}: the download failed ({type(error).__name__}: {error}); check "
+                "the network, or "
+                f"put Parquet files with columns image and label at {target}/train.parquet and "
+                "test.parquet"
+            ) from error
+        target.mkdir(parents=True, exist_ok=True)
+        _write_images(source, path)
+        progress(f"wrote {path}")
+    shutil.rmtree(download, ignore_errors=True)
+    return target
+
+
+def _write_images(source, path: Path) -> None:
+    images, labels = [], []
+    for position in range(len(source)):
+        picture, label = source[position]
+        buffer = io.BytesIO()
+        picture.save(buffer, format="PNG")
+        images.append({"bytes": buffer.getvalue(), "path": f"{position}.png"})
+        labels.append(int(label))
+    with written_aside(path) as aside:
+        pq.write_table(pa.table({"image": images, "label": labels}), aside, row_group_size=1000)

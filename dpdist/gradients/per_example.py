@@ -1,0 +1,552 @@
+"""Per-example gradients of one parameter, in three forms; their norms and weighted sums.
+
+A layer call adds to a parameter's per-example gradients in its cheapest form; all forms have the
+example on dimension 0:
+
+* dense: the per-example gradients themselves.
+* outer product: a sum over positions of left ⊗ right. Its norm needs only the Gram matrices of the
+  two factors ("ghost norm", Goodfellow 2015; Li et al. 2022), its clipped sum one matrix product.
+* embedding rows: one row per looked-up token.
+
+Channels-last convolutions produce their gradients as (out, kh, kw, in); `order` is the permutation
+that brings such a gradient to the parameter's own shape, applied to the sum only.
+
+`PerExampleGradient` adds the contributions of one parameter over draws, repeated calls of a module
+and modules that share the parameter, so cross terms are right by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpdist.core.errors import UserError
+
+# --- three forms ------------------------------------------------------------------------------
+
+
+# Materialising writes the per-example gradient once and reads it twice; those are memory-bound
+# passes, each worth about this many multiply-adds per element of a matrix product.
+_TRAFFIC_COST = 4.0
+# Above this many elements a parameter's per-example gradients are not kept when the Gram matrices
+# are smaller.
+_LARGE = 1 << 18
+# Patches are copied out this many bytes per thread at a time: they are multiplied while still in
+# the cache, four times faster than all at once on large images.
+_CHUNK_BYTES = 3 << 19
+# Below this many positions a product is bound by writing its result.
+FEW_POSITIONS = 64
+# Factors are widened to float64, and products of them made, this many bytes at a time.
+_WIDE_BYTES = 32 << 20
+# Squares are added up in their own precision this many at a time: the bound on a norm's rounding
+# grows with it (`squared_lengths`), so `dpdist.gradients.clipping.rounding_slack` rests on it.
+_BLOCK = 128
+# The smallest squared norm of a gradient of T positions, in units of T^2 (sum_t |l_t| |r_t|)^2:
+# `dpdist.gradients.clipping.sum_slack` rests on it.
+_CANCELLATION_FLOOR = 2.0**-42
+
+
+Order = tuple[int, ...] | None
+
+
+@dataclass
+class Dense:
+    """values: (B, *parameter.shape), or in the stored order (see `Outer.order`)."""
+
+    values: Tensor
+    order: Order = None
+
+
+@dataclass
+class Outer:
+    """left: (B, T, o), right: (B, T, i); gradient of example b: sum_t left[b, t] ⊗ right[b, t].
+
+    right may be an overlapping view (B, *positions, *window) of a convolution's input, whose last
+    `window` dimensions make up i: its patches are then copied out in pieces that stay in the cache.
+    order: see the module's head. source: what right was made of, where that is the layer's input;
+    calls that saw the same input have the same right factor.
+    """
+
+    left: Tensor
+    right: Tensor
+    order: Order = None
+    source: Tensor | None = None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """(o, i)."""
+        return self.left.shape[2], self.right[0].numel() // self.left.shape[1]
+
+    def saw_what(self, other: Outer) -> bool:
+        """saw_what(other) did: the same memory, which both hold."""
+        own, its = self.source, other.source
+        if own is None or its is None or self.left.shape != other.left.shape:
+            return False
+        return (own.data_ptr(), own.shape, own.stride(), own.dtype) == (
+            its.data_ptr(), its.shape, its.stride(), its.dtype
+        )  # fmt: skip
+
+    def matrices(self) -> Outer:
+        """The same with a (B, T, i) right factor: the patches of a convolution are copied out."""
+        batch, positions, _ = self.left.shape
+        return Outer(self.left, self.right.reshape(batch, positions, -1), self.order)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Slices of the batch with their left^T (b, o, T) and right (b, T, i)."""
+        batch, positions, _ = self.left.shape
+        step = batch
+        if self.right.dim() > 3:
+            example = self.right[0].numel() * self.right.element_size()
+            step = max(1, torch.get_num_threads() * _CHUNK_BYTES // example)
+        for start in range(0, batch, step):
+            piece = slice(start, min(start + step, batch))
+            right = self.right[piece]
+            yield piece, self.left[piece].transpose(1, 2), right.reshape(len(right), positions, -1)
+
+    def dense(self) -> Tensor:
+        """(B, o, i)."""
+        out = self.left.new_empty(len(self.left), *self.widths)
+        for piece, left, right in self.pieces():
+            torch.bmm(left, right, out=out[piece])
+        return out
+
+    def add_to(self, total: Tensor) -> None:
+        """total (B, o, i) += the per-example gradients."""
+        for piece, left, right in self.pieces():
+            total[piece].baddbmm_(left, right)
+
+
+@dataclass
+class Rows:
+    """ids: (B, T) integers in [0, rows), values: (B, T, d); ids < 0 contribute nothing."""
+
+    ids: Tensor
+    values: Tensor
+    rows: int
+
+    def dense(self) -> Tensor:
+        batch, _, width = self.values.shape
+        out = self.values.new_zeros(batch, self.rows, width)
+        live = self.ids >= 0
+        example = torch.arange(batch, device=self.ids.device)[:, None].expand_as(self.ids)
+        index = (example[live], self.ids[live])
+        return out.index_put_(index, self.values[live], accumulate=True)
+
+
+Contribution = Dense | Outer | Rows
+
+
+def materialising_is_cheaper(positions: int, out_width: int, in_width: int) -> bool:
+    """Per-example gradients (kept and reused) against Gram matrices and a second product."""
+    size, grams = out_width * in_width, positions * positions
+    if size > _LARGE and grams < size:
+        return False
+    return _TRAFFIC_COST * size < grams * (out_width + in_width)
+
+
+def dense_sum(parts: list[Outer]) -> Tensor:
+    """(B, o, i): the sum of the parts' per-example gradients, as one product over all positions."""
+    batch = len(parts[0].left)
+    out = parts[0].left.new_empty(batch, *parts[0].widths)
+    positions = [part.left.shape[1] for part in parts]
+    example = sum(part.right[0].numel() * part.right.element_size() for part in parts)
+    step = max(1, torch.get_num_threads() * _CHUNK_BYTES // example)
+    for start in range(0, batch, step):
+        piece = slice(start, start + step)
+        left = torch.cat([part.left[piece] for part in parts], dim=1)
+        right = left.new_empty(len(left), sum(positions), out.shape[2])
+        for part, place in zip(parts, right.split(positions, dim=1), strict=True):
+            window = part.right.shape[1:]
+            place.view(len(left), *window).copy_(part.right[piece])
+        torch.bmm(left.transpose(1, 2), right, out=out[piece])
+    return out
+
+
+def add_rows(values: Tensor, factors: Tensor, total: Tensor, run: int) -> None:
+    """total (size,) += factors @ values (B, size): runs of `run` rows at once, and their sums in
+    float64."""
+    if values.dtype == torch.float64 or run == 1:
+        for piece, weights in zip(values.split(32), factors.split(32), strict=True):
+            total.addmv_(piece.double().t(), weights)
+        return
+    whole = len(values) // run * run
+    weights = factors.to(values.dtype)
+    if whole:
+        runs = values[:whole].unflatten(0, (-1, run))
+        total += torch.bmm(weights[:whole].view(-1, 1, run), runs).sum((0, 1), dtype=torch.float64)
+    if whole < len(values):
+        total += weights[whole:] @ values[whole:]
+
+
+def add_products(piece: Outer, factors: Tensor, total: Tensor) -> None:
+    """Add sum_b factors[b] * sum_t left[b, t] ⊗ right[b, t], made in float64, to `total`.
+
+    The products are made apart and added to `total` once. A product that began with `total` would
+    round its large intermediate terms differently after every change of another record.
+
+    Args:
+        piece: (B, T, o) and (B, T, i).
+        factors: float64 (B,).
+        total: float64, o * i numbers, contiguous.
+    """
+    left, right = piece.left, piece.right
+    matrix = total.view(left.shape[2], right.shape[2])
+    step = max(1, _WIDE_BYTES // (8 * left.shape[1] * (left.shape[2] + right.shape[2])))
+    rows = max(1, _WIDE_BYTES // (8 * right.shape[2]))
+    for start in range(0, len(left), step):
+        some = slice(start, start + step)
+        one, other, weights = left[some].double(), right[some].double(), factors[some, None, None]
+        if one.shape[2] <= other.shape[2]:
+            one = one * weights
+        else:
+            other = other * weights
+        one, other = one.flatten(0, 1).t(), other.flatten(0, 1)
+        for target, part in zip(matrix.split(rows), one.split(rows), strict=True):
+            target += part @ other
+
+
+def add_embedding_rows(piece: Rows, factors: Tensor, total: Tensor) -> None:
+    """Add sum_b factors[b] * the gradient of example b to `total`, in float64.
+
+    As in `add_products`, what one pass adds to a row is summed apart and added once.
+
+    Args:
+        piece: (B, T) ids and (B, T, d) values.
+        factors: float64 (B,).
+        total: float64 (rows, d).
+    """
+    live = piece.ids >= 0
+    ids, place = piece.ids[live].unique(return_inverse=True)
+    values = (piece.values.double() * factors[:, None, None])[live]
+    sums = total.new_zeros(len(ids), total.shape[1]).index_add_(0, place, values)
+    total.index_add_(0, ids, sums)
+
+
+def squared_lengths(values: Tensor) -> Tensor:
+    """Return the squared norms of the rows, of which none is too small by more than its rounding.
+
+    Guarantee: the computed norm is at least (1 - 2^-17.9) times the true one for float32, and
+    (1 - 2^-44) times for float64, for rows of up to 2^28 numbers and any order of summation.
+    `_BLOCK` squares are added in the precision of `values`: their sum is off by at most
+    128 u / (1 - 128 u) of itself, u = 2^-24 (Higham, Accuracy and Stability of Numerical
+    Algorithms, section 3.1), and its root by u more. Everything after that is float64, again in
+    blocks. A sum of all entries in float32 can be too small by any factor: many equal entries all
+    round down. What may be lost to underflow is added.
+
+    Args:
+        values: (B, n), float32 or float64.
+
+    Returns:
+        (B,), float64.
+    """
+    width = values.shape[1]
+    whole = width - width % _BLOCK
+    parts = [values[:, :whole].unflatten(1, (-1, _BLOCK))] if whole else []
+    parts += [values[:, None, whole:]] if whole < width or not width else []
+    lengths = torch.cat([torch.linalg.vector_norm(part, dim=2) for part in parts], dim=1)
+    squares = lengths.double().square()
+    while squares.shape[1] > _BLOCK:
+        missing = -squares.shape[1] % _BLOCK
+        squares = torch.nn.functional.pad(squares, (0, missing)).unflatten(1, (-1, _BLOCK)).sum(2)
+    return squares.sum(1) + width * _lost(values.dtype)
+
+
+def _lost(dtype: torch.dtype) -> float:
+    """Return a bound on the part of a square that underflow takes in this precision."""
+    return 2 * torch.finfo(dtype).smallest_normal
+
+
+def outer_squared_norms(piece: Outer) -> Tensor:
+    """Return the squared norms of sum_t left[b, t] ⊗ right[b, t] without making it: float64 (B,).
+
+    Guarantee: never below the true ones by more than `squared_lengths` allows, see
+    `_gram_squared_norms`.
+    """
+    left, right = piece.left, piece.right
+    if left.shape[1] == 1:
+        return squared_lengths(left[:, 0]) * squared_lengths(right[:, 0])
+    positions, widths = left.shape[1], left.shape[2] + right.shape[2]
+    example = 8 * positions * (widths + 3 * positions)
+    norms = [
+        _gram_squared_norms(_gram(one), _gram(other), widths)
+        for one, other in zip(*_in_pieces(example, left, right), strict=True)
+    ]
+    return torch.cat(norms)
+
+
+def rows_squared_norms(piece: Rows) -> Tensor:
+    """Return the squared norms of an embedding's per-example gradients: float64 (B,).
+
+    Guarantee: as of `outer_squared_norms`; an embedding's left factors are the unit vectors of the
+    looked-up rows, so that their Gram matrix is exact.
+    """
+    positions, width = piece.values.shape[1:]
+    example = 8 * positions * (width + 3 * positions)
+    norms = []
+    for ids, values in zip(*_in_pieces(example, piece.ids, piece.values), strict=True):
+        same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+        norms.append(_gram_squared_norms(_gram(values), same.double(), width))
+    return torch.cat(norms)
+
+
+def _in_pieces(example_bytes: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split the batch so that what one piece needs in float64 stays small."""
+    step = max(1, _WIDE_BYTES // max(1, example_bytes))
+    return [tensor.split(step) for tensor in tensors]
+
+
+def _gram(factor: Tensor) -> Tensor:
+    """(B, T, w) to float64 (B, T, T)."""
+    wide = factor.double()
+    return torch.bmm(wide, wide.transpose(1, 2))
+
+
+def _gram_squared_norms(gram_left: Tensor, gram_right: Tensor, widths: int) -> Tensor:
+    """Return sum_st gram_left[s, t] gram_right[s, t], raised by a bound on its rounding.
+
+    Guarantee: never below the true squared norm N^2 of sum_t l_t ⊗ r_t, for every number of
+    positions T and every width, but for a relative 2^-50. With M = (sum_t |l_t| |r_t|)^2 and
+    u = 2^-53, an entry of a Gram matrix of w products is off by at most w u |l_s| |l_t| (Higham,
+    section 3.1, and Cauchy-Schwarz), the product of two entries by (w_l + w_r + 1) u of
+    |l_s| |l_t| |r_s| |r_t|, and the sum of T^2 products by T^2 u more: at most
+    (w_l + w_r + T^2 + 1) u M in all. Twice that is added, which covers terms of second order and
+    the rounding of M. Where positions cancel, N^2 is far below M; a bound that did not grow with
+    the widths, or Gram matrices in float32, would let such a gradient escape the clip.
+
+    A further `_CANCELLATION_FLOOR` T^2 M keeps N^2 / M, and so what rounding adds to the sum of
+    clipped gradients, from becoming arbitrarily small: see `dpdist.gradients.clipping.sum_slack`.
+
+    Args:
+        gram_left, gram_right: float64 (B, T, T).
+        widths: w_l + w_r; an exact Gram matrix counts as 0.
+
+    Returns:
+        (B,), float64.
+    """
+    positions = gram_left.shape[1]
+    total = (gram_left * gram_right).sum((1, 2)).clamp(min=0)
+    squares = [gram.diagonal(dim1=1, dim2=2) for gram in (gram_left, gram_right)]
+    magnitude = (squares[0] * squares[1]).sqrt().sum(1).square()
+    rounding = (widths + positions**2 + 8) * 2.0**-52
+    bounded = total + (rounding + positions**2 * _CANCELLATION_FLOOR) * magnitude
+    lost = widths * sum(square.sum(1) for square in squares) + positions
+    return bounded + positions * _lost(torch.float64) * lost
+
+
+# --- contributions to one parameter -----------------------------------------------------------
+
+
+class PerExampleGradient:
+    """The per-example gradients of one parameter, accumulated over draws and calls.
+
+    draws: how many times each contribution is expected, for the choice of form.
+    dense_only: the parameter is shared between modules, so contributions of different forms meet.
+    """
+
+    def __init__(self, shape: torch.Size, *, draws: int = 1, dense_only: bool = False) -> None:
+        self.shape = shape
+        self._draws = draws
+        self._dense_only = dense_only
+        self._order: Order = None
+        self._dense: Tensor | None = None  # (B, *stored shape)
+        self._owned = False
+        self._waiting: list[Outer] = []  # to be materialised together
+        self._outer: list[Outer] = []
+        self._rows: list[Rows] = []
+        self._held: Outer | None = None  # whose input the next draw may see again
+        self._version = 0  # of that input
+        self._holds = draws > 1 and not dense_only
+
+    def add(self, contribution: Contribution) -> None:
+        """Add what one call of a layer gives.
+
+        Where all draws see the same input (a first layer under perturbed parameters), the left
+        factors are added up and the product is made once: sum_k left_k ⊗ right.
+        """
+        if not (
+            self._holds and isinstance(contribution, Outer) and contribution.source is not None
+        ):
+            self._add(contribution)
+        elif self._held is None:
+            self._held, self._version = contribution, contribution.source._version
+        elif contribution.saw_what(self._held):
+            self._held = replace(self._held, left=self._held.left + contribution.left)
+        else:
+            self._let_go()
+            self._add(contribution)
+
+    def _let_go(self) -> None:
+        """Where two inputs differ, no third draw is expected to see one of them again.
+
+        Raises UserError when the input was written to since it was seen.
+        """
+        self._holds, held, self._held = False, self._held, None
+        if held is not None:
+            if held.source is not None and held.source._version != self._version:
+                raise UserError(
+                    "the model changes its input in place, so that the next draw sees another one: "
+                    "let it work on a copy"
+                )
+            self._add(held)
+
+    def _add(self, contribution: Contribution) -> None:
+        if isinstance(contribution, Rows):
+            if self._dense_only:
+                self._add_dense(contribution.dense(), None, fresh=True)
+            else:
+                self._rows.append(contribution)
+        elif isinstance(contribution, Dense):
+            self._add_dense(contribution.values, contribution.order, fresh=False)
+        elif not self._dense_only and self._wait(contribution):
+            self._order = contribution.order
+            self._waiting.append(replace(contribution, source=None))  # its memory is not needed
+        elif self._dense_only or self._materialise(contribution):
+            if self._dense is not None and self._owned and not self._dense_only:
+                contribution.add_to(self._dense.view(-1, *contribution.widths))
+            else:
+                self._add_dense(contribution.dense(), contribution.order, fresh=True)
+        else:
+            self._order = contribution.order
+            self._outer.append(contribution.matrices())
+
+    def _materialise(self, piece: Outer) -> bool:
+        return materialising_is_cheaper(piece.left.shape[1] * self._draws, *piece.widths)
+
+    def _wait(self, piece: Outer) -> bool:
+        """With few positions, one product over all draws beats adding to memory K times."""
+        few = piece.left.shape[1] < FEW_POSITIONS
+        return self._draws > 1 and few and self._materialise(piece)
+
+    def _stored_shape(self, order: Order) -> tuple[int, ...]:
+        shape = [0] * len(self.shape)
+        for size, place in zip(self.shape, order or range(len(shape)), strict=True):
+            shape[place] = size
+        return tuple(shape)
+
+    def _add_dense(self, values: Tensor, order: Order, *, fresh: bool) -> None:
+        if values.dtype in (torch.float16, torch.bfloat16):  # norms and sums would round in half
+            values, fresh = values.float(), True
+        values = values.reshape(len(values), *self._stored_shape(order))
+        if self._dense_only and order is not None:  # other modules may store in another order
+            values = values.permute(0, *(1 + place for place in order)).contiguous()
+            order = None
+        if self._dense is None:
+            self._dense, self._owned, self._order = values, fresh, order
+        elif self._owned:
+            self._dense += values
+        else:  # the first one may alias a layer's output gradient
+            self._dense, self._owned = self._dense + values, True
+
+    def _merge(self) -> None:
+        """Bring several forms to one, so that norms include the cross terms."""
+        if self._held is not None:  # of all draws
+            self._draws = 1
+            self._let_go()
+        if len(self._outer) > 1:
+            left = torch.cat([piece.left for piece in self._outer], dim=1)
+            right = torch.cat([piece.right for piece in self._outer], dim=1)
+            self._outer = [Outer(left, right, self._order)]
+        if len(self._rows) > 1:
+            ids = torch.cat([piece.ids for piece in self._rows], dim=1)
+            values = torch.cat([piece.values for piece in self._rows], dim=1)
+            self._rows = [Rows(ids, values, self._rows[0].rows)]
+        if self._waiting:
+            self._add_dense(dense_sum(self._waiting), self._order, fresh=True)
+            self._waiting = []
+        if self._outer and self._dense is not None:  # calls with different numbers of positions
+            self._add_dense(self._outer.pop().dense(), self._order, fresh=True)
+
+    def squared_norms(self) -> Tensor | None:
+        """(B,) squared L2 norms in float64, never below the true ones by more than the rounding
+        slack: what squares lose to underflow is added."""
+        self._merge()
+        if self._dense is not None:
+            return squared_lengths(self._dense.flatten(1))
+        if self._outer:
+            return outer_squared_norms(self._outer[0])
+        if self._rows:
+            return rows_squared_norms(self._rows[0])
+        return None
+
+    def pieces(self) -> list[Tensor]:
+        """Return the tensors (B, ...) that norms and sums are made of."""
+        self._merge()
+        dense = [] if self._dense is None else [self._dense]
+        outer = [tensor for piece in self._outer for tensor in (piece.left, piece.right)]
+        return (
+            dense + outer + [tensor for piece in self._rows for tensor in (piece.ids, piece.values)]
+        )
+
+    def select(self, keep: Tensor | slice) -> None:
+        """Keep some examples, a mask (B,) or a slice: the others' Inf, which 0 * Inf would keep, is
+        dropped too."""
+        if self._dense is not None:
+            self._dense, self._owned = self._dense[keep], False
+        self._outer = [
+            Outer(piece.left[keep], piece.right[keep], piece.order) for piece in self._outer
+        ]
+        self._rows = [Rows(piece.ids[keep], piece.values[keep], piece.rows) for piece in self._rows]
+
+    def add_weighted_sum(self, factors: Tensor, out: Tensor, run: int) -> None:
+        """out += sum over examples of factors[b] * gradient[b], in float64.
+
+        factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run: how many
+        per-example gradients may be added in their own precision first (`clipping.short_run`).
+        Sums over positions are float64 always: positions that cancel leave nothing but rounding.
+        """
+        total = out
+        if self._order is not None:
+            total = out.new_zeros(self._stored_shape(self._order))
+        if self._dense is not None:
+            add_rows(self._dense.flatten(1), factors, total.view(-1), run)
+        for piece in self._outer:
+            add_products(piece, factors, total)
+        for rows in self._rows:
+            add_embedding_rows(rows, factors, total)
+        if self._order is not None:
+            out += total.permute(self._order)
+
+    def nbytes(self) -> int:
+        """Bytes held after all draws, from what one draw left: to choose the micro-batch."""
+        self._let_go()
+        factors = [tensor for piece in self._outer for tensor in (piece.left, piece.right)]
+        factors += [piece.values for piece in self._rows]
+        factors += [piece.left for piece in self._waiting]
+        held = sum(tensor.nbytes for tensor in factors)
+        # Windows overlap: what is held is the input they look at.
+        held += sum(piece.right.untyped_storage().nbytes() for piece in self._waiting)
+        return held * self._draws + (0 if self._dense is None else self._dense.nbytes)
+
+
+# --- one captured call of a layer -------------------------------------------------------------
+
+
+@dataclass
+class LayerCall:
+    """What a rule may look at.
+
+    inputs, kwargs: the arguments of `module.forward`, detached. backsignals: the gradient of the
+    summed loss with respect to every tensor of the (flattened) output, zeros where it was not
+    used. parameters: the values used in this call by local name (perturbed ones under parameter
+    draws). trainable: the local names whose gradients are wanted.
+    """
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    backsignals: list[Tensor]
+    parameters: dict[str, Tensor]
+    trainable: frozenset[str]
+
+    @property
+    def input(self) -> Tensor:
+        """The one tensor input of the common layers."""
+        return self.inputs[0] if self.inputs else self.kwargs["input"]
+
+    @property
+    def backsignal(self) -> Tensor:
+        return self.backsignals[0]

@@ -1,0 +1,406 @@
+"""Refuse models that void the guarantee: layers that mix examples, parameters hooks miss."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from dpdist.core.errors import UserError
+from dpdist.gradients.hooks import Layer, Objective, find_layers, run_pass
+from dpdist.gradients.per_example import LayerCall, PerExampleGradient
+
+_FEW = 4  # examples whose signals and gradients are compared with autograd's
+_SIZES = (2, 3, 5, 9, 17, 33)  # of the company that an example's values are compared in
+EXAMPLES = 33
+_MIXES = (
+    "depends on another example. Normalise within each example (torch.nn.GroupNorm), never over "
+    "the batch"
+)
+_GROUP = 1 << 20  # parameters differentiated at a time
+
+
+def refuse_mixing_layers(model: nn.Module) -> None:
+    """Raise UserError, naming the layer, for layer types known to mix examples."""
+    for name, module in model.named_modules():
+        where = f"layer {name or '(the model itself)'} ({type(module).__name__})"
+        if isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm):
+            raise UserError(
+                f"{where} normalises over the batch, so one record would change every record's "
+                "gradient: use torch.nn.GroupNorm instead"
+            )
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            raise UserError(
+                f"{where} keeps running statistics of private data: set track_running_stats=False "
+                "or use torch.nn.GroupNorm"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
+            module.scale_grad_by_freq or module.max_norm is not None
+        ):
+            raise UserError(
+                f"{where}: scale_grad_by_freq counts tokens over the batch and max_norm rewrites "
+                "weights in the forward pass: switch both off"
+            )
+
+
+def invented(
+    model: nn.Module, inputs: Tensor, targets: Tensor, count: int = EXAMPLES
+) -> tuple[Tensor, Tensor]:
+    """Invent examples of the shapes and types of these, whose values are never looked at.
+
+    Args:
+        inputs: (B, ...), B >= 0. Numbers are invented in [0, 1), for a quarter of the examples far
+            away; tokens below the model's vocabulary (its attribute of that name, or its smallest
+            embedding).
+        targets: (B, ...). Whole numbers are invented below the number of classes, which is the last
+            dimension of the model's outputs (dimension 1 where targets have all others).
+
+    Returns:
+        Inputs (count, ...) and targets (count, ...), the same ones each time.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = _vocabulary(model)
+    shape = (count, *inputs.shape[1:])
+    if tokens is not None or not inputs.is_floating_point():
+        found = torch.randint(tokens or 2, shape, generator=generator)
+    else:
+        found = torch.rand(shape, generator=generator)
+        far = count - count // 4
+        found[far:] = 10 * found[far:] + 3
+    found = found.to(inputs)
+    shape = (count, *targets.shape[1:])
+    if targets.is_floating_point():
+        return found, torch.rand(shape, generator=generator).to(targets)
+    classes = 2 if targets.dtype == torch.bool else _classes(model, found[:2], targets)
+    return found, torch.randint(classes, shape, generator=generator).to(targets)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """How many tokens it knows; None where its inputs are no tokens."""
+    known = [
+        found for module in model.modules()
+        if isinstance(found := getattr(module, "vocabulary", None), int)
+    ]  # fmt: skip
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return min(known or tables, default=None)
+
+
+def _classes(model: nn.Module, inputs: Tensor, targets: Tensor) -> int:
+    with torch.no_grad():
+        outputs = model(inputs)
+    shape = outputs.shape if isinstance(outputs, Tensor) and outputs.dim() > 1 else (0, 2)
+    last = targets.shape[1:] in (shape[1:-1], ())
+    return max(1, shape[-1 if last else 1])
+
+
+def self_check(
+    model: nn.Module,
+    objective: Objective,
+    make_gradients: Callable[[], list[PerExampleGradient]],
+    inputs: Tensor,
+    targets: Tensor,
+) -> None:
+    """Check on examples that they do not mix and that no parameter's gradient is missed.
+
+    That a run stops is seen, so the examples are public or invented: no private record has a say.
+    What a model does for special values alone is beyond them.
+
+    1. The gradient of the first example's loss with respect to every layer's output must be zero on
+       the rows of all other examples.
+    2. The unclipped sum by book-keeping must equal autograd's own gradient.
+    3. An example's loss and gradient must be the same alone and in any company, of 2 to 33
+       examples: mixing that autograd does not see (detached values) is seen here.
+
+    All in a float64 copy of the model, where rounding is far below what is looked for; in the
+    model's own precision when the copy does not run. Differences are held against the sizes of the
+    single examples' gradients, which do not cancel, and against what a change of the parameters in
+    their last digits does, which is large where a tie is decided by rounding.
+
+    Args:
+        make_gradients: makes empty ones, one per parameter.
+        inputs, targets: (B, ...), public or invented, two at least with finite gradients.
+
+    Raises:
+        UserError: the check failed, or too few gradients are finite.
+    """
+    own = _Screen(model, objective, make_gradients, inputs[:EXAMPLES], targets[:EXAMPLES], False)
+    try:
+        with torch.no_grad():
+            wide = copy.deepcopy(model).double()
+            _wake(wide)
+        screen = _Screen(wide, objective, make_gradients, _wide(own.inputs), _wide(own.targets))
+        screen.run()
+    except UserError:
+        raise
+    except Exception:  # a model with constants of its own precision, or one that cannot be copied
+        own.run()
+
+
+class _Screen:
+    """The checks of one model on a few examples, in one precision."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        make_gradients: Callable[[], list[PerExampleGradient]],
+        inputs: Tensor,
+        targets: Tensor,
+        exact: bool = True,
+    ) -> None:
+        self.model, self.objective, self.make_gradients = model, objective, make_gradients
+        self.inputs, self.targets = inputs, targets
+        self.layers = find_layers(model)
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        self.tolerance, self.dust, self.digits = (1e-7, 1e-10, 1e-12) if exact else (
+            1e-2, 1e-4, 1e-6
+        )  # fmt: skip
+
+    def run(self) -> None:
+        state = _random_state(self.inputs.device)
+        self._finite_first()
+        few = slice(_FEW)
+        _restore(state, self.inputs.device)
+        self._no_signal_crosses(self.inputs[few], self.targets[few])
+        _restore(state, self.inputs.device)
+        self._nothing_is_missed(self.inputs[few], self.targets[few], state)
+        self._company_does_not_matter()
+
+    def _finite_first(self) -> None:
+        """Put the examples whose loss and gradient are finite before the others."""
+        losses, gradients = self._gradients(self.inputs, self.targets)
+        sizes = [losses.double(), *(self._squares(gradients, len(losses)))]
+        finite = torch.stack([each.isfinite() for each in sizes]).all(0)
+        self.usable = int(finite.sum())
+        if self.usable < 2:
+            raise UserError(
+                "the model cannot be checked: fewer than two public or invented examples have a "
+                "finite loss and gradient; mend it, or run each record through it alone "
+                "(model.isolate)"
+            )
+        order = finite.int().argsort(descending=True, stable=True)
+        self.inputs, self.targets = self.inputs[order], self.targets[order]
+
+    def _squares(self, gradients: list[PerExampleGradient], count: int) -> list[Tensor]:
+        """Squared norms of each example's gradient by parameter: float64 (B,)."""
+        zero = torch.zeros(count, dtype=torch.float64, device=self.inputs.device)
+        found = [gradient.squared_norms() for gradient in gradients]
+        return [zero if each is None else each.double() for each in found]
+
+    def _gradients(
+        self, inputs: Tensor, targets: Tensor, values: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, list[PerExampleGradient]]:
+        gradients = self.make_gradients()
+
+        def collect(layer: Layer, call: LayerCall) -> None:
+            for local, contribution in layer.rule(call):
+                gradients[layer.slots[local]].add(contribution)
+
+        own = self.values if values is None else values
+        losses = run_pass(
+            self.model, self.layers, self.objective, inputs, targets, own, collect
+        )  # fmt: skip
+        return losses, gradients
+
+    def _no_signal_crosses(self, inputs: Tensor, targets: Tensor) -> None:
+        mixed: list[str] = []
+        first_only = torch.zeros(len(inputs), device=inputs.device)
+        first_only[0] = 1
+
+        def watch(layer: Layer, call: LayerCall) -> None:
+            dimension = 0
+            if isinstance(layer.module, nn.RNNBase) and not layer.module.batch_first:
+                dimension = 1
+            for signal in call.backsignals[:1]:
+                if _reaches(signal.movedim(dimension, 0)[1:]):
+                    mixed.append(layer.name)
+
+        run_pass(
+            self.model, self.layers, self.objective, inputs, targets, self.values, watch,
+            weights=first_only,
+        )  # fmt: skip
+        if mixed or _inputs_mix(self.model, self.objective, self.values, inputs, targets):
+            where = f"at or after layer {mixed[0]}" if mixed else "before the first trained layer"
+            raise UserError(f"the model mixes examples {where}: one example's loss {_MIXES}")
+
+    def _nothing_is_missed(self, inputs: Tensor, targets: Tensor, state: Tensor) -> None:
+        """Compared with the sum of the examples' norms, which does not cancel, and with that of the
+        whole gradient: of a parameter without effect (a bias before a normalisation) both ways
+        leave rounding only."""
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        _, gradients = self._gradients(inputs, targets)
+        for name, buffer in self.model.named_buffers():
+            if not torch.equal(buffer, buffers[name]) and not buffer.isnan().any():
+                raise UserError(
+                    f"buffer {name} changed in a forward pass: statistics of private data would be "
+                    "stored without noise"
+                )
+        _restore(state, inputs.device)
+        with torch.enable_grad():
+            total_loss = self.objective(self.model(inputs), targets).sum()
+        norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(inputs))]
+        whole = math.hypot(*norms)
+        named = list(self.parameters.items())
+        for group in _groups([parameter.numel() for parameter in self.parameters.values()]):
+            expected = _autograd(total_loss, [named[slot][1] for slot in group])
+            for slot, grad in zip(group, expected, strict=True):
+                if grad is None:
+                    raise UserError(
+                        f"the loss does not depend on parameter {named[slot][0]}: it would get "
+                        "noise and learn nothing; freeze it (requires_grad_(False)) or use it"
+                    )
+                size = max(norms[slot], float(grad.norm()))
+                _add_sum(gradients[slot], grad.neg_(), slice(None), len(inputs))
+                difference = float(grad.norm())
+                allowed = max(max(self.tolerance, 1e-4) * size, self.dust * whole)
+                if not difference <= allowed:
+                    raise UserError(
+                        f"the gradient of parameter {named[slot][0]} cannot be followed example by "
+                        "example: it is used outside the forward of the module that owns it, or a "
+                        "random layer draws differently in each pass"
+                    )
+
+    def _company_does_not_matter(self) -> None:
+        """The first example in company of all sizes, a few others in the largest one."""
+        for first in range(min(_FEW, self.usable)):
+            alone = self._sketch([first], 0)
+            if not torch.equal(alone, self._sketch([first], 0)):  # a random layer
+                return
+            self._compare(first, alone, _SIZES if first == 0 else _SIZES[-1:])
+
+    def _compare(self, first: int, alone: Tensor, sizes: Sequence[int]) -> None:
+        """Raise UserError where an example's sketch is another one in company than alone."""
+        moved = (self._sketch([first], 0, self._nudged()) - alone).abs()
+        allowed = self.tolerance * (alone.abs() + alone[1])
+        allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
+        allowed += 4 * moved.nan_to_num(0.0, 0.0, 0.0)
+        allowed += torch.finfo(torch.float32).tiny  # below it both precisions run out of digits
+        others = [row for row in range(len(self.inputs)) if row != first]
+        for size in sizes:
+            rows = [others[(size + place) % len(others)] for place in range(size)]
+            rows[size // 2] = first
+            if bool((~((self._sketch(rows, size // 2) - alone).abs() <= allowed)).any()):
+                raise UserError(
+                    "the model mixes examples without autograd's knowledge: among "
+                    f"{size} examples, one example's loss or gradient {_MIXES}"
+                )
+
+    def _nudged(self) -> dict[str, Tensor]:
+        """The parameters, changed in their last digits."""
+        found = {}
+        for name, value in self.values.items():
+            places = torch.arange(value.numel(), dtype=value.dtype, device=value.device)
+            found[name] = value * (1 + self.digits * places.cos_().view_as(value))
+        return found
+
+    def _sketch(
+        self, rows: list[int], place: int, values: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Loss, norm of the gradient and, by parameter, its norm and one projection: of the example
+        at `place` among these rows."""
+        losses, gradients = self._gradients(self.inputs[rows], self.targets[rows], values)
+        found = []
+        for gradient, parameter in zip(gradients, self.parameters.values(), strict=True):
+            one = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
+            _add_sum(gradient, one, slice(place, place + 1), 1)
+            found += [one.norm(), _projected(one.flatten())]
+        each = torch.stack(found)
+        return torch.cat([losses[place].double().view(1), each[::2].norm().view(1), each])
+
+
+def _add_sum(gradient: PerExampleGradient, out: Tensor, keep: slice, count: int) -> None:
+    """Add the sum over the kept examples of a parameter's gradients to `out`: float64, of its
+    shape."""
+    if gradient.squared_norms() is not None:
+        gradient.select(keep)
+        weights = torch.ones(count, dtype=torch.float64, device=out.device)
+        gradient.add_weighted_sum(weights, out, 1)
+
+
+def _projected(one: Tensor) -> Tensor:
+    """A projection of a vector (n,), made in pieces: a large one's angles need no memory."""
+    total = one.new_zeros(())
+    for start in range(0, len(one), _GROUP):
+        part = one[start : start + _GROUP]
+        angle = torch.arange(start, start + len(part), device=one.device, dtype=one.dtype)
+        total += part @ angle.cos_()
+    return total / max(1.0, math.sqrt(len(one)))
+
+
+def _wake(model: nn.Module) -> None:
+    """Give what begins at zero other values: the zero factor of a product (an adapter's second one)
+    would hide whether the first one's gradient is followed."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.any():
+            places = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            parameter.copy_(0.1 * places.cos().view_as(parameter))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _groups(sizes: list[int]) -> Iterator[list[int]]:
+    """Parameters to differentiate together: the check never holds a second full gradient."""
+    group: list[int] = []
+    for slot, size in enumerate(sizes):
+        if group and sum(sizes[member] for member in group) + size > _GROUP:
+            yield group
+            group = []
+        group.append(slot)
+    yield group
+
+
+def _inputs_mix(
+    model: nn.Module,
+    objective: Objective,
+    values: Mapping[str, Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+) -> bool:
+    """Whether the first loss depends on the other examples' (floating-point) inputs."""
+    if not inputs.is_floating_point():
+        return False
+    seen = inputs.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        losses = objective(torch.func.functional_call(model, dict(values), (seen,)), targets)
+        if not losses.requires_grad:
+            return False
+        (grad,) = torch.autograd.grad(losses[0], [seen], allow_unused=True)
+    return grad is not None and _reaches(grad[1:])
+
+
+def _reaches(others: Tensor) -> bool:
+    """Whether a gradient is not zero; NaN, which 0 * Inf makes, says nothing."""
+    return bool(torch.any(others.isfinite() & (others != 0)))
+
+
+def _autograd(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+    """Dense gradients in float64, to be written over: copies where there are several, which may lie
+    in the same memory."""
+    if not loss.requires_grad:
+        return [None] * len(parameters)
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    dense = [each.to_dense() if each is not None and each.is_sparse else each for each in found]
+    alone = len(dense) == 1
+    return [
+        each if each is None else (each if alone else each.clone()).double().contiguous()
+        for each in dense
+    ]
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _restore(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,231 @@
+"""HGM's shares r of the noise, hidden component by hidden component (Phan et al., IJCAI 2019).
+
+r (Equation 7) is the mean of |dL/dh|^beta over records, normalised: more noise where the loss is
+more sensitive. Component k then gets N(0, sigma_r^2 K r_k). As noise for robustness any r will do;
+but r shapes every record's gradient, so an r computed from private records, unpaid for, voids the
+privacy of the training. It comes from public records, or from one noised sum that is paid for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist import models
+from dpdist.core.errors import UserError
+from dpdist.data import Dataset
+from dpdist.gradients.noise import add_noise
+from dpdist.gradients.row_independence import EXAMPLES, row_classes
+from dpdist.gradients.sampling import Blocks, padded, poisson_sample, slots_of
+from dpdist.gradients.validation import invented
+from dpdist.methods.base import Redistribution, Setup, check_room
+from dpdist.models import SplitModel
+from dpdist.models.noise import keep_within
+from dpdist.privacy.mechanisms import redistribution
+from dpdist.randomness.keys import derive_key
+
+_BATCH = 256
+_PASS = 128  # records of a pass over private ones
+
+
+def shares_for(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
+    """K r from the records that the recipe names: float64 of the hidden shape.
+
+    sensitivity: the norm within which the first layer is kept. What is read, and what that costs,
+    is the recipe's choice; `Method.cost` charges it.
+    """
+    if section.source == "paid":
+        powers = _paid(section, sensitivity, setup)
+    else:
+        records = setup.public if section.source == "public" else setup.records
+        assert records is not None
+        powers = _open(section, sensitivity, setup, records)
+    return shares(powers, section.floor)
+
+
+def _open(section: Redistribution, sensitivity: float, setup: Setup, records: Dataset) -> Tensor:
+    """Equation 7 on records used without privacy, by the network trained on them.
+
+    That is the network of `without_privacy`, a frozen classifier with the weights it has.
+    """
+    field = "method.redistribution.data"
+    model, inputs, labels = without_privacy(records, section.max_records, setup, field)
+    split = models.require_split(model)
+    train_openly(model, inputs, labels, section.steps, lambda: keep_within(split, sensitivity))
+    return mean_powers(split, inputs, labels, section.beta)
+
+
+def without_privacy(
+    records: Dataset, most: int, setup: Setup, field: str
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """At most so many records, as inputs and labels, and the network that may learn from them: the
+    run's own before its first step; records of other classes need another last layer, and so a
+    network from its seed. Raises UserError, which names the field, for inputs that do not fit."""
+    # Any many are enough for a mean; evenly spaced, whatever order the file has.
+    rows = np.linspace(0, len(records) - 1, min(most, len(records))).astype(np.int64)
+    try:
+        inputs = resized(records.batch(rows), setup.spec.input_shape)
+    except ValueError as error:
+        raise UserError(f"{field}: {records.name}: {error}") from error
+    if records.classes == setup.spec.classes:
+        model = setup.initial()
+    else:
+        other = dataclasses.replace(setup.spec, classes=records.classes)
+        model = models.initialise(other, setup.recipe.training.init_seed)
+    return model, inputs, records.targets(rows)
+
+
+def _paid(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
+    """Equation 7 on private records: one clipped sum over a Poisson sample, released with noise.
+
+    The noise is fresh each time this runs: a sum whose release nobody saw costs nothing, and the
+    same noise is never added to two sums. A fixed run key gives the same noise again.
+    """
+    key, dataset = derive_key(setup.key, "redistribution"), setup.records
+    split = models.require_split(setup.initial())
+    keep_within(split, sensitivity)
+    most = check_room(setup.recipe, len(dataset))
+    sample_key = derive_key(key, "sample")
+    members = poisson_sample(sample_key, 0, len(dataset), section.sample_rate, records=len(dataset))
+    total = torch.zeros(split.hidden_shape(setup.spec.input_shape), dtype=torch.float64)
+    lost = torch.zeros_like(total)
+    planned = setup.recipe.privacy.nominal_records or len(dataset)
+
+    def powers(inputs: Tensor, labels: Tensor) -> Tensor:
+        return clipped_powers(split, inputs, labels, section.beta, section.clip_norm)
+
+    blocks = Blocks.for_batches(planned, section.sample_rate)
+    for inputs, labels, real in _passes(dataset, members, blocks, key, setup.initial(), powers):
+        part = powers(inputs, labels)[real].sum(0)
+        added = total + part  # what is lost of it, of terms >= 0, exactly
+        larger, smaller = torch.maximum(total, part), torch.minimum(total, part)
+        lost, total = lost + ((larger - added) + smaller), added
+    total += lost
+    return noised_powers(total, key, section.noise_multiplier, section.clip_norm, most)
+
+
+def _passes(
+    dataset: Dataset,
+    members: np.ndarray,
+    blocks: Blocks,
+    key: bytes,
+    model: nn.Module,
+    run: Callable[[Tensor, Tensor], Tensor],
+) -> Iterator[tuple[Tensor, Tensor, slice | np.ndarray]]:
+    """Inputs and labels of the members in passes of one shape, and which rows of each are real.
+
+    Who runs together follows from each record's place and the key (`dpdist.gradients.sampling`):
+    one record more or less changes no bit of what most others add, and how kernels round does not
+    depend on how many there are.
+    """
+    if not len(members):
+        return
+    rows = blocks.rows(_PASS)
+    example = invented(model, dataset.batch(members[:1]), dataset.targets(members[:1]), EXAMPLES)
+    classes = row_classes(lambda *some: [run(*some)], *example, rows)
+    if classes is not None:
+        classes = blocks.rows_in_use(classes)
+    for block in blocks.split(key, members):
+        slots = slots_of(key, members[block])
+        for some, real in padded(members[block], rows, classes, slots):
+            yield dataset.batch(some), dataset.targets(some), real
+
+
+def shares(sensitivities: Tensor, floor: float) -> Tensor:
+    """K r, float64, mean 1, each at least `floor`; sensitivities >= 0 of the hidden shape. Raises
+    UserError where they, or their sum, are not finite."""
+    weights = sensitivities.double().flatten()
+    if not weights.sum().isfinite():
+        raise UserError("beta: powers of the records' gradients are not finite; take a smaller one")
+    r = redistribution(weights.numpy(), floor)
+    return torch.from_numpy(r * r.size).view_as(sensitivities)
+
+
+def heterogeneous_noise(scale: float, k_r: Tensor) -> Tensor:
+    """Deviations sigma_r sqrt(K r): float32 of the hidden shape."""
+    return (scale * k_r.sqrt()).float()
+
+
+def gradient_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
+    """|dL/dh|^beta of each record: float32 (B, *hidden). L is the record's cross-entropy."""
+    hidden = split.first(inputs).detach().requires_grad_()
+    loss = nn.functional.cross_entropy(split.rest(hidden), labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    return gradient.abs().pow(beta)
+
+
+def mean_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
+    """Their mean over the records: float64 of the hidden shape. For public records."""
+    batches = zip(inputs.split(_BATCH), labels.split(_BATCH), strict=True)
+    total = sum(gradient_powers(split, x, y, beta).double().sum(0) for x, y in batches)
+    assert isinstance(total, Tensor)
+    return total / len(inputs)
+
+
+def clipped_powers(
+    split: SplitModel, inputs: Tensor, labels: Tensor, beta: float, clip_norm: float
+) -> Tensor:
+    """Return each record's vector, clipped to L2 norm clip_norm: float64 (B, *hidden).
+
+    One record more or less moves their sum by at most clip_norm. PRIVATE until noise is added.
+    """
+    powers = gradient_powers(split, inputs, labels, beta).double()
+    norms = powers.flatten(1).norm(dim=1)
+    # A record without a finite gradient counts as zero.
+    powers[~norms.isfinite()] = 0
+    factors = (clip_norm / norms.nan_to_num(posinf=1.0).clamp(min=1e-300)).clamp(max=1)
+    return powers * factors.view(-1, *[1] * (powers.dim() - 1))
+
+
+def noised_powers(
+    total: Tensor, key: bytes, noise_multiplier: float, clip_norm: float, records: int = 1
+) -> Tensor:
+    """The paid query: the clipped sum with Gaussian noise, negative components set to zero.
+
+    records: the most that it is over. A pass of 128 is off by at most 128 2^-53 times the sum of
+    its norms, and compensated summation of passes by 2^-52 times all of it (Higham, Accuracy and
+    Stability of Numerical Algorithms, sections 3.1 and 4.3): two sums by less than 2^-44 clip_norm
+    for each record.
+    """
+    std = noise_multiplier * clip_norm * (1 + 2.0**-43 * records)
+    noisy = add_noise(total.numpy(), derive_key(key, "redistribution"), std)
+    return torch.from_numpy(np.maximum(noisy, 0.0))
+
+
+def train_openly(
+    model: nn.Module, inputs: Tensor, labels: Tensor, steps: int, after: Callable[[], None]
+) -> None:
+    """A few Adam steps without privacy, to bring a network near where its gradients matter.
+
+    after: called at the start and after every step (keeps the first layer's norm).
+    """
+    after()
+    rng = np.random.default_rng(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    size = min(_BATCH // 2, len(inputs))
+    for _ in range(steps):
+        rows = torch.from_numpy(rng.choice(len(inputs), size, replace=False))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+        optimizer.step()
+        after()
+
+
+def resized(inputs: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Public inputs made to fit the model: channels averaged or repeated, sides interpolated.
+
+    inputs: (N, C, H, W) float32 in [0, 1]; shape: (C', H', W'). Raises ValueError when one of them
+    is no image.
+    """
+    if tuple(inputs.shape[1:]) == shape:
+        return inputs
+    if inputs.dim() != 4 or len(shape) != 3:
+        raise ValueError(f"inputs of shape {tuple(inputs.shape[1:])} cannot be made to fit {shape}")
+    if inputs.shape[1] != shape[0]:
+        inputs = inputs.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
+    sides = (shape[1], shape[2])
+    return nn.functional.interpolate(inputs, size=sides, mode="bilinear", align_corners=False)

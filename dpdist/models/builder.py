@@ -1,0 +1,301 @@
+"""Build a module from a model's description, and save and load it as safetensors and JSON."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dpdist.core.errors import UserError
+from dpdist.core.files import read_bytes, regular_file, write_atomic, write_json
+from dpdist.models.factory_code import FactoryCode, digests, is_beside, remember
+from dpdist.models.noise import attach_block_noise, attach_silence, drop_noise
+from dpdist.models.outputs import ViewAverage, check_views
+from dpdist.models.spec import (
+    CLASSIFIER,
+    DENOISER,
+    ZOO,
+    ModelSpec,
+    check_name,
+    check_trusted,
+    code_of,
+    factory_of,
+    is_base,
+    load_base,
+    read_spec,
+)
+from dpdist.models.zoo import Normalised
+
+_GLOBAL_GENERATOR = threading.Lock()
+
+
+def build(spec: ModelSpec, most: int | None = None) -> nn.Module:
+    """The freshly initialised module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
+    classes).
+
+    With a frozen part it is Sequential(denoiser, classifier), that part without gradients. most: of
+    its parameters, where a file of weights says how many there can be. Raises UserError when the
+    factory is unknown, fails, or does not give such a module.
+    """
+    if spec.classifier is not None and spec.denoiser is not None:
+        raise UserError(
+            "model: a frozen denoiser and a frozen classifier: nothing is left to train"
+        )
+    if spec.classifier is not None:
+        network = _composed(spec, spec.classifier, most)
+    elif spec.denoiser is not None:
+        before = build(spec.denoiser, most).requires_grad_(False)
+        check_denoiser(before, spec.denoiser)
+        network = _sequence(before, _network(spec, most))
+    else:
+        network = _network(spec, most)
+    if spec.hidden_noise:
+        attach_silence(network, tuple(spec.input_shape))
+    if spec.block_noise is not None:
+        attach_block_noise(network, spec.block_noise, [0.0] * len(spec.block_noise.modules), 0.0)
+    return network
+
+
+def _composed(spec: ModelSpec, classifier: ModelSpec, most: int | None) -> nn.Module:
+    if spec.mean or spec.std:
+        raise UserError(
+            "model.mean, model.std: a denoiser works on [0, 1]; normalisation belongs to its "
+            "classifier"
+        )
+    behind = build(classifier, most)
+    denoiser = _network(spec, most)
+    check_denoiser(denoiser, spec)
+    return _sequence(denoiser, behind.requires_grad_(False))
+
+
+def _sequence(denoiser: nn.Module, classifier: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict({DENOISER: denoiser, CLASSIFIER: classifier}))
+
+
+def check_denoiser(module: nn.Module, spec: ModelSpec) -> None:
+    """Raise UserError unless the module maps (B, *input_shape) to the same shape."""
+    try:
+        with torch.no_grad():
+            shape = tuple(module(torch.zeros(1, *spec.input_shape)).shape[1:])
+    except Exception as error:  # whatever a user's module does
+        raise UserError(f"denoiser {spec.name!r} fails: {_first_line(error)}") from error
+    if shape != tuple(spec.input_shape):
+        raise UserError(
+            f"denoiser {spec.name!r} gives {shape} for inputs of shape {tuple(spec.input_shape)}: "
+            "before a classifier it must keep the shape"
+        )
+
+
+_MOST_PARAMETERS = 2**33
+_MOST_SIZE = 2**16  # of a width, a depth, ...
+_MOST_TOKENS = 2**20  # of a vocabulary, a number in it, and positions
+_MOST_LAYERS = 512  # one after the other: each takes hundredths of a second to make
+_OF_LAYERS = ("depth", "layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers")
+_OF_TOKENS = ("vocab", "token_id", "position")
+
+
+class _Unset(TorchFunctionMode):
+    """Initial weights are not drawn: without memory some of it loads torch's compiler, a second of
+    processor time in every process."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return named.get("tensor", *args[:1])
+        return func(*args, **named)
+
+
+def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module], weights: int | None) -> None:
+    """Raise UserError for a network of the zoo that no memory would hold, before making it."""
+    values = list(spec.options.items())
+    while values:
+        name, value = values.pop()
+        values += value.items() if isinstance(value, dict) else ()
+        values += [(name, each) for each in value] if isinstance(value, list | tuple) else []
+        most = _MOST_TOKENS if any(word in str(name) for word in _OF_TOKENS) else _MOST_SIZE
+        most = _MOST_LAYERS if name in _OF_LAYERS else most
+        if isinstance(value, int) and abs(value) > most:
+            raise UserError(f"model.options: {name}: sizes must be <= {most:,}, got {value}")
+    # Shapes alone, no memory.
+    with torch.device("meta"), _Unset(), torch.random.fork_rng(devices=[]):
+        sketch = factory(tuple(spec.input_shape), spec.classes, **spec.options)
+    numbers = sum(parameter.numel() for parameter in sketch.parameters())
+    if numbers > _MOST_PARAMETERS:
+        raise UserError(f"model.options: {numbers:,} parameters, at most {_MOST_PARAMETERS:,}")
+    if weights is not None and numbers > weights:
+        raise UserError(
+            f"model.options: {numbers:,} parameters, more than {weights:,} bytes of weights "
+            "can hold"
+        )
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    """`factory_of`, and its code as it is when it is imported. Raises UserError."""
+    if name in ZOO:
+        return factory_of(name)
+    check_name(name)
+    code = digests(name)
+    factory = factory_of(name)
+    code = code or digests(name)
+    home = getattr(factory, "__module__", None)
+    if code and home and home not in code and is_beside(name, home):
+        raise UserError(
+            f"model.name: must name the module that defines the factory, {home}, so that its code "
+            f"belongs to the model; got {name!r}, which imports it by a name that is computed"
+        )
+    remember(name, code)
+    return factory
+
+
+def _network(spec: ModelSpec, weights: int | None = None) -> nn.Module:
+    factory = _factory(spec.name)
+    try:
+        if spec.name in ZOO:
+            _check_size(spec, factory, weights)
+        network = factory(tuple(spec.input_shape), spec.classes, **spec.options)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's factory does
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise UserError(f"model {spec.name!r} cannot be built: {reason}") from error
+    if not isinstance(network, nn.Module):
+        raise UserError(
+            f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"
+        )
+    if spec.mean or spec.std:
+        network = Normalised(network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0))
+    return network
+
+
+def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
+    """Raise UserError unless the module maps (B, *input_shape) to (B, classes), or (B, T, classes)
+    where it says what follows, without drawing.
+
+    Dropout is refused: its masks follow the position in the batch, so that one record fewer would
+    change the mask, and the gradient, of every record after it; and no restart could replay it.
+    """
+    inputs = torch.zeros(2, *spec.input_shape)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        try:
+            outputs = module(inputs)
+        except Exception as error:  # whatever a user's module does
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise UserError(
+                f"model {spec.name!r} fails on inputs of shape {tuple(inputs.shape)}: {reason}"
+            ) from error
+        drew = not torch.equal(before, torch.get_rng_state())
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    wanted = (2, *(spec.input_shape if spec.following else ()), spec.classes)
+    if shape != wanted:
+        each = "class" if not spec.following else "token, at each position of data.text.length"
+        raise UserError(
+            f"model {spec.name!r} gives {shape} for 2 inputs, must be {wanted}: one logit for each "
+            f"{each}"
+        )
+    if drew:
+        raise UserError(
+            f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which "
+            "private training cannot key by record: set its probability to 0, or take the layer "
+            "out; method input-noise regularises instead"
+        )
+
+
+def initialise(spec: ModelSpec, seed: int) -> nn.Module:
+    """`build` with initial weights that depend only on `seed`; the global generator is left
+    alone."""
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(spec)
+
+
+def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> None:
+    """Copy the weights saved in `folder` into a module of the same shape (public pre-training), or
+    those of a base into a model with adapters (`spec.py`).
+
+    part: DENOISER or CLASSIFIER, when the module is that part of the saved model. Raises UserError
+    when they do not fit.
+    """
+    if is_base(Path(folder)):
+        load_base(module, Path(folder))
+        return
+    path = Path(folder) / "model.safetensors"
+    try:
+        tensors = load_tensors(read_bytes(path))
+        drop_noise(tensors, module)
+        if part is not None:
+            begin = f"{part}."
+            tensors = {n.removeprefix(begin): v for n, v in tensors.items() if n.startswith(begin)}
+        module.load_state_dict(tensors)
+    except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(f"{path}: does not fit the model: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _constant(spec: ModelSpec, which: str, default: float) -> Tensor:
+    values = getattr(spec, which) or (default,)
+    channels = spec.input_shape[0]
+    if len(values) not in (1, channels):
+        raise UserError(f"model.{which}: give 1 or {channels} values, got {len(values)}")
+    if which == "std" and min(values) <= 0:
+        raise UserError(f"model.std: must be > 0, got {min(values)}")
+    return torch.tensor(values).reshape(-1, *[1] * (len(spec.input_shape) - 1))
+
+
+def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
+    """Write model.safetensors and model.json into `folder`, each whole or not at all."""
+    if isinstance(module, ViewAverage):
+        module = module.network  # the description says that it is averaged
+    folder.mkdir(parents=True, exist_ok=True)
+    # Copies, because tied weights share their memory, which safetensors refuses.
+    tensors = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in module.state_dict().items()
+    }
+    write_atomic(folder / "model.safetensors", save_tensors(tensors))
+    code = FactoryCode.of(spec.own_factories).modules
+    write_json(folder / "model.json", spec.described | ({"code": dict(code)} if code else {}))
+
+
+def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
+    """The saved model in eval mode, with its average over views where it has one.
+
+    A model.json may come from somebody else, so a factory outside the zoo is imported only when the
+    caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
+    """
+    module, spec = _loaded(folder, trusted_factory)
+    if not spec.averages:
+        return module
+    return ViewAverage(module, spec.shifts, spec.denoised_shifts, spec.mirrored).eval()
+
+
+def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
+    """As `load`, without the average: what was trained, not what answers."""
+    return _loaded(folder, trusted_factory)[0]
+
+
+def _loaded(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, ModelSpec]:
+    """The saved network in eval mode, and its description."""
+    spec = read_spec(folder)
+    check_trusted(spec, trusted_factory, folder)
+    code_of(folder).check(folder)
+    check_views(spec)
+    weights = Path(folder) / "model.safetensors"
+    # A parameter has a byte at least: what the file cannot fill is not made first.
+    module = build(spec, None if is_base(Path(folder)) else regular_file(weights).stat().st_size)
+    load_weights(module, folder)
+    return module.eval(), spec

@@ -1,0 +1,238 @@
+"""Features before a linear head: the penultimate layer, filters of patches, and scattering.
+
+Public features are a fixed function of one record, the same for every user. They read no data and
+cost nothing: public cosines, and scattering of the first order (Bruna and Mallat, "Invariant
+Scattering Convolution Networks", 2013), moduli of wavelet coefficients of which low frequencies
+are kept. Filters may also come from what private patches have in common. Responses are rectified
+on either side and averaged over large squares, which a change of single pixels moves little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.core.errors import UserError
+
+# --- the last linear layer and its input ------------------------------------------------------
+
+
+def last_linear(model: nn.Module) -> nn.Linear:
+    """The last dense layer, with a bias, among the modules. Raises UserError for a model without;
+    `Features` finds out whether it is what the model ends with."""
+    found = [module for module in model.modules() if type(module) is nn.Linear]
+    if not found or found[-1].bias is None:
+        raise UserError("the model must end in a linear layer with a bias: its head")
+    return found[-1]
+
+
+class Features:
+    """What the last linear layer of a model reads of a batch: (B, ...) to (B, D), in inference.
+
+    Raises UserError for a model that does not end in that layer.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
+        """inputs: (B, ...) to try it on. The model is this object's from now on."""
+        self._model, self._head = model.eval().requires_grad_(False), last_linear(model)
+        self._seen: list[Tensor] = []
+        seen = self._seen  # the hook holds the list, not us: a cycle keeps models and features
+        self._head.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+        with torch.no_grad():
+            answers = self._model(inputs)
+            first = self._seen[0] if self._seen else inputs
+            if len(self._seen) != 1 or first.dim() != 2 or not self._head(first).equal(answers):
+                raise UserError("the model must end in its last linear layer, used once: its head")
+
+    def __call__(self, inputs: Tensor, graph: bool = False) -> Tensor:
+        """graph: for gradients by the inputs."""
+        self._seen.clear()
+        with torch.set_grad_enabled(graph):
+            self._model(inputs)
+        return self._seen[0]
+
+
+# --- filters of patches -----------------------------------------------------------------------
+
+
+_TINY = 1e-8  # under the root of a square: smooth at 0
+
+
+class Patches(nn.Module):
+    """Images (B, C, H, W) to features (B, D) of norm 1: each filter's positive and negative part,
+    averaged over squares of `pool` pixels.
+
+    The filters are orthonormal and have mean 0 in each channel; at first they are cosines of the
+    lowest frequencies, which are public.
+    """
+
+    def __init__(self, input_shape: Sequence[int], filters: int, side: int, pool: int) -> None:
+        super().__init__()
+        channels, height, width = input_shape
+        most = channels * (side**2 - 1)
+        if not (1 <= filters <= most and side + pool - 1 <= min(height, width)):
+            raise ValueError(f"1 <= filters <= {most}, and side + pool - 1 within the image")
+        self.pool = pool
+        self.encoder = nn.Conv2d(channels, filters, side, bias=False)
+        with torch.no_grad():
+            self.encoder.weight.copy_(_cosines(channels, side)[:filters])
+        squares = ((height - side + 1) // pool) * ((width - side + 1) // pool)
+        self.size = 2 * filters * squares
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.encoder(x)
+        moduli = (code.square() + _TINY).sqrt()
+        parts = torch.cat([moduli + code, moduli - code], 1)
+        features = nn.functional.avg_pool2d(parts, self.pool).flatten(1)
+        return features / features.norm(dim=1, keepdim=True).clamp(min=_TINY)
+
+    def moments(self, inputs: Tensor) -> Tensor:
+        """Of each record, the mean over its patches p of p p', p without its channels' means and
+        scaled back to norm 1: float64 (B, P, P), Frobenius norms at most 1."""
+        layer, channels = self.encoder, inputs.shape[1]
+        p = nn.functional.unfold(inputs.double(), layer.kernel_size).transpose(1, 2)
+        p = p.unflatten(2, (channels, -1))
+        p = (p - p.mean(3, keepdim=True)).flatten(2)
+        p = p / p.norm(dim=2, keepdim=True).clamp(min=1.0)
+        p = torch.where(p.isfinite().all(2, keepdim=True), p, 0.0)
+        return p.transpose(1, 2) @ p / p.shape[1]
+
+    def take(self, moments: Tensor) -> None:
+        """Make the filters the leading eigenvectors of a noisy sum of moments, (P, P)."""
+        weight = self.encoder.weight
+        channels = weight.shape[1]
+        ones = torch.eye(channels, dtype=torch.float64).repeat_interleave(
+            len(moments) // channels, 1
+        )
+        flat = torch.eye(len(moments), dtype=torch.float64) - ones.T @ ones / ones[0].sum()
+        flat = flat.to(moments)
+        vectors = torch.linalg.eigh(flat @ moments @ flat)[1]
+        with torch.no_grad():
+            weight.copy_(vectors.flip(1)[:, : len(weight)].T.reshape(weight.shape))
+
+
+def patches_of(model: nn.Module) -> Patches:
+    """The part of a model that makes its features of patches. Raises UserError for another one."""
+    found = [module for module in model.modules() if isinstance(module, Patches)]
+    if len(found) != 1:
+        raise UserError("a private encoder is of model patches")
+    return found[0]
+
+
+def _cosines(channels: int, side: int) -> Tensor:
+    """All products of cosines over a patch but the constant ones, orthonormal, lowest frequencies
+    first: float32 (channels (side^2 - 1), channels, side, side)."""
+
+    def rows(count: int) -> Tensor:
+        places = torch.from_numpy(np.arange(count) + 0.5)
+        found = torch.stack([(math.pi / count * places * row).cos() for row in range(count)])
+        return found / found.norm(dim=1, keepdim=True)
+
+    depth, line = rows(channels), rows(side)
+    order = [(c, u, v) for c in range(channels) for u in range(side) for v in range(side) if u or v]
+    order.sort(key=lambda each: (2 * each[0] + each[1] + each[2], each))
+    products = [depth[c][:, None, None] * line[u][:, None] * line[v] for c, u, v in order]
+    return torch.stack(products).float()
+
+
+def patches(
+    input_shape: Sequence[int], classes: int, filters: int = 20, side: int = 5, pool: int = 6
+) -> nn.Module:
+    """A linear classifier of features of patches: 640 of a 28 x 28 image."""
+    features = Patches(input_shape, filters, side, pool)
+    return nn.Sequential(features, nn.Linear(features.size, classes))
+
+
+# --- scattering -------------------------------------------------------------------------------
+
+
+_FINEST = 1.6 * math.pi * 0.75  # frequency times width of a Morlet wavelet
+_TINY_MODULUS = 1e-8  # under the root of a squared modulus, which is smooth at 0 then
+
+
+class Scattering(nn.Module):
+    """Images (B, C, H, W) to features (B, D) of norm 1, of each channel by itself: the image, and
+    the moduli of its Morlet coefficients at each width (pixels) and angle, on every `stride`-th
+    pixel; of each of these maps the lowest cosines x cosines frequencies.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        angles: int,
+        widths: Sequence[float],
+        cosines: int,
+        stride: int,
+    ) -> None:
+        super().__init__()
+        channels, *sides = input_shape
+        coarse = [math.ceil(side / stride) for side in sides]
+        if not 1 <= cosines <= min(coarse) or min(widths) <= 0 or angles < 1:
+            raise ValueError(
+                f"angles >= 1, widths > 0 and 1 <= cosines <= {min(coarse)} are needed"
+            )
+        self.channels, self.scales, self.stride = channels, len(widths), stride
+        for scale, width in enumerate(widths):
+            self.register_buffer(f"wavelets_{scale}", _morlets(width, angles), False)
+        for name, (rows, columns) in (("whole", sides), ("coarse", coarse)):
+            self.register_buffer(f"{name}_rows", _lowest(rows, cosines), False)
+            self.register_buffer(f"{name}_columns", _lowest(columns, cosines).T, False)
+        self.size = channels * (1 + angles * self.scales) * cosines**2
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = x.flatten(0, 1)[:, None]
+        maps = [self._low(channels, "whole") / self.stride]  # coarse maps have as much less norm
+        for scale in range(self.scales):
+            wavelets = getattr(self, f"wavelets_{scale}")
+            padding = wavelets.shape[-1] // 2
+            parts = nn.functional.conv2d(channels, wavelets, stride=self.stride, padding=padding)
+            moduli = (parts.unflatten(1, (-1, 2)).square().sum(2) + _TINY_MODULUS).sqrt()
+            maps.append(self._low(moduli, "coarse"))
+        features = torch.cat(maps, 1).unflatten(0, (-1, self.channels)).flatten(1)
+        return features / features.norm(dim=1, keepdim=True).clamp(min=_TINY_MODULUS)
+
+    def _low(self, maps: Tensor, size: str) -> Tensor:
+        return getattr(self, f"{size}_rows") @ maps @ getattr(self, f"{size}_columns")
+
+
+def _morlets(width: float, angles: int) -> Tensor:
+    """Real and imaginary parts by turns: float32 (2 angles, 1, side, side), each real part of L1
+    norm 1 and mean 0. The envelope is twice as long as wide."""
+    reach = math.ceil(2.5 * width)
+    steps = torch.from_numpy(np.arange(-reach, reach + 1.0))
+    rows, columns = torch.meshgrid(steps, steps, indexing="ij")
+    found = []
+    for angle in range(angles):
+        turn = math.pi * angle / angles
+        across = rows * math.cos(turn) + columns * math.sin(turn)
+        along = columns * math.cos(turn) - rows * math.sin(turn)
+        envelope = (-(across.square() + along.square() / 4) / (2 * width**2)).exp()
+        phase = _FINEST / 2 / width * across
+        real, imaginary = envelope * phase.cos(), envelope * phase.sin()
+        real = real - envelope * real.sum() / envelope.sum()
+        found += [real / real.abs().sum(), imaginary / real.abs().sum()]
+    return torch.stack(found)[:, None].float()
+
+
+def _lowest(side: int, count: int) -> Tensor:
+    """The first rows of the orthonormal cosine transform: float32 (count, side)."""
+    places = torch.from_numpy(np.arange(side) + 0.5)
+    rows = torch.stack([(math.pi / side * places * row).cos() for row in range(count)])
+    return (rows / rows.norm(dim=1, keepdim=True)).float()
+
+
+def scattering(
+    input_shape: Sequence[int],
+    classes: int,
+    angles: int = 8,
+    widths: Sequence[float] = (1.0, 2.0),
+    cosines: int = 5,
+    stride: int = 2,
+) -> nn.Sequential:
+    """A linear classifier of public features: 425 of a 28 x 28 image."""
+    features = Scattering(input_shape, angles, widths, cosines, stride)
+    return nn.Sequential(features, nn.Linear(features.size, classes))

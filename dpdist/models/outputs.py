@@ -1,0 +1,111 @@
+"""From a model to its answer: device, classes of logits, and the average over views of an image.
+
+The argmax of a row that holds NaN is a constant, and of two infinities the first: such a row would
+be certified as a class with the largest radius there is. So a row of logits that is not finite has
+no class; counting, scoring and voting take that for an outcome of its own, which is never
+selected.
+
+The views of an image are the image moved by a few pixels and the mirror images. With noise on the
+input their average is a function of the noisy image like any other, so certificates hold for it.
+It costs one pass a view; where the description says `denoised_shifts`, the views are of the
+denoiser's output, so that the denoiser runs once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dpdist.core.errors import UserError
+from dpdist.core.fields import shifts_within
+from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec
+
+# --- device -----------------------------------------------------------------------------------
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Of its first parameter or buffer; the CPU for a model without any."""
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+# --- classes of logits ------------------------------------------------------------------------
+
+
+NO_CLASS = -1
+
+
+def softmax_scores(logits: Tensor) -> Tensor:
+    """Return the softmax of each row, 0 in every class where a logit is not finite.
+
+    logits: (..., classes). Returns scores in [0, 1] of the same shape, which add up to at most 1.
+    """
+    finite = logits.isfinite().all(-1, keepdim=True)
+    return torch.softmax(logits, -1).masked_fill(~finite, 0.0)
+
+
+def predicted_classes(logits: Tensor) -> Tensor:
+    """Return the class with the largest logit of each row, NO_CLASS where a logit is not finite.
+
+    Args:
+        logits: (..., classes), of any floating-point format.
+
+    Returns:
+        int64 (...). Of equal largest logits the first one counts.
+
+    Example:
+        >>> predicted_classes(torch.tensor([[0.0, 2.0], [0.0, float("nan")]])).tolist()
+        [1, -1]
+    """
+    return logits.argmax(-1).masked_fill(~logits.isfinite().all(-1), NO_CLASS)
+
+
+# --- average over views -----------------------------------------------------------------------
+
+
+def check_views(spec: ModelSpec) -> None:
+    """Raise UserError for inputs that have no such views."""
+    shape, key = tuple(spec.input_shape), "shifts" if spec.shifts else "mirrored"
+    if spec.averages and len(shape) != 3:
+        raise UserError(f"model.{key}: needs images, got inputs of shape {shape}")
+    if spec.shifts and spec.shifts >= min(shape[1:]):
+        raise UserError(
+            f"model.shifts: must be below the image's sides, got {spec.shifts} for {shape[1:]}"
+        )
+
+
+class ViewAverage(nn.Module):
+    """Mean log-probability of each class over `shifts_within(reach)` of an image (B, C, H, W), and
+    over each one's mirror image (mirrored), or (denoised) of what the network's denoiser makes of
+    it.
+
+    What leaves the image on one side enters on the other, so that the noise on a moved image has
+    the law of noise on an image, and no edge without noise tells how far it was moved.
+    """
+
+    def __init__(
+        self, network: nn.Module, reach: int, denoised: bool = False, mirrored: bool = False
+    ) -> None:
+        super().__init__()
+        self.network, self._denoised = network, denoised
+        self._shifts, self._mirrored = shifts_within(reach), mirrored
+
+    def forward(self, x: Tensor) -> Tensor:
+        network = self.network
+        if self._denoised:
+            x = network.get_submodule(DENOISER)(x)
+            network = network.get_submodule(CLASSIFIER)
+        total, views = network(x).log_softmax(1), 1
+        for view in self._others(x):
+            total, views = total + network(view).log_softmax(1), views + 1
+        return total / views
+
+    def _others(self, x: Tensor) -> Iterator[Tensor]:
+        """The views but x itself, one at a time: a batch of them all would be many."""
+        for shift in self._shifts[1:]:
+            yield x.roll(shift, (2, 3))
+        for shift in self._shifts if self._mirrored else []:
+            yield x.roll(shift, (2, 3)).flip(3)

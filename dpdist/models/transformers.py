@@ -1,0 +1,241 @@
+"""Transformers of Hugging Face's `transformers` below a head of dpdist's own, and adapters in them.
+
+The base keeps its initial weights: it is public, and enters neither clip nor noise. Trained are
+the head and the adapters that `peft` puts into the base. Nothing is downloaded and no code of a
+folder is run: a base is one of the families below, of random weights or of a folder's. Only those
+kinds and options of adapters are accepted whose records can be told apart and that begin from
+random numbers alone: others read data or weights that are loaded later, or import modules that
+they name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpdist.core.errors import UserError
+from dpdist.core.optional_imports import library
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+# kind: its class in peft, and the options that may be given.
+KINDS: dict[str, tuple[str, frozenset[str]]] = {
+    "lora": (
+        "LoraConfig",
+        frozenset({
+            "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "bias",
+            "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+        }),
+    ),
+    "ia3": ("IA3Config", frozenset({"target_modules", "feedforward_modules", "exclude_modules"})),
+}  # fmt: skip
+_KEY = "model.options.adapter"
+
+
+def inject(base: nn.Module, adapter: Mapping[str, Any]) -> None:
+    """Put adapters into `base`, in place; they are its only trained parameters, in float32.
+
+    adapter: `kind`, lora or ia3, and options of peft's LoraConfig or IA3Config. Raises UserError
+    for others.
+    """
+    kind = adapter.get("kind", "lora")
+    if kind not in KINDS:
+        raise UserError(f"{_KEY}.kind: must be one of {', '.join(KINDS)}, got {kind!r}")
+    name, allowed = KINDS[kind]
+    options = {key: value for key, value in adapter.items() if key != "kind"}
+    unknown = sorted(options.keys() - allowed)
+    if unknown:
+        raise UserError(f"{_KEY}.{unknown[0]}: kind {kind} takes {', '.join(sorted(allowed))}")
+    with torch.device("cpu"):
+        peft = library("peft", "hf", _KEY)
+    transposed = any(type(module).__name__ == "Conv1D" for module in base.modules())
+    try:
+        peft.inject_adapter_in_model(
+            getattr(peft, name)(**options, fan_in_fan_out=transposed), base
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{_KEY}: {' '.join(str(error).split())[:300]}") from error
+    for parameter in base.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+# --- transformers -----------------------------------------------------------------------------
+
+
+KEY = "model.name: transformer"
+
+
+@dataclass(frozen=True)
+class Family:
+    """name: what its classes in `transformers` begin with. pixels: it reads images (C, H, W), not
+    tokens. causal: a position sees those before it alone."""
+
+    name: str
+    pixels: bool = False
+    causal: bool = False
+
+
+FAMILIES = {
+    "bert": Family("Bert"),
+    "distilbert": Family("DistilBert"),
+    "roberta": Family("Roberta"),
+    "gpt2": Family("GPT2", causal=True),
+    "llama": Family("Llama", causal=True),
+    "qwen2": Family("Qwen2", causal=True),
+    "vit": Family("ViT", pixels=True),
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_POOLS = ("mean", "first", "last", "each")
+# What a configuration's file says besides the network: where it came from, how it was run.
+_NOT_OF_THE_NETWORK = {
+    "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "id2label",
+    "label2id", "use_cache", "model_type", "return_dict", "output_attentions",
+    "output_hidden_states", "problem_type", "finetuning_task", "task_specific_params",
+}  # fmt: skip
+
+
+class Transformer(nn.Module):
+    """Token numbers (B, T), below 0 behind a document's end, or images (B, C, H, W), to logits.
+
+    What a document says does not depend on how far it is filled up: positions behind its end are
+    attended to by nobody and do not count in the pool. vocabulary: how many tokens the base knows;
+    None for images. Attention is written out ("eager"): which kernel runs depends on shapes alone,
+    never on whether some record of the batch is filled up.
+    """
+
+    def __init__(self, base: nn.Module, family: Family, classes: int, pool: str) -> None:
+        super().__init__()
+        self.base, self.family, self.pool = base, family, pool
+        config: Any = base.config
+        self.head = nn.Linear(config.hidden_size, classes)
+        self.vocabulary: int | None = None if family.pixels else config.vocab_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype: Any = self.base.dtype
+        if self.vocabulary is None:
+            states = self.base(pixel_values=x.to(dtype)).last_hidden_state
+            real = x.new_ones(states.shape[:2], dtype=torch.bool)
+        else:
+            real = x >= 0
+            tokens = x.long().clamp(0, self.vocabulary - 1)
+            states = self.base(
+                input_ids=tokens, attention_mask=self._mask(real, dtype)
+            ).last_hidden_state
+        return self.head(_pooled(states.to(self.head.weight.dtype), real, self.pool))
+
+    def _mask(self, real: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What is added to scores of attention: (B, 1, T, T). A causal base, filled up behind the
+        end only, never looks there, and makes its own."""
+        if self.family.causal:
+            return None
+        length = real.shape[1]
+        keys = real[:, None, None, :].expand(-1, 1, length, length)
+        return torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
+
+
+def _pooled(states: Tensor, real: Tensor, pool: str) -> Tensor:
+    """(B, T, width) to (B, width); of each, as they are."""
+    if pool == "each":
+        return states
+    if pool == "first":
+        return states[:, 0]
+    count = real.sum(1, keepdim=True)
+    if pool == "last":
+        place = (count - 1).clamp(min=0)[..., None].expand(-1, 1, states.shape[2])
+        return states.gather(1, place)[:, 0]
+    return (states * real[..., None]).sum(1) / count.clamp(min=1)
+
+
+def transformer(
+    input_shape: Sequence[int],
+    classes: int,
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Any] | None = None,
+    pool: str = "mean",
+    dtype: str = "float32",
+) -> nn.Module:
+    """A frozen base with trained adapters and a trained linear head.
+
+    config: of the base, as in its config.json; model_type names one of the families. adapter: what
+    is trained in the base (`dpdist.models.transformers`); None: the head alone. pool: what the head
+    reads: the mean over positions, the first, the last of the document, or each, of a causal base
+    that says what follows (data.text.predict: next). dtype: of the base; adapters and head are
+    float32.
+    """
+    if pool not in _POOLS:
+        raise UserError(f"model.options.pool: must be one of {', '.join(_POOLS)}, got {pool!r}")
+    if dtype not in _DTYPES:
+        raise UserError(f"model.options.dtype: must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    family = _family(config.get("model_type"))
+    _check_input(input_shape, family)
+    if pool == "each" and not family.causal:
+        causal = ", ".join(name for name, each in FAMILIES.items() if each.causal)
+        raise UserError(f"model.options.pool: each is for {causal}: others see what follows")
+    base = _base(family, config).to(_DTYPES[dtype]).requires_grad_(False)
+    if adapter is not None:
+        inject(base, adapter)
+    return Transformer(base, family, classes, pool)
+
+
+def _check_input(shape: Sequence[int], family: Family) -> None:
+    if len(shape) != (3 if family.pixels else 1):
+        what = "images (C, H, W)" if family.pixels else "rows of token numbers (see data.text)"
+        raise UserError(f"{KEY}: {family.name} reads {what}, got records of shape {tuple(shape)}")
+
+
+def _base(family: Family, values: Mapping[str, Any]) -> nn.Module:
+    """The bare base, of random weights, without dropout and without a pooling layer nobody asks."""
+    transformers, known = _transformers(), known_settings(values["model_type"])
+    given = {key: value for key, value in values.items() if key not in _NOT_OF_THE_NETWORK}
+    unknown = sorted(given.keys() - known.keys())
+    if unknown:
+        raise UserError(f"model.options.config: {family.name} has no {', '.join(unknown)}")
+    given |= {key: 0.0 for key, value in known.items() if "drop" in key and _is_rate(value)}
+    config = getattr(transformers, f"{family.name}Config")(
+        **given, use_cache=False, attn_implementation="eager"
+    )
+    make = getattr(transformers, f"{family.name}Model")
+    return make(config, **bare(make))
+
+
+def bare(base: type) -> dict[str, bool]:
+    """How a base is made without the pooling layer that it may have beside its states."""
+    has = "add_pooling_layer" in inspect.signature(base.__init__).parameters  # type: ignore[misc]
+    return {"add_pooling_layer": False} if has else {}
+
+
+def known_settings(model_type: str) -> dict[str, Any]:
+    """The settings of a family of bases, and their defaults."""
+    made = getattr(_transformers(), f"{_family(model_type).name}Config")
+    return made().to_dict() | dict.fromkeys(made.attribute_map) | {"model_type": model_type}
+
+
+def _family(model_type: object) -> Family:
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        raise UserError(
+            f"model.options.config.model_type: must be one of {', '.join(FAMILIES)}, got "
+            f"{model_type!r}"
+        )
+    return family
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _transformers() -> ModuleType:
+    with torch.device("cpu"):  # whatever device the factory is called under
+        found = library("transformers", "hf", KEY)
+        said = library("transformers.utils.logging", "hf", KEY)
+    said.set_verbosity_error()
+    said.disable_progress_bar()
+    return found

@@ -1,0 +1,175 @@
+"""The evaluation of poisoning: many models of one recipe vote, and their votes are certified.
+
+Training leaves out records whose input is a test input: a run that refused them instead could be
+stopped by inserting one. The votes of private models are private: all of them together cost the
+sum of their trainings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.core.errors import UserError
+from dpdist.core.fields import MOST_MODELS, check_hex_key
+from dpdist.poisoning.certificates import MOST_VOTES, TABLE, Votes, read_votes
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.recipe import Recipe, resolve
+
+if TYPE_CHECKING:
+    from dpdist.poisoning.job import VoterSetup, Voting
+
+
+@dataclass(frozen=True)
+class Poisoning(Evaluation):
+    """Votes of many models of a recipe on test inputs.
+
+    models: how many. partitions: plain models on disjoint shards of the records, instead of private
+    ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). bag: plain models
+    too, each on so many records drawn at random (`dpdist.poisoning.certificates`). sigma: of one
+    draw of Gaussian noise on the input of every vote; None: as the models answer. start, every,
+    max_inputs: which test inputs. seed: of all keys (64 hex digits); None draws a secret one.
+    """
+
+    models: int = 66
+    partitions: bool = False
+    sigma: float | None = None
+    start: int = 0
+    every: int = 1
+    max_inputs: int | None = None
+    seed: str | None = None
+    bag: int | None = None
+
+    name: ClassVar[str] = "poisoning"
+    file: ClassVar[str] = TABLE
+    private: ClassVar[bool] = True
+    of_trained: ClassVar[bool] = False
+    unit: ClassVar[str] = "models"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.models <= MOST_MODELS:
+            raise UserError(f"--models: must be from 1 to {MOST_MODELS:,}, got {self.models:,}")
+        if self.partitions and self.sigma is not None:
+            raise UserError("--sigma: goes with models that draw at random, not with --partitions")
+        if self.partitions and self.bag is not None:
+            raise UserError("--bag: and --partitions are two ways to share the records; choose one")
+        if self.seed is not None:
+            try:
+                check_hex_key(self.seed)
+            except ValueError as error:
+                raise UserError(f"poisoning.seed: {error}") from None
+
+    @property
+    def folder_name(self) -> str:
+        kind = "partitions" if self.partitions else "models"
+        if self.bag is not None:
+            kind = f"bags-of-{self.bag}"
+        noise = "" if self.sigma is None else f"-sigma-{self.sigma:g}"
+        share = f"-every-{self.every}" if self.every > 1 else ""
+        return f"{self.name}-{kind}-{self.models}{noise}{share}"
+
+    def indices(self, count: int) -> range:
+        """Which of `count` test inputs are voted on."""
+        chosen = range(self.start, count, self.every)
+        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
+
+    def chosen(self, count: int, name: str) -> range:
+        """Return which of `count` test inputs of recipe `name` are voted on. Raises UserError for
+        none, and for more votes than are read back."""
+        indices = self.indices(count)
+        if not indices:
+            raise UserError(f"{name}: no test input is chosen, of {count:,}")
+        if self.models * len(indices) > MOST_VOTES:
+            raise UserError(
+                f"--models, --max-inputs: at most {MOST_VOTES:,} votes are kept, got "
+                f"{self.models:,} models on {len(indices):,} inputs; take fewer of either"
+            )
+        return indices
+
+    def recipe_of(self, recipe: Recipe) -> Recipe:
+        """Return the recipe that is trained: it leaves test records out. Raises UserError for one
+        that cannot."""
+        if recipe.data.drop_test_records:
+            return recipe
+        try:
+            return resolve(recipe, changes={"data.drop_test_records": True})
+        except UserError as error:
+            raise UserError(
+                f"{recipe.name}: nothing is withstood: one inserted copy of a test input stops its "
+                f"training, which cannot leave such records out ({error})"
+            ) from None
+
+    def training(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
+        """Recipe and plan of every model; with partitions, of one of average size. records: how
+        many there are.
+
+        Raises UserError for a recipe whose models cannot be trained one by one.
+        """
+        from dpdist.runs.recipe import make_plan, ordinary, refuse_answers, training_alone
+        from dpdist.training.ensembles import plan_of_shard
+
+        recipe = self.recipe_of(recipe)
+        for wrong, why in (
+            (recipe.tune is not None, "a private search is no single training"),
+            (recipe.planted is not None, "audit.kind: canaries plants records in this training"),
+            (recipe.method.withheld is not None, recipe.method.withheld),
+        ):
+            if wrong:
+                raise UserError(f"{recipe.name}: nothing to vote: {why}")
+        if self.bag is not None and self.bag > records:
+            raise UserError(f"--bag: {recipe.name} has {records:,} records, got {self.bag}")
+        if self.partitions or self.bag is not None:
+            plain = ordinary(recipe)
+            return plain, plan_of_shard(plain, self.bag or max(1, records // self.models))[1]
+        alone = training_alone(recipe)
+        plan = make_plan(alone, records, recipe.name)
+        refuse_answers(plan, recipe.name)
+        return alone, plan
+
+    def work(self, subject: Subject) -> Voting:
+        """Raises UserError for a recipe whose models cannot vote."""
+        from dpdist.poisoning.job import Voting
+
+        records, test = subject.training(), subject.test
+        asked = self.recipe_of(subject.recipe)
+        recipe, plan = self.training(asked, len(records))
+        indices = self.chosen(len(test), recipe.name)
+        wanted = {
+            "data": records.fingerprint,
+            "test": test.fingerprint,
+            "plan": plan.fingerprint(),
+            "settings": {
+                "models": self.models,
+                "partitions": self.partitions,
+                "sigma": self.sigma,
+                "inputs": [indices.start, indices.stop, indices.step],
+                "seed_given": self.seed is not None,
+                **({} if self.bag is None else {"bag": self.bag}),
+                **asked.of_model,
+            },
+        }
+        labels = np.asarray(test.labels)[np.array(indices)]
+
+        def share(seed: str) -> VoterSetup:
+            from dpdist.poisoning.job import VoterSetup
+
+            return VoterSetup(
+                recipe, plan, bytes.fromhex(seed), self.models, self.partitions, self.sigma,
+                indices, self.bag,
+            )  # fmt: skip
+
+        return Voting(wanted, self.seed, share, labels)
+
+    @classmethod
+    def read(cls, path: Path) -> Votes:
+        return read_votes(path)
+
+    @classmethod
+    def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
+        """Nothing for a report: it is private."""
+        return []

@@ -1,0 +1,376 @@
+"""Find the noise, steps or batch size that meet a target epsilon: never above it, within 0.1 %.
+
+Every search ends on a value at which `PrivacyPlan.guarantee` itself was evaluated, so the result
+meets the target by the same accountant on the same grid. Renyi bounds only supply the starting
+point. The price of choosing the best of several runs is here as well, for a secret number of runs
+and for a public one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from dpdist.privacy.guarantee import Guarantee, Neighbours
+from dpdist.privacy.phases import ParallelParts, Phase, RepeatAndSelect
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.selection import SelectionLaw
+
+# --- calibration ------------------------------------------------------------------------------
+
+
+_TOLERANCE = 1e-3  # relative, on epsilon; an integer answer may be further off by one unit
+_NOISE_LIMITS = (1e-2, 1e6)
+_ROUNDS = 60
+
+
+class Unreachable(ValueError):
+    """No value of the searched parameter meets the target."""
+
+
+def _check_target(epsilon: float) -> None:
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"the target epsilon must be > 0 and finite, got {epsilon}")
+
+
+Point = tuple[float, float]
+
+
+def _largest(
+    cost: Callable[[float], float],
+    target: float,
+    start: float,
+    limits: tuple[float, float],
+    whole: bool,
+    stride: float = 1.2,
+) -> float | None:
+    """The largest x in `limits` (up to tolerance) with cost(x) <= target; None if there is none.
+
+    cost must not decrease. Brackets from `start` in growing strides, then interpolates in
+    logarithms. whole: search whole numbers only.
+    """
+
+    def snap(x: float) -> float:
+        x = min(max(x, limits[0]), limits[1])
+        return float(round(x)) if whole else x
+
+    inside, outside = _bracket(cost, target, start, limits, snap, stride)
+    if inside is None or outside is None:
+        return None if inside is None else inside[0]
+    for trial in range(_ROUNDS):
+        if whole and outside[0] - inside[0] <= 1:
+            break
+        if not whole and outside[0] / inside[0] - 1 < 1e-12:
+            break
+        x = snap(_between(inside, outside, None if trial % 3 == 2 else target))
+        if x <= inside[0] or x >= outside[0]:
+            x = snap((inside[0] + outside[0]) / 2)
+            if x <= inside[0] or x >= outside[0]:
+                break
+        value = cost(x)
+        if value > target:
+            outside = (x, value)
+            continue
+        inside = (x, value)
+        if value >= (1 - _TOLERANCE) * target:
+            break
+    return inside[0]
+
+
+def _bracket(
+    cost: Callable[[float], float],
+    target: float,
+    start: float,
+    limits: tuple[float, float],
+    snap: Callable[[float], float],
+    stride: float,
+) -> tuple[Point | None, Point | None]:
+    """(x, cost(x)) at most and above the target, from `start` in growing strides. Without the
+    first there is no such x in the limits; without the second the first is the largest."""
+    x = snap(start)
+    inside: Point | None = None
+    outside: Point | None = None
+    while inside is None or outside is None:
+        value = cost(x)
+        if value <= target:
+            inside = (x, value)
+            if x >= limits[1] or value >= (1 - _TOLERANCE) * target:
+                return inside, None
+        else:
+            outside = (x, value)
+            if x <= limits[0]:
+                return None, outside
+        step = stride if value <= target else 1 / stride
+        further = snap(x * step)
+        x = further if further != x else snap(x + (1 if value <= target else -1))
+        stride = min(stride**2, 1e3)
+    return inside, outside
+
+
+def _between(
+    inside: tuple[float, float], outside: tuple[float, float], target: float | None
+) -> float:
+    """Where the cost is about the target, by a line through logarithms; None: the middle."""
+    low, high = math.log(inside[0]), math.log(outside[0])
+    fraction = 0.5
+    if target is not None and inside[1] > 0 and math.isfinite(outside[1]):
+        goal = math.log(target * (1 - _TOLERANCE / 2) / inside[1])
+        fraction = min(max(goal / math.log(outside[1] / inside[1]), 0.02), 0.98)
+    return math.exp(low + fraction * (high - low))
+
+
+def _two_grids(
+    plan_with: Callable[[float], PrivacyPlan],
+    target: float,
+    start: float,
+    limits: tuple[float, float],
+    whole: bool,
+) -> float | None:
+    """`_largest` on the plan's guarantee; most of the search runs on a coarser, faster grid."""
+    from dpdist.privacy import accounting
+
+    @cache
+    def fine(x: float) -> float:
+        return plan_with(x).guarantee().epsilon
+
+    def coarse(x: float) -> float:
+        plan = plan_with(x)
+        paths = plan.alternatives(plan.phases)
+        return accounting.coarse_epsilon(paths, plan.delta, plan.neighbours)
+
+    try:
+        near = _largest(coarse, target, start, limits, whole)
+    except accounting.Unsupported:  # no PLD: RDP is fast as it is
+        return _largest(fine, target, start, limits, whole)
+    if near is None:
+        return _largest(fine, target, limits[0], limits, whole)
+    value = fine(near)
+    if near < limits[1] and 0 < value < (1 - _TOLERANCE) * target:
+        # The coarse grid overstates by about the same factor a little further on.
+        corrected = target * coarse(near) / value
+        near = _largest(coarse, corrected, near, limits, whole, stride=1.003) or near
+    miss = max(target / fine(near), fine(near) / target) if fine(near) > 0 else 1.0
+    return _largest(fine, target, near, limits, whole, stride=min(1.2, 1.001 * miss))
+
+
+def calibrate_noise(
+    plan_with: Callable[[float], PrivacyPlan], epsilon: float, start: float = 1.0
+) -> float:
+    """The smallest noise multiplier s for which plan_with(s).guarantee() is within `epsilon`.
+
+    plan_with: any plan whose cost does not rise with s (several phases, a search, ...).
+    Raises Unreachable when no noise up to 1e6 is enough, ValueError for a bad target.
+    """
+    _check_target(epsilon)
+    low, high = _NOISE_LIMITS
+    limits = (1 / high, 1 / low)
+    inverse = _two_grids(lambda x: plan_with(1 / x), epsilon, 1 / start, limits, whole=False)
+    if inverse is None:
+        raise Unreachable(
+            f"no noise up to {high:g} reaches epsilon {epsilon:g}: the fixed parts of the plan "
+            "alone cost more (or the accountant's resolution is exhausted)"
+        )
+    return 1 / inverse
+
+
+def _near_epsilon(plan: PrivacyPlan) -> float:
+    from dpdist.privacy import accounting
+
+    paths = plan.alternatives(plan.phases)
+    return accounting.near_epsilon(paths, plan.delta, plan.neighbours)
+
+
+def least_noise(plan_with: Callable[[float], PrivacyPlan], epsilon: float) -> float:
+    """The smallest noise multiplier s at which plan_with(s) costs at most `epsilon`.
+
+    Raises Unreachable, or what plan_with raises.
+    """
+    _check_target(epsilon)
+    low, high = 0.1, 1e4
+    for _ in range(9):  # to within 5 % in noise: the start only has to be near
+        middle = math.sqrt(low * high)
+        if _near_epsilon(plan_with(middle)) > epsilon:
+            low = middle
+        else:
+            high = middle
+    start = high if high < 1e4 else 1.0
+    return calibrate_noise(plan_with, epsilon, start)
+
+
+def noise_multiplier_for(
+    epsilon: float,
+    *,
+    records: int,
+    batch_size: int,
+    steps: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+    batch_cap: int | None = None,
+) -> float:
+    """The smallest noise multiplier at which these DP-SGD steps cost at most `epsilon`.
+
+    Raises Unreachable, or ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
+    """
+
+    def plan_with(noise_multiplier: float) -> PrivacyPlan:
+        return PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            delta=delta,
+            neighbours=neighbours,
+            batch_cap=batch_cap,
+        )
+
+    return least_noise(plan_with, epsilon)
+
+
+def steps_for(
+    epsilon: float,
+    *,
+    records: int,
+    batch_size: int,
+    noise_multiplier: float,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+    batch_cap: int | None = None,
+    most: int = 10_000_000,
+) -> int:
+    """The largest number of steps, at most `most`, that cost at most `epsilon` (up to 0.1 %).
+
+    Raises Unreachable when one step already costs more.
+    """
+    _check_target(epsilon)
+
+    def plan_with(steps: float) -> PrivacyPlan:
+        return PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            steps=int(steps),
+            delta=delta,
+            neighbours=neighbours,
+            batch_cap=batch_cap,
+        )
+
+    start = 1.0
+    while start < most and _near_epsilon(plan_with(2 * start)) <= epsilon:
+        start *= 2
+    answer = _two_grids(plan_with, epsilon, start, (1, most), whole=True)
+    if answer is None:
+        one = plan_with(1).guarantee().epsilon
+        raise Unreachable(f"one step already costs epsilon {one:.3g}, more than {epsilon:g}")
+    return int(answer)
+
+
+def batch_size_for(
+    epsilon: float,
+    *,
+    records: int,
+    noise_multiplier: float,
+    steps: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+) -> int:
+    """The largest expected batch size, at most `records`, that costs at most `epsilon`.
+
+    Raises Unreachable when batches of one record already cost more.
+    """
+    _check_target(epsilon)
+
+    def plan_with(batch_size: float) -> PrivacyPlan:
+        return PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=int(batch_size),
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            delta=delta,
+            neighbours=neighbours,
+        )
+
+    start = 1.0
+    while 2 * start <= records and _near_epsilon(plan_with(2 * start)) <= epsilon:
+        start *= 2
+    answer = _two_grids(plan_with, epsilon, start, (1, records), whole=True)
+    if answer is None:
+        one = plan_with(1).guarantee().epsilon
+        raise Unreachable(
+            f"an expected batch of one record already costs epsilon {one:.3g}, above {epsilon:g}"
+        )
+    return int(answer)
+
+
+# --- the best of several runs -----------------------------------------------------------------
+
+
+def repeated(
+    phases: Sequence[Phase], law: SelectionLaw | None, runs: int | None
+) -> tuple[Phase, ...]:
+    """Return the phases of a search over trials that each execute the given ones.
+
+    Args:
+        phases: of one trial.
+        law: of a secret number of trials; None where the number is public.
+        runs: the public number of trials, of which all may be shown.
+    """
+    if law is not None:
+        return (RepeatAndSelect(tuple(phases), law.mean, law.shape),)
+    if runs is None:
+        raise ValueError("a search has a law of its number of trials, or the number")
+    return tuple(again for phase in phases for again in phase.times(runs))
+
+
+def training_and_search(
+    training: Sequence[Phase],
+    scoring: Sequence[Phase],
+    law: SelectionLaw | None,
+    runs: int | None,
+) -> tuple[Phase, ...]:
+    """Return the phases of training and search together.
+
+    Args:
+        training: phases that cover the training of every trial.
+        scoring: of a trial's scores on records that no trial trains on; empty for public records.
+        law: of a secret number of trials; None where the number is public.
+        runs: the public number of trials.
+    """
+    if not scoring:
+        return repeated(training, law, runs)
+    if law is None:
+        parts = (repeated(training, law, runs), repeated(scoring, law, runs))
+        return (ParallelParts(parts),)
+    return repeated((ParallelParts((tuple(training), tuple(scoring))),), law, runs)
+
+
+def search_guarantee(
+    phases: Sequence[Phase],
+    law: SelectionLaw,
+    *,
+    records: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+) -> Guarantee:
+    """What a search with a secret K costs: the smaller of two bounds, from the loss distribution of
+    one run (`dpdist.privacy.pld`) and by Renyi DP (Papernot and Steinke 2022, Theorems 2 and
+    6); its source says which.
+
+    Raises dpdist.privacy.accounting.Unsupported when a run has neither.
+    """
+    search = RepeatAndSelect(tuple(phases), law.mean, law.shape)
+    return PrivacyPlan(records, (search,), delta, neighbours=neighbours).guarantee()
+
+
+def fixed_runs_guarantee(
+    phases: Sequence[Phase],
+    runs: int,
+    *,
+    records: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+) -> Guarantee:
+    """What a fixed, public number of runs costs: plain composition; all runs may be shown."""
+    if runs < 1:
+        raise ValueError(f"the number of runs must be at least 1, got {runs}")
+    return PrivacyPlan(records, tuple(phases) * runs, delta, neighbours=neighbours).guarantee()

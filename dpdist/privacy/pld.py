@@ -1,0 +1,522 @@
+"""Privacy loss distributions (PLD) of events, their composition, and bounds on rounding errors.
+
+Counts are applied here, because the library's PLD accountant ignores the count of some events
+(randomized response): `compose_pld` self-composes every leaf itself. The loss of a step with
+Poisson sampling is evaluated at all points at once, by the library's closed form.
+
+Best of K secret runs. A run has distribution Q on a data set and Q' on a neighbour; K is drawn
+from a law with generating function phi, the runs are independent, and only the best one is
+released (ties are broken by labels drawn in advance). On the first data set the released outcome
+has density q(y) phi'(1 - t(y)), t(y) = Q(better than y). With L = ln q/q' and G(t) = max {Q'(T):
+Q(T) = t},
+
+    delta(epsilon) <= E_Q [ max over t of (phi'(1 - t) - e^(epsilon - L) phi'(1 - G(t)))_+ ],
+
+because t'(y) = Q'(better than y) <= G(t(y)) (Neyman and Pearson) and phi' increases. For a loss L
+the maximum is a convex function of q'/q, so the right side is an f-divergence, and a pair that
+dominates (Q, Q') may stand for it. K = 0 has the same chance on both sides and adds nothing at
+epsilon >= 0; below 0 the bound of the other direction gives the rest. docs/explanation/privacy.md
+has the proof step by step. Other bounds of the same price: Koskela, Redberg and Wang (ICML 2024,
+arXiv 2402.06701), Xiang et al. (arXiv 2402.13087).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import dp_accounting as dpa
+import numpy as np
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.pld import pld_pmf
+from dp_accounting.pld import privacy_loss_distribution as pld_library
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from scipy import fft, stats
+
+from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.profiles import Losses, directions, from_profiles, maximum, upper_hull
+from dpdist.privacy.selection import SelectionLaw
+
+# --- events that the library lacks ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorstOfDpEvent(dpa.DpEvent):
+    """One of `events`, chosen without the data: costs the pointwise maximum of their profiles and
+    of `floor`, or, where that is 0, of their Renyi curves.
+
+    floor: a delta; any mechanism whose profile stays below the maximum is covered as well.
+    """
+
+    events: list[dpa.DpEvent]
+    floor: float = 0.0
+
+
+# --- losses of events and their composition ---------------------------------------------------
+
+
+_RELATIONS = {
+    "add-or-remove-one": dpa.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "replace-one": dpa.NeighboringRelation.REPLACE_ONE,
+}
+FINEST_GRID = 1e-4
+# Distributions are composed by Fourier transforms in double precision, whose rounding can make a
+# delta too small: by 2.4e-17 for each composed release at most where it could be compared with the
+# exact Gaussian profile (10 to 100,000 releases). Forty times that is charged.
+_ROUNDING = 1e-15
+
+
+_LARGEST_EXPONENT = 700.0  # of e, in a float64
+
+
+class Unsupported(ValueError):
+    """No theorem we implement covers this event under this accountant and neighbouring relation."""
+
+
+class LossTooLarge(Unsupported):
+    """The privacy loss is so large (little or no noise) that no PLD is computed."""
+
+
+def relation(neighbours: Neighbours) -> dpa.NeighboringRelation:
+    """The library's name of the relation. Raises ValueError for an unknown one."""
+    if neighbours not in _RELATIONS:
+        raise ValueError(f"neighbours must be one of {sorted(_RELATIONS)}, got {neighbours!r}")
+    return _RELATIONS[neighbours]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The privacy loss of an event. pld: None if it is not private. rounding: of its deltas, which
+    is charged; a delta within ten times of it is hardly resolved, one below it not at all."""
+
+    pld: PrivacyLossDistribution | None
+    rounding: float
+
+    def epsilon(self, delta: float) -> float:
+        """The smallest epsilon at `delta`; infinity where rounding leaves nothing of it."""
+        if self.pld is None or delta <= self.rounding:
+            return math.inf
+        return float(self.pld.get_epsilon_for_delta(delta - self.rounding))
+
+    def delta(self, epsilon: float) -> float:
+        """The smallest delta at `epsilon`."""
+        if self.pld is None:
+            return 1.0
+        return min(1.0, float(self.pld.get_delta_for_epsilon(epsilon)) + self.rounding)
+
+    def resolves(self, delta: float) -> bool:
+        return delta > 10 * self.rounding
+
+
+def loss_of(event: dpa.DpEvent, neighbours: Neighbours, grid: float) -> Loss:
+    """The loss of one run of `event`, pessimistic at every grid width. Raises Unsupported."""
+    return Loss(compose_pld(event, neighbours, grid), rounding(_releases(event)))
+
+
+def rounding(releases: int) -> float:
+    """What composing so many releases is charged, in delta."""
+    return _ROUNDING * releases
+
+
+def _releases(event: dpa.DpEvent) -> int:
+    """How many releases are composed."""
+    if isinstance(event, dpa.SelfComposedDpEvent):
+        in_one = isinstance(event.event, dpa.GaussianDpEvent)  # see `compose_pld`
+        return 1 if in_one else event.count * _releases(event.event)
+    if isinstance(event, dpa.ComposedDpEvent):
+        return sum(map(_releases, event.events))
+    if isinstance(event, WorstOfDpEvent):
+        return max(map(_releases, event.events))
+    if isinstance(event, RepeatAndSelectDpEvent):  # an error of one run's delta counts E[K] times
+        return math.ceil(event.mean * _releases(event.event))
+    return 1
+
+
+@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
+def _gaussian_pld(
+    noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
+) -> PrivacyLossDistribution:
+    return sampled_gaussian_pld(noise_multiplier, sample_rate, neighbours, grid)
+
+
+@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
+def _truncated_pld(
+    event: dpa.TruncatedSubsampledGaussianDpEvent, neighbours: Neighbours, grid: float
+) -> PrivacyLossDistribution:
+    return truncated_gaussian_pld(
+        records=event.dataset_size,
+        noise_multiplier=event.noise_multiplier,
+        sample_rate=event.sampling_probability,
+        batch_cap=event.truncated_batch_size,
+        neighbours=neighbours,
+        grid=grid,
+    )
+
+
+def _laplace_pld(
+    noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
+) -> PrivacyLossDistribution:
+    if neighbours == "replace-one":
+        if sample_rate < 1.0:
+            raise Unsupported("subsampled Laplace noise is not supported under replace-one")
+        noise_multiplier = noise_multiplier / 2
+    if sample_rate < 1.0 and 1 / noise_multiplier > _LARGEST_EXPONENT:
+        raise LossTooLarge(f"a sampled Laplace release with noise {noise_multiplier:g}")
+    return pld_library.from_laplace_mechanism(
+        noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=grid
+    )
+
+
+def compose_pld(
+    event: dpa.DpEvent, neighbours: Neighbours, grid: float = FINEST_GRID, count: int = 1
+) -> PrivacyLossDistribution | None:
+    """The privacy loss distribution of `count` adaptive runs of `event`; None if it is not private.
+
+    Pessimistic at every grid width. Raises Unsupported where no PLD is known to us.
+    """
+    relation(neighbours)  # ValueError for another, which would be priced as add-or-remove-one
+    identity = pld_library.identity(value_discretization_interval=grid)
+    if count == 0 or isinstance(event, dpa.NoOpDpEvent):
+        return identity
+    if isinstance(event, dpa.NonPrivateDpEvent):
+        return None
+    if isinstance(event, dpa.SelfComposedDpEvent):
+        return compose_pld(event.event, neighbours, grid, count * event.count)
+    if isinstance(event, dpa.ComposedDpEvent):
+        total = identity
+        for part, same in groupby(event.events):
+            piece = compose_pld(part, neighbours, grid, count * len(list(same)))
+            if piece is None:
+                return None
+            total = total.compose(piece)
+        return total
+    if isinstance(event, RepeatAndSelectDpEvent):
+        searched = _searched(_Named(event), neighbours, grid)
+        return None if searched is None else _repeated(searched, count)
+    if isinstance(event, WorstOfDpEvent):
+        found = [compose_pld(choice, neighbours, grid) for choice in event.events]
+        known = [loss for loss in found if loss is not None]
+        if len(known) < len(found):
+            return None
+        return _repeated(maximum(known, event.floor), count)
+    return _mechanism_pld(event, neighbours, grid, count)
+
+
+class _Named:
+    """An event by its text: events that hold lists have no hash."""
+
+    def __init__(self, event: RepeatAndSelectDpEvent) -> None:
+        self.event, self.text = event, repr(event)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Named) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@lru_cache(maxsize=32)  # small: a search's distribution has a few thousand losses
+def _searched(
+    search: _Named, neighbours: Neighbours, grid: float
+) -> PrivacyLossDistribution | None:
+    one = compose_pld(search.event.event, neighbours, grid)
+    law = SelectionLaw(search.event.mean, search.event.shape)
+    return None if one is None else best_of(one, law)
+
+
+def _repeated(loss: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution | None:
+    """It, `count` times over; None where hardly anything finite is left, which the library cannot
+    compose."""
+    lost = max(loss._pmf_remove._infinity_mass, loss._pmf_add._infinity_mass)
+    if lost > 1 - 1e-6:
+        return None
+    return loss if count == 1 else self_compose(loss, count)
+
+
+def self_compose(loss: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution:
+    """`loss.self_compose(count)`, to the last bit but five times as fast."""
+    sides = [loss._pmf_remove]
+    if loss._pmf_add is not loss._pmf_remove:
+        sides.append(loss._pmf_add)
+    return PrivacyLossDistribution(*(_self_composed(side, count) for side in sides))
+
+
+def _self_composed(pmf: pld_pmf.PLDPmf, count: int) -> pld_pmf.PLDPmf:
+    if not (isinstance(pmf, pld_pmf.DensePLDPmf) and pmf._probs.any()):
+        return pmf.self_compose(count)
+    p, truncated = pmf._probs, 1e-15  # the library's share of the mass
+    low, high = _chernoff(p, count, truncated)
+    size = fft.next_fast_len(max(high - low + 1, len(p)))
+    composed = np.real(fft.ifft(fft.fft(p, size) ** count))
+    infinite = truncated - math.expm1(count * math.log1p(-pmf._infinity_mass))
+    return pld_pmf.DensePLDPmf(
+        pmf._discretization,
+        pmf._lower_loss * count + low,
+        np.roll(composed, -low)[: high - low + 1],
+        infinite,
+        True,
+    )
+
+
+def _chernoff(p: np.ndarray, count: int, outside: float) -> tuple[int, int]:
+    """Indices between which a sum of `count` indices lies but for a probability `outside`."""
+    low, high = 0, (len(p) - 1) * count
+    tilt = np.exp(np.arange(len(p)) / len(p))
+    up = down = p
+    for order in range(1, 21):
+        up, down = up * tilt, down / tilt
+        scale, least = len(p) / order, math.log(2 / outside)
+        high = min(high, math.ceil((count * math.log(up.sum()) + least) * scale))
+        low = max(low, math.floor(-(count * math.log(down.sum()) + least) * scale))
+    return low, high
+
+
+def _mechanism_pld(
+    event: dpa.DpEvent, neighbours: Neighbours, grid: float, count: int
+) -> PrivacyLossDistribution | None:
+    """`compose_pld` of a single mechanism."""
+    identity = pld_library.identity(value_discretization_interval=grid)
+    sample_rate, inner = 1.0, event
+    if isinstance(event, dpa.PoissonSampledDpEvent):
+        sample_rate, inner = event.sampling_probability, event.event
+        if sample_rate == 0:
+            return identity
+    if isinstance(inner, dpa.GaussianDpEvent):
+        if inner.noise_multiplier == 0:
+            return None
+        if sample_rate == 1.0:  # n Gaussian releases are one with sigma / sqrt(n), exactly
+            return _gaussian_pld(inner.noise_multiplier / math.sqrt(count), 1.0, neighbours, grid)
+        one = _gaussian_pld(inner.noise_multiplier, sample_rate, neighbours, grid)
+        return self_compose(one, count)
+    if isinstance(inner, dpa.LaplaceDpEvent):
+        if inner.noise_multiplier == 0:
+            return None
+        one = _laplace_pld(inner.noise_multiplier, sample_rate, neighbours, grid)
+        return self_compose(one, count)
+    if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
+        if event.noise_multiplier == 0:
+            return None
+        return self_compose(_truncated_pld(event, neighbours, grid), count)
+    if isinstance(event, dpa.RandomizedResponseDpEvent):
+        if neighbours != "replace-one":
+            raise Unsupported("randomized response is accounted under replace-one only")
+        if event.noise_parameter == 0 and event.num_buckets > 1:
+            return None
+        if event.num_buckets == 1:
+            return identity
+        return pld_library.from_randomized_response(
+            noise_parameter=event.noise_parameter,
+            num_buckets=event.num_buckets,
+            value_discretization_interval=grid,
+            neighboring_relation=relation(neighbours),
+        ).self_compose(count)
+    raise Unsupported(f"no privacy loss distribution is known for {type(event).__name__}")
+
+
+# --- one sampled step -------------------------------------------------------------------------
+
+
+def _amplified(epsilon: np.ndarray, sample_rate: float) -> np.ndarray:
+    """log(1 + (e^epsilon - 1) / q), the loss without subsampling; needs epsilon > log(1 - q)."""
+    epsilon = np.asarray(epsilon, dtype=float)
+    if sample_rate == 1:
+        return epsilon
+    large = epsilon > 1.0
+    safe = np.where(large, epsilon, 1.0)
+    far = safe - math.log(sample_rate) + np.log1p(-(1 - sample_rate) * np.exp(-safe))
+    with np.errstate(divide="ignore"):
+        near = np.log1p(np.maximum(np.expm1(np.where(large, 0.0, epsilon)) / sample_rate, -1.0))
+    return np.where(large, far, near)
+
+
+def _replace_cutoff(epsilon: np.ndarray, sample_rate: float, sigma: float) -> np.ndarray:
+    """Where the loss of (1-q) N(0) + q N(-1) against (1-q) N(0) + q N(1) equals epsilon.
+
+    With a = e^(1/(2 s^2)) (1-q)/q it solves sinh(x/s^2 + epsilon/2) = -a sinh(epsilon/2).
+    """
+    if sample_rate == 1:
+        return -epsilon * sigma**2 / 2
+    half = np.abs(epsilon) / 2
+    with np.errstate(divide="ignore"):
+        log_sinh = half + np.log(-np.expm1(-2 * half)) - math.log(2)
+    log_a = 0.5 / sigma**2 + math.log1p(-sample_rate) - math.log(sample_rate)
+    exponent = log_a + log_sinh  # of |right-hand side|; -inf at epsilon = 0
+    large = exponent > 0
+    far = np.where(large, exponent, 0.0)
+    far = far + np.log1p(np.sqrt(1 + np.exp(-2 * far)))
+    near = np.arcsinh(np.exp(np.where(large, 0.0, exponent)))
+    inverse = -np.sign(epsilon) * np.where(large, far, near)
+    return sigma**2 * (inverse - epsilon / 2)
+
+
+class _SampledGaussianLoss(GaussianPrivacyLoss):
+    """The library's loss at sensitivity 1, with divergences for whole arrays."""
+
+    def divergences(self, epsilons: np.ndarray) -> np.ndarray:
+        """Hockey-stick divergence at every epsilon; same shape."""
+        q, sigma = self.sampling_prob, self._standard_deviation
+        edge = -math.log1p(-q) if q < 1 else math.inf
+        if self.adjacency_type == AdjacencyType.REPLACE:
+            inner, outside = np.full(epsilons.shape, True), np.zeros_like(epsilons)
+            cutoff = _replace_cutoff(epsilons, q, sigma)
+        elif self.adjacency_type == AdjacencyType.REMOVE:
+            inner, outside = epsilons > -edge, -np.expm1(np.minimum(epsilons, 0.0))
+            cutoff = -0.5 - sigma**2 * _amplified(np.where(inner, epsilons, 0.0), q)
+        else:
+            inner, outside = epsilons < edge, np.zeros_like(epsilons)
+            cutoff = 0.5 + sigma**2 * _amplified(np.where(inner, -epsilons, 0.0), q)
+        delta = self.mu_upper_cdf(cutoff) - np.exp(epsilons + self.mu_lower_log_cdf(cutoff))
+        return np.clip(np.where(inner, delta, outside), 0.0, 1.0)
+
+
+def _pmf(sigma: float, sample_rate: float, adjacency: AdjacencyType, grid: float) -> pld_pmf.PLDPmf:
+    loss = _SampledGaussianLoss(sigma, sampling_prob=sample_rate, adjacency_type=adjacency)
+    bounds = loss.connect_dots_bounds()
+    low, high = math.floor(bounds.epsilon_lower / grid), math.ceil(bounds.epsilon_upper / grid)
+    deltas = loss.divergences(np.arange(low, high + 1) * grid)
+    if high - low < 1000:  # what the library keeps as a list
+        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(grid, low, high, deltas)
+    # The same; the library takes five times as long to list the losses first.
+    falls = np.diff(np.minimum.accumulate(deltas))
+    p = np.zeros_like(deltas)
+    p[0] = 1 - deltas[0] + falls[0] / math.expm1(grid)
+    p[1:-1] = (falls[1:] - falls[:-1] * math.exp(grid)) / math.expm1(grid)
+    p[-1] = falls[-1] / math.expm1(-grid)
+    return pld_pmf.DensePLDPmf(grid, low, np.maximum(p, 0.0), float(deltas.min()), True)
+
+
+def sampled_gaussian_pld(
+    noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
+) -> PrivacyLossDistribution:
+    """Pessimistic loss of one Poisson-sampled Gaussian step, 0 < sample_rate <= 1.
+
+    Connect-the-dots discretisation (Doroshenko et al. 2022) with spacing `grid`; equal to the
+    library's from_gaussian_mechanism up to rounding. Under replace-one the sensitivity is 2.
+    """
+    if neighbours == "replace-one":
+        return PrivacyLossDistribution(
+            _pmf(noise_multiplier, sample_rate, AdjacencyType.REPLACE, grid)
+        )
+    if sample_rate == 1:
+        return PrivacyLossDistribution(_pmf(noise_multiplier, 1.0, AdjacencyType.REMOVE, grid))
+    return PrivacyLossDistribution(
+        _pmf(noise_multiplier, sample_rate, AdjacencyType.REMOVE, grid),
+        _pmf(noise_multiplier, sample_rate, AdjacencyType.ADD, grid),
+    )
+
+
+def truncated_gaussian_pld(
+    records: int,
+    noise_multiplier: float,
+    sample_rate: float,
+    batch_cap: int,
+    neighbours: Neighbours,
+    grid: float,
+) -> PrivacyLossDistribution:
+    """Pessimistic loss of one step whose Poisson batch is cut to a random subset of `batch_cap`.
+
+    With probability t (the other records alone fill the cap) a record's presence displaces another
+    one: then, with its conditional probability of being kept, the sum moves by up to two bounds,
+    which the replace-one loss at half the noise dominates. Otherwise the step is the untruncated
+    one. The two are mixed with weight t (arXiv 2508.15089).
+    """
+    others_fill = float(stats.binom.sf(batch_cap - 1, records - 1, sample_rate))
+    plain = sampled_gaussian_pld(noise_multiplier, sample_rate, neighbours, grid)
+    if others_fill == 0.0:
+        return plain
+    kept = float(stats.binom.sf(batch_cap, records, sample_rate)) * batch_cap / records
+    displaced = _pmf(
+        noise_multiplier / 2, min(1.0, kept / others_fill), AdjacencyType.REPLACE, grid
+    )
+    return PrivacyLossDistribution(displaced).compute_mixture(plain, others_fill)
+
+
+# --- the best of several secret runs ----------------------------------------------------------
+
+
+_POINTS = 10_000  # at which the maximum over t is bounded, for each term; any number is sound
+_LOSSES = 10_000  # of one run that are told apart, about; any number is sound
+_SUPPORT = 1_024  # losses of the result on each side of zero
+_SLACK = 1e-13  # relative, for what rounding may take from the highest lines
+_NEGLIGIBLE = 1e-15  # deltas below the accuracy of a composed distribution
+
+
+def best_of(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLossDistribution:
+    """The loss of releasing the best of K runs, each with this loss; an upper bound."""
+    sides = directions(loss)
+    times = math.ceil(max(len(side.probabilities) for side in sides) / _LOSSES)
+    prices = [_Price(side.coarser(times), law) for side in sides]
+    top = max(price.top() for price in prices)
+    apart = max(1, -(-top // _SUPPORT))
+    steps = apart * np.arange(0, top // apart + 2)
+    deltas = [price.deltas(steps) for price in prices]
+    return from_profiles(sides[0].grid, times * steps, deltas)
+
+
+class _Price:
+    """The bound for one direction: sum_i p_i H(e^(epsilon - l_i)) + E[K] P(L infinite)."""
+
+    def __init__(self, losses: Losses, law: SelectionLaw) -> None:
+        self.grid, self.law, self.losses = losses.grid, law, losses
+        self._heights, self._slopes = _envelope(losses, law)
+        with np.errstate(divide="ignore"):
+            self._turns = np.diff(self._heights) / np.diff(self._slopes)
+
+    def deltas(self, steps: np.ndarray) -> np.ndarray:
+        """The bound at epsilon = steps * grid >= 0, not cut at 1: float64, the shape of steps."""
+        p, first = self.losses.probabilities, self.losses.first
+        low = int(steps[0]) - first - len(p) + 1
+        # H at every difference epsilon - loss that occurs.
+        gaps = np.arange(low, int(steps[-1]) - first + 1)
+        c = np.exp(np.minimum(gaps * self.grid, 700.0))
+        line = np.searchsorted(-self._turns, -c)
+        worst = np.maximum(self._heights[line] - c * self._slopes[line], 0.0)[::-1]
+        begin = len(worst) - (steps - first - low) - 1
+        found = np.array([p @ worst[b : b + len(p)] for b in begin])
+        return found + self.losses.infinite * self.law.mean
+
+    def top(self) -> int:
+        """Steps of an epsilon beyond which delta hardly falls."""
+        floor = self.losses.infinite * self.law.mean * (1 + 1e-9) + _NEGLIGIBLE
+        last = self.losses.first + len(self.losses.probabilities)
+        with np.errstate(divide="ignore"):
+            spread = np.log((self._heights / self._slopes).max())  # beyond it H is zero
+        end = max(self.grid, last * self.grid + spread)
+        steps = np.unique(np.geomspace(1, min(end, 300.0) / self.grid, 160).astype(int))
+        low = self.deltas(steps) <= floor
+        return int(steps[np.argmax(low)] if low.any() else steps[-1])
+
+
+def _envelope(losses: Losses, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray]:
+    """Lines a - c b whose maximum bounds phi'(1 - t) - c phi'(1 - G(t)) for all t and c >= 0.
+
+    Between two points t < u the first term is at most phi'(1 - t), the second at least
+    c phi'(1 - G(u)): the values at the points alone would be too small. Only lines that are the
+    highest somewhere are kept; heights a and slopes b both ascend.
+    """
+    deficit = max(0.0, 1.0 - losses.other.sum())
+    # Neyman-Pearson: the least losses first, where Q' has most. Linear in between: randomised.
+    size = np.minimum(np.concatenate([[0.0], np.cumsum(losses.probabilities), [1.0]]), 1.0)
+    power = np.concatenate([[deficit], deficit + np.cumsum(losses.other), [1.0]])
+    power = np.minimum(power, 1.0)
+    fine = _evenly_tilted(law)
+    t = np.unique(np.concatenate([fine, np.interp(fine, power, size)]))
+    g = np.interp(t, size, power)
+    # In ascending order, also where rounding says otherwise (heights too large, slopes too small).
+    heights = np.maximum.accumulate(law.tilt(t[:-1])[::-1])
+    slopes = np.minimum.accumulate(law.tilt(g[1:]))[::-1]
+    last = np.append(np.diff(slopes) > 0, True)  # of equal slopes the highest
+    heights, slopes = heights[last], slopes[last]
+    kept = upper_hull(slopes, heights)
+    return heights[kept] * (1 + _SLACK), slopes[kept]
+
+
+def _evenly_tilted(law: SelectionLaw) -> np.ndarray:
+    """Points from 0 to 1 between which phi'(1 - t) falls by about the same ratio."""
+    rough = np.concatenate([[0.0], np.logspace(-15, 0, 2_000)])
+    fallen = -np.log(np.maximum(law.tilt(rough), 1e-9))
+    points = np.interp(np.linspace(fallen[0], fallen[-1], _POINTS), fallen, rough)
+    return np.concatenate([points, [0.0, 1.0]])

@@ -1,0 +1,370 @@
+"""Where a model is random at prediction: nowhere, on its input, behind its first layer, in modules.
+
+The model's own forward pass draws nothing. One draw of the randomised classifier takes standard
+normals, independent for every record, and every user makes it in the same way: evaluation and
+attacks by `logits`, certificates and counts by `cut`. Input noise followed by noise further inside
+is randomised smoothing of the input at `sigma`: what follows is post-processing. Noise on
+parameters belongs to training alone (`dpdist.gradients.perturbations`). A new location is a class
+in `PLACES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dpdist.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class NoiseCut:
+    """A network at its noise: one draw is rest(first(x) + std * normals).
+
+    first: None where the noise is on the input itself. std: one number, or float32 of the shape of
+    one example's noise.
+    """
+
+    first: nn.Module | None
+    rest: nn.Module
+    std: float | Tensor
+
+
+class Place:
+    """Where a classifier is random at prediction.
+
+    kind: names it in tables and keys. certified_as: the kind of the place that a certificate of the
+    same classifier names. random: whether there is noise at all. smoothing: standard deviation of
+    the noise on the input, in input units; None where there is none. deeper: there is noise behind
+    the input that stays when the input is smoothed. votes: whether the randomised classifier
+    answers with the class that most draws say; otherwise with that of the largest mean score, as
+    the certificates of the same noise do.
+    """
+
+    kind: ClassVar[str]
+    certified_as: ClassVar[str]
+    random: ClassVar[bool] = True
+    deeper: ClassVar[bool] = False
+    votes: ClassVar[bool] = True
+
+    @property
+    def smoothing(self) -> float | None:
+        return None
+
+    def smoothed(self, sigma: float) -> Place:
+        """With Gaussian noise of that sigma on the input, in place of what is there."""
+        return OnInput(sigma)
+
+    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
+        """Raises UserError for a model without such a place."""
+        raise NotImplementedError
+
+    def normals_shape(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> tuple[int, ...] | None:
+        """Of the standard normals of one draw for one record; None when nothing is random."""
+        raise NotImplementedError
+
+    def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
+        """(B, classes) for inputs (B, ...) and normals (B, *normals_shape); without them, quiet."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON, for keys and tables; a tensor of deviations by its scale and digest."""
+        return {"kind": self.kind}
+
+    def in_modules(self) -> Several:
+        """The same noise, as that of an input and of modules."""
+        return Several({}, input_std=self.smoothing or 0.0)
+
+    def behind_first(self) -> BehindLayer:
+        """The noise behind the first layer alone. Raises UserError where it is elsewhere."""
+        raise UserError("the model has no noise of its own; give the sigma of input noise")
+
+    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
+        """What it adds to the outputs of the model's first affine layer; None unless every
+        component gets some, and all that follows sees the input through that layer alone."""
+        return None
+
+    def attach(self, model: nn.Module) -> None:
+        """Make this the model's own noise. Raises UserError for a model without such a place."""
+
+    @classmethod
+    def words(cls, sigma: float | None) -> str:
+        """What kind of classifier it makes of a network."""
+        raise NotImplementedError
+
+
+class Nowhere(Place):
+    """The network itself."""
+
+    kind = certified_as = "none"
+    random = False
+
+    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
+        return NoiseCut(None, model, 0.0)
+
+    def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> None:
+        return None
+
+    def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
+        return model(x)
+
+    @classmethod
+    def words(cls, sigma: float | None) -> str:
+        return "the network itself"
+
+
+@dataclass(frozen=True)
+class OnInput(Place):
+    """N(0, sigma^2) on every number of the input (randomised smoothing). sigma in input units."""
+
+    sigma: float
+    kind = certified_as = "input"
+
+    @property
+    def smoothing(self) -> float:
+        return self.sigma
+
+    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
+        return NoiseCut(None, model, self.sigma)
+
+    def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(input_shape)
+
+    def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
+        return model(x if normals is None else x + self.sigma * normals)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, "sigma": self.sigma}
+
+    def attach(self, model: nn.Module) -> None:
+        from dpdist.models import BlockNoise, attach_block_noise
+
+        attach_block_noise(model, BlockNoise(()), [], self.sigma)
+
+    @classmethod
+    def words(cls, sigma: float | None) -> str:
+        return f"smoothed, sigma {sigma:g}"
+
+
+@dataclass(frozen=True)
+class BehindLayer(Place):
+    """N(0, std^2) on every component of one module's output (PixelDP, HGM-PixelDP, Secure-SGD).
+
+    module: its name in ``model.named_modules()``; `cut` takes it to be the first affine layer.
+    std: float32, the shape of one example's output.
+    """
+
+    module: str
+    std: Tensor
+    kind = certified_as = "hidden"
+    votes = False
+
+    @property
+    def scale(self) -> float:
+        """Root mean square of the deviations: sigma_r, of which std is sigma_r sqrt(K r)."""
+        return float(self.std.double().square().mean().sqrt())
+
+    @property
+    def shares(self) -> Tensor:
+        """K r, float64, mean 1: every component's variance relative to the mean."""
+        squares = self.std.double().square()
+        return squares / squares.mean()
+
+    def smoothed(self, sigma: float) -> Place:
+        """With both noises: its own stays."""
+        return replace(self.in_modules(), input_std=sigma)
+
+    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
+        from dpdist.models import require_split
+
+        split = require_split(model)
+        return NoiseCut(split.first, split.rest, self.std)
+
+    def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        from dpdist.randomness.noisy_modules import output_shapes
+
+        (shape,) = output_shapes(model, (self.module,), input_shape)
+        return shape
+
+    def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
+        from dpdist.randomness.noisy_modules import changed
+
+        if normals is None:
+            return model(x)
+        std = self.std.to(x.device)
+        with changed(model, {self.module: lambda output: output + std * normals}):
+            return model(x)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, "module": self.module, **_described(self.std)}
+
+    def behind_first(self) -> BehindLayer:
+        return self
+
+    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
+        return self.in_modules().behind_affine(model, input_shape)
+
+    def in_modules(self) -> Several:
+        return Several({self.module: self.std})
+
+    def attach(self, model: nn.Module) -> None:
+        from dpdist.models import attach_noise
+
+        attach_noise(model, self.std)
+
+    @classmethod
+    def words(cls, sigma: float | None) -> str:
+        return "noise in the first hidden layer"
+
+
+@dataclass(frozen=True)
+class Several(Place):
+    """Noise on the input and on the outputs of modules, in one draw (residual perturbation, sound
+    StoBatch).
+
+    stds: deviation by the module's name in ``model.named_modules()``, public; float32 of the shape
+    of one example's output where components differ. mode: how a module's output takes its noise
+    (`dpdist.randomness.noisy_modules.MODES`). input_std: on the input, in input units. floor:
+    multiplicative noise is at least that of an output of this size. The normals of a draw are one
+    row: those of the input, then of each module in turn.
+    """
+
+    stds: Mapping[str, float | Tensor]
+    mode: str = "additive"
+    input_std: float = 0.0
+    floor: float = 0.0
+    kind = "several"
+    certified_as = "input"
+    deeper = True
+
+    def __post_init__(self) -> None:
+        from dpdist.randomness.noisy_modules import MODES
+
+        if self.mode not in MODES:
+            known = ", ".join(MODES)
+            raise UserError(f"noise in modules: mode must be one of {known}, got {self.mode!r}")
+        others = (("the input", self.input_std), ("modules, its floor", self.floor))
+        for where, std in (*self.stds.items(), *others):
+            if not _usable(std):
+                raise UserError(f"noise on {where}: must be a finite number >= 0, got {std}")
+
+    @property
+    def smoothing(self) -> float | None:
+        return self.input_std or None
+
+    def smoothed(self, sigma: float) -> Place:
+        return replace(self, input_std=sigma)
+
+    def in_modules(self) -> Several:
+        return self
+
+    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
+        from dpdist.randomness.noisy_modules import cut_several
+
+        noise = (self.stds, self.mode, self.floor, self.input_std)
+        return NoiseCut(*cut_several(model, *noise, input_shape))
+
+    def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        from dpdist.randomness.noisy_modules import output_shapes
+
+        shapes = (tuple(input_shape), *output_shapes(model, tuple(self.stds), input_shape))
+        return (sum(math.prod(shape) for shape in shapes),)
+
+    def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
+        if normals is None:
+            return model(x)
+        cut = self.cut(model, tuple(x.shape[1:]))
+        assert cut.first is not None
+        return cut.rest(cut.first(x) + cut.std * normals)
+
+    def describe(self) -> dict[str, Any]:
+        stds = {
+            name: std if isinstance(std, float | int) else _described(std)
+            for name, std in self.stds.items()
+        }
+        noise = {"modules": stds, "mode": self.mode, "floor": self.floor}
+        return {"kind": self.kind, "sigma": self.smoothing, **noise}
+
+    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
+        import torch
+
+        from dpdist.models import split_first
+
+        split = split_first(model)
+        if split is None or split.name not in self.stds or self.mode != "additive":
+            return None
+        std = torch.as_tensor(self.stds[split.name], dtype=torch.float64)
+        std = std.expand(split.hidden_shape(input_shape))
+        return BehindLayer(split.name, std) if bool((std > 0).all()) else None
+
+    def behind_first(self) -> BehindLayer:
+        raise UserError(
+            "the model's own noise is not behind its first layer alone; give the sigma of input "
+            "noise"
+        )
+
+    def attach(self, model: nn.Module) -> None:
+        from dpdist.models import BlockNoise, attach_block_noise
+
+        stds = [std for std in self.stds.values() if isinstance(std, float | int)]
+        if len(stds) < len(self.stds):
+            raise UserError("noise in modules: a model's own is one number for each module")
+        noise = BlockNoise(tuple(self.stds), self.mode, self.floor)
+        attach_block_noise(model, noise, stds, self.input_std)
+
+    @classmethod
+    def words(cls, sigma: float | None) -> str:
+        return "noise inside" + (f" and on the input, sigma {sigma:g}" if sigma else "")
+
+
+PLACES: dict[str, type[Place]] = {
+    place.kind: place for place in (Nowhere, OnInput, BehindLayer, Several)
+}
+
+
+def place_of(model: nn.Module) -> Place:
+    """Where a model is random by the noise that it carries."""
+    from dpdist.models import noise as hidden
+    from dpdist.models import require_split
+
+    std = getattr(model, hidden.HIDDEN, None)
+    if std is not None:
+        return BehindLayer(require_split(model).name, std)
+    noise = getattr(model, hidden.BLOCK_NOISE, None)
+    if noise is None:
+        return Nowhere()
+    stds = getattr(model, hidden.BLOCKS).tolist()
+    sigma = float(getattr(model, hidden.INPUT))
+    if stds:
+        by_name = dict(zip(noise.modules, stds, strict=True))
+        return Several(by_name, noise.mode, sigma, noise.floor)
+    return OnInput(sigma) if sigma else Nowhere()
+
+
+def smoothing_of(model: nn.Module, sigma: float | None, where: object) -> float | None:
+    """The input noise to smooth with: what is asked for, or the model's own; None for a model that
+    is random elsewhere. Raises UserError, which names `where`, when there is no noise at all."""
+    place = place_of(model)
+    if sigma is None and not place.random:
+        raise UserError(f"{where}: nothing says with what noise to certify; give --sigma")
+    return place.smoothing if sigma is None else sigma
+
+
+def _usable(std: Any) -> bool:
+    if isinstance(std, float | int):
+        return math.isfinite(std) and std >= 0
+    return bool((std.isfinite() & (std >= 0)).all())
+
+
+def _described(std: Any) -> dict[str, Any]:
+    """A tensor of deviations, by its root mean square and digest."""
+    raw = std.detach().float().cpu().contiguous().numpy().tobytes()
+    digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    return {"std": float(std.double().square().mean().sqrt()), "digest": digest}

@@ -1,0 +1,158 @@
+"""Noise on the outputs of modules: how it is applied, and the network cut there.
+
+Several noises of one draw are packed into one row with the input, so that counting, attacking and
+certifying a network with noise in several places works as with noise in one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dpdist.core.errors import UserError
+from dpdist.models.outputs import device_of
+
+_TINY = 1e-12  # a variance, below which an output is constant
+Std = float | Tensor  # one number, or of the shape of one example's output
+
+
+def _additive(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
+    return output + std * normals
+
+
+def _multiplicative(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
+    size = output.abs().clamp_min(floor)
+    return output + std * torch.where(output < 0, -size, size) * normals
+
+
+def _relative(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
+    """Of one record's own output, never of the batch's."""
+    own = output.flatten(1).var(1, correction=0).clamp_min(_TINY).sqrt()
+    return output + std * own.view(-1, *[1] * (output.dim() - 1)) * normals
+
+
+# How an output h takes its noise: h + std n; h + std sgn(h) max(|h|, floor) n, with floor 0
+# h (1 + std n); h + std s n, where s is the standard deviation over one record's h.
+MODES: dict[str, Callable[[Tensor, Tensor, Std, float], Tensor]] = {
+    "additive": _additive,
+    "multiplicative": _multiplicative,
+    "relative": _relative,
+}
+
+
+def perturbed(output: Tensor, normals: Tensor, std: Std, mode: str, floor: float = 0.0) -> Tensor:
+    """Outputs (B, ...) with noise in one of `MODES`; row b depends on row b alone."""
+    own = std.to(output) if isinstance(std, Tensor) else std
+    return MODES[mode](output, normals, own, floor)
+
+
+def require_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise UserError unless the model has modules of these names."""
+    known = {name for name, _ in model.named_modules()}
+    for name in names:
+        if name not in known:
+            raise UserError(f"noise in modules: the model has no module named {name!r}")
+
+
+@contextmanager
+def changed(model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Within it, the outputs of these modules are changed before anybody else sees them."""
+    with ExitStack() as stack:
+        for name, change in changes.items():
+            hook = model.get_submodule(name).register_forward_hook(
+                lambda module, inputs, output, change=change: change(output), prepend=True
+            )
+            stack.callback(hook.remove)
+        yield
+
+
+def output_shapes(
+    model: nn.Module, names: Sequence[str], input_shape: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Shape of one example's output of each module. Raises UserError unless each runs once."""
+    require_modules(model, names)
+    shapes: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
+
+    def watch(name: str) -> Callable[[Tensor], Tensor]:
+        def note(output: Tensor) -> Tensor:
+            shapes[name].append(tuple(output.shape[1:]))
+            return output
+
+        return note
+
+    with changed(model, {name: watch(name) for name in names}), torch.inference_mode():
+        model(torch.zeros(1, *input_shape, device=device_of(model)))
+    for name, found in shapes.items():
+        if len(found) != 1:
+            raise UserError(f"module {name!r} ran {len(found)} times in a forward pass, not once")
+    return [shapes[name][0] for name in names]
+
+
+def cut_several(
+    model: nn.Module,
+    stds: Mapping[str, Std],
+    mode: str,
+    floor: float,
+    input_std: float,
+    input_shape: tuple[int, ...],
+) -> tuple[nn.Module, nn.Module, Tensor]:
+    """A `dpdist.randomness.noise_location.NoiseCut` whose noise is one row: of the input, then of
+    each module in turn."""
+    shapes = output_shapes(model, tuple(stds), input_shape)
+    device = device_of(model)
+    there = {n: std.to(device) if isinstance(std, Tensor) else std for n, std in stds.items()}
+    rest = _Inside(model, input_shape, there, shapes, mode, floor)
+    numbers, room = math.prod(input_shape), sum(math.prod(shape) for shape in shapes)
+    std = torch.ones(numbers + room, device=device)
+    std[:numbers] = input_std
+    return _WithRoom(room), rest, std
+
+
+class _WithRoom(nn.Module):
+    """Inputs (B, ...) as rows, with zeros where the modules' normals go."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x.flatten(1), x.new_zeros(len(x), self.room)], 1)
+
+
+class _Inside(nn.Module):
+    """The network as a function of rows that hold an input and the normals of its modules."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_shape: tuple[int, ...],
+        stds: Mapping[str, Std],
+        shapes: Sequence[tuple[int, ...]],
+        mode: str,
+        floor: float,
+    ) -> None:
+        super().__init__()
+        self.model, self.stds, self.mode, self.floor = model, dict(stds), mode, floor
+        self.shapes = [tuple(input_shape), *shapes]
+        self.train(model.training)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        sizes = [math.prod(shape) for shape in self.shapes]
+        x, *normals = (
+            part.reshape(-1, *shape)
+            for part, shape in zip(rows.split(sizes, 1), self.shapes, strict=True)
+        )
+
+        def noise(own: Tensor, std: Std) -> Callable[[Tensor], Tensor]:
+            return lambda output: perturbed(output, own, std, self.mode, self.floor)
+
+        changes = {
+            name: noise(own, std)
+            for (name, std), own in zip(self.stds.items(), normals, strict=True)
+        }
+        with changed(self.model, changes):
+            return self.model(x)

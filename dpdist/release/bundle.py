@@ -1,0 +1,545 @@
+"""The files of a release: checksums, signature, description, their only reader, and its answers.
+
+SHA256SUMS is the file that `sha256sum -c SHA256SUMS` reads. The signature is Ed25519 (RFC 8032)
+over that file, and so over all files that it names:
+
+    openssl genpkey -algorithm ed25519 -out key.pem
+    openssl pkey -in key.pem -pubout -out public.pem
+    openssl pkeyutl -verify -pubin -inkey public.pem -rawin -in SHA256SUMS -sigfile SHA256SUMS.sig
+
+No part of a release is used before all of it was checked. Files are regular ones of the folder
+itself, each with its sum; every field has its type and its bounds; weights, architecture, noise
+and cards speak of one model. Nothing is unpickled, and a factory from elsewhere is imported only
+when the caller names it. The claims of the cards are held against the phases that they name by
+`dpdist.release.verify`. An answer is class and certified radius, or ABSTAIN, for one image at a
+time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+
+from dpdist.certification.predict import Predictor, as_input
+from dpdist.certification.registry import AnyCertificate
+from dpdist.config.data import DataRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.fields import (
+    Count,
+    JsonObject,
+    Licence,
+    Line,
+    NotNegative,
+    Number,
+    Probability,
+    RunName,
+    Section,
+    rule_of,
+)
+from dpdist.core.files import (
+    is_file,
+    read_bytes,
+    read_json,
+    read_text,
+    reason,
+    regular_file,
+    same_json,
+    shown,
+    usable_path,
+)
+from dpdist.privacy.card import accounted
+from dpdist.privacy.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dpdist.certification.certificate import Certificate, CertificateTable
+    from dpdist.models import ModelSpec
+
+
+# --- files, checksums and signature -----------------------------------------------------------
+
+
+CARD, CARD_TEXT, DESCRIPTION, PAGE = (
+    "privacy_card.json", "privacy_card.md", "release.json", "README.md",
+)  # fmt: skip
+WEIGHTS, ARCHITECTURE = "model.safetensors", "model.json"
+SUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
+SUMMED = (PAGE, ARCHITECTURE, WEIGHTS, CARD, CARD_TEXT, DESCRIPTION)
+RELEASED = (*SUMMED, SUMS)
+"""What is in every release; beside it, `table_name(1)`, `table_name(2)`, ... where it certifies."""
+
+_TABLE = re.compile(r"certificates-([1-9][0-9]{0,2})\.parquet")
+_MOST = 2**20  # bytes of a file of sums, of a key
+
+
+class ReleaseError(UserError):
+    """A release that does not hold: files, sums, signature and statements that do not fit."""
+
+
+def table_name(number: int) -> str:
+    """Return the name of a release's table of certificates; the first one is number 1."""
+    return f"certificates-{number}.parquet"
+
+
+def is_released(name: str) -> bool:
+    """Return whether a file of this name may lie in a release."""
+    return name in (*RELEASED, SIGNATURE) or _TABLE.fullmatch(name) is not None
+
+
+def tables_in(names: Iterable[str]) -> list[str]:
+    """Return the names that are of tables of certificates, in the order of their numbers.
+
+    Raises:
+        ReleaseError: a number is left out.
+    """
+    numbers = sorted(int(found[1]) for found in map(_TABLE.fullmatch, names) if found)
+    if numbers != list(range(1, len(numbers) + 1)):
+        raise ReleaseError(f"tables of certificates must be numbered from 1 on, got {numbers}")
+    return [table_name(number) for number in numbers]
+
+
+def is_release(folder: Path) -> bool:
+    """Whether somebody meant a release to lie there, whole or not."""
+    return is_file(folder / SUMS) or (is_file(folder / DESCRIPTION) and is_file(folder / CARD))
+
+
+def sums_of(folder: Path) -> str:
+    """The text of SHA256SUMS for the files in `folder`."""
+    tables = tables_in(path.name for path in folder.iterdir())
+    return "".join(f"{_digest(folder / name)}  {name}\n" for name in (*SUMMED, *tables))
+
+
+def check_sums(folder: Path) -> dict[str, str]:
+    """Sums by name. Raises ReleaseError unless the files of a release lie there, no others, each
+    with its sum.
+
+    Names that begin with a dot are not looked at: tools that fetch releases leave such files, and
+    nothing reads them.
+    """
+    try:
+        found = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read: {reason(error)}") from None
+    shown = [entry for entry in found if not entry.name.startswith(".")]
+    for entry in shown:
+        if not is_released(entry.name):
+            raise ReleaseError(f"{folder}: holds {entry.name!r}, which is not of a release")
+        if not entry.is_file(follow_symlinks=False):
+            raise ReleaseError(f"{entry.path}: must be a file of its own, no link and no folder")
+    missing = set(RELEASED) - {entry.name for entry in shown}
+    if missing:
+        raise ReleaseError(f"{folder}: lacks {', '.join(sorted(missing))}: no whole release")
+    stated = _stated(folder / SUMS, [entry.name for entry in shown])
+    for name in stated:
+        if _digest(folder / name) != stated[name]:
+            raise ReleaseError(f"{folder / name}: was changed: its sum is not that of {SUMS}")
+    return stated
+
+
+def _stated(path: Path, there: list[str]) -> dict[str, str]:
+    """Return sums by name, of exactly the files that have one.
+
+    Every line ends with a line feed alone, as `sha256sum -c` needs it.
+    """
+    names = (*SUMMED, *tables_in(there))
+    *lines, rest = read_text(path, _MOST).split("\n")
+    read = [re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)", line) for line in lines]
+    stated = {match[2]: match[1] for match in read if match}
+    if rest or len(stated) != len(lines) or stated.keys() != set(names):
+        ends = " (its lines end as on Windows)" if any("\r" in line for line in lines) else ""
+        raise ReleaseError(
+            f"{path}: damaged{ends}: must have one line for each of {', '.join(names)}"
+        )
+    return stated
+
+
+def _digest(path: Path) -> str:
+    with regular_file(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def signature(key: Path, sums: bytes) -> bytes:
+    """64 bytes, by an Ed25519 private key in PEM without a password. Raises UserError."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        found = load_pem_private_key(read_bytes(key, _MOST), password=None)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{key}: no private key in PEM without a password: {reason(error)}"
+        ) from None
+    if not isinstance(found, Ed25519PrivateKey):
+        raise UserError(f"{key}: must be an Ed25519 key (openssl genpkey -algorithm ed25519)")
+    return found.sign(sums)
+
+
+def check_signature(folder: Path, public: Path) -> None:
+    """Raise ReleaseError unless the release is signed by the private key of `public` (PEM);
+    UserError when that is no Ed25519 public key."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        key = load_pem_public_key(read_bytes(public, _MOST))
+    except ValueError as error:
+        raise UserError(f"{public}: no public key in PEM: {reason(error)}") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise UserError(f"{public}: must be an Ed25519 public key (openssl pkey -pubout)")
+    if not is_file(folder / SIGNATURE):
+        raise ReleaseError(f"{folder}: is not signed: no {SIGNATURE}")
+    try:
+        key.verify(read_bytes(folder / SIGNATURE, _MOST), read_bytes(folder / SUMS, _MOST))
+    except InvalidSignature:
+        raise ReleaseError(f"{folder}: is not signed by the key of {public}") from None
+
+
+# --- release.json -----------------------------------------------------------------------------
+
+
+FORMAT = 2  # 1 had no tables of certificates
+# Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
+OF_ONE_CERTIFICATION = {"seed", "start", "every", "max_inputs", "batch", "form"}
+
+Ratio = Annotated[float, Number, Field(ge=0, le=1)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class Tested(Section):
+    """Clean accuracy on named test data: the publisher's word."""
+
+    data: Line
+    inputs: Count
+    accuracy: Ratio
+
+
+class Certified(Section):
+    """Certified accuracy of one certification of test data, as its table says it (`certified_of`).
+
+    accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
+    of `norm`. alpha: the error of each certificate. sigma: of its noise."""
+
+    title: Line
+    norm: Literal["l1", "l2", "linf"]
+    sigma: NotNegative
+    alpha: Probability
+    draws: Count
+    inputs: Count
+    radii: Annotated[tuple[NotNegative, ...], Field(min_length=1, max_length=101)]
+    accuracy: tuple[Ratio, ...]
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> Certified:
+        if len(self.accuracy) != len(self.radii):
+            raise ValueError(f"accuracy must be one for each of {len(self.radii)} radii")
+        if list(self.radii) != sorted(set(self.radii)):
+            raise ValueError("radii must rise")
+        if list(self.accuracy) != sorted(self.accuracy, reverse=True):
+            raise ValueError("accuracy must not rise with the radius")
+        if not all(is_share(accuracy, self.inputs) for accuracy in self.accuracy):
+            raise ValueError(f"accuracy must be a share of {self.inputs} inputs")
+        return self
+
+
+def is_share(accuracy: float, inputs: int) -> bool:
+    """Return whether a share is that of a whole number of the inputs."""
+    return round(accuracy * inputs) / inputs == accuracy
+
+
+def certified_of(table: CertificateTable) -> dict[str, Any]:
+    """Return what release.json says of a table of certificates, computed from it (`Certified`)."""
+    radii = table.shown_radii
+    return {
+        "title": table.title,
+        "norm": table.norm,
+        "sigma": table.sigma,
+        "alpha": table.alpha,
+        "draws": table.n,
+        "inputs": len(table.index),
+        "radii": radii,
+        "accuracy": [table.certified_accuracy(radius) for radius in radii],
+    }
+
+
+class Description(Section):
+    """All of release.json.
+
+    model: hash of weights and architecture. tokens: whether inputs are tokens of text. classes:
+    their names, in the order of the logits. noise: where the model is random by itself
+    (`Place.describe`). certificate: the settings it is meant to be certified with; None where
+    nothing was certified. data: of the test split; where it lies is everybody's own. licence: an
+    SPDX identifier; None where the publisher gave none. certified: of each table, in their order.
+    """
+
+    format: Literal[2]
+    dpdist: Annotated[str, Field(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.+]{0,30}$")]
+    name: RunName
+    method: Line
+    model: Digest
+    tokens: bool
+    classes: Annotated[tuple[Line, ...], Field(min_length=1, max_length=100_000)]
+    noise: JsonObject
+    certificate: AnyCertificate | None
+    data: DataRecipe
+    tested: Tested | None
+    certified: Annotated[tuple[Certified, ...], Field(max_length=999)]
+    licence: Licence | None
+
+    @model_validator(mode="after")
+    def _of_everybody(self) -> Description:
+        if self.data.root is not None:
+            raise ValueError("data.root must be left out: it is a place of the reader's")
+        if list(self.classes) != self.data.class_names:
+            raise ValueError("classes must be those that data names")
+        if self.tokens and (self.certified or self.certificate is not None):
+            raise ValueError("tokens of text have no certificate")
+        tested = self.tested
+        if tested is not None and not self.tokens and not is_share(tested.accuracy, tested.inputs):
+            raise ValueError(f"tested.accuracy must be a share of {tested.inputs} inputs")
+        of_one = self.certificate and self.certificate.model_fields_set & OF_ONE_CERTIFICATION
+        if of_one:
+            raise ValueError(f"certificate.{min(of_one)} must be left out: the reader chooses it")
+        return self
+
+
+def description_of(record: dict[str, Any], where: str) -> Description:
+    """release.json as read. Raises UserError, in one line, for what it may not say."""
+    version = record.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise UserError(
+            f"{where}: written by a newer dpdist (format {version}); upgrade to read it"
+        )
+    if version == 1 and not isinstance(version, bool):
+        raise UserError(
+            f"{where}: of a release without the counts of its certificates; make it again with "
+            "`dpdist release`"
+        )
+    try:
+        return Description.model_validate(record)
+    except ValidationError as error:
+        said = []
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            got = "" if isinstance(item["input"], dict) else f", got {shown(item['input'])}"
+            said.append(f"{key and key + ': '}{rule_of(item)}{got}")
+        raise UserError(f"{where}: damaged: {'; '.join(said[:3])}") from None
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """label: index of the class, -1 for ABSTAIN. name: of the class, None for ABSTAIN. radius: no
+    change of the input below it in `norm` changes the answer of the smoothed classifier; wrong with
+    probability at most `alpha`, over the noise drawn for this answer. sigma: of noise on the input;
+    None where the model's own noise certifies."""
+
+    label: int
+    name: str | None
+    radius: float
+    norm: str
+    sigma: float | None
+    alpha: float
+
+    @property
+    def abstain(self) -> bool:
+        return self.label == -1
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"abstain": self.abstain}
+
+
+class Answerer:
+    """Answers by one certificate. The noise is drawn afresh for each call and told nobody. Not to
+    be shared by threads."""
+
+    def __init__(self, release: Release, settings: Certificate) -> None:
+        self._release, self._settings = release, settings
+        shape = release.spec.input_shape
+        try:
+            self._predictor = Predictor(release.model, settings, release.spec.classes, shape)
+        except ValueError as error:
+            raise UserError(f"{release.path}: the model cannot be certified: {error}") from error
+
+    def __call__(self, image: np.ndarray) -> Answer:
+        """image: of the model's input shape, uint8 or numbers in [0, 1]. Raises ValueError for
+        anything else."""
+        verdict = self._predictor.certify(as_input(image, self._release.spec.input_shape))
+        label = int(verdict.prediction)
+        settings = self._settings
+        return Answer(
+            label,
+            None if label == -1 else self._release.about.classes[label],
+            float(verdict.radius),
+            getattr(settings, "norm", "l2"),
+            settings.sigma,
+            settings.alpha,
+        )
+
+
+# --- the reader -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Release:
+    """What lies in a release folder. about: release.json. card: the privacy card, as stated. plan:
+    the phases that the card speaks of. sums: of its files, by name: they tell it from any other.
+    trusted_factory: see `load`."""
+
+    path: Path
+    about: Description
+    card: dict[str, Any]
+    plan: PrivacyPlan
+    sums: dict[str, str]
+    trusted_factory: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.about.name
+
+    @property
+    def epsilon(self) -> float:
+        """At `delta`, as the card states it; `dpdist verify` computes it again."""
+        return float(self.card["guarantee"]["epsilon"])
+
+    @property
+    def delta(self) -> float:
+        return self.plan.delta
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The architecture. Raises ReleaseError; UserError for a factory that is not trusted."""
+        from dpdist import models
+
+        with of_release():
+            spec = models.read_spec(self.path)
+        models.check_trusted(spec, self.trusted_factory, self.path)
+        if spec.classes != len(self.about.classes):
+            raise ReleaseError(
+                f"{self.path}: its model tells {spec.classes} classes, {DESCRIPTION} names "
+                f"{len(self.about.classes)}"
+            )
+        return spec
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The network, in eval mode: float32 inputs (B, *spec.input_shape) in [0, 1] to logits.
+        Noise of its own is not in its forward pass (`dpdist.randomness.noise_location`). Raises as
+        `spec`."""
+        from dpdist import models
+        from dpdist.randomness.noise_location import place_of
+
+        spec = self.spec
+        with of_release():
+            if models.model_hash(self.path) != self.about.model:
+                raise UserError(f"{self.path}: its model is not the one that {DESCRIPTION} names")
+            module = models.load(self.path, trusted_factory=self.trusted_factory)
+            models.check_outputs(module, spec)
+        for name, tensor in module.state_dict().items():
+            if not bool(tensor.isfinite().all()):
+                raise ReleaseError(f"{self.path}: {name} holds numbers that are not finite")
+        if not same_json(place_of(module).describe(), self.about.noise):
+            raise ReleaseError(f"{self.path}: its model has other noise than {DESCRIPTION} says")
+        return module
+
+    def need_numbers(self) -> None:
+        """Raise UserError where inputs are tokens, which nothing certifies."""
+        if self.about.tokens:
+            raise UserError(f"{self.path}: takes tokens of text, which have no certificate")
+
+    def settings(
+        self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
+    ) -> Certificate:
+        """How one input is certified: noise of `sigma` on it (None: what the release says), n draws
+        and error alpha. Raises UserError where there is no noise at all."""
+        from dpdist.certification.registry import settings_of
+        from dpdist.randomness.noise_location import smoothing_of
+
+        self.need_numbers()
+        if sigma is None and self.about.certificate is not None:
+            sigma = self.about.certificate.sigma
+        sigma = smoothing_of(self.model, sigma, self.path)
+        return settings_of({"sigma": sigma, "n": n, "alpha": alpha})
+
+    def answerer(
+        self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
+    ) -> Answerer:
+        """Class and certified radius, or ABSTAIN, of one image after another, by fresh secret
+        noise. Raises as `settings`."""
+
+        return Answerer(self, self.settings(sigma, n, alpha))
+
+
+def load(
+    folder: str | Path, *, trusted_factory: str | None = None, signer: str | Path | None = None
+) -> Release:
+    """The release in `folder`, every file and field of it checked; nothing is unpickled.
+
+    trusted_factory: "package.module:factory" that may be imported to build the model; by default
+    only this project's own networks are built. signer: the public key (PEM, Ed25519) that must have
+    signed it; by default a signature is not looked at. Raises ReleaseError (a UserError) for a
+    release that does not hold, UserError where there is none, or no such key.
+    """
+    path = usable_path(folder)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder")
+    if not is_release(path):
+        inside = path / "release"
+        other = f"take {inside}" if is_release(inside) else "`dpdist release RUN` makes one"
+        raise UserError(f"{path}: no release there ({other})")
+    sums = check_sums(path)
+    if signer is not None:
+        check_signature(path, usable_path(signer))
+    with of_release():
+        about = description_of(read_json(path / DESCRIPTION), str(path / DESCRIPTION))
+        card = read_json(path / CARD)
+        plan = accounted(card, str(path / CARD))
+        if card["guarantee"]["delta"] != plan.delta:
+            raise UserError(f"{path / CARD}: states a delta that is not that of its phases")
+        _check_same(card["extra"], about, path)
+        if (tables := len(tables_in(sums))) != len(about.certified):
+            raise UserError(
+                f"{path}: has {tables} tables of certificates, {DESCRIPTION} names "
+                f"{len(about.certified)}"
+            )
+    return Release(path, about, card, plan, sums, trusted_factory)
+
+
+def _check_same(extra: dict[str, Any], about: Description, path: Path) -> None:
+    """Check that the privacy card speaks of the model that release.json describes."""
+    same = {
+        "model hash": (extra.get("model hash", about.model), about.model),
+        "method": (extra.get("method"), about.method),
+        "training data": (extra.get("training data"), about.data.name),
+        "dpdist": (extra.get("dpdist"), about.dpdist),
+    }
+    for name, (stated, described) in same.items():
+        if stated != described:
+            what = "model" if name == "model hash" else name
+            raise UserError(
+                f"{path / CARD}: speaks of another {what} than {DESCRIPTION} ({shown(stated)}, "
+                f"{shown(described)})"
+            )
+
+
+@contextmanager
+def of_release() -> Iterator[None]:
+    """Complaints inside are about a release that does not hold, in one line each."""
+    try:
+        yield
+    except UserError as error:
+        raise ReleaseError(" ".join(str(error).split())) from error

@@ -1,0 +1,188 @@
+"""The model card: README.md of a release, with the metadata block that model hubs read.
+
+It is a function of release.json, the privacy card and the shape of the inputs, and of nothing
+else: so it can be made again and compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dpdist.core.console import bound, exact, percent, significant
+from dpdist.core.fields import averaged
+from dpdist.privacy.guarantee import format_delta, format_epsilon
+from dpdist.release.bundle import (
+    ARCHITECTURE,
+    CARD,
+    CARD_TEXT,
+    DESCRIPTION,
+    SUMS,
+    WEIGHTS,
+    Certified,
+    Description,
+)
+
+if TYPE_CHECKING:
+    from dpdist.models import ModelSpec
+
+_TAGS = ["differential-privacy", "certified-robustness", "safetensors"]
+
+
+def model_card(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> str:
+    """Markdown, behind a block of YAML."""
+    size = " x ".join(map(str, spec.input_shape))
+    kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
+    kind = "tokens" if about.tokens else f"{kind}, in [0, 1]"
+    sections = [
+        f"---\n{yaml.safe_dump(_metadata(about, spec), sort_keys=False)}---",
+        f"# {about.name}",
+        f"A {_what(spec)} of {about.data.name}, trained by method {about.method} with dpdist "
+        f"{about.dpdist}. {_private(card)}",
+        _USE,
+        f"Inputs: {size} {kind}"
+        + (", or of 8 bits. " if len(spec.input_shape) == 3 else ". ")
+        + f"Classes: {_listed(about.classes)}.",
+        "## Privacy",
+        _privacy(card),
+        "## Robustness",
+        _robustness(about),
+        "## Limits",
+        _LIMITS,
+        "## Licence",
+        f"{about.licence} (SPDX)." if about.licence else "The publisher named none: ask first.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+_USE = f"""\
+```
+dpdist verify FOLDER               # sums, and epsilon computed again
+dpdist predict FOLDER image.png    # class and certified radius, or ABSTAIN
+dpdist certify FOLDER              # the test split, on all CPUs
+```
+
+```python
+import dpdist
+
+answer = dpdist.load("FOLDER").answerer()
+answer(image)                      # an array of the input's shape
+```
+
+Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`: weights and network; `{DESCRIPTION}`:
+classes, noise, certificate; `{CARD}`, `{CARD_TEXT}`: what is proved of privacy; `{SUMS}`: sums
+(`sha256sum -c`)."""
+
+_LIMITS = """\
+* The privacy guarantee is about single training records, under the assumptions of the privacy card.
+  It says nothing of the test data, and nothing of what is true of people whether or not they were
+  in the training data.
+* A radius is certified of the smoothed classifier, with noise that is drawn afresh for each answer
+  and told nobody; the bare network has none. It holds at the one input, in the one norm.
+* Accuracies are the publisher's measurements on the test data named, and hold for inputs like
+  those. How errors are spread over groups of people was not measured.
+* Meant for inputs of the kind it was trained on; for decisions about people only after one's own
+  tests."""
+
+
+def _what(spec: ModelSpec) -> str:
+    if spec.following:
+        return "predictor of the next token"
+    found = averaged("classifier", spec.shifts, spec.mirrored)
+    return f"{found}," if spec.averages else found
+
+
+def _metadata(about: Description, spec: ModelSpec) -> dict[str, Any]:
+    kind = "image-classification" if len(spec.input_shape) == 3 else "tabular-classification"
+    if about.tokens:
+        kind = "text-generation" if spec.following else "text-classification"
+    found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": _TAGS}
+    if about.licence is not None:
+        found["license"] = about.licence.lower()
+    if about.tested is None:
+        return found
+    metrics = [_metric("accuracy", "clean accuracy", about.tested.accuracy)]
+    for table in about.certified:
+        metrics += [
+            _metric(
+                "certified-accuracy", f"{table.title}, {table.norm} radius {exact(radius)}", share
+            )
+            for radius, share in zip(table.radii, table.accuracy, strict=True)
+        ]
+    result = {
+        "task": {"type": kind},
+        "dataset": {"type": about.data.name, "name": about.tested.data},
+        "metrics": metrics,
+    }
+    return found | {"model-index": [{"name": about.name, "results": [result]}]}
+
+
+def _metric(kind: str, name: str, share: float) -> dict[str, Any]:
+    return {"type": kind, "name": name, "value": float(bound(share, 6))}
+
+
+def _private(card: Mapping[str, Any]) -> str:
+    guarantee = card["guarantee"]
+    if not card["private"]:
+        return "**It is NOT private**; the privacy card says why."
+    return (
+        f"What it reveals of one training record is bounded by epsilon "
+        f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}, "
+        f"{card['relation']}."
+    )
+
+
+def _privacy(card: Mapping[str, Any]) -> str:
+    guarantee = card["guarantee"]
+    epsilon = float(guarantee["epsilon"])
+    if not card["private"]:
+        return f"None: the run key was fixed, or nothing is proved. See `{CARD_TEXT}`."
+    lines = [
+        f"({format_epsilon(epsilon)}, {format_delta(guarantee['delta'])})-differential privacy, "
+        f"{guarantee['kind']} by {card['accountant']}; neighbours: {card['relation']}.",
+        f"Whatever test is made on the model: if it calls a record that was not trained on one "
+        f"that was with probability p, it finds one that was with probability at most e^epsilon p "
+        f"+ delta (e^epsilon = {significant(math.exp(min(epsilon, 700)), 3)}).",
+        f"`{CARD_TEXT}` has the mechanism, epsilon at other deltas, and what must hold.",
+    ]
+    return "\n\n".join(lines)
+
+
+def _robustness(about: Description) -> str:
+    if about.certificate is None and not about.certified:
+        noise = "Released without certificate settings; `--sigma` chooses the noise."
+        return noise if about.tested is None else f"{noise} {_clean(about)}"
+    parts = [] if about.tested is None else [_clean(about)]
+    if about.certificate is not None:
+        parts.append(f"Meant to be certified as: {about.certificate.folder_name}.")
+    if about.certified:
+        parts.append("Share of inputs that are right and certified at the radius at least:")
+    parts += [_table(table) for table in about.certified]
+    return "\n\n".join(parts)
+
+
+def _clean(about: Description) -> str:
+    tested = about.tested
+    assert tested is not None
+    return f"Accuracy {percent(tested.accuracy)} % of {tested.inputs:,} inputs ({tested.data})."
+
+
+def _table(table: Certified) -> str:
+    head = (
+        f"{table.title}: {table.inputs:,} inputs, at most {table.draws:,} draws, alpha "
+        f"{table.alpha:g} each"
+    )
+    rows = [
+        f"| {exact(radius)} | {percent(share)} % |"
+        for radius, share in zip(table.radii, table.accuracy, strict=True)
+    ]
+    return "\n".join([head, "", f"| {table.norm} radius | certified |", "|---|---|", *rows])
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    if len(classes) <= 20:
+        return ", ".join(classes)
+    return f"{', '.join(classes[:10])}, ... ({len(classes)} in all, in `{DESCRIPTION}`)"

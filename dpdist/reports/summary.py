@@ -1,0 +1,324 @@
+"""Sum up a run in one sentence, explain its numbers in a line each, and export it as JSON.
+
+Every clause is true of its run: it is made of the figures that the rest of the report shows, and
+figures that take a promise back stand first. The JSON is what commands print with --json: the
+privacy card, the evaluation on named test data and the tables of certificates; nothing in private/
+is in it but what the card says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dpdist.certification import statistics
+from dpdist.certification.certificate import CertificateTable
+from dpdist.certification.noise import norm_name
+from dpdist.certification.statistics import ERROR, holm
+from dpdist.core.binomial import clopper_pearson_interval
+from dpdist.core.console import exact, percent
+from dpdist.privacy.card import REFUTED
+from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
+from dpdist.reports.compare import differences, whole_curves
+from dpdist.reports.facts import Facts
+
+# --- the summary ------------------------------------------------------------------------------
+
+
+Mood = Literal["good", "caution", "bad"]
+_MOODS: tuple[Mood, ...] = ("good", "caution", "bad")
+_WEAK = 10.0  # "How to DP-fy ML" (Ponomareva et al., JAIR 2023): up to 1 strong, to 10 reasonable
+_FACTOR = (
+    "how much one training record can change what is released, as a factor e^epsilon on any "
+    "probability"
+)
+_MOVED = {
+    "l1": "the sum of the changes of all its numbers",
+    "l2": "the root of the sum of the squared changes of all its numbers",
+    "linf": "the largest change of any one of its numbers",
+}
+
+
+@dataclass(frozen=True)
+class InShort:
+    """mood: good where nothing takes the promise back; bad where there is none, or one is false."""
+
+    mood: Mood
+    sentence: str
+
+    @property
+    def label(self) -> str:
+        """The mood in words: colour alone tells nobody."""
+        return {"good": "Verdict", "caution": "Verdict, with reservations", "bad": "Warning"}[
+            self.mood
+        ]
+
+
+def in_short(facts: Facts) -> InShort:
+    """One sentence on privacy, accuracy and certificates, worst news first."""
+    clauses = [*_broken(facts), *_privacy(facts), *_useful(facts), *_certified(facts)]
+    mood = max((mood for mood, _ in clauses), key=_MOODS.index)
+    sentence = "; ".join(text for _, text in clauses)
+    return InShort(mood, f"{sentence[0].upper()}{sentence[1:]}.")
+
+
+def _broken(facts: Facts) -> list[tuple[Mood, str]]:
+    """What contradicts something that is stated."""
+    found: list[tuple[Mood, str]] = []
+    for audit in facts.audits:
+        if audit.bug:
+            measured = format_epsilon(audit.epsilon, lower_bound=True)
+            found.append(
+                (
+                    "bad",
+                    f"an audit contradicts what is proved (it measured an epsilon of at least "
+                    f"{measured}), so do not rely on this epsilon until that is explained",
+                )
+            )
+    for check in facts.checks:
+        if not check["plausible"]:
+            found.append(
+                ("bad", "an attack contradicts more certificates than chance allows: do not rely "
+                 "on them")
+            )  # fmt: skip
+    return found
+
+
+def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
+    guarantee, found = facts.guarantee, list[tuple[Mood, str]]()
+    stated = f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)}"
+    if facts.fixed_key:
+        found.append(
+            ("bad", "nothing is private: the run key was fixed, and who knows it knows the noise")
+        )
+    elif math.isinf(guarantee.epsilon):
+        found.append(
+            ("bad", f"no privacy is proved for the training records: epsilon is infinite "
+             f"({facts.why_not})")
+        )  # fmt: skip
+    else:
+        if_true = ", if what it assumes holds" if facts.assumed else ""
+        weak = guarantee.epsilon > _WEAK
+        how = "hardly protected" if weak else "protected"
+        found.append(
+            ("caution" if weak or facts.assumed else "good",
+             f"each training record is {how} with {stated}{if_true}")
+        )  # fmt: skip
+    if facts.audited_run is not None:
+        found.append(("caution", "canaries of an audit were trained on, so it is not for release"))
+    if facts.budget_lost:
+        found.append(("caution", "what all runs on these records cost together is unknown"))
+    claim = facts.claim
+    if claim is not None and claim.claimed is not None:
+        paper = f"the paper's epsilon {claim.claimed_text}"
+        if any(audit.verdict == REFUTED for audit in facts.audits):
+            found.append(("caution", f"{paper} is refuted by an audit"))
+        elif claim.verdict == "not sound":
+            found.append(("caution", f"{paper} does not hold"))
+    return found
+
+
+def _useful(facts: Facts) -> list[tuple[Mood, str]]:
+    if facts.evaluation is None:
+        return [("caution", "how often the model is right was not measured")]
+    inputs, share = facts.evaluation["inputs"], percent(facts.evaluation["accuracy"], 1)
+    if facts.next_tokens is not None:
+        said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share} % right"
+        return [
+            (
+                "good",
+                f"of the {facts.next_tokens:,} next tokens of {inputs:,} test documents: {said}",
+            )
+        ]
+    return [("good", f"the model is right on {share} % of {inputs:,} test inputs")]
+
+
+def _certified(facts: Facts) -> list[tuple[Mood, str]]:
+    if not facts.tables:
+        return [("good", "and nothing is certified about changed inputs")]
+    table = main_table(facts)
+    assert table is not None
+    radius = first_radius(table)
+    share = percent(table.certified_accuracy(radius), 1)
+    norm = norm_name(table.norm)
+    return [
+        (
+            "good",
+            f"and, with its noise, right and certified not to change within {norm} distance "
+            f"{exact(radius)} on {share} % of {len(table.index):,}",
+        )
+    ]
+
+
+def main_table(facts: Facts) -> CertificateTable | None:
+    """The certification that stands for the run: that of most inputs, the first of several."""
+    return max(facts.tables, key=lambda table: len(table.index), default=None)
+
+
+def first_radius(table: CertificateTable) -> float:
+    """The smallest radius above 0 that a report shows."""
+    return min((radius for radius in table.shown_radii if radius > 0), default=0.0)
+
+
+def interval(hits: int, inputs: int) -> str:
+    """Of the share in all inputs of which these are an independent sample, in %, 95 %: rounded
+    outwards."""
+    low, high = clopper_pearson_interval(hits, inputs, ERROR)
+    return f"{percent(float(low), 1)} to {percent(float(high), 1, up=True)}"
+
+
+def clean_interval(facts: Facts) -> str | None:
+    """Of the accuracy; None where there are many answers to an input, which are no independent
+    sample."""
+    if facts.evaluation is None or facts.next_tokens is not None:
+        return None
+    inputs = facts.evaluation["inputs"]
+    return interval(round(inputs * facts.evaluation["accuracy"]), inputs)
+
+
+# --- what the numbers mean ----------------------------------------------------------------------
+
+
+def meanings(facts: Facts) -> list[tuple[str, str]]:
+    """Name and line of epsilon, delta and radius, as they are in this run."""
+    found = [("epsilon", _epsilon(facts)), ("delta", _delta(facts))]
+    norms = dict.fromkeys(table.norm for table in facts.tables)
+    found += [(f"radius ({norm_name(n)})", _radius(facts, n)) for n in norms if n in _MOVED]
+    return found
+
+
+def _epsilon(facts: Facts) -> str:
+    guarantee = facts.guarantee
+    if facts.fixed_key or math.isinf(guarantee.epsilon):
+        return f"{_FACTOR}. Nothing bounds it here: the model may give single records away."
+    question = "whether a record was in the training"
+    if guarantee.neighbours == "replace-one":
+        question = "which of two records was in the training"
+    elif guarantee.size_public:
+        question += ", or blanked out,"
+    return (
+        f"{_FACTOR}. Whoever knows all other records, sees the model and must tell at even odds "
+        f"{question} is right with probability at most {right_at_most(guarantee)} %."
+    )
+
+
+def right_at_most(guarantee: Guarantee) -> str:
+    """In %, rounded up: of a guess at even odds between two neighbouring data sets.
+
+    Errors of both kinds sum to at least 2 (1 - delta) / (1 + e^epsilon) (Kairouz, Oh and Viswanath,
+    ICML 2015, Theorem 2.1).
+    """
+    missed = (1 - guarantee.delta) * math.exp(-float(np.logaddexp(0.0, guarantee.epsilon)))
+    return percent(1 - missed, up=True)
+
+
+def _delta(facts: Facts) -> str:
+    return (
+        f"the probability, {format_delta(facts.guarantee.delta)}, that is left out of what epsilon "
+        f"says. It should be far below one in the number of records (here {facts.plan.records:,}"
+        f"{', declared' if facts.plan.nominal else ''})."
+    )
+
+
+def _radius(facts: Facts, norm: str) -> str:
+    shape = facts.input_shape
+    numbers = math.prod(shape)
+    unit = " Pixels count from 0 (black) to 1 (white)." if len(shape) == 3 else ""
+    spread = {"l1": 1 / numbers, "l2": 1 / math.sqrt(numbers), "linf": 1.0}[norm]
+    return (
+        f"how far an input may be moved, whoever moves it, before the certified answer can change: "
+        f"{_MOVED[norm]}.{unit} Radius 1 is {spread:.2g} on each of its {numbers:,} numbers."
+    )
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+_EVALUATED = ("data", "inputs", "correct", "accuracy", "cross_entropy", "noise_draws")
+_OF_NEXT = ("next_tokens", "perplexity")
+
+
+def published(facts: Facts) -> dict[str, Any]:
+    """A run: its privacy card, accuracy on test data, certificates and what else was measured."""
+    found = facts.evaluation
+    names = _EVALUATED if facts.next_tokens is None else (*_EVALUATED, *_OF_NEXT)
+    return {
+        "run": facts.folder.name,
+        "folder": str(facts.folder.path),
+        "method": facts.recipe.method.name,
+        "privacy_card": facts.card(),
+        "evaluation": found and {name: found[name] for name in names if name in found},
+        "certificates": [certified(table) for table in facts.tables],
+        "measured": [
+            {"kind": kind.name, "name": name, "value": value}
+            for kind, results in facts.evaluations.items()
+            for name, value in kind.lines(results)
+        ],
+        "report": str(facts.folder.report) if facts.folder.report.exists() else None,
+    }
+
+
+def certified(table: CertificateTable) -> dict[str, Any]:
+    """Return what is printed of a table of certificates, as JSON.
+
+    At each radius the share of its inputs that are right and certified, and what that says at least
+    of the population (all radii together).
+    """
+    bank = bool(table.terms["noise_bank"])  # its inputs are then no independent sample
+    return {
+        "name": table.name,
+        "title": table.title,
+        "table": str(table.path),
+        "norm": table.norm,
+        "sigma": table.sigma,
+        "mode": table.mode,
+        "alpha": table.alpha,
+        "inputs": len(table.index),
+        "abstained": table.abstained,
+        "average_radius": table.average_radius,
+        "certified": [
+            {"radius": radius, "accuracy": table.certified_accuracy(radius)}
+            for radius in table.shown_radii
+        ],
+        "population": []
+        if bank
+        else [
+            {"radius": each.radius, "at_least": each.low}
+            for each in statistics.population_bounds(table)
+        ],
+    }
+
+
+def compared(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Several runs, and each later one less the first on the same inputs. Raises as
+    `dpdist.reports.compare.differences`."""
+    rows, notes = differences(runs, sizes)
+    corrected = holm([row.found.p_value for row in rows])
+    first = runs[0].folder.name
+    return {
+        "runs": [published(facts) for facts in runs],
+        "differences": [
+            {
+                "run": row.run, "less": first, "what": row.what,
+                "size": float(row.size) if row.size else None,
+                **dataclasses.asdict(row.found), "difference": row.found.difference, "p_holm": p,
+            }
+            for row, p in zip(rows, corrected, strict=True)
+        ],
+        "whole_curves": [
+            {
+                "run": two.run, "less": first, "what": two.what,
+                "sizes": found.knots.tolist(),
+                "low": found.low.tolist(), "high": found.high.tolist(),
+                "better": [list(stretch) for stretch in found.ahead],
+                "worse": [list(stretch) for stretch in found.behind],
+            }
+            for two, found in whole_curves(runs, sizes)
+        ],
+        "notes": notes,
+    }  # fmt: skip

@@ -1,0 +1,781 @@
+"""Copies of a run folder: an archive in an object store, and an export of its publishable files.
+
+The run folder itself stays on a file system: the ledger is appended and synced there, under a
+lock, before noise is added. The archive follows it. Without the private state it holds the
+publishable files; with it, a run can be continued from it.
+
+    claims/00000001-TOKEN        who writes here; the highest number owns the prefix
+    00000001/manifest.json       written last: every file's object, digest and size; the permit
+    00000001/files/TOKEN/PATH    the files, each written whole under a new name
+
+An upload that was torn leaves the manifest before it, which is whole. A new owner claims the next
+number and lists the claims: an owner that sees another claim as high as its own gives way. An
+owner looks for higher claims after each manifest, and stops when there is one.
+
+**What a lost folder may have released.** Its ledger knew, and the archived copy may be older. So
+the training asks for a permit: in attempt e, up to step B. The permit is in a manifest, with the
+ledger as it was then, before the first of those steps is released; until then the training waits.
+When the folder is lost, every step of e below B that the archived ledger lacks is recorded as
+released, which is never too little; and a new attempt begins, whose nonce is fresh, so that no
+noise is drawn twice. A folder that was not lost after all cannot continue: its next permit finds
+the higher claim.
+
+An export brings a report home through a job's log, as text. Only the release, the certificates and
+the report leave a cluster this way; private/ and run.json stay, so that a fetched copy is never
+taken for a run that could be continued.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import hmac
+import io
+import json
+import os
+import secrets
+import tarfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dpdist.cluster.object_store import Missing, ObjectStore
+from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.fields import check_run_name
+from dpdist.core.files import (
+    NoSuchFile,
+    built_aside,
+    check_path,
+    check_paths,
+    check_shape,
+    moved_in,
+    parse_json,
+    private_folder,
+    read_json,
+    shown,
+    write_atomic,
+    write_json,
+)
+from dpdist.core.version import __version__
+from dpdist.privacy.ledger import JournalError, Ledger
+from dpdist.release.bundle import RELEASED, is_released
+from dpdist.runs.folder import RunFolder, begun, complete_checkpoints, open_run, read_released
+
+# --- publishable files as text ----------------------------------------------------------------
+
+
+PUBLISHABLE = (
+    "recipe.yaml", "evaluation.json", "release", "certificates", "attacks", "audit", "report",
+)  # fmt: skip
+MAX_BYTES = 200 * 2**20
+_BEGIN, _END = "-----BEGIN DPDIST EXPORT-----", "-----END DPDIST EXPORT "
+_LINE = 4096
+
+
+def is_publishable(path: str) -> bool:
+    """Whether a file of this path (as in `dpdist.core.files.check_path`) below a run folder may
+    leave; of release/ only what `dpdist release` writes."""
+    top, _, below = path.partition("/")
+    return top in PUBLISHABLE and (top != "release" or is_released(below))
+
+
+def publishable(folder: RunFolder) -> list[Path]:
+    """The files that may leave, relative to the run folder, sorted. What a link leads to is left
+    out, and so are released weights without their card."""
+    found, root = [], folder.path.resolve()
+    for name in PUBLISHABLE:
+        place = folder.path / name
+        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            inside = path.relative_to(folder.path)
+            if not is_publishable(inside.as_posix()):
+                continue
+            if path.is_file() and path.resolve() == root / inside:
+                found.append(inside)
+    whole = all(Path("release", name) in found for name in RELEASED)
+    return [path for path in found if whole or path.parts[0] != "release"]
+
+
+def export_text(folder: RunFolder, limit: int = MAX_BYTES) -> str:
+    """The publishable files as printable text, ended by a digest. Raises UserError above `limit`
+    bytes, and when there is no such run."""
+    folder.check_format()
+    files = publishable(folder)
+    total = sum((folder.path / path).stat().st_size for path in files)
+    if total > limit:
+        raise UserError(
+            f"{folder.path}: {total / 2**20:.0f} MiB are too much for a job's log (limit "
+            f"{limit / 2**20:.0f}); copy it from the shared storage"
+        )
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w:gz") as archive:
+        for path in files:
+            archive.add(folder.path / path, arcname=path.as_posix(), recursive=False)
+    text = base64.b64encode(raw.getvalue()).decode()
+    lines = [text[at : at + _LINE] for at in range(0, len(text), _LINE)]
+    digest = hashlib.blake2b(raw.getvalue(), digest_size=16).hexdigest()
+    return "\n".join([_BEGIN, *lines, f"{_END}{digest}-----"])
+
+
+def unpack_text(log: str, target: Path) -> list[Path]:
+    """Write the files found in a job's log under `target`; returns their paths.
+
+    Raises UserError when the text is incomplete, was changed, or names a file that has no business
+    in an export; nothing is written then.
+    """
+    try:
+        body, _, tail = log.partition(_BEGIN)[2].partition(_END)
+        raw = base64.b64decode("".join(body.split()), validate=True)
+    except ValueError as error:
+        raise UserError(f"the job's log holds a damaged export: {error}") from error
+    digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
+    if not tail.startswith(f"{digest}-----"):
+        raise UserError("the job's log holds no complete export")
+    try:
+        contents = _contents(raw)
+        with moved_in(target) as aside:
+            for path, content in contents.items():
+                write_atomic(aside / path, content)
+    except (ValueError, OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise UserError(f"the job's log holds an export that cannot be used: {error}") from error
+    return [target / path for path in contents]
+
+
+def _contents(raw: bytes) -> dict[str, bytes]:
+    """The files of an export. Raises ValueError for one that may not be there."""
+    with gzip.open(io.BytesIO(raw)) as file:
+        plain = file.read(2 * MAX_BYTES + 1)
+    if len(plain) > 2 * MAX_BYTES:
+        raise ValueError(f"it is larger than {2 * MAX_BYTES / 2**20:.0f} MiB")
+    contents: dict[str, bytes] = {}
+    with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
+        members = archive.getmembers()
+        for path, member in zip(check_paths(m.name for m in members), members, strict=True):
+            if not member.isreg() or member.issparse() or not is_publishable(path):
+                raise ValueError(f"it names {path!r}, which may not leave a cluster")
+            content = archive.extractfile(member)
+            assert content is not None
+            contents[path] = content.read()
+    return contents
+
+
+# --- names, claims, manifest and permit -------------------------------------------------------
+
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+KEY = "DPDIST_ARCHIVE_KEY"
+_KEY_CHARACTERS = 32
+_PERMIT = {"epoch": int, "step": int, "steps": int}
+_MANIFEST = {"run": str, "private": bool, "trained": bool, "permit": dict | None, "files": dict}
+
+
+@dataclass(frozen=True)
+class Permit:
+    """Leave to release, in this attempt epoch, the steps from `step` up to but not `steps`."""
+
+    epoch: int
+    step: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        numbers = (self.epoch, self.step, self.steps)
+        if not all(type(n) is int and n >= 0 for n in numbers) or self.step > self.steps:
+            raise ValueError(f"not a permit: {self}")
+
+
+def read_permit(path: Path) -> Permit | None:
+    """A permit that was asked for or granted; None when there is none."""
+    try:
+        found = read_json(path, _PERMIT)
+    except NoSuchFile:
+        return None
+    try:
+        return Permit(found["epoch"], found["step"], found["steps"])
+    except ValueError as error:
+        raise UserError(f"{path}: damaged: {error}") from None
+
+
+def permit_of(manifest: dict[str, Any]) -> Permit | None:
+    """The permit of a manifest that `read_manifest` gave."""
+    found = manifest["permit"]
+    return found and Permit(**found)
+
+
+def newest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
+    """Number and content of the newest whole manifest. Raises UserError when there is none."""
+    numbers = sorted({number_of(claim) for claim in store.names("claims")}, reverse=True)
+    if not numbers:
+        raise UserError(f"{store.url}: there is no archive of a run")
+    for number in numbers:
+        name = f"{folder_of(number)}/{MANIFEST}"
+        try:
+            raw = store.get(name)
+        except Missing:
+            continue  # its owner never finished an upload, and so never released anything
+        manifest = read_manifest(raw, f"{store.url}: {name}", number)
+        return number, manifest
+    raise UserError(
+        f"{store.url}: no upload was ever finished (no manifest); there is nothing to restore"
+    )
+
+
+def folder_of(number: int) -> str:
+    return f"{number:08d}"
+
+
+def new_claim(number: int) -> str:
+    return f"{folder_of(number)}-{secrets.token_hex(8)}"
+
+
+def number_of(claim: str) -> int:
+    """The number of a claim. Raises UserError for an object that is none."""
+    number = claim.partition("-")[0]
+    if not (number.isascii() and number.isdigit() and len(number) <= 16):
+        raise UserError(f"claims/{claim!r} is no claim of an archive; remove it")
+    return int(number)
+
+
+def archive_key() -> bytes:
+    """The secret that keys manifests, from the environment; empty when there is none."""
+    secret = os.environ.get(KEY, "")
+    if secret and len(secret) < _KEY_CHARACTERS:
+        raise UserError(
+            f"{KEY}: must have at least {_KEY_CHARACTERS} characters; take those that `openssl "
+            "rand -hex 32` prints"
+        )
+    return hashlib.blake2b(secret.encode(), person=b"dpdist.archive").digest() if secret else b""
+
+
+def write_manifest(body: dict[str, Any]) -> bytes:
+    """The manifest as it is stored: with a check, keyed when there is a key."""
+    body = {**body, "keyed": bool(archive_key())}
+    return json.dumps({**body, "check": digest_of(body)}, sort_keys=True, allow_nan=False).encode()
+
+
+def read_manifest(raw: bytes, where: str, number: int) -> dict[str, Any]:
+    """Inverse of `write_manifest`: every name in it lies below the run's folder, or the prefix's.
+
+    Raises UserError when it is damaged, of a newer version, or not made with this machine's key.
+    """
+    try:
+        manifest = parse_json(raw, where, {"format": int, "dpdist": str, "check": str})
+        if manifest["format"] > FORMAT:
+            raise UserError(f"{where}: written by a newer dpdist ({shown(manifest['dpdist'])})")
+        check, keyed = manifest.pop("check"), manifest.get("keyed") is True
+        if keyed != bool(archive_key()):
+            why = (
+                f"was written with a key: set {KEY} to it"
+                if keyed
+                else f"was written without a key, by anybody who can write there; {KEY} is set"
+            )
+            raise UserError(f"{where}: {why}")
+        if not hmac.compare_digest(check.encode(), digest_of(manifest).encode()):
+            raise ValueError("its check does not fit its content")
+        _check_manifest(check_shape(manifest, where, _MANIFEST), where, number)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{where} is damaged: {error}") from error
+    return manifest
+
+
+def _check_manifest(manifest: dict[str, Any], where: str, number: int) -> None:
+    check_run_name(manifest["run"])
+    if manifest["permit"] is not None:
+        check_shape(manifest["permit"], f"{where}: permit", _PERMIT)
+        permit_of(manifest)
+    check_paths(manifest["files"], "files")
+    begin = f"{folder_of(number)}/files/"
+    for path, entry in manifest["files"].items():
+        check_shape(entry, f"{where}: {path}", {"object": str, "digest": str, "size": int})
+        if not check_path(entry["object"], path).startswith(begin):
+            raise ValueError(f"{path}: its object must lie in {begin}")
+
+
+def digest_of(body: dict[str, Any]) -> str:
+    """Of a manifest's content; with a key in the environment, a message authentication code."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=32, key=archive_key()).hexdigest()
+
+
+# --- the owner of an archive ------------------------------------------------------------------
+
+
+_CHECKPOINT = ("done.json", "state.safetensors")
+_RETRY_SECONDS = 600.0  # how long an archive that cannot be written is tried again
+_STEPS = "private/checkpoints/"
+_LEDGER, _ANCHOR = "private/ledger.jsonl", "private/ledger.anchor"
+# Of private/, what a continued run does not need or must make anew.
+_NOT_KEPT = {
+    "ray", "ray.log", "errors.txt", "failure.json", "progress.json", "archive.json",
+    "permit.json", "permit-asked.json", "checkpoints", "ledger.jsonl",
+    "ledger.anchor",
+}  # fmt: skip
+
+
+class Archive:
+    """The archive of a run folder that owns its prefix; `begin` and `of` open it."""
+
+    def __init__(self, folder: RunFolder, about: dict[str, Any]) -> None:
+        self.folder, self.private = folder, about["private"]
+        self.store = ObjectStore(about["url"])
+        self._number, self._claim = about["number"], about["claim"]
+        self._files: dict[str, dict[str, Any]] | None = None  # unknown: another process wrote them
+        self._stamps: dict[str, tuple[int, int, int]] = {}
+        self._checkpoint = ""
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Archive | None:
+        """The archive that this run folder owns, None when it has none."""
+        return cls(folder, _about(folder)) if folder.archive.exists() else None
+
+    @classmethod
+    def check_free(cls, folder: RunFolder, url: str | None) -> None:
+        """Raise UserError when a run that is not archived yet may not begin at this address, and
+        for a key of archives that no manifest could be written with."""
+        if url is not None:
+            archive_key()
+        if url is not None and not folder.archive.exists():
+            store = ObjectStore(url)
+            if store.names("claims"):
+                raise UserError(_taken(store))
+
+    @classmethod
+    def check_writable(cls, folder: RunFolder, url: str | None) -> None:
+        """Check that a run that is not archived yet could be archived at this address.
+
+        Raises:
+            ClusterError: nothing can be written there: a mistyped address, or missing rights.
+        """
+        if url is not None and not folder.archive.exists():
+            store, probe = ObjectStore(url), f"probe-{secrets.token_hex(8)}"
+            try:
+                store.put(probe, b"")
+                store.delete(probe)
+            except ClusterError as error:
+                raise ClusterError(
+                    f"resources.archive (--archive): nothing can be written there: {error}"
+                ) from error
+
+    @classmethod
+    def check_key(cls, folder: RunFolder) -> None:
+        """Raise UserError, before any work, for a key that no archive of this run is written
+        with."""
+        if folder.archive.exists():
+            archive_key()
+
+    @classmethod
+    def begin(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
+        """The archive of a run at its start; None when none is asked for.
+
+        Raises UserError when the prefix belongs to another run, when this run is archived elsewhere
+        or was taken over, when everybody could read private state; ClusterError when the store
+        does not answer.
+        """
+        bound = folder.archive.exists()
+        if not bound:
+            if url is None:
+                return None
+            cls.check_free(folder, url)
+            where = {"url": url.rstrip("/"), "private": private}
+            write_json(folder.archive, {**where, "number": 1, "claim": new_claim(1)})
+        about = _about(folder)
+        if url is None or url.rstrip("/") != about["url"] or (about["private"] and not private):
+            raise UserError(
+                f"{folder.path}: this run is archived at {about['url']}"
+                f"{' with its private state' if about['private'] else ''}; keep resources.archive "
+                "(--archive) and archive_private as they were. Only if that archive is deleted for "
+                f"good: remove {folder.archive}"
+            )
+        if private and not about["private"]:
+            write_json(folder.archive, {**about, "private": True})
+        archive = cls(folder, _about(folder))
+        try:
+            archive._own()
+        except ClusterError:
+            if not bound:  # a mistyped address: nothing was sent, and the run is free of it
+                with suppress(ClusterError):
+                    archive.store.delete(f"claims/{archive._claim}")
+                folder.archive.unlink()
+            raise
+        return archive
+
+    def _own(self) -> None:
+        """Make the claim, or see that it is still the highest."""
+        claims = self.store.names("claims")
+        if not claims:
+            self.store.put(f"claims/{self._claim}", json.dumps({"run": self.folder.name}).encode())
+        try:
+            self._check_claim()
+            if claims:
+                self._stored()  # which another key than that of the archive cannot read
+            if self.private and self.store.readable_by_all(f"claims/{self._claim}"):
+                raise UserError(
+                    f"{self.store.url}: can be read without credentials; private state holds the "
+                    "run key, which removes the noise. Close the bucket, or leave archive_private "
+                    "out"
+                )
+        except UserError:
+            if not claims:  # nothing was sent yet; of two that began at once, both give way
+                self.store.delete(f"claims/{self._claim}")
+                self.folder.archive.unlink()
+            raise
+
+    def _check_claim(self) -> None:
+        claims = self.store.names("claims")
+        if self._claim not in claims or any(
+            number_of(claim) >= self._number for claim in claims if claim != self._claim
+        ):
+            raise UserError(
+                f"{self.store.url}: this prefix was claimed by another run folder: the run was "
+                f"restored elsewhere, or two runs were given one prefix. {self.folder.path} may "
+                "not go on; continue the other one, or begin a new run with its own prefix"
+            )
+
+    @property
+    def notice(self) -> str:
+        """What the user is told before anything is sent."""
+        if not self.private:
+            return f"archive: {self.store.url} receives what may be published, no private state"
+        return (
+            f"archive: {self.store.url} receives the PRIVATE state too: run key, ledger, "
+            "checkpoints. Who can read it can remove the noise: it must be as closed as the run "
+            "folder"
+        )
+
+    # --- writing
+
+    def update(self) -> Permit | None:
+        """Bring the archive up to date; returns the permit that it holds now.
+
+        Raises UserError when another folder has claimed the prefix, ClusterError when the store
+        cannot be written: the archive is then as it was before.
+        """
+        permit = read_permit(self.folder.permit_asked) if self.private else None
+        first = self._files is None
+        before = self._stored() if self._files is None else self._files
+        # The checkpoint is chosen before the ledger is read: the ledger then covers it.
+        chosen = self._chosen()
+        files, stamps = self._gather(chosen, before)
+        checkpoint = _whole_checkpoint(files, chosen)
+        if not checkpoint:  # superseded while it was sent: the one before is covered as well
+            checkpoint = _whole_checkpoint(before)
+            files |= {path: entry for path, entry in before.items() if path.startswith(_STEPS)}
+        body = {
+            "format": FORMAT,
+            "dpdist": __version__,
+            "run": self.folder.name,
+            "private": self.private,
+            "trained": "private/trained.json" in files,
+            "checkpoint": checkpoint,
+            "permit": None if permit is None else asdict(permit),
+            "files": files,
+        }
+        self.store.put(f"{folder_of(self._number)}/{MANIFEST}", write_manifest(body))
+        self._files, self._stamps, self._checkpoint = files, stamps, checkpoint
+        # Only now: a new owner that the look misses has not read a manifest yet, and reads this.
+        self._check_claim()
+        kept = {entry["object"] for entry in files.values()}
+        for entry in before.values():
+            if entry["object"] not in kept:
+                self.store.delete(entry["object"])
+        if first:  # what earlier owners left is not read again
+            for number in range(1, self._number):
+                self.store.delete_folder(folder_of(number))
+        return permit
+
+    def _gather(
+        self, chosen: list[str], before: dict[str, dict[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, int, int]]]:
+        """Put what changed; (entries, stamps) of the ledger and the chosen files by path."""
+        files: dict[str, dict[str, Any]] = {}
+        stamps: dict[str, tuple[int, int, int]] = {}
+        if self.private and self.folder.ledger.exists():
+            # The anchor first: the lines that are written meanwhile lie beyond it.
+            if self.folder.anchor.exists():
+                files[_ANCHOR] = self._put(_ANCHOR, self.folder.anchor.read_bytes())
+            raw = self.folder.ledger.read_bytes()
+            files[_LEDGER] = self._put(_LEDGER, raw[: raw.rfind(b"\n") + 1])
+        for path in chosen:
+            try:
+                status = (self.folder.path / path).stat()
+                stamps[path] = (status.st_size, status.st_mtime_ns, status.st_ino)
+                unchanged = path in before and stamps[path] == self._stamps.get(path)
+                files[path] = (
+                    before[path] if unchanged else self._put(path, self.folder.path / path)
+                )
+            except (FileNotFoundError, Missing):
+                continue  # replaced meanwhile; the next update finds what is there then
+        return files, stamps
+
+    def _stored(self) -> dict[str, dict[str, Any]]:
+        """The files of the manifest that an earlier process of this owner wrote, if any."""
+        name = f"{folder_of(self._number)}/{MANIFEST}"
+        try:
+            raw = self.store.get(name)
+        except Missing:
+            return {}
+        return read_manifest(raw, f"{self.store.url}: {name}", self._number)["files"]
+
+    def _chosen(self) -> list[str]:
+        """Paths of the files to keep, relative to the run folder, the ledger left out."""
+        found = [path.as_posix() for path in publishable(self.folder)]
+        if not self.private:
+            return found
+        root, growing = self.folder.path, (self.folder.metrics, self.folder.groups)
+        # What is not kept is not looked into either: checkpoints come and go meanwhile.
+        kept = [top for top in self.folder.private.iterdir() if top.name not in _NOT_KEPT]
+        private = sorted(
+            path
+            for top in kept
+            if not top.is_symlink()  # a link to a folder leads out of the run as well
+            for path in (top.rglob("*") if top.is_dir() else [top])
+            if path.is_file()
+            and not path.is_symlink()
+            and not path.name.startswith(".")
+            and (path not in growing or self.folder.trained.exists())
+        )
+        newest = complete_checkpoints(self.folder.checkpoints)[-1:]
+        private += [file for step in newest for file in sorted(step.iterdir())]
+        return [*found, "run.json", *(path.relative_to(root).as_posix() for path in private)]
+
+    def _put(self, path: str, source: bytes | Path) -> dict[str, Any]:
+        name = f"{folder_of(self._number)}/files/{secrets.token_hex(8)}/{path}"
+        digest, size = self.store.put(name, source)
+        return {"object": name, "digest": digest, "size": size}
+
+    # --- beside a training
+
+    def follow(self, say: Callable[[str], None]) -> Callable[[], None]:
+        """A function to call now and then while the run trains: it grants permits and copies new
+        checkpoints. A store that fails is tried again for ten minutes, then ClusterError."""
+        failing_since = None
+        next_try = 0.0
+
+        def look() -> None:
+            nonlocal failing_since, next_try
+            asked = read_permit(self.folder.permit_asked) if self.private else None
+            granted = read_permit(self.folder.permit)
+            newest = [step.name for step in complete_checkpoints(self.folder.checkpoints)[-1:]]
+            fresh = self.private and newest != [self._checkpoint] and bool(newest)
+            wanted = asked is not None and asked != granted
+            if not (fresh or wanted) or time.monotonic() < next_try:
+                return
+            try:
+                permit = self.update()
+            except ClusterError as error:
+                now = time.monotonic()
+                if failing_since is None:
+                    say(f"archive: {error}; trying again")
+                failing_since = failing_since or now
+                if now - failing_since > _RETRY_SECONDS:
+                    raise ClusterError(
+                        f"{error}; the training stopped, since nothing may be released that the "
+                        "archive does not know of. The same command continues it"
+                    ) from error
+                next_try = now + 5.0
+                return
+            failing_since = None
+            if permit is not None:
+                write_json(self.folder.permit, asdict(permit))
+
+        return look
+
+
+def _whole_checkpoint(files: dict[str, Any], chosen: Sequence[str] = ()) -> str:
+    """The name of the checkpoint among these files; one that lacks a file, of all or of those that
+    were chosen, is taken out of them."""
+    parts = {path for path in files if path.startswith(_STEPS)}
+    for name in {path.split("/")[2] for path in parts}:
+        wanted = {f"{_STEPS}{name}/{file}" for file in _CHECKPOINT}
+        wanted |= {path for path in chosen if path.startswith(f"{_STEPS}{name}/")}
+        if wanted <= parts:
+            return name
+    for path in parts:
+        del files[path]
+    return ""
+
+
+def _about(folder: RunFolder) -> dict[str, Any]:
+    """Where a run is archived, and its claim. Raises UserError."""
+    shape = {"url": str, "private": bool, "number": int, "claim": str}
+    about = read_json(folder.archive, shape)
+    if number_of(about["claim"]) != about["number"]:
+        raise UserError(f"{folder.archive}: damaged: {shown(about['claim'])} is not its claim")
+    return about
+
+
+def _taken(store: ObjectStore) -> str:
+    return (
+        f"{store.url}: holds the archive of a run already. Give each run a prefix of its own; if "
+        f"that run's folder is lost, `dpdist cluster restore {store.url}` brings it back"
+    )
+
+
+# --- restoring and fetching -------------------------------------------------------------------
+
+
+def is_address(run: str) -> bool:
+    """Whether a run is named by the address of its archive."""
+    return "://" in run
+
+
+def open_anywhere(run: str, runs: Path) -> RunFolder:
+    """The run folder by path or name, or a copy under `runs` of a finished run's archive.
+
+    Raises UserError when there is none, ClusterError when the store does not answer.
+    """
+    return read_copy(run, runs) if is_address(run) else open_run(run, runs)
+
+
+def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, int]:
+    """Bring a lost run folder back and take its archive over; the folder and how many steps were
+    charged that the lost one may have released.
+
+    Raises UserError for an archive that is incomplete, damaged, or without private state;
+    ClusterError when the store does not answer. The folder is whole or not there.
+    """
+    store = ObjectStore(url)
+    number, manifest = _whole(store)
+    try:
+        folder = _free(RunFolder(runs / check_run_name(name or manifest["run"])))
+    except ValueError as error:
+        raise UserError(f"--name: {error}, got {name!r}") from None
+    number = max(number, *(number_of(claim) for claim in store.names("claims"))) + 1
+    about = {"url": store.url, "private": True, "number": number, "claim": new_claim(number)}
+    store.put(f"claims/{about['claim']}", json.dumps({"run": folder.name}).encode())
+    try:
+        rivals = [claim for claim in store.names("claims") if number_of(claim) >= number]
+        if rivals != [about["claim"]]:
+            raise UserError(f"{store.url}: is being restored by somebody else at this moment")
+        _, manifest = newest(store)  # only after the claim: the old owner's permits end here
+        with _aside(folder) as aside:
+            _download(store, manifest, aside)
+            charged = _charge(aside, manifest)
+            write_json(aside.archive, about)
+    except BaseException:
+        store.delete(f"claims/{about['claim']}")  # nothing came of it: the old owner may go on
+        raise
+    return folder, charged
+
+
+def read_copy(url: str, runs: Path) -> RunFolder:
+    """A copy of a finished run, to certify and report on; its archive is left alone.
+
+    A copy made before is opened again. Raises as `restore`, and UserError for an unfinished run.
+    """
+    store = ObjectStore(url)
+    _, manifest = _whole(store)
+    if not manifest["trained"]:
+        raise UserError(
+            f"{store.url}: this run has not finished training; if its folder is lost, `dpdist "
+            f"cluster restore {store.url}` brings it back to be continued"
+        )
+    folder = RunFolder(runs / manifest["run"])
+    source = folder.private / "copy-of.json"
+    if source.exists() and read_json(source, {"url": str})["url"] == store.url:
+        return open_run(folder.name, runs)
+    _free(folder)
+    with _aside(folder) as aside:
+        _download(store, manifest, aside)
+        read_released(aside)
+        write_json(aside.private / source.name, {"url": store.url})
+    return folder
+
+
+def fetch(url: str, into: Path) -> tuple[Path, list[str]]:
+    """Copy what may be published of an archived run into a folder of its name under `into`."""
+    store = ObjectStore(url)
+    _, manifest = newest(store)
+    target = into / manifest["run"]
+    paths = sorted(path for path in manifest["files"] if is_publishable(path))
+    try:
+        with moved_in(target) as aside:
+            for path in paths:
+                _download_file(store, path, manifest["files"][path], aside / path)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return target, paths
+
+
+def _whole(store: ObjectStore) -> tuple[int, dict[str, Any]]:
+    """As `newest`. Raises UserError for an archive without private state."""
+    number, manifest = newest(store)
+    if not manifest["private"]:
+        raise UserError(
+            f"{store.url}: holds no private state (archive_private was not given), only what may "
+            f"be published; `dpdist cluster fetch {store.url}` copies that, the report included"
+        )
+    return number, manifest
+
+
+def _free(folder: RunFolder) -> RunFolder:
+    if folder.path.exists():
+        raise UserError(f"{folder.path}: is there already; choose another --runs or --name")
+    return folder
+
+
+@contextmanager
+def _aside(folder: RunFolder) -> Iterator[RunFolder]:
+    """A new run folder, built beside its place and moved there when it is whole."""
+    with built_aside(folder.path) as path:
+        path.mkdir()
+        aside = RunFolder(path)
+        private_folder(aside.private)
+        yield aside
+
+
+def _download(store: ObjectStore, manifest: dict[str, Any], aside: RunFolder) -> None:
+    for path, entry in manifest["files"].items():
+        target = aside.path / path
+        _download_file(store, path, entry, target)
+        if path.startswith("private/"):
+            target.chmod(0o600)
+    aside.check_format()
+
+
+def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        found = store.download(entry["object"], target, entry["size"])
+    except Missing as error:
+        raise UserError(
+            f"{store.url}: {path} is named by the manifest and missing; if a run was still writing "
+            "there, try again"
+        ) from error
+    if found != (entry["digest"], entry["size"]):
+        raise UserError(
+            f"{store.url}: {path} is not what was archived ("
+            f"{'more' if found[1] > entry['size'] else found[1]} bytes instead of "
+            f"{entry['size']}, or changed): the archive is damaged"
+        )
+
+
+def _charge(aside: RunFolder, manifest: dict[str, Any]) -> int:
+    """Put on record what the lost folder may have released beyond the archived ledger, and begin
+    a new attempt. Raises UserError when the ledger does not hold all that the run was made of."""
+    if not begun(aside):
+        return 0
+    plan = read_released(aside).plan
+    if manifest["trained"]:
+        return 0
+    try:
+        with Ledger.open(aside.ledger, plan.fingerprint()) as ledger:
+            charged = 0
+            permit = permit_of(manifest)
+            if permit:
+                if permit.steps > plan.steps:
+                    raise UserError("its permit speaks of more steps than the plan has")
+                known = ledger.steps_of(permit.epoch)
+                for step in range(permit.step, permit.steps):
+                    if step not in known:
+                        ledger.record(step, secrets.token_hex(32))
+                        charged += 1
+            if ledger.epoch is not None:
+                ledger.new_epoch("restored from an archive")
+            return charged
+    except JournalError as error:
+        raise UserError(f"the archived ledger cannot be used: {error}") from error

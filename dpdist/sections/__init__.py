@@ -1,1 +1,0 @@
-"""The sections of a recipe, all but the method's: what may be asked for."""

@@ -1,0 +1,259 @@
+"""Deploy a release behind HTTP: Ray actors that hold the model, and batches of waiting requests.
+
+Not Ray Serve: its replicas open a gRPC port on every interface of the machine, which unpickles
+what it is sent. Requests that wait together are asked together, in one call of a replica for
+several images, so that the cost of a call beside its draws is paid once. The images of a call
+share nothing else: each is answered by noise of its own, in network batches of its own, so that no
+answer depends on other requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.optional_imports import library
+from dpdist.serving.app import Gate, Limits, Lost, listen, speak
+
+if TYPE_CHECKING:
+    from dpdist.release.bundle import Release
+
+
+# --- batches of requests ----------------------------------------------------------------------
+
+
+# Answers, None for a fault that the replica's log has; and the seconds that they took.
+Call = Callable[[list[np.ndarray]], Awaitable[tuple[list[dict[str, Any] | None], float]]]
+
+_MOST, _WORTH = 64, 0.1  # images of a call; seconds of work in one, where an image takes less
+
+
+class Batches:
+    """call: asks whichever replica is free; what it raises is raised to each of its requests.
+    lanes: calls at a time. seconds: that one may take. Belongs to one event loop."""
+
+    def __init__(self, call: Call, lanes: int, seconds: float) -> None:
+        self._call, self._free, self._seconds = call, lanes, seconds
+        self._waiting: deque[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]] = deque()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._each = _WORTH  # seconds of an image; before anything is known, one at a time
+
+    async def __call__(self, image: np.ndarray) -> dict[str, Any]:
+        """Its answer. Raises what the call raised, TimeoutError after so many seconds."""
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((image, answer))
+        self._start()
+        return await answer
+
+    def _start(self) -> None:
+        while self._free and (batch := self._next()):
+            self._free -= 1
+            task = asyncio.ensure_future(self._ask(*zip(*batch, strict=True)))
+            self._under_way.add(task)  # the loop itself would let go of it
+            task.add_done_callback(self._ended)
+
+    def _next(self) -> list[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]]:
+        """Who waits longest, as many as are shared out to the free lanes; nobody who left."""
+        while self._waiting and self._waiting[0][1].done():
+            self._waiting.popleft()
+        share = math.ceil(len(self._waiting) / self._free)
+        most = min(share, _MOST, max(1, int(_WORTH / self._each)))
+        taken = [self._waiting.popleft() for _ in range(most)] if self._waiting else []
+        return [(image, answer) for image, answer in taken if not answer.done()]
+
+    async def _ask(self, images: tuple, answers: tuple) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                found, seconds = await self._call(list(images))
+            for answer, value in zip(answers, found, strict=True):
+                if value is None:
+                    _tell(answer, RuntimeError("a replica could not answer; its log has more"))
+                elif not answer.done():
+                    answer.set_result(value)
+            self._each = max(seconds / len(images), 1e-6)
+        except Exception as error:
+            for answer in answers:
+                _tell(answer, error)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        self._free += 1
+        self._start()
+
+
+def _tell(answer: asyncio.Future[dict[str, Any]], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+
+
+# --- replicas ---------------------------------------------------------------------------------
+
+
+_CALLS = 2  # of a replica: it works on one while the next one waits there
+_REST_SECONDS = 5.0  # that a replica which was lost is asked only when no other is left
+
+
+@dataclass(frozen=True)
+class Serving:
+    """folder: of the release, where every replica can read it. sigma, n, alpha: as in
+    `Release.answerer`. replicas: processes that answer, one CPU each."""
+
+    folder: Path
+    trusted_factory: str | None
+    sigma: float | None
+    n: int
+    alpha: float
+    replicas: int
+    limits: Limits
+
+
+class Classifier:
+    """One replica: the model, and noise of its own that nobody else draws.
+
+    sums: of the release that GET / describes. Raises ReleaseError where another lies there by now.
+    """
+
+    def __init__(self, serving: Serving, sums: dict[str, str]) -> None:
+        from dpdist.release.bundle import ReleaseError, load
+
+        release = load(serving.folder, trusted_factory=serving.trusted_factory)
+        if release.sums != sums:
+            raise ReleaseError(f"{serving.folder}: changed since it is served; start serve again")
+        self._answer = release.answerer(serving.sigma, serving.n, serving.alpha)
+
+    def ready(self) -> None:
+        """Return once the model is there."""
+
+    def answer(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
+        """Return an answer to each, None for a fault of ours, and the seconds that all took."""
+        began = time.perf_counter()
+        return [self._one(image) for image in images], time.perf_counter() - began
+
+    def _one(self, image: np.ndarray) -> dict[str, Any] | None:
+        try:
+            return self._answer(image).as_json
+        except Exception:  # the others of its call are not to suffer
+            logging.getLogger(__name__).exception("an image ended in a fault")
+            return None
+
+
+class Replicas:
+    """Ray actors of `Classifier`, asked in turn. Belongs to one event loop.
+
+    A replica whose process dies is started again by Ray.
+    """
+
+    def __init__(self, actors: list[Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._actors, self._clock = actors, clock
+        self._asked = [0] * len(actors)  # calls under way
+        self._lost = [-_REST_SECONDS] * len(actors)  # when it was lost last
+
+    async def __call__(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
+        """Return the answers of the replica with the fewest calls. Raises Lost if it dies."""
+        from ray.exceptions import RayActorError
+
+        now = self._clock()
+        rests = [now - lost < _REST_SECONDS for lost in self._lost]
+        chosen = min(range(len(rests)), key=lambda i: (rests[i], self._asked[i], self._lost[i]))
+        self._asked[chosen] += 1
+        try:
+            return await self._actors[chosen].answer.remote(images)
+        except RayActorError as error:
+            self._lost[chosen] = self._clock()
+            raise Lost(str(error)) from error
+        finally:
+            self._asked[chosen] -= 1
+
+
+def require_server() -> Any:
+    """Return the HTTP server's module. Raises UserError where it is not installed."""
+    return library("uvicorn", "serve", "dpdist serve")
+
+
+def _about(release: Release, serving: Serving) -> dict[str, Any]:
+    """What GET / says."""
+    return {
+        "name": release.name,
+        "classes": list(release.about.classes),
+        "input_shape": list(release.spec.input_shape),
+        "epsilon": release.card["guarantee"]["epsilon"],
+        "delta": release.delta,
+        "private": release.card["private"],
+        "alpha": serving.alpha,
+        "draws": serving.n,
+    }
+
+
+@contextmanager
+def deployed(release: Release, serving: Serving, host: str, port: int) -> Iterator[str]:
+    """Answer by HTTP while the context lasts; gives the address. Ray must be initialised.
+
+    Raises UserError where that cannot be listened on, ClusterError when no replica starts.
+    """
+    import ray
+
+    require_server()
+    listen(host, port).close()  # said before anything starts
+    replica: Any = ray.remote(num_cpus=1, max_restarts=-1)(Classifier)
+    actors: list[Any] = [replica.remote(serving, release.sums) for _ in range(serving.replicas)]
+    try:
+        try:
+            ray.get([actor.ready.remote() for actor in actors])
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            raise ClusterError(f"no replica could start: {error.cause}") from error
+        except ray.exceptions.RayActorError as error:
+            raise ClusterError(f"no replica could start: {_why(error)}") from error
+        limits, shape = serving.limits, tuple(release.spec.input_shape)
+        batches = Batches(Replicas(actors), _CALLS * serving.replicas, limits.seconds)
+        with _spoken(Gate(_about(release, serving), shape, batches, limits), host, port):
+            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _why(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
+
+
+@contextmanager
+def _spoken(gate: Gate, host: str, port: int) -> Iterator[None]:
+    """Speak HTTP in a thread with an event loop of its own: this one waits for the user's end."""
+    loop = asyncio.new_event_loop()
+    listening = listen(host, port)
+
+    async def begin() -> asyncio.Task[None]:
+        return speak(gate, listening)
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    speaking = asyncio.run_coroutine_threadsafe(begin(), loop).result()
+
+    async def end() -> None:
+        speaking.cancel()
+        with suppress(asyncio.CancelledError):
+            await speaking
+
+    try:
+        yield
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result(timeout=10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10)
+        loop.close()
+        listening.close()

@@ -1,0 +1,437 @@
+"""Sums over the training workers, and the sharing of a step's release among them.
+
+A missing worker is an error, never a smaller sum. Sums travel in float64, or in float32, for which
+the clip makes room. The optimizers (SGD with momentum and Adam) work on one flat vector; all of it
+is post-processing of noisy gradients.
+
+Every worker makes the whole of a release, or its own part. A sharded release is the same release
+to the bit: sums add up in the same order, every entry gets the noise of its place in the key's
+stream, ids in the ledger are made of the same digests, and parameters are updated a leaf at a time
+in both. With three workers or more and without `training.reproducible` a whole sum is added up in
+an order of the network's own; only then do last bits differ. Another way to share is a class in
+`RELEASES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpdist.config.training import TrainingRecipe
+from dpdist.gradients.sampling import share
+from dpdist.training import checkpoint
+
+# --- number formats of sums -------------------------------------------------------------------
+
+
+_ROUNDED = 2.0**-23  # twice float32's unit roundoff: two sums are rounded
+_UNLIKELY = 70.0  # exp(-70) = 4e-31
+MOST_ROOM = 2.0**-7  # of the clip; what needs more stays float64
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Numbers of one kind for sums of at most `most` records each.
+
+    Guarantee: where one record moves an executed sum by at most C' = C / (1 + room) in L2 norm, it
+    moves what arrives by at most C.
+
+    Proof for float32. Taking its n <= most records away one by one shows that a sum has a norm of
+    at most n C'. A number s arrives as s (1 + d), |d| <= 2^-24, so a sum arrives off by at most
+    2^-24 n C', whatever the number of parameters, and two that differ in one record are together
+    off by at most 2^-23 most C'. Their difference is then at most C' (1 + 2^-23 most), and
+    room = 2^-23 (most + 1). The one more is for numbers below 2^-126, which may arrive as zero:
+    2^-125 sqrt(size) is far below 2^-23 C' for a recipe's clip norms, 1e-9 at least. A record is in
+    one sum only, and those that arrived are added up in float64, as they are without rounding.
+
+    More records than `most` release nothing (`check`). By Bernstein's inequality Poisson sampling
+    passes that bound, in which no record has a say, with a probability below 4e-31 for each sum and
+    step: what delta would pay for it in a million steps of a thousand sums is 10^-21.
+    """
+
+    name: str = "float64"
+    most: float = math.inf
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.name == "float32" else torch.float64
+
+    @property
+    def room(self) -> float:
+        """By how much the clip is lowered, relative."""
+        return _ROUNDED * (self.most + 1) if self.name == "float32" else 0.0
+
+    def check(self, records: int) -> None:
+        """Raise ValueError for a sum of more records than there is room for."""
+        if records > self.most:
+            raise ValueError(f"a sum of more than {self.most:g} records; nothing is released")
+
+    def sent(self, sums: Tensor) -> Tensor:
+        """Sums (...), float64, as they travel."""
+        return sums.to(self.dtype)
+
+    @classmethod
+    def of(cls, name: str, expected: float, parts: int, cap: int | None = None) -> Wire:
+        """For batches of `expected` records, at most `cap`, summed in at least `parts` parts."""
+        if name == "float64":
+            return cls()
+        mean = expected / parts + 1  # a part may have one record more than others to draw from
+        most = math.ceil(mean + math.sqrt(2 * _UNLIKELY * mean) + _UNLIKELY * 2 / 3)
+        return cls(name, float(most if cap is None else min(most, cap)))
+
+    @property
+    def refused(self) -> str:
+        """Why so large sums do not travel so; nothing if they do."""
+        if self.room <= MOST_ROOM:
+            return ""
+        return (
+            f"{self.name} has room for sums of {MOST_ROOM / _ROUNDED:,.0f} records, here a worker "
+            f"may have {self.most:,.0f}: take more workers, or float64"
+        )
+
+    def words(self) -> str:
+        """What a dry run says of float32."""
+        return (
+            f"{self.name}, 4 bytes a parameter; the clip is {100 * self.room:.2g} % lower, for "
+            f"sums of up to {self.most:,.0f} records"
+        )
+
+
+# --- sums over the workers --------------------------------------------------------------------
+
+
+class MissingRank(RuntimeError):
+    """A step in which some worker did not take part; it never updates the model."""
+
+
+class Reducer:
+    """Sums over the workers; with one worker, nothing to do."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._room, self._rows = torch.zeros(0, dtype=torch.float64), torch.zeros(0)
+
+    @property
+    def backend(self) -> str:
+        """What workers on this kind of device talk through."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def rows(self, count: int, size: int) -> Tensor:
+        """Zeros (count, size), float64, for `sum`: the memory of the last ones, if as many. New
+        memory costs more than all that is done with it: the kernel clears it page by page."""
+        if len(self._room) != count * size + 2:
+            self._room = torch.empty(count * size + 2, dtype=torch.float64, device=self.device)
+        self._rows = self._room.zero_()[:-2].view(count, size)
+        return self._rows
+
+    def sum(self, rows: Tensor, flag: bool) -> tuple[Tensor, bool]:
+        """Sum of float64 rows (S, size) over workers, added up in row order; and whether any flag
+        was up. Made where this worker's rows lie, if they are those of `rows`.
+
+        Every worker also adds a one: raises MissingRank unless all are counted.
+        """
+        tail = torch.tensor([1.0, float(flag)], dtype=torch.float64, device=self.device)
+        if rows is self._rows:
+            buffer = self._room
+            buffer[-2:] = tail
+        else:
+            buffer = torch.cat([rows.reshape(-1), tail])
+        self.all_sum(buffer)
+        present, flags = buffer[-2:].tolist()
+        if present != self.world_size:
+            raise MissingRank(f"{present:g} of {self.world_size} workers took part in the step")
+        total = buffer[:-2].view_as(rows)
+        result = total[0]
+        for row in total[1:]:
+            result += row
+        return result, flags > 0
+
+    def everybody(self, flag: bool) -> bool:
+        """Whether any worker's flag was up. Raises MissingRank unless all take part."""
+        return self.sum(torch.zeros(1, 0, dtype=torch.float64, device=self.device), flag)[1]
+
+    def exchange(self, sent: Tensor, sizes: Sequence[int], awaited: Sequence[int]) -> Tensor:
+        """Send each worker its piece of `sent` (sizes, in order of rank): what came from each, of
+        the awaited sizes, one behind the other."""
+        if self.world_size == 1:
+            return sent
+        found = sent.new_empty(sum(awaited))
+        dist.all_to_all_single(found, sent.contiguous(), list(awaited), list(sizes))
+        return found
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Make `tensor` that of worker `source`, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=source)
+
+    def all_sum(self, buffer: Tensor) -> None:
+        """Sum `buffer` over the workers, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(buffer)
+
+    def same_everywhere(self, digest: Tensor) -> bool:
+        """Whether all workers hold the same int64 (1,)."""
+        if self.world_size == 1:
+            return True
+        low, high = digest.to(self.device).clone(), digest.to(self.device).clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        return bool((low == high).all())
+
+    def from_first(self, value: int) -> int:
+        """Worker 0's integer, on all."""
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        self.broadcast(tensor, 0)
+        return int(tensor.item())
+
+    def gather(self, text: str) -> list[str]:
+        """One short string of each worker, in order of rank."""
+        if self.world_size == 1:
+            return [text]
+        padded = text.encode()[:512].ljust(512, b"\0")
+        raw = torch.tensor(list(padded), dtype=torch.uint8, device=self.device)
+        parts = [torch.empty_like(raw) for _ in range(self.world_size)]
+        dist.all_gather(parts, raw)
+        return [bytes(part.cpu().tolist()).rstrip(b"\0").decode() for part in parts]
+
+
+# --- the flat optimizer -----------------------------------------------------------------------
+
+
+_ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
+LEAF = 2**16  # entries: a sharded vector is cut at multiples of it, and updated by as many at once
+
+
+class FlatOptimizer:
+    """Updates parameters (size,) in place from a gradient (size,).
+
+    slots: its state by name, saved with checkpoints. The learning rate of step t is
+    learning_rate * schedule(t / steps).
+    """
+
+    def __init__(self, training: TrainingRecipe, steps: int, flat: Tensor) -> None:
+        self.training, self.steps = training, steps
+        names = {"sgd": ["momentum"] if training.momentum else [], "adam": ["mean", "square"]}
+        self.slots = {name: torch.zeros_like(flat) for name in names[training.optimizer]}
+        if training.ema is not None:
+            self.slots["ema"] = flat.clone()
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of step 0 <= step < steps."""
+        training = self.training
+        done = step / self.steps
+        factor = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+            "step": training.factor ** sum(done >= passed for passed in training.milestones),
+        }
+        return training.learning_rate * factor[training.schedule]
+
+    def update(self, flat: Tensor, gradient: Tensor, step: int) -> None:
+        """One step; exact: no fused kernels, the same operations on every machine, and leaf by
+        leaf, so that a worker that updates some of the leaves gets the bits of one with all.
+        gradient: of any precision, rounded to that of `flat`."""
+        if gradient.device != flat.device:
+            gradient = gradient.to(flat)  # in one transfer
+        for start in range(0, len(flat), LEAF):
+            leaf = slice(start, start + LEAF)
+            slots = {name: slot[leaf] for name, slot in self.slots.items()}
+            self._update(flat[leaf], gradient[leaf].to(flat), slots, step)
+
+    def _update(self, flat: Tensor, gradient: Tensor, slots: dict[str, Tensor], step: int) -> None:
+        rate = self.learning_rate(step)
+        if self.training.weight_decay:
+            gradient = gradient.add(flat, alpha=self.training.weight_decay)
+        if self.training.optimizer == "adam":
+            mean, square = slots["mean"], slots["square"]
+            mean.mul_(_ADAM_BETA1).add_(gradient, alpha=1 - _ADAM_BETA1)
+            square.mul_(_ADAM_BETA2).addcmul_(gradient, gradient, value=1 - _ADAM_BETA2)
+            scale = rate / (1 - _ADAM_BETA1 ** (step + 1))
+            root = (square / (1 - _ADAM_BETA2 ** (step + 1))).sqrt_().add_(_ADAM_EPSILON)
+            flat.addcdiv_(mean, root, value=-scale)
+        elif self.training.momentum:
+            momentum = slots["momentum"].mul_(self.training.momentum).add_(gradient)
+            flat.add_(momentum, alpha=-rate)
+        else:
+            flat.add_(gradient, alpha=-rate)
+        if "ema" in slots and self.training.ema is not None:
+            # Early on the average follows the mean of all steps so far: no bias to the start.
+            decay = min(self.training.ema, (step + 1) / (step + 10))
+            slots["ema"].lerp_(flat, 1 - decay)
+
+    def result(self, flat: Tensor) -> Tensor:
+        """The parameters to publish: the average when there is one."""
+        return self.slots.get("ema", flat)
+
+
+# --- whole and sharded releases ---------------------------------------------------------------
+
+
+_FLOAT64 = Wire()
+_AT_ONCE = 32  # leaves that travel together, of all parts and rows
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Of the records, and whose they are. rows: length of the reduced stack; row r is worker 0's,
+    then worker 1's, ... largest: records planned for any shard. mine: (row, first record, end) of
+    this worker's shards. held: rows of each worker; where every worker has the same one row, they
+    are stacked first."""
+
+    rows: int
+    largest: int
+    mine: list[tuple[int, int, int]]
+    held: Sequence[int] = (1,)
+
+
+class Whole:
+    """Every worker adds up, noises and updates everything."""
+
+    def __init__(self, wire: Wire = _FLOAT64) -> None:
+        self.wire = wire
+
+    def own(self, reducer: Reducer, size: int) -> slice:
+        """The entries of a vector of `size` that this worker releases and updates."""
+        return slice(0, size)
+
+    def sum(
+        self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
+    ) -> tuple[Tensor, bool]:
+        """Its entries of all workers' rows (S, size), added up in row order, maybe in the rows' own
+        memory; and whether any flag was up. The rows are spent. Raises MissingRank unless all
+        workers are counted."""
+        return reducer.sum(rows, flag)
+
+    def digests(self, reducer: Reducer, label: str, summed: np.ndarray, size: int) -> list[bytes]:
+        """Of all leaves of a sum of `size` entries, given this worker's; for worker 0."""
+        return leaf_digests(label, summed) if reducer.rank == 0 else []
+
+    def complete(self, reducer: Reducer, flat: Tensor) -> None:
+        """Bring what every worker updated of a vector to all."""
+
+    def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
+        """Bytes on each worker, all through the training, that grow with the trained parameters.
+        slots: vectors that the optimizer keeps. rows: of the reduced stack, where the release is
+        made."""
+        return size * (4 + 4 * slots + 8 * rows)
+
+    def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
+        """What it adds to all that can change a sum."""
+        return {}
+
+    def kept(
+        self, reducer: Reducer, folder: Path, step: int, slots: Mapping[str, Tensor]
+    ) -> tuple[Mapping[str, Tensor], int]:
+        """The optimizer's state that worker 0 keeps in a checkpoint, and in how many files beside
+        its own the rest is by now."""
+        return slots, 0
+
+
+class Sharded(Whole):
+    """Every worker its own part, cut at whole leaves, and of momentum, Adam's state and averages
+    that part alone."""
+
+    def own(self, reducer: Reducer, size: int) -> slice:
+        return _parts(size, reducer.world_size)[reducer.rank]
+
+    def sum(
+        self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
+    ) -> tuple[Tensor, bool]:
+        flagged = reducer.everybody(flag)
+        parts = _parts(rows.shape[1], reducer.world_size)
+        total = rows[0, parts[reducer.rank]]
+        # A piece at a time: neither what is sent nor what arrives needs memory of its own length.
+        step = LEAF * max(1, _AT_ONCE // max(len(parts), shards.rows))
+        for low in range(0, max(part.stop - part.start for part in parts), step):
+            pieces = [
+                slice(min(p.start + low, p.stop), min(p.start + low + step, p.stop)) for p in parts
+            ]
+            found = self._exchanged(reducer, rows, pieces, shards)
+            total[low : low + step] = found  # over rows of its own, which were just sent
+        return total, flagged
+
+    def _exchanged(
+        self, reducer: Reducer, rows: Tensor, pieces: list[slice], shards: Shards
+    ) -> Tensor:
+        """This worker's piece of the sum, given all workers' rows."""
+        world, held, own = reducer.world_size, shards.held, pieces[reducer.rank]
+        first = shards.mine[0][0] if shards.mine else 0
+        mine = rows[first : first + len(shards.mine)]
+        sent = torch.cat([self.wire.sent(mine[:, piece]).reshape(-1) for piece in pieces])
+        sizes = [len(mine) * (piece.stop - piece.start) for piece in pieces]
+        length = own.stop - own.start
+        found = reducer.exchange(sent, sizes, [count * length for count in held])
+        stack = found.view(sum(held), length)
+        total = stack[0].to(rows.dtype)
+        for row in stack[1:]:
+            total += row
+        # A sum over several workers has no negative zero: they add zeros to each other's rows.
+        return total.add_(0.0) if world > 1 and shards.rows > 1 else total
+
+    def digests(self, reducer: Reducer, label: str, summed: np.ndarray, size: int) -> list[bytes]:
+        raw = torch.zeros(-(-size // LEAF), 32, dtype=torch.uint8)
+        first = self.own(reducer, size).start // LEAF
+        for place, digest in enumerate(leaf_digests(label, summed), first):
+            raw[place] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        raw = raw.to(reducer.device)
+        reducer.all_sum(raw)  # others hold zeros in its place
+        return [bytes(row) for row in raw.cpu().tolist()]
+
+    def complete(self, reducer: Reducer, flat: Tensor) -> None:
+        for rank, part in enumerate(_parts(len(flat), reducer.world_size)):
+            if part.start < part.stop:
+                reducer.broadcast(flat[part], rank)
+
+    def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
+        return size * (4 + 8 * rows) + 4 * slots * -(-size // workers)
+
+    def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
+        ordered = reproducible or reducer.world_size < 3
+        wire = {} if self.wire == _FLOAT64 else {"wire": f"{self.wire.name}, {self.wire.most:g}"}
+        return wire | ({} if ordered else {"sums": "in order of rank"})
+
+    def kept(
+        self, reducer: Reducer, folder: Path, step: int, slots: Mapping[str, Tensor]
+    ) -> tuple[Mapping[str, Tensor], int]:
+        if not slots:
+            return {}, 0
+        checkpoint.save_part(folder, step, reducer.rank, reducer.world_size, slots)
+        reducer.gather("written")  # nobody's part may be missing once worker 0 says it is done
+        return {}, reducer.world_size
+
+
+RELEASES: dict[str, type[Whole]] = {"whole": Whole, "sharded": Sharded}
+
+
+def _parts(size: int, count: int) -> list[slice]:
+    """Contiguous parts of a vector, one a worker; of a short one, some are empty."""
+    cuts = [share(-(-size // LEAF), rank, count) for rank in range(count)]
+    return [slice(min(size, LEAF * low), min(size, LEAF * high)) for low, high in cuts]
+
+
+def leaf_digests(label: str, summed: np.ndarray) -> list[bytes]:
+    """Of the bits of float64 (size,), leaf by leaf, and of whose sum it is."""
+    found = []
+    for at in range(0, len(summed), LEAF):
+        digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.release")
+        digest.update(np.ascontiguousarray(summed[at : at + LEAF]).data)
+        found.append(digest.digest())
+    return found
+
+
+def release_id(label: str, leaves: Sequence[bytes]) -> str:
+    """Of a whole sum, from its leaves' digests; of a single leaf, its own."""
+    if len(leaves) == 1:
+        return leaves[0].hex()
+    digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.leaves")
+    digest.update(b"".join(leaves))
+    return digest.hexdigest()

@@ -1,0 +1,440 @@
+"""Build a recipe's model and gradient engine, check both on public data, and estimate their cost.
+
+A run that stops or is refused shows it to every observer. So checks are made on examples that hold
+nothing private, test records and examples invented from them, and divergence is asked of the
+parameters, which the ledger has paid for, and of the model's answers on public test inputs:
+stopping is post-processing. Losses and gradients of private records are never asked; records whose
+gradient is not finite add nothing to the sum. The estimate gives epsilon, steps, memory and time
+before a training starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.fields import weakest
+from dpdist.data import Dataset
+from dpdist.data.text import following
+from dpdist.gradients.clipping import clipping_for
+from dpdist.gradients.engine import GradientEngine, Task, cross_entropy, the_inputs
+from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
+from dpdist.gradients.sampling import Blocks
+from dpdist.gradients.validation import EXAMPLES
+from dpdist.methods.base import Fixed
+from dpdist.models import ModelSpec
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.recipe import Recipe
+from dpdist.training.canaries import check_places
+from dpdist.training.collectives import RELEASES, FlatOptimizer, Whole, Wire
+from dpdist.training.provenance import load_frozen, with_frozen
+from dpdist.training.records import evaluation_data, source_of, training_data
+
+# --- divergence -------------------------------------------------------------------------------
+
+
+_PROBE = 8  # test inputs
+_EVERY = 25  # steps
+
+
+def public_probe(test: Dataset) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of the first few test records."""
+    rows = slice(0, _PROBE)
+    return test.batch(rows), test.targets(rows)
+
+
+def check_start(model: nn.Module, inputs: Tensor, labels: Tensor, name: str) -> None:
+    """Raise UserError unless the untrained model gives finite logits for public test inputs, and
+    a finite gradient for one of them at least."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    finite = False
+    for row in range(len(labels)):
+        try:
+            with torch.enable_grad():
+                outputs = model(inputs[row : row + 1])
+                loss = cross_entropy(outputs, labels[row : row + 1])[0]
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        except RuntimeError as error:  # whatever a user's module does
+            said = (str(error).splitlines() or [""])[0]
+            raise UserError(f"model {name!r} fails on the first test inputs: {said}") from error
+        if not torch.isfinite(outputs).all():
+            raise UserError(
+                f"model {name!r} gives logits that are not finite for test input {row}, before any "
+                "training: mend the model, its model.mean and model.std, or its initial weights"
+            )
+        finite = finite or all(g is None or bool(torch.isfinite(g).all()) for g in gradients)
+    if not finite:
+        raise UserError(
+            f"model {name!r} has gradients that are not finite for each of the first {len(labels)} "
+            "test inputs, before any training: no record could train it"
+        )
+
+
+class Diverged(UserError):
+    """A training whose numbers are no numbers any more."""
+
+
+class Divergence:
+    """Stops a training whose parameters, or answers to public inputs, are no numbers any more."""
+
+    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
+        self._model, self._inputs = model, inputs
+
+    def check(self, flat: Tensor, step: int, last: bool) -> None:
+        """After the update of `step`; flat: all parameters. Raises Diverged."""
+        what = ""
+        if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
+            what = "the parameters are"
+        elif last or step % _EVERY == 0:
+            with torch.no_grad():
+                if not torch.isfinite(self._model(self._inputs)).all():
+                    what = "the logits for public test inputs are"
+        if what:
+            raise Diverged(
+                f"training diverged: after step {step + 1:,} {what} not finite. The steps so far "
+                "are charged; lower training.learning_rate (or privacy.clip_norm) and begin a new "
+                "run under another --name"
+            )
+
+
+# --- examples that hold nothing private -------------------------------------------------------
+
+
+_KEY = bytes(32)
+
+
+def public_examples(source: data.Source, count: int = EXAMPLES) -> tuple[Tensor, Tensor]:
+    """Return inputs (count, ...) and labels: the first test records, then invented ones.
+
+    Of an invented input each number is that of a test record at the same place, so it is in the
+    declared range; the last few are far outside it, where a model may do something else. Tokens are
+    any of the vocabulary. Labels are any of the classes, or the tokens that follow. The same ones
+    each time.
+    """
+    test = data.load(source, "test")
+    known = min(len(test), (count + 1) // 2)
+    inputs, labels = test.batch(slice(0, known)), test.targets(slice(0, known))
+    generator = torch.Generator().manual_seed(0)
+    shape = (count - known, *test.input_shape)
+    if source.columns.text is None:
+        chosen = torch.randint(known, shape, generator=generator)
+        more = inputs.gather(0, chosen)
+        more[-(count // 4) :] = 10 * more[-(count // 4) :] + 3
+    else:
+        more = torch.randint(source.columns.text.vocabulary, shape, generator=generator)
+    more = more.to(inputs)
+    if test.following:
+        other = torch.from_numpy(following(more.numpy()))
+    else:
+        other = torch.randint(test.classes, (len(more),), generator=generator)
+    return torch.cat([inputs, more]), torch.cat([labels, other.to(labels)])
+
+
+def _of_task(engine: GradientEngine, task: Task, source: data.Source) -> tuple[Tensor, Tensor]:
+    """Examples with the targets of the task. Nothing is drawn for them: keys are for records."""
+    device = engine.parameters[0].device
+    inputs, labels = (each.to(device) for each in public_examples(source))
+    draws, augmentation = engine.draws, engine.augmentation
+    engine.draws, engine.augmentation = Draws(), None
+    try:
+        targets = task.targets(engine, inputs, labels, _KEY, torch.arange(len(inputs)))
+    finally:
+        engine.draws, engine.augmentation = draws, augmentation
+    return inputs, targets
+
+
+def validate_on_public_examples(engine: GradientEngine, task: Task, source: data.Source) -> None:
+    """Screen the engine's model on public and invented examples (`GradientEngine.screen`)."""
+    engine.screen(*_of_task(engine, task, source))
+
+
+def independence_on_public_examples(
+    engine: GradientEngine, task: Task, source: data.Source, plan: PrivacyPlan, largest: int
+) -> str:
+    """Return how records are kept apart in every pass that the plan executes, one of INDEPENDENCE.
+
+    largest: records of the largest shard, from which passes get their rows.
+    """
+    loops = [phase.loop for phase in plan.phases]
+    steps = {(loop.sample_rate, loop.batch_cap) for loop in loops if loop is not None}
+    most = engine.micro_batch or EXAMPLES
+    sizes = {Blocks.for_batches(largest, *step).rows(most) for step in steps}
+    inputs, targets = _of_task(engine, task, source)
+    rows = [torch.arange(size, device=inputs.device) % len(inputs) for size in sorted(sizes)]
+    return weakest(engine.kept_apart(inputs[some], targets[some]) for some in rows)
+
+
+# --- model and gradient engine ----------------------------------------------------------------
+
+
+def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
+    """The description of the model for these inputs."""
+    section, options = recipe.model, recipe.model.options
+    if section.initial is not None:
+        options = models.with_config(options, section.initial.folder)
+    spec = ModelSpec(
+        name=section.name,
+        input_shape=dataset.input_shape,
+        classes=dataset.classes,
+        options=options,
+        mean=tuple(section.mean),
+        std=tuple(section.std),
+        following=recipe.data.following,
+        shifts=section.shifts,
+        mirrored=section.mirrored,
+    )
+    models.check_views(spec)
+    whole = with_frozen(spec, recipe, dataset)
+    denoised = whole.averages and whole.denoiser is not None
+    return dataclasses.replace(whole, denoised_shifts=denoised)
+
+
+def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
+    """Raise UserError for a model that cannot be trained privately on these inputs."""
+    spec = model_spec(recipe, dataset)
+    if recipe.training.augmented:
+        _check_augmented(recipe, spec)
+    module = initial_model(recipe, spec)
+    if recipe.data.text is not None:
+        _check_tokens(recipe, module)
+    engine = build_engine(recipe, module)
+    if why := wire_of(recipe).refused:
+        raise UserError(f"{recipe.name}: resources.wire: {why}")
+    if recipe.planted is not None:
+        check_places(recipe.planted, engine.size)
+    models.check_outputs(module, spec)
+    check_start(module, *public_probe(data.load(source_of(recipe), "test")), spec.name)
+    if recipe.method.stepwise:
+        validate_on_public_examples(engine, recipe.method.task(), source_of(recipe))
+    recipe.method.constraint(module)  # refuses a model that it cannot be applied to
+
+
+def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
+    """Raise UserError for a model that does not read the recipe's tokens."""
+    text = source_of(recipe).columns.text
+    assert text is not None
+    known = getattr(module, "vocabulary", None)
+    if known is None:
+        raise UserError(
+            f"{recipe.name}: data.text: model {recipe.model.name!r} reads no tokens; take "
+            "transformer, or next-word-lstm and next-word-mlp for the next one, without model.mean "
+            "and std"
+        )
+    if known < text.vocabulary:
+        raise UserError(
+            f"{recipe.name}: model.options.config.vocab_size: must be >= the {text.vocabulary:,} "
+            f"tokens of the tokenizer, got {known:,}"
+        )
+
+
+def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:
+    """Raise UserError for records or a task that crop and flip do not fit."""
+    where = f"{recipe.name}: training.crop and flip"
+    if len(spec.input_shape) != 3:
+        raise UserError(f"{where}: need images, got records of shape {spec.input_shape}")
+    if recipe.method.task().targets is the_inputs:
+        raise UserError(f"{where}: what this method learns is the record as it is; leave them out")
+
+
+def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
+    """The model before the first step: by its seed, or from a public pre-training."""
+    module = models.initialise(spec, recipe.training.init_seed)
+    if recipe.model.frozen is not None:
+        load_frozen(module, recipe)
+    if recipe.model.initial is not None:
+        models.load_weights(module, recipe.model.initial.folder)
+    if recipe.model.trained:
+        _train_only(module, recipe.model.trained, spec)
+    return module
+
+
+def _train_only(module: torch.nn.Module, names: list[str], spec: ModelSpec) -> None:
+    """Leave everything but these modules as it is. Raises UserError for one that is not there."""
+    module.requires_grad_(False)
+    if spec.denoiser is not None:
+        module = module.get_submodule(models.CLASSIFIER)
+    known = dict(getattr(module, "network", module).named_modules())  # behind a normalisation
+    for name in names:
+        if name not in known:
+            among = ", ".join(each for each in known if each and "." not in each)
+            raise UserError(f"model.trained: the model has no module {name!r}; it has {among}")
+    for name in names:
+        known[name].requires_grad_(True)
+
+
+def build_engine(
+    recipe: Recipe, model: torch.nn.Module, plan: PrivacyPlan | None = None
+) -> GradientEngine:
+    """The gradient engine of a recipe. Raises UserError for a model that mixes examples.
+
+    plan: of the run; without it the engine is for a check or a probe.
+    """
+    steps, expected_batch = 1, float(recipe.training.batch_size)
+    if plan is not None and plan.steps:
+        steps, expected_batch = plan.steps, plan.step(0).expected_batch
+    clip_norm = recipe.privacy.clip_norm / (1 + wire_of(recipe, plan).room)
+    engine = recipe.method.engine(
+        model,
+        clipping_for(recipe.privacy.clipping, clip_norm),
+        expected_batch=expected_batch,
+        steps=steps,
+        micro_batch=recipe.resources.micro_batch,
+        isolate=recipe.model.isolate,
+    )
+    engine.augmentation = augmentation(recipe.training)
+    return engine
+
+
+def wire_of(recipe: Recipe, plan: PrivacyPlan | None = None) -> Wire:
+    """In what a run's sums travel. plan: as for `build_engine`."""
+    expected = float(recipe.training.batch_size)
+    if plan is not None and plan.steps:
+        expected = plan.largest_batch
+    parts = CANONICAL_SHARDS if recipe.training.reproducible else recipe.resources.least
+    return Wire.of(recipe.resources.wire, expected, parts, recipe.privacy.batch_cap)
+
+
+def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
+    """What every draw of a record does to its image, by the recipe."""
+    return CropAndFlip(training.crop, training.flip) if training.augmented else None
+
+
+# --- cost estimate ----------------------------------------------------------------------------
+
+
+_PROBE_EXAMPLES = 64
+_PROBE_KEY = bytes(32)
+_BASE = 400  # MiB: Python, its libraries and what Ray keeps in a worker
+
+
+def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
+    """Name and value of what a dry run prints of a training that was checked, and its plan. The
+    time is extrapolated from a probe on this machine with made-up inputs: no record is touched."""
+    source = source_of(recipe)
+    dataset = training_data(recipe, source)
+    test = evaluation_data(recipe, source)
+    counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
+    if not (plan.steps and recipe.method.stepwise):
+        return [("training", recipe.method.words(plan)), counted]
+    step, resources = plan.step(0), recipe.resources
+    module = initial_model(recipe, model_spec(recipe, dataset))
+    engine = build_engine(recipe, module)
+    method, rate = recipe.method, recipe.training.learning_rate
+    tensors = method.stand_in(module, dataset.input_shape)
+    engine.draws = method.perturbation(step, rate, Fixed(module, tensors, _PROBE_KEY))
+    torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
+    rate = _examples_per_second(engine, method.task(), dataset, recipe.data.following)
+    alone = plan.steps * step.expected_batch / rate
+    seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
+    rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
+    rows = min(rows, engine.micro_batch or _PROBE_EXAMPLES)
+    activations = rows * _bytes_per_example(module, dataset)
+    return [
+        ("noise multiplier", f"{step.noise_multiplier:.4g}"),
+        (
+            "sampling rate",
+            f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
+        ),
+        ("steps", f"{plan.steps:,}"),
+        counted,
+        *([("audited run", recipe.planted.words(plan.records))] if recipe.planted else []),
+        ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
+        ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
+        ("workers", f"{resources.span}, {resources.cpus_per_worker:g} CPUs each"),
+        ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
+        *_memory(recipe, plan, engine, activations + _besides(engine)),
+        ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
+    ]
+
+
+def _counts(recipe: Recipe) -> list[int]:
+    """Of workers, for which something is stated: the fewest and the most."""
+    return sorted({recipe.resources.least, recipe.resources.most})
+
+
+def _besides(engine: GradientEngine) -> int:
+    """Bytes of the frozen parameters, of a draw's perturbed ones, and of the engine's self-check: a
+    copy of the model in float64, and a gradient of one parameter."""
+    every = list(engine.model.parameters())
+    frozen = [parameter for parameter in every if not parameter.requires_grad]
+    largest = max(parameter.numel() for parameter in engine.parameters)
+    held = sum(p.nbytes for p in frozen)
+    if isinstance(engine.draws, ParameterDraws):
+        held += 4 * engine.size
+    return held if engine.isolate else held + 8 * (sum(p.numel() for p in every) + largest)
+
+
+def _memory(
+    recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine, more: int
+) -> list[tuple[str, str]]:
+    """Of a worker, by the release that is asked for and by the others; and of all on one host.
+    more: bytes of all releases alike."""
+    training, resources = recipe.training, recipe.resources
+    slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
+    rows = CANONICAL_SHARDS if training.reproducible else 1
+
+    wire = wire_of(recipe, plan)
+    releases = {name: release(wire) for name, release in RELEASES.items()}
+
+    def mebibytes(release: Whole, count: int) -> float:
+        return (more + release.memory(engine.size, slots, rows, count)) / 2**20 + _BASE
+
+    def stated(release: Whole) -> str:
+        found = [f"{mebibytes(release, count):,.0f} MiB" for count in _counts(recipe)]
+        if len(set(found)) == 1:
+            return f"about {found[0]}"
+        of = zip(_counts(recipe), found, strict=True)
+        return "about " + ", ".join(f"{most} with {count}" for count, most in of)
+
+    words = {name: stated(release) for name, release in releases.items()}
+    own = words.pop(resources.release)
+    others = ", ".join(f"{name}: {found}" for name, found in words.items())
+    each = [("memory per worker", f"{own} (release: {resources.release}; {others})")]
+    if resources.wire != "float64":
+        each.append(("wire", wire.words()))
+    if resources.noise == "device":
+        each.append(("noise", "of each release drawn on the workers' devices"))
+    if resources.most == 1:
+        return each
+    whole = resources.most * mebibytes(releases[resources.release], resources.most)
+    return [*each, ("memory of a host", f"about {whole:,.0f} MiB with {resources.most} on it")]
+
+
+def _examples_per_second(
+    engine: GradientEngine, task: Task, dataset: data.Dataset, following: bool
+) -> float:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(_PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
+    shape = dataset.input_shape if following else ()
+    labels = torch.randint(dataset.classes, (_PROBE_EXAMPLES, *shape), generator=generator)
+    ids = torch.arange(_PROBE_EXAMPLES)
+    best = float("inf")
+    for _ in range(4):  # the first pass warms up
+        began = time.perf_counter()
+        targets = task.targets(engine, inputs, labels, _PROBE_KEY, ids)
+        engine.clipped_sum(inputs, targets, draw_key=_PROBE_KEY, record_ids=ids)
+        best = min(best, time.perf_counter() - began)
+    return _PROBE_EXAMPLES / best
+
+
+def _bytes_per_example(module: torch.nn.Module, dataset: data.Dataset) -> int:
+    """Activations and their gradients of one example, from one forward pass."""
+    total = 0
+
+    def count(layer: torch.nn.Module, args: object, output: object) -> None:
+        nonlocal total
+        if isinstance(output, torch.Tensor):
+            total += output.numel() * output.element_size()
+
+    hooks = [m.register_forward_hook(count) for m in module.modules() if not list(m.children())]
+    with torch.no_grad():
+        module(torch.zeros(1, *dataset.input_shape))
+    for hook in hooks:
+        hook.remove()
+    return 4 * total

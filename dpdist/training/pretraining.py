@@ -1,0 +1,217 @@
+"""Pre-train WITHOUT privacy on public records, and join a finished denoiser and classifier.
+
+Pre-training gives initial weights, or a model's frozen part, by ordinary minibatches of shuffled
+records on one process. The model folder lists the records that were seen
+(`dpdist.training.provenance`), so that a private run can check that none of them is private.
+
+Denoised smoothing joins finished parts, a denoiser before a classifier, in a new run folder. One
+of the two is a finished run's, the other was trained without that run's records. Joining them is
+post-processing: it costs no privacy.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from dpdist import data, models
+from dpdist.config.sections import PublicRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.files import built_aside, usable_path, write_json
+from dpdist.data.dataset import check_unseen, refuse_common
+from dpdist.models import ModelSpec
+from dpdist.randomness.noise_location import place_of
+from dpdist.runs.folder import RunFolder, read_released
+from dpdist.runs.recipe import Recipe, parse
+from dpdist.training.provenance import (
+    AMONG_PUBLIC,
+    check_pretrained,
+    load_frozen,
+    made_by,
+    with_frozen,
+    write_provenance,
+)
+from dpdist.training.records import declared_public, named_public, private_data, source_of
+
+# --- public pre-training ----------------------------------------------------------------------
+
+
+Progress = Callable[[int, int, float], None]  # steps done, steps, per second
+
+
+def pretrain(
+    recipe: Recipe, where: str, progress: Progress = lambda done, steps, rate: None
+) -> tuple[Path, float]:
+    """Train the recipe's public part into its folder.
+
+    Returns the folder and the accuracy on the test split; of a denoiser, the root mean squared
+    error of a pixel there. Nothing is kept of an interrupted one: it begins again. Raises UserError
+    when the recipe has no section public, the folder holds something else, or the records are
+    private.
+    """
+    section, pretrained = recipe.public, recipe.model.pretrained
+    if section is None or pretrained is None:
+        raise UserError(f"{where}: no section public, which says what to train on public records")
+    part, folder = pretrained[0], pretrained[1].folder
+    network = recipe.model if section.model is None else section.model
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder}: exists already; remove it to train it again")
+    source = source_of(recipe)
+    test = data.load(source, "test")
+    public = _public_records(recipe, section, source, where)
+    refuse_common(private_data(recipe, source), public, f"{where}: public.data", AMONG_PUBLIC)
+    models.check_name(network.name)
+    from dpdist.training import public_training as training
+
+    learned = ModelSpec(
+        network.name,
+        test.input_shape,
+        public.classes,
+        dict(network.options),
+        tuple(network.mean),
+        tuple(network.std),
+        following=test.following,
+    )
+    if section.denoiser is not None:
+        asked = section.denoiser
+        if asked.name not in models.ZOO:
+            raise UserError(
+                f"{where}: public.denoiser.name: must be of the zoo, got {asked.name!r}"
+            )
+        before = ModelSpec(asked.name, test.input_shape, public.classes, dict(asked.options))
+        learned = replace(learned, denoiser=before)
+    model = models.initialise(learned, section.training.init_seed)
+    if learned.denoiser is not None:  # learns first, and is frozen then
+        first = model.get_submodule(models.DENOISER).requires_grad_(True)
+        training.train_public(first, public, test.input_shape, section, models.DENOISER, progress)
+        first.requires_grad_(False)
+    check = models.check_denoiser if part == models.DENOISER else models.check_outputs
+    check(model, learned)
+    began = {}
+    if section.weights is not None:
+        began["began_with"] = training.begin_with(model, section, network)
+    steps = training.train_public(model, public, test.input_shape, section, part, progress)
+    facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
+    facts["made_by"] = made_by(section)
+    spec = replace(learned, classes=test.classes)
+    if spec != learned:
+        model = training.with_new_head(model, spec, section.training.init_seed)
+    with built_aside(folder) as aside:
+        models.save(model.eval(), spec, aside)
+        write_provenance(aside, public, facts)
+    if part == models.DENOISER:
+        assert section.sigma is not None
+        return folder, training.reconstruction_error(model, test, section.sigma)
+    return folder, training.accuracy(model, test)
+
+
+def _public_records(
+    recipe: Recipe, section: PublicRecipe, source: data.Source, where: str
+) -> data.Dataset:
+    if section.data is None:
+        if not recipe.data.public:
+            raise UserError(
+                f"{where}: data.public: must be > 0, the fraction of public records, or name "
+                "another data set in public.data"
+            )
+        records = declared_public(recipe, source)
+    else:
+        found = named_public(section.data, recipe.data.root)
+        if found.classes != recipe.data.told_apart and recipe.model.initial is None:
+            raise UserError(
+                f"{where}: public.data: {found.classes} classes, the private data have "
+                f"{recipe.data.told_apart}"
+            )
+        if found.read != data.load(source, "test").read:
+            raise UserError(f"{where}: public.data.text: must be data.text: tokens mean the same")
+        records = found
+    check_unseen(records, data.load(source, "test"), where, section.data is None)
+    if section.training.batch_size > len(records):
+        raise UserError(
+            f"{where}: public.training.batch_size: must be <= the {len(records)} public records, "
+            f"got {section.training.batch_size}"
+        )
+    return records
+
+
+# --- denoised smoothing from finished parts ---------------------------------------------------
+
+
+Part = Literal["classifier", "denoiser"]
+
+
+def _joinable(folder: RunFolder, part: Part) -> Recipe:
+    """The recipe of a run whose network can go beside the part. Raises UserError otherwise."""
+    read_released(folder)
+    if folder.asked.exists():
+        raise UserError(f"{folder.path}: a private search; its model cannot be moved")
+    recipe = folder.read_recipe()
+    if recipe.method.withheld is not None:
+        raise UserError(f"{folder.path}: {recipe.method.withheld}")
+    if part == "classifier" and recipe.model.classifier is None:
+        raise UserError(f"{folder.path}: its model is no denoiser before a classifier")
+    if part == "denoiser" and recipe.model.classifier is not None:
+        raise UserError(f"{folder.path}: its model is a denoiser already; give it a --classifier")
+    return recipe
+
+
+def put_together(
+    folder: RunFolder,
+    part: Part,
+    other: Path,
+    target: RunFolder,
+    *,
+    saw: str | None = None,
+    data_root: Path | None = None,
+) -> RunFolder:
+    """A new run folder `target`: this run's trained network and the `part` in model folder `other`.
+
+    part: "classifier": the run's denoiser goes before that classifier. "denoiser": that denoiser
+    goes before the run's classifier. Plan, key and ledger are the old run's: one release under two
+    names, charged once to a budget. saw: what the part was trained on, if its folder does not say.
+    data_root: where the run's data lie now, if elsewhere.
+
+    Raises UserError when the run has no such network, the target exists, the part does not fit or
+    was trained on the run's private records.
+    """
+    finished = folder.require_trained()
+    recipe = _joinable(folder, part)
+    if target.path.exists():
+        raise UserError(f"{target.path}: exists already; choose another --name")
+    own: Part = "denoiser" if part == "classifier" else "classifier"
+    raw = recipe.model_dump(mode="json")
+    raw |= {"name": target.name, "public": None}
+    if data_root is not None:
+        raw["data"]["root"] = str(usable_path(data_root).resolve())
+    raw["model"][part] = {"folder": str(usable_path(other).resolve()), "saw": saw}
+    new = parse(raw, str(target.path))
+    private = private_data(new, source_of(new))
+    about = check_pretrained(new, private, str(target.path))
+    assert about is not None
+    spec = with_frozen(models.read_spec(folder.model), new, private)
+    whole = models.build(spec)
+    trained = models.load_network(folder.model, trusted_factory=recipe.model.name)
+    place_of(trained).attach(whole)
+    if recipe.model.frozen is not None:
+        trained = trained.get_submodule(own)
+    whole.get_submodule(own).load_state_dict(trained.state_dict())
+    load_frozen(whole, new)
+    joined = f"after training, by `dpdist denoise` from run {folder.name}: the {own} was trained "
+    joined += "before another classifier" if own == "denoiser" else "without this denoiser"
+    with built_aside(target.path) as path:
+        aside = RunFolder(path)
+        aside.begin(new)
+        aside.pin_recipe(new, folder.begun_noise, trained=folder)
+        for kept in (
+            folder.plan, folder.data, folder.ledger, folder.anchor, folder.run_key,
+            folder.fixed_key,
+        ):  # fmt: skip
+            if kept.exists():
+                shutil.copy2(kept, aside.private / kept.name)
+        write_json(aside.pretrained, {**about, "joined": joined})
+        models.save(whole, spec, aside.model)
+        write_json(aside.trained, {**finished, "model": models.model_hash(aside.model)})
+    return target

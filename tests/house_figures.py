@@ -1,0 +1,136 @@
+"""Print the figures of the layout: files, lines, arrows, circles, and files to read.
+
+    python tests/house_figures.py [CHECKOUT]
+
+An arrow is one file that imports another, inside functions and for annotations too. A circle is a
+group of files that import one another. A walk counts the files that define the functions on the way
+from a question to its answer. `tests/test_house_figures.py` holds the limits.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+PACKAGES = ("dpdist", "cluster", "tuning")
+
+# Functions, methods and classes in the order in which a reader meets them.
+WALKS = {
+    "one training step": """
+        PrivacyPlan.step Loop.steps Mechanism.gradient derive_key poisson_sample Blocks
+        cross_entropy GradientEngine.clipped_sum standard_normal_per_record run_pass
+        rule_for embedding convolution group_norm recurrent per_example LayerCall
+        PerExampleGradient outer_squared_norms FlatClipping Wire Reducer Whole.sum
+        PermitGate.wait Ledger.record ChainedJournal.append add_noise add_noise_on
+        FlatOptimizer.update Divergence.check Monitor.step save_part
+    """,
+    "a Cohen certificate": """
+        Cohen Smoothing.place Certificate gaussian_l2_radius Gaussian clopper_pearson_lower
+        Verdict SmoothedPlace.sampler Sampler.histogram sampler_of ExecutedClassifier Aes
+        UnitSource Certification Work Book pin Journal run_chunks Runner write_cohen_tsv
+    """,
+    "a search trial": """
+        Search _check_scoring draw_trials with_values Limit trial_resources one_pass
+        ManifestSearcher run_trial certified_radii
+    """,
+    "an epsilon from recipe to report": """
+        Recipe PrivacyRecipe make_plan Method.cost PrivacyPlan.guarantee Phase GaussianSteps
+        noise_multiplier_for losses_of compose_pld sampled_gaussian_pld WorstOfDpEvent
+        Guarantee Ledger.guarantee ChainedJournal read_released RunFolder.ledger read_facts
+        in_short write_report
+    """,
+}
+
+
+def product_files(root: Path) -> Iterator[Path]:
+    """Yield the product's files; cluster/ and tuning/ once, though links in dpdist/ lead there."""
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).parts
+            if parts[0] != "dpdist" or parts[1] not in PACKAGES:
+                yield path
+
+
+def module_of(root: Path, path: Path) -> str:
+    """Return the name under which a file is imported."""
+    parts = path.relative_to(root).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "dpdist" else ("dpdist", *parts))
+
+
+def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
+    """Return the product's modules that a file imports, wherever and for whatever it does so."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+    return found & modules
+
+
+def circles(needs: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that reach one another."""
+    reached = {name: set(below) for name, below in needs.items()}
+    for middle in needs:
+        for below in reached.values():
+            if middle in below:
+                below |= reached[middle]
+    groups = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in needs
+        if name in reached[name]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def definitions(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of a file's functions and classes, and of its classes' members."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for node in tree.body:
+        if isinstance(node, kinds):
+            yield node.name
+            if isinstance(node, ast.ClassDef):
+                yield from (f"{node.name}.{inner.name}" for inner in node.body
+                            if isinstance(inner, kinds))  # fmt: skip
+
+
+def walk(names: list[str], where: dict[str, list[str]]) -> list[str]:
+    """Return the files that define these names, in order, each once. Raises LookupError for a name
+    that is defined nowhere or more than once."""
+    files: dict[str, None] = {}
+    for name in names:
+        if len(where.get(name, [])) != 1:
+            raise LookupError(f"{name} is defined in {where.get(name, [])}: name it more closely")
+        files[where[name][0]] = None
+    return list(files)
+
+
+def figures(root: Path) -> dict[str, float]:
+    """Return each figure by its name."""
+    paths = {module_of(root, path): path for path in product_files(root)}
+    trees = {module: ast.parse(path.read_text()) for module, path in paths.items()}
+    needs = {name: imports_of(tree, set(paths)) - {name} for name, tree in trees.items()}
+    where: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for name in definitions(tree):
+            where.setdefault(name, []).append(module)
+    files = [path for path in paths.values() if path.name != "__init__.py"]
+    return {
+        "files without package faces": len(files),
+        "median of their lines": median(len(path.read_text().splitlines()) for path in files),
+        "arrows": sum(map(len, needs.values())),
+        "circles": len(circles(needs)),
+        **{f"files for {name}": len(walk(names.split(), where)) for name, names in WALKS.items()},
+    }
+
+
+if __name__ == "__main__":
+    checkout = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
+    for name, value in figures(checkout).items():
+        print(f"{name:48} {value:,.0f}")
