@@ -14,8 +14,8 @@ pytestmark = pytest.mark.whole
     "code",
     [
         "from dpdist.core.optional_imports import torchvision; torchvision('models').resnet18()",
-        "from dpdist.core import optional_imports as vision; vision.install(); vision.install(); "
-        "import torchvision.transforms; vision.torchvision()",
+        "from dpdist.core import optional_imports as own; own.install_torchvision_hook(); "
+        "own.install_torchvision_hook(); import torchvision.transforms; own.torchvision()",
         "from dpdist.models.spec import factory_of; "
         "factory_of('importlib:import_module')('torchvision')",
     ],
@@ -28,7 +28,8 @@ def test_torchvision_can_be_imported(code):
 def test_setup_hook_costs_no_import():
     """Every process that Ray starts runs it, its own actors included."""
     code = (
-        "import sys; from dpdist.core import optional_imports as vision; vision.install(); "
+        "import sys; from dpdist.core.optional_imports import install_torchvision_hook as install; "
+        "install(); "
         "print({'torch', 'torchvision'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -120,7 +120,8 @@ class FreshProcess:
         return logits.to(rows.device)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        begin = f"from {__name__} import {serve_rows.__name__} as serve; serve()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; {begin}"
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", code],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,

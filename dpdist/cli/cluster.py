@@ -284,10 +284,10 @@ def restore(
 @cluster_app.command("export", hidden=True)
 def export(run: str, runs: LocalRuns = RUNS) -> None:
     """On the cluster: print a run's publishable files, for `fetch`."""
-    from dpdist.runs.archive import export_text as text_of
+    from dpdist.runs.archive import export_text
     from dpdist.runs.folder import open_run
 
-    typer.echo(text_of(open_run(run, runs)))
+    typer.echo(export_text(open_run(run, runs)))
 
 
 def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:

@@ -22,7 +22,7 @@ def merged(raw: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_recipe(
-    folder: Path, raw: Mapping[str, Any] | Recipe, name: str = "r.yaml", **sections: Any
+    folder: Path, raw: Mapping[str, Any] | Recipe, file: str = "r.yaml", **sections: Any
 ) -> Path:
     """Write a recipe into a folder, which is made where it is not there; return its file.
 
@@ -31,7 +31,7 @@ def write_recipe(
     if isinstance(raw, Recipe):
         raw = raw.model_dump(mode="json", exclude_none=True)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
+    path = folder / file
     written = dict(raw)
     for section, values in sections.items():
         before = written.get(section, {})
