@@ -101,6 +101,7 @@ LEFT_OUT_FILES = {
 LEFT_OUT = {  # the end of a key's place in JSON
     "nonce": "drawn afresh by every process",
     "identity.code": "a digest of the package's sources",
+    "identity.searched by": "a digest over the charge below, too",
     "ledger.check": "the last line's, which chains it to the nonces and code before it",
     "training time": "as a dry run measures it",
     "classifier.check": "a digest of answers to a batch that is drawn at random",
@@ -114,7 +115,8 @@ _NOISY = {
     "*/report/*": "shows it",
 }
 _PATHS = {"*identity.recipe": "holds the path of the public model", "*identity.begun with": "too"}
-_DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+# Of a page: a date, and the version of the code, which its text names.
+_NO_RESULT = re.compile(r"\b20\d\d-\d\d-\d\d\b|\bdigest [0-9a-f]{32}\b|\bcommit [0-9a-f]{7,40}")
 
 
 # ---- cases
@@ -714,7 +716,7 @@ def contents(path: Path) -> Facts:
         return readers[path.suffix](path)
     data = path.read_bytes()
     try:
-        return {"text": _DATE.sub("DATE", data.decode())}
+        return {"text": _NO_RESULT.sub(" ", data.decode())}
     except UnicodeDecodeError:
         return {"bytes": base64.b85encode(data).decode()}
 
@@ -782,7 +784,7 @@ def _page(path: Path) -> Facts:
     """The numbers that a reader of the page sees, in their order, and how many of them."""
     text = path.read_text()
     text = re.sub(r"(?s)<(script|style)\b.*?</\1>", " ", text)
-    shown = _DATE.sub(" ", unescape(re.sub(r"(?s)<[^>]*>", " ", text)))
+    shown = _NO_RESULT.sub(" ", unescape(re.sub(r"(?s)<[^>]*>", " ", text)))
     numbers = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?! s\b)", shown)
     return _flat(numbers, "number")
 
