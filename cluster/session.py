@@ -74,7 +74,8 @@ class Room:
 def _cluster_resources() -> dict[str, float]:
     import ray
 
-    return ray.cluster_resources()
+    resources: dict[str, float] = ray.cluster_resources()
+    return resources
 
 
 # --- the session ------------------------------------------------------------------------------
@@ -240,7 +241,8 @@ def gpus_here() -> float:
         visible = manager.get_current_process_visible_accelerator_ids()
     except Exception:  # another Ray: what is missing is then said later
         return math.inf
-    return found if visible is None else min(found, len(visible))
+    available: float = found if visible is None else min(found, len(visible))
+    return available
 
 
 @contextlib.contextmanager
@@ -319,11 +321,12 @@ def _options(
 
 def read_environment_again() -> None:
     """Ray reads its mode, token and interfaces when it is imported, maybe long ago."""
+    from ray._common.utils import env_bool
     from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    auto_init_hook.enable_auto_connect = ray_constants.env_bool(_START_BY_ITSELF_VARIABLE, True)
-    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(_LOOPBACK_VARIABLE, True)
+    auto_init_hook.enable_auto_connect = env_bool(_START_BY_ITSELF_VARIABLE, True)
+    ray_constants.ENABLE_RAY_CLUSTER = env_bool(_LOOPBACK_VARIABLE, True)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 

@@ -165,7 +165,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = np.argsort(p, kind="stable")
     corrected = np.empty_like(p)
     corrected[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    return np.minimum(corrected, 1.0).tolist()
+    bounded: list[float] = np.minimum(corrected, 1.0).tolist()
+    return bounded
 
 
 # --- fresh inputs -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ denoiser before a run's. recipes: list the included ones, show one complete with
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -227,7 +227,7 @@ def _means(text: str) -> tuple[int, ...]:
     return tuple(int(mean) for mean in numbers(text, "--trials", Trials) or ())
 
 
-def _show(recipe: Recipe, records: int, noise: float, rows: list) -> None:
+def _show(recipe: Recipe, records: int, noise: float, rows: list[Any]) -> None:
     from dpdist.privacy.guarantee import format_epsilon
 
     target = recipe.privacy.epsilon
@@ -318,6 +318,7 @@ def denoise_command(
     """
     from dpdist import pipeline
     from dpdist.core import console
+    from dpdist.evaluation import evaluate_stage
     from dpdist.runs.folder import RunFolder, open_run
     from dpdist.training.pretraining import Part, put_together
 
@@ -328,7 +329,7 @@ def denoise_command(
     folder = put_together(
         open_run(run, runs), part, other, RunFolder(runs / name), saw=saw, data_root=data_root
     )
-    pipeline.evaluate_stage(folder.read_recipe(), folder)
+    evaluate_stage(folder.read_recipe(), folder)
     typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 

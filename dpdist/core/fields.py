@@ -240,7 +240,8 @@ def rule_of(item: Any) -> str:
     if rule is not None:
         return rule.format(**item.get("ctx", {}))
     said = item["msg"].removeprefix("Value error, ")
-    return said[:1].lower() + said[1:]
+    text: str = said[:1].lower() + said[1:]
+    return text
 
 
 def validated(section: type[Section], value: Any) -> Section:

@@ -658,7 +658,8 @@ def count_values(reader: pq.ParquetFile) -> int:
     groups = [about.row_group(number) for number in range(about.num_row_groups)]
     columns = range(about.num_columns)
     stated = sum(group.column(column).num_values for group in groups for column in columns)
-    return max(stated, about.num_rows)
+    values: int = max(stated, about.num_rows)
+    return values
 
 
 def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
@@ -745,7 +746,7 @@ def parse_yaml(text: str, where: str, *, other_bases: bool = False) -> list[Any]
     try:
         loader = _Loader(text, other_bases)
         documents = []
-        while loader.check_data():
+        while loader.check_data():  # type: ignore[no-untyped-call]
             documents.append(loader.get_data())
         return documents
     except UserError as error:
@@ -768,7 +769,7 @@ class _Loader(yaml.SafeLoader):
         self._height: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         alias = isinstance(event, yaml.AliasEvent)
         line = event.start_mark.line + 1
         if not alias and event.tag is not None and event.tag != "!":

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpdist.core.errors import UserError
 
@@ -71,7 +72,7 @@ def _define_schemas() -> None:
 class _Mender(MetaPathFinder):
     """Whoever imports torchvision first (an unpickled model, a library) gets the mended one."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             torchvision()

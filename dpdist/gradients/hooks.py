@@ -218,7 +218,7 @@ def _forward_hook(layer: Layer, current: _Pass) -> Callable[..., Any]:
             if leaves[position]._is_view():  # a hook on a view is lost if it is changed in place
                 leaves[position] = leaves[position].clone()
             if not leaves[position].requires_grad:
-                leaves[position] = _Attach.apply(leaves[position], current.anchor)
+                leaves[position] = _Attach.apply(leaves[position], current.anchor)  # type: ignore[no-untyped-call]
         if len(wanted) == 1:
             leaves[wanted[0]].register_hook(
                 lambda signal: current.deliver(layer, args, kwargs, [signal])

@@ -324,7 +324,7 @@ class _Tracer(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, count: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reason: str | None = None
         self._count, self._turn = count, 0
         self._marks: Any = WeakTensorKeyDictionary()  # and the layout of that time

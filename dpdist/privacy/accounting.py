@@ -68,7 +68,7 @@ def _in_units_of(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
     )
 
 
-class _Renyi(RdpAccountant):
+class _Renyi(RdpAccountant):  # type: ignore[misc]
     """The library's accountant, and what it lacks: pointwise maxima, negative shapes of a search's
     law."""
 

@@ -65,7 +65,8 @@ def approximate_dp_curve(epsilon: ArrayLike, delta: ArrayLike = 0.0) -> Curve:
 
     def curve(x: Array) -> Array:
         x = np.clip(x, 0.0, 1.0)
-        return np.maximum(0.0, np.maximum((x - lost) / grown, 1 - lost - grown * (1 - x)))
+        level: Array = np.maximum(0.0, np.maximum((x - lost) / grown, 1 - lost - grown * (1 - x)))
+        return level
 
     return curve
 
@@ -107,7 +108,8 @@ def _below(found: Sequence[Losses], slack: float) -> Curve:
     def curve(x: Array) -> Array:
         x = np.clip(x, 0.0, 1.0)
         above = len(meets) - np.searchsorted(meets[::-1], x, side="right")
-        return np.clip(slopes[above] * (x - deltas[above]), 0.0, x)
+        level: Array = np.clip(slopes[above] * (x - deltas[above]), 0.0, x)
+        return level
 
     return curve
 
@@ -435,7 +437,8 @@ def improbable(
         if i < np.min(right) and np.array_equal(most, h):
             break  # nor do the next ones change anything
         r, h = r + i / (guesses - i) * (most - h), most
-    return r + h > guesses / canaries
+    rejected: np.ndarray = r + h > guesses / canaries
+    return rejected
 
 
 # --- from hypotheses to epsilon ---------------------------------------------------------------
@@ -451,7 +454,8 @@ def log_likelihood_ratio(sums: ArrayLike, sigma: float, rate: float) -> Array:
     exponent = (np.asarray(sums, float) - 0.5) / sigma**2
     if rate == 1:
         return exponent
-    return np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+    exponents: Array = np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+    return exponents
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:

@@ -534,7 +534,7 @@ def budgets_in(folder: str | Path) -> list[DataBudget]:
 
 def reserve(
     folder: str | Path,
-    records: NDArray | None,
+    records: NDArray[np.integer] | None,
     charge: Charge,
     terms: Terms,
     neighbours: Neighbours,
@@ -696,7 +696,7 @@ def _close(budgets: list[DataBudget]) -> None:
         budget.close()
 
 
-def _recognisable(key: bytes, records: NDArray) -> NDArray[np.uint64]:
+def _recognisable(key: bytes, records: NDArray[np.integer]) -> NDArray[np.uint64]:
     """Keyed hashes of the records' own, sorted and each once: uint64."""
     if records.ndim != 1 or not len(records):
         raise ValueError(f"one hash for each record is needed, got shape {records.shape}")

@@ -129,6 +129,7 @@ def _two_grids(
 ) -> float | None:
     """`_largest` on the plan's guarantee; most of the search runs on a coarser, faster grid."""
     from dpdist.privacy import accounting
+    from dpdist.privacy.pld import Unsupported
 
     @cache
     def fine(x: float) -> float:
@@ -141,7 +142,7 @@ def _two_grids(
 
     try:
         near = _largest(coarse, target, start, limits, whole)
-    except accounting.Unsupported:  # no PLD: RDP is fast as it is
+    except Unsupported:  # no PLD: RDP is fast as it is
         return _largest(fine, target, start, limits, whole)
     if near is None:
         return _largest(fine, target, limits[0], limits, whole)

@@ -41,7 +41,8 @@ def _scales(noise_scale: ArrayLike, sensitivity: ArrayLike) -> Array:
     noise, reach = np.asarray(noise_scale, float), np.asarray(sensitivity, float)
     if not (np.all(noise > 0) and np.all(reach > 0)):
         raise ValueError("noise scale and sensitivity must be > 0")
-    return reach / noise
+    scales: Array = reach / noise
+    return scales
 
 
 def _largest(holds: Callable[[Array], NDArray[np.bool_]], low: Array, high: Array) -> Array:
@@ -81,7 +82,8 @@ def gaussian_delta(
 
 def _mills(t: Array) -> Array:
     """(1 - Phi(t)) / phi(t) for t >= 0."""
-    return math.sqrt(math.pi / 2) * scipy.special.erfcx(t / math.sqrt(2))
+    ratio: Array = math.sqrt(math.pi / 2) * scipy.special.erfcx(t / math.sqrt(2))
+    return ratio
 
 
 def gaussian_epsilon(
@@ -126,7 +128,8 @@ def classical_gaussian_formula(
     """
     _check(epsilon, delta)
     factor = np.sqrt(2 * np.log(1.25 / np.asarray(delta, float)))
-    return factor * np.asarray(sensitivity, float) / np.asarray(epsilon, float)
+    scale: Array = factor * np.asarray(sensitivity, float) / np.asarray(epsilon, float)
+    return scale
 
 
 def classical_gaussian_scale(
@@ -161,7 +164,8 @@ def extended_gaussian_scale(
     _check(epsilon, delta)
     epsilon, s = np.asarray(epsilon, float), _extended_s(delta)
     unit = (np.sqrt(s) + np.sqrt(s + epsilon)) / (math.sqrt(2) * epsilon)
-    return unit * np.asarray(sensitivity, float)
+    scale: Array = unit * np.asarray(sensitivity, float)
+    return scale
 
 
 def extended_gaussian_epsilon(
@@ -228,7 +232,8 @@ def mixed_gaussian_added_std(
 def laplace_scale(epsilon: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
     """b = l1_sensitivity / epsilon: pure epsilon-DP (Dwork et al. 2006)."""
     _check(epsilon)
-    return np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
+    scale: Array = np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
+    return scale
 
 
 def dpal_encoder_sensitivity(inputs: int, hidden: int) -> int:

@@ -253,6 +253,7 @@ class PrivacyPlan:
         whole plan, an upper bound for every prefix: non-decreasing, and it ends there.
         """
         from dpdist.privacy import accounting
+        from dpdist.privacy.pld import Unsupported
 
         if self.steps == 0:
             return []
@@ -264,7 +265,7 @@ class PrivacyPlan:
             paths = self._first(mark)
             try:
                 value = accounting.coarse_epsilon(paths, self.delta, self.neighbours)
-            except accounting.Unsupported:
+            except Unsupported:
                 value = accounting.epsilon(paths, self.delta, self.neighbours)[0]
             highest = max(highest, min(value, final))
             curve.append((mark, highest))

@@ -44,7 +44,7 @@ from dpdist.privacy.selection import SelectionLaw
 
 
 @dataclass(frozen=True)
-class WorstOfDpEvent(dpa.DpEvent):
+class WorstOfDpEvent(dpa.DpEvent):  # type: ignore[misc]
     """One of `events`, chosen without the data: costs the pointwise maximum of their profiles and
     of `floor`, or, where that is 0, of their Renyi curves.
 
@@ -131,7 +131,8 @@ def _releases(event: dpa.DpEvent) -> int:
     if isinstance(event, WorstOfDpEvent):
         return max(map(_releases, event.events))
     if isinstance(event, RepeatAndSelectDpEvent):  # an error of one run's delta counts E[K] times
-        return math.ceil(event.mean * _releases(event.event))
+        releases: int = math.ceil(event.mean * _releases(event.event))
+        return releases
     return 1
 
 
@@ -349,10 +350,11 @@ def _replace_cutoff(epsilon: np.ndarray, sample_rate: float, sigma: float) -> np
     far = far + np.log1p(np.sqrt(1 + np.exp(-2 * far)))
     near = np.arcsinh(np.exp(np.where(large, 0.0, exponent)))
     inverse = -np.sign(epsilon) * np.where(large, far, near)
-    return sigma**2 * (inverse - epsilon / 2)
+    losses: np.ndarray = sigma**2 * (inverse - epsilon / 2)
+    return losses
 
 
-class _SampledGaussianLoss(GaussianPrivacyLoss):
+class _SampledGaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
     """The library's loss at sensitivity 1, with divergences for whole arrays."""
 
     def divergences(self, epsilons: np.ndarray) -> np.ndarray:

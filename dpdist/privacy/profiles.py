@@ -74,7 +74,8 @@ class Losses:
         shrink = math.exp(-self.grid)
         terms = -math.expm1(-self.grid) * above
         values = self.infinite + lfilter([1.0], [1.0, -shrink], terms[::-1])[::-1]
-        return np.minimum(values, 1.0)
+        profile: np.ndarray = np.minimum(values, 1.0)
+        return profile
 
     def at(self, steps: np.ndarray) -> np.ndarray:
         """The profile at losses steps * grid, also outside of its own: float64 (m,)."""

@@ -113,7 +113,8 @@ class Nowhere(Place):
         return None
 
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
-        return model(x)
+        logits: Tensor = model(x)
+        return logits
 
     @classmethod
     def words(cls, sigma: float | None) -> str:
@@ -138,7 +139,8 @@ class OnInput(Place):
         return tuple(input_shape)
 
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
-        return model(x if normals is None else x + self.sigma * normals)
+        logits: Tensor = model(x if normals is None else x + self.sigma * normals)
+        return logits
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "sigma": self.sigma}
@@ -196,11 +198,14 @@ class BehindLayer(Place):
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
         from dpdist.randomness.noisy_modules import changed
 
+        logits: Tensor
         if normals is None:
-            return model(x)
+            logits = model(x)
+            return logits
         std = self.std.to(x.device)
         with changed(model, {self.module: lambda output: output + std * normals}):
-            return model(x)
+            logits = model(x)
+            return logits
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "module": self.module, **_described(self.std)}
@@ -278,11 +283,14 @@ class Several(Place):
         return (sum(math.prod(shape) for shape in shapes),)
 
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
+        logits: Tensor
         if normals is None:
-            return model(x)
+            logits = model(x)
+            return logits
         cut = self.cut(model, tuple(x.shape[1:]))
         assert cut.first is not None
-        return cut.rest(cut.first(x) + cut.std * normals)
+        logits = cut.rest(cut.first(x) + cut.std * normals)
+        return logits
 
     def describe(self) -> dict[str, Any]:
         stds = {

@@ -155,4 +155,5 @@ class _Inside(nn.Module):
             for (name, std), own in zip(self.stds.items(), normals, strict=True)
         }
         with changed(self.model, changes):
-            return self.model(x)
+            output: Tensor = self.model(x)
+            return output

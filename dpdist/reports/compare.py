@@ -150,7 +150,7 @@ def picture(runs: Sequence[Facts]) -> bytes:
                     continue
                 shares = 100 * np.arange(len(sizes), 0, -1) / len(curve.sizes)
                 axes.plot(
-                    sizes, shares, curve.line, color=colour, linewidth=1.4,
+                    sizes, shares, curve.line or "", color=colour, linewidth=1.4,
                     label=f"{facts.folder.name}, {curve.title}",
                 )  # fmt: skip
                 widest = max(widest, float(sizes[-1]))

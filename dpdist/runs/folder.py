@@ -303,7 +303,8 @@ class RunFolder:
     @property
     def begun_noise(self) -> float | None:
         """The noise multiplier that the run was begun with, calibrated or not."""
-        return self._read_begun_with()["noise_multiplier"]
+        noise: float | None = self._read_begun_with()["noise_multiplier"]
+        return noise
 
     @property
     def _trained_by(self) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ class Batches:
         taken = [self._waiting.popleft() for _ in range(most)] if self._waiting else []
         return [(image, answer) for image, answer in taken if not answer.done()]
 
-    async def _ask(self, images: tuple, answers: tuple) -> None:
+    async def _ask(self, images: tuple[Any, ...], answers: tuple[Any, ...]) -> None:
         try:
             async with asyncio.timeout(self._seconds):
                 found, seconds = await self._call(list(images))
