@@ -41,7 +41,8 @@ class Taps(nn.Module):
         self.second = nn.Linear(WIDTH, 1, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.first(inputs) + self.second(inputs)
+        output: Tensor = self.first(inputs) + self.second(inputs)
+        return output
 
 
 @dataclass(frozen=True)

@@ -444,6 +444,7 @@ class GradientEngine:
         per_example = torch.func.vmap(
             torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0)
         )
+        losses: Tensor
         grads, losses = per_example(values, inputs, targets)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(Dense(grads[name]))

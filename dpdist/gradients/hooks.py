@@ -239,7 +239,10 @@ def _detached(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return (args[0].detach(),), kwargs
-    return pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+    result: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        Tensor, Tensor.detach, (args, kwargs)
+    )
+    return result
 
 
 def _store(signals: list[Tensor | None], order: int) -> Callable[[Tensor], None]:

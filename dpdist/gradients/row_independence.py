@@ -357,6 +357,7 @@ class _Tracer(TorchDispatchMode):
 
     def _known(self, tensor: Tensor) -> Mark | None:
         """Its mark. Refuses what holds other memory than when it was marked: no operation does."""
+        mark: Mark | None
         mark, layout = self._marks.get(tensor, (None, None))
         if mark is not None and layout != _layout(tensor):
             self.refuse("the numbers of a tensor were exchanged (data)")
@@ -479,7 +480,8 @@ class _Tracer(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    result: int = tensor.untyped_storage()._cdata
+    return result
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -94,7 +94,8 @@ def classification(head: nn.Linear, last: Tensor, labels: Tensor, noise: Tensor)
     """
     z = head(last)
     own = z.gather(1, labels[:, None]).sum() + len(last) * (noise * head.weight).sum()
-    return (z / 2 + z.square() / 8).sum() - own
+    result: Tensor = (z / 2 + z.square() / 8).sum() - own
+    return result
 
 
 class _FromNoisy(nn.Module):

@@ -163,7 +163,7 @@ def _network(spec: ModelSpec, weights: int | None = None) -> nn.Module:
     try:
         if spec.name in ZOO:
             _check_size(spec, factory, weights)
-        network = factory(tuple(spec.input_shape), spec.classes, **spec.options)
+        network: nn.Module = factory(tuple(spec.input_shape), spec.classes, **spec.options)
     except UserError:
         raise
     except Exception as error:  # whatever a user's factory does

@@ -169,7 +169,9 @@ class Replicas:
         chosen = min(range(len(rests)), key=lambda i: (rests[i], self._asked[i], self._lost[i]))
         self._asked[chosen] += 1
         try:
-            return await self._actors[chosen].answer.remote(images)
+            actor = self._actors[chosen]
+            result: tuple[list[dict[str, Any] | None], float] = await actor.answer.remote(images)
+            return result
         except RayActorError as error:
             self._lost[chosen] = self._clock()
             raise Lost(str(error)) from error

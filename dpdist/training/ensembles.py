@@ -430,7 +430,7 @@ class Oracle:
         number = ledger.ask(question, self._plan)
         fixed = self._recipe.privacy.run_key is not None  # for tests, which want the same again
         key = derive_key(self._folder.read_key() if fixed else new_run_key(), "answer", number)
-        values = self._recipe.method.answer(scores, self._plan, key).tolist()
+        values: list[float] = self._recipe.method.answer(scores, self._plan, key).tolist()
         ledger.keep(question, values)
         return values
 

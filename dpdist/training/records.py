@@ -126,7 +126,8 @@ def _used(section: DataRecipe, split: data.Dataset) -> float:
         return 1.0
     share = section.max_train / len(split)
     digits = 1 - math.floor(math.log10(share))
-    return min(1.0, math.ceil(share * 10**digits - 1e-9) / 10**digits)
+    result: float = min(1.0, math.ceil(share * 10**digits - 1e-9) / 10**digits)
+    return result
 
 
 def public_data(recipe: Recipe) -> data.Dataset | None:

@@ -82,6 +82,7 @@ def _interface_of(address: str) -> str:
     """The network interface that has this address."""
     import psutil
 
+    name: str
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name

@@ -120,7 +120,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/canaries.py", ONE,
-        ("return members[self._present[members]]", "return members",
+        ("= members[self._present[members]]", "= members",
          "records that are canaries train the model whatever their coins say"),
         ('derive_key(run_key, "audit coin")', "run_key", "the coins are drawn from the run key itself"),
         ("np.where(present, 1.0, -1.0 if self._both else 0.0)", "np.ones(len(present))",
