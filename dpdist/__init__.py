@@ -51,7 +51,7 @@ _LAZY = {
     "UserError": "dpdist.core.errors",
     "ClusterError": "dpdist.core.errors",
 }
-__all__ = ["__version__", *_LAZY]
+__all__ = ["__version__", *_LAZY]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

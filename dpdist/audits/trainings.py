@@ -192,7 +192,7 @@ class Trainings:
         its copies share one."""
         last = len(self._labels)
         rows = [np.minimum(m, last) if seen else m[m < last] for m in members]
-        widest = max(1, max(map(len, rows)))
+        widest = max(1, *map(len, rows))
         index = torch.zeros(len(rows), widest, dtype=torch.int64)
         real = torch.zeros(len(rows), widest)
         for place, chosen in enumerate(rows):

@@ -335,7 +335,7 @@ def _bounds(interval: tuple[Bound, Bound]) -> ScoreBounds:
 
 
 def _scale(mechanism: Callable[..., np.ndarray]) -> Scale:
-    return lambda epsilons, deltas: mechanism(epsilons, deltas)
+    return lambda epsilons, deltas: mechanism(epsilons, deltas)  # noqa: PLW0108
 
 
 def _error(confidence: float) -> float:

@@ -58,7 +58,7 @@ def torchvision(submodule: str = "") -> ModuleType:
 
 
 def _define_schemas() -> None:
-    global _library
+    global _library  # noqa: PLW0603
     if _library is None:
         import torch
 

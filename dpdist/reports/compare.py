@@ -401,7 +401,7 @@ def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedS
         if (mine.label[own] != other.label[others]).any():
             raise UserError(f"{mine.path} and {other.path}: different labels for the same inputs")
         numbers = math.prod(later.input_shape)
-        for norm in NORMS:
+        for norm, printed in NORMS.items():
             two = [table.kind.sizes_in(table.table, norm, numbers) for table in (mine, other)]
             by_name = {theirs.name: theirs for theirs in two[1]}
             for ours in two[0]:
@@ -411,7 +411,7 @@ def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedS
                     continue
                 yield PairedSizes(
                     later.folder.name,
-                    f"{ours.title}, {NORMS[norm]}",
+                    f"{ours.title}, {printed}",
                     norm,
                     ours.certified(mine.label)[own],
                     theirs.certified(other.label)[others],

@@ -268,7 +268,7 @@ def _commit() -> str:
         return ""
     asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
     return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""
