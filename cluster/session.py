@@ -31,7 +31,7 @@ _LOOK_EVERY = 10.0  # seconds
 
 
 class Room:
-    """Says, once each time it happens, that the cluster is smaller than what the work needs.
+    """A monitor that says, once each time, that the cluster is smaller than the work needs.
 
     need, and what `have` returns: amounts of Ray's resources ("CPU", "GPU") in the whole cluster.
     """
@@ -50,7 +50,7 @@ class Room:
         self._looked, self._missing = time.monotonic(), False
 
     def look(self) -> None:
-        """To be called often; asks Ray every ten seconds."""
+        """Ask Ray, at most every ten seconds, for the cluster's size; call it often."""
         now = time.monotonic()
         if now - self._looked < self._look_every:
             return
@@ -114,7 +114,7 @@ _LONGEST_ROOT = 20
 
 @dataclass(frozen=True)
 class Session:
-    """What this process is connected to. address is None for a session of our own."""
+    """The connection of this process to Ray. address is None for a session of our own."""
 
     address: str | None
     cpus: float
@@ -123,6 +123,7 @@ class Session:
 
     @property
     def local(self) -> bool:
+        """Return whether this is a session of our own, on this machine."""
         return self.address is None
 
     def __str__(self) -> str:
@@ -280,7 +281,7 @@ def staged_artifacts() -> Path:
 
 
 def _start(address: str | None, options: dict[str, Any]) -> None:
-    """Start Ray. A command that ends on SIGTERM in its own way keeps it, then and afterwards.
+    """Start Ray. A command that handles SIGTERM in its own way keeps its handler.
 
     Ray's handlers exit without a word while it starts, and abort with a stack trace later.
     """
@@ -305,7 +306,7 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
 def _options(
     address: str | None, cpus: int | None, worker_setup: Callable[[], None] | None
 ) -> dict[str, Any]:
-    """Of `ray.init`."""
+    """Return the options of `ray.init`."""
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if worker_setup is not None:
         options["runtime_env"] = {"worker_process_setup_hook": worker_setup}
@@ -320,7 +321,7 @@ def _options(
 
 
 def read_environment_again() -> None:
-    """Ray reads its mode, token and interfaces when it is imported, maybe long ago."""
+    """Make Ray read its mode, token and interfaces again, as it does when it is imported."""
     from ray._common.utils import env_bool
     from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
@@ -358,12 +359,15 @@ def _check_reachable(address: str) -> None:
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """On a full disk Ray's chatter is lost; logging would print a traceback for each line."""
+        """Drop Ray's messages on a full disk; logging would print a traceback for each line."""
 
 
 def _log_to(log_file: Path | None) -> logging.Handler:
-    """After `ray.init`, which takes all handlers away. Without one, Python's own would print
-    warnings and errors, tracebacks of lost workers among them."""
+    """Return the handler that takes Ray's messages, installed after `ray.init`.
+
+    `ray.init` takes all handlers away. Without one, Python's own would print warnings and
+    errors, tracebacks of lost workers among them.
+    """
     logger = logging.getLogger("ray")
     logger.propagate = False
     handler: logging.Handler = logging.NullHandler()

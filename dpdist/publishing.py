@@ -90,7 +90,7 @@ def write_release(
 
 
 def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None) -> dict[str, Any]:
-    """release.json."""
+    """Return the content of release.json."""
     recipe, evaluation = facts.recipe, facts.evaluation
     certificate = None
     if recipe.certify is not None:  # how to certify, and nothing of what was certified
@@ -133,8 +133,11 @@ def _refuse_foreign(release: Path) -> None:
 
 
 def _checked_model(facts: Facts, copied: Path) -> nn.Module:
-    """The copied model. Raises UserError unless it is the trained one, loads as its users will load
-    it, and answers with finite numbers."""
+    """Return the copied model, checked.
+
+    Raises UserError unless it is the trained one, loads as its users will load it, and answers
+    with finite numbers.
+    """
     import torch
 
     where = facts.folder.model

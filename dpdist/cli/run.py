@@ -318,7 +318,6 @@ def denoise_command(
     """
     from dpdist import pipeline
     from dpdist.core import console
-    from dpdist.evaluation import evaluate_stage
     from dpdist.runs.folder import RunFolder, open_run
     from dpdist.training.pretraining import Part, put_together
 
@@ -329,7 +328,7 @@ def denoise_command(
     folder = put_together(
         open_run(run, runs), part, other, RunFolder(runs / name), saw=saw, data_root=data_root
     )
-    evaluate_stage(folder.read_recipe(), folder)
+    pipeline.evaluate_stage(folder.read_recipe(), folder)
     typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 

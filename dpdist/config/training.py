@@ -32,7 +32,9 @@ CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can
 
 
 class TrainingRecipe(Section):
-    """The loop. batch_size is the expected batch L; the Poisson batch varies around it.
+    """Settings of the training loop.
+
+    batch_size is the expected batch L; the Poisson batch varies around it.
 
     schedule: what the learning rate is multiplied by; step: by `factor` at each of the milestones,
     which are fractions of all steps. weight_decay: times the parameters is added to the gradient,
@@ -86,12 +88,14 @@ class TrainingRecipe(Section):
 
     @property
     def augmented(self) -> bool:
-        """Whether records are seen changed at random."""
+        """Return whether records are changed at random before each use."""
         return self.crop > 0 or self.flip
 
 
 class AugmentRecipe(Section):
-    """How public images are deformed at random; the defaults turn 8 x 8 digits into pen strokes.
+    """Random deformations of public images.
+
+    The defaults turn 8 x 8 digits into pen strokes.
 
     Angles in radians; lengths in half widths of the canvas. scale: width and height of the whole
     image on the canvas, drawn apart. elastic: standard deviation of the displacements on a 5 x 5
@@ -119,7 +123,7 @@ class AugmentRecipe(Section):
 
 
 class WorkerRange(Section):
-    """As many training workers as the cluster has room for, more or fewer as hosts come and go."""
+    """A range of training workers: as many as the cluster has room for, as hosts come and go."""
 
     min: Processes
     max: Processes
@@ -142,7 +146,7 @@ AnyWorkers = Annotated[
 
 
 class ResourcesRecipe(Section):
-    """Where and how it runs; may change between a run and its continuation."""
+    """Settings of the machines and processes of a run; they may change when a run is continued."""
 
     workers: AnyWorkers = Field(
         default=1, description="or {min: 1, max: 8}: as many as there is room for at any time"
@@ -201,12 +205,12 @@ class ResourcesRecipe(Section):
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of training workers may change while they train."""
+        """Return whether the number of training workers may change while they train."""
         return isinstance(self.workers, WorkerRange)
 
     @property
     def least(self) -> int:
-        """The number of training workers without which nothing is trained."""
+        """Return the least number of training workers with which the training proceeds."""
         return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
@@ -215,10 +219,10 @@ class ResourcesRecipe(Section):
 
     @property
     def span(self) -> str:
-        """How many training workers, in words."""
+        """Return the number of training workers, in words."""
         return f"{self.least:,} to {self.most:,}" if self.elastic else f"{self.most:,}"
 
     @property
     def cpus(self) -> float:
-        """CPUs without which nothing is trained."""
+        """Return the number of CPUs without which nothing is trained."""
         return self.least * self.cpus_per_worker

@@ -34,7 +34,7 @@ def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool =
 
 
 def format_delta(delta: float) -> str:
-    """Return a delta with six significant digits, rounded up: with a larger one it holds, too."""
+    """Return a delta with six significant digits, rounded up: the guarantee holds for it, too."""
     return significant(delta, 6)
 
 
@@ -64,7 +64,7 @@ class Guarantee:
 
     @property
     def relation(self) -> str:
-        """The neighbouring relation in words.
+        """Return the neighbouring relation in words.
 
         A sampling rate or divisor made from the true number of records does not follow when a
         record comes or goes: what is then proved is that a record may be blanked out, the number
@@ -75,7 +75,7 @@ class Guarantee:
         return self.neighbours
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; an infinite epsilon becomes the string "inf"."""
+        """Return the guarantee as plain JSON types; an infinite epsilon becomes "inf"."""
         record = asdict(self)
         record["assumptions"] = list(self.assumptions)
         record["relation"] = self.relation
@@ -84,7 +84,7 @@ class Guarantee:
         return record
 
     def facts(self) -> dict[str, Any]:
-        """What a command prints of it as JSON."""
+        """Return the entries that a command prints as JSON."""
         return {
             "epsilon": self.epsilon,
             "delta": self.delta,

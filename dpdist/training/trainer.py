@@ -71,7 +71,7 @@ def train(
 
 @contextmanager
 def _charged(job: TrainJob) -> Iterator[None]:
-    """Charge the records' budget: the whole plan before the run, what was released after it.
+    """Charge the records' budget: the whole plan before the run, the real releases after it.
 
     Raises UserError, before anything runs, where the run does not fit under the recipe's ceiling.
     """
@@ -138,8 +138,7 @@ def fit(
     workers: Callable[[TrainJob], None] | None = None,
     here: bool = False,
 ) -> None:
-    """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if there
-    is one.
+    """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if any.
 
     max_failures: restarts by Ray (default: resources.max_failures). until: pause after so many
     steps. callbacks: for Ray's run configuration. workers: in place of Ray Train. here: teachers
@@ -203,7 +202,7 @@ def _check_alone(folder: RunFolder) -> None:
 
 
 def _failed(folder: RunFolder, said: str, restarts: int) -> ClusterError:
-    """What to tell of workers that failed for good."""
+    """Return the error to raise for workers that failed for good."""
     try:
         _check_alone(folder)  # it may have come first since `train` looked
     except RunBusy as busy:
@@ -216,7 +215,7 @@ def _failed(folder: RunFolder, said: str, restarts: int) -> ClusterError:
 
 
 def _word_of(folder: RunFolder) -> UserError:
-    """What a worker left for the driver: nothing but the file when the disk was full."""
+    """Return the error that a worker left for the driver; it names only the file on a full disk."""
     said = json.loads(folder.failure.read_text() or "{}")
     if said and not said["full"]:
         return UserError(said["error"])
@@ -225,7 +224,7 @@ def _word_of(folder: RunFolder) -> UserError:
 
 
 def _check_room(recipe: Recipe, session: Session) -> None:
-    """A local session never grows: refuse at once what would wait forever."""
+    """Refuse at once a training that waits forever, since a local session never grows."""
     resources = recipe.resources
     cpus = resources.cpus
     gpus = resources.least * resources.gpus_per_worker
@@ -244,8 +243,10 @@ def _room(recipe: Recipe, say: Callable[[str], None]) -> Room:
 
 
 def _wait(job: TrainJob, progress: Progress, looks: Sequence[Callable[[], None]]) -> None:
-    """Fit in a thread, show progress and call `looks` meanwhile. Ray would take Ctrl-C from the
-    main thread."""
+    """Fit in a thread, show progress and call `looks` meanwhile.
+
+    Ray would take Ctrl-C from the main thread.
+    """
     errors: list[BaseException] = []
 
     def fit_and_keep_errors() -> None:
@@ -267,7 +268,7 @@ def _wait(job: TrainJob, progress: Progress, looks: Sequence[Callable[[], None]]
 
 
 def _show(path: Path, progress: Progress) -> None:
-    """Report what worker 0 last wrote into the progress file."""
+    """Report the last progress that worker 0 wrote."""
     try:
         state = json.loads(path.read_text())
     except (OSError, ValueError):
