@@ -1,4 +1,4 @@
-"""The figures of the layout: limits that may only fall, and that the counting can fail."""
+"""The figures of the layout and of docstrings: limits that may only fall, and that the counting can fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from house_figures import circles, definitions, figures, imports_of, walk
+from house_figures import circles, definitions, docstrings, figures, imports_of, walk, wording
 
 pytestmark = pytest.mark.whole
 
@@ -19,6 +19,9 @@ LIMITS = {
     "files for a Cohen certificate": 12,
     "files for a search trial": 6,
     "files for an epsilon from recipe to report": 14,
+    "'what' in 1,000 words of docstrings": 8.4,
+    "docstrings that begin with Of": 70,
+    "docstrings that begin with What": 168,
 }
 
 
@@ -48,3 +51,11 @@ def test_a_walk_counts_each_file_once():
     for name in ("twice", "nowhere"):
         with pytest.raises(LookupError, match=name):
             walk([name], where)
+
+
+def test_words_of_docstrings_are_counted():
+    text = '"""Of it."""\nclass A:\n    """What it is, whatever that is."""\n    def f(self): ...\n'
+    texts = list(docstrings(ast.parse(text)))
+    assert texts == ["Of it.", "What it is, whatever that is."]
+    assert list(wording(texts).values()) == [250, 1, 1]
+    assert list(wording([]).values()) == [0, 0, 0]
