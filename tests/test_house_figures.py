@@ -1,4 +1,4 @@
-"""The figures of the layout and of docstrings: limits that may only fall, and that the counting can fail."""
+"""The figures of the layout and of docstrings: limits that may only fall, and a way to fail."""
 
 from __future__ import annotations
 
