@@ -139,16 +139,30 @@ def connect(
     cpus: int | None = None,
     worker_setup: Callable[[], None] | None = None,
 ) -> Iterator[Session]:
-    """One Ray session for a whole command; reuses the session of an enclosing `connect`.
+    """Yield one Ray session for a whole command; reuse the session of an enclosing `connect`.
 
-    With RAY_ADDRESS set (as inside `ray job submit`), that cluster; otherwise a new local session
-    with every port on loopback, a fresh access token, and Ray's own files (logs, sockets, staged
-    artifacts) in a folder that only this user can read and that goes with the session. Variables of
-    the environment that would change that are put aside meanwhile, with a line on standard error.
-    Ray's chatter goes to `log_file`. `worker_setup` runs once in every worker process. `cpus`
-    limits a local session (default: the CPUs this process may use).
+    With RAY_ADDRESS set (as inside `ray job submit`) it is that cluster; otherwise a new local
+    session with every port on loopback, a fresh access token, and Ray's own files (logs, sockets,
+    staged artifacts) in a folder that only this user can read and that goes with the session.
+    Variables of the environment that would change that are put aside meanwhile, with a line on
+    standard error.
 
-    Raises ClusterError when nothing answers at RAY_ADDRESS.
+    Args:
+        log_file: takes Ray's messages; None drops them.
+        cpus: limits a local session; None for the CPUs that this process may use.
+        worker_setup: runs once in every worker process.
+
+    Yields:
+        The session, which knows its address, CPUs, GPUs and nodes.
+
+    Raises:
+        ClusterError: nothing answers at RAY_ADDRESS.
+
+    Example:
+        >>> import dpdist
+        >>> with dpdist.connect(cpus=2) as session:
+        ...     session.local
+        True
     """
     address = os.environ.get("RAY_ADDRESS") or None
     if address == "local":  # Ray's word for a session of one's own

@@ -44,11 +44,41 @@ def run(
     changes: Mapping[str, Any] | None = None,
     where: str | None = None,
 ) -> RunFolder:
-    """Everything a recipe asks for; what is done already is not done again.
+    """Run every stage that a recipe asks for: train, evaluate, certify, report.
 
-    recipe: a validated recipe, or the path or name of one. changes: of its keys, by dotted key, as
-    in {"training.batch_size": 512}. where: begins complaints. Returns the run's folder. Raises
-    UserError and dpdist.core.errors.ClusterError for what the user can mend.
+    A stage whose results are in the run's folder already is not done again, so that the same call
+    continues a run that was interrupted.
+
+    Args:
+        recipe: a validated recipe, or the path or name of one.
+        runs: the folder of all runs.
+        name: the run's name; None for the recipe's.
+        data_root: the folder of data sets that the recipe names.
+        changes: new values by dotted key, as in {"training.batch_size": 512}.
+        where: begins complaints; None for the recipe's path.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        UserError: the recipe, its data or the folder cannot be used.
+        ClusterError: the cluster failed for good.
+
+    Example:
+        >>> import dpdist
+        >>> recipe = dpdist.Recipe.model_validate({
+        ...     "name": "small",
+        ...     "data": {"name": "digits", "max_train": 200},
+        ...     "model": {"name": "linear"},
+        ...     "privacy": {"epsilon": 3, "delta": 1e-4},
+        ...     "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
+        ...     "certify": {"sigma": 0.25, "n": 100, "max_inputs": 5},
+        ... })
+        >>> folder = dpdist.run(recipe)
+        >>> folder.path.as_posix()
+        'runs/small'
+        >>> dpdist.read_facts(folder).guarantee.epsilon <= 3
+        True
     """
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
     recipe = resolve(recipe, changes=changes, name=name, data_root=data_root)

@@ -46,13 +46,31 @@ def write_release(
     licence: str | None = None,
     key: Path | None = None,
 ) -> list[Path]:
-    """Copy the model and write its cards; returns the files, which are all there is.
+    """Write what may be published of a run into its folder release/, anew and whole.
 
-    licence: an SPDX identifier. key: an Ed25519 private key (PEM) that signs. The folder is made
-    anew and whole. Raises UserError, and leaves it as it was, when training never finished,
-    canaries were trained on, the run's models never leave, the model is not the one that was
-    trained or cannot be loaded, release/ holds something else, or the run has no finite guarantee
-    or a fixed key and `not_private` is not given (the card then says so).
+    Args:
+        folder: the run.
+        not_private: release a run without a finite guarantee, or with a fixed key; its card then
+            says so.
+        licence: an SPDX identifier for the model.
+        key: an Ed25519 private key (PEM) that signs the release.
+
+    Returns:
+        The files, which are all that release/ holds.
+
+    Raises:
+        UserError: training never finished, canaries were trained on, the run's models never leave,
+            the model is not the one that was trained or cannot be loaded, release/ holds something
+            else, or the run is not private and `not_private` is not given. The folder is then left
+            as it was.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> files = dpdist.write_release(dpdist.read_facts("small").folder)
+        >>> "runs/small/release/privacy_card.md" in [file.as_posix() for file in files]
+        True
     """
     _refuse_foreign(folder.release)
     facts = read_facts(folder)

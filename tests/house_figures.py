@@ -13,7 +13,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
 
@@ -133,6 +135,18 @@ def wording(texts: list[str]) -> dict[str, float]:
     }
 
 
+def without_docstring_rules(root: Path, paths: list[str]) -> list[str]:
+    """Return the files for which pyproject.toml leaves out ruff's rules for docstrings."""
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text())
+    ignored = pyproject["tool"]["ruff"]["lint"].get("per-file-ignores", {})
+    patterns = []
+    for pattern, codes in ignored.items():
+        if "D" in codes:
+            first, inner, last = re.fullmatch(r"([^{]*)(?:\{(.*)\})?(.*)", pattern).groups()
+            patterns += [f"{first}{name}{last}" for name in (inner or "").split(",")]
+    return [path for path in paths if any(fnmatch(path, pattern) for pattern in patterns)]
+
+
 def figures(root: Path) -> dict[str, float]:
     """Return each figure by its name."""
     paths = {module_of(root, path): path for path in product_files(root)}
@@ -149,6 +163,9 @@ def figures(root: Path) -> dict[str, float]:
         "arrows": sum(map(len, needs.values())),
         "circles": len(circles(needs)),
         **{f"files for {name}": len(walk(names.split(), where)) for name, names in WALKS.items()},
+        "files without rules for docstrings": len(
+            without_docstring_rules(root, [str(path.relative_to(root)) for path in files])
+        ),
         **wording([text for tree in trees.values() for text in docstrings(tree)]),
     }
 

@@ -6,7 +6,16 @@ import ast
 from pathlib import Path
 
 import pytest
-from house_figures import circles, definitions, docstrings, figures, imports_of, walk, wording
+from house_figures import (
+    circles,
+    definitions,
+    docstrings,
+    figures,
+    imports_of,
+    walk,
+    without_docstring_rules,
+    wording,
+)
 
 pytestmark = pytest.mark.whole
 
@@ -19,9 +28,10 @@ LIMITS = {
     "files for a Cohen certificate": 12,
     "files for a search trial": 6,
     "files for an epsilon from recipe to report": 14,
-    "'what' in 1,000 words of docstrings": 8.4,
+    "files without rules for docstrings": 127,
+    "'what' in 1,000 words of docstrings": 8.3,
     "docstrings that begin with Of": 70,
-    "docstrings that begin with What": 168,
+    "docstrings that begin with What": 167,
 }
 
 
@@ -59,3 +69,10 @@ def test_words_of_docstrings_are_counted():
     assert texts == ["Of it.", "What it is, whatever that is."]
     assert list(wording(texts).values()) == [250, 1, 1]
     assert list(wording([]).values()) == [0, 0, 0]
+
+
+def test_files_without_rules_for_docstrings_are_those_that_pyproject_lists(tmp_path):
+    lines = '"a/{b,c}.py" = ["D"]\n"a/d.py" = ["D102"]\n"e/*.py" = ["C901", "D"]\n'
+    (tmp_path / "pyproject.toml").write_text(f"[tool.ruff.lint.per-file-ignores]\n{lines}")
+    paths = ["a/b.py", "a/c.py", "a/d.py", "e/f.py", "g.py"]
+    assert without_docstring_rules(tmp_path, paths) == ["a/b.py", "a/c.py", "e/f.py"]

@@ -168,23 +168,28 @@ def test_wheel_would_contain_every_package_and_template():
 
 
 def _long(text: str) -> Iterator[tuple[str, int]]:
-    """Functions of more than 50 lines, signature and docstring included."""
+    """Functions of more than 50 lines, with the signature and without the docstring."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
             if lines > 50:
                 yield node.name, lines
 
 
 def test_functions_stay_short():
     long = [(path.stem, *found) for path in _files() for found in _long(path.read_text())]
-    assert len(long) < 10, long
+    assert len(long) < 7, long
 
 
 def test_long_functions_are_found():
     text = "class A:\n    def f(self):\n" + "        x = 1\n"
     assert list(_long(text + "        x = 1\n" * 48)) == []
     assert list(_long(text + "        x = 1\n" * 49)) == [("f", 51)]
+    documented = text.replace("x = 1", '"""Do it.\n\n        Now.\n        """', 1)
+    assert list(_long(documented + "        x = 1\n" * 49)) == []
+    assert list(_long(documented + "        x = 1\n" * 50)) == [("f", 51)]
 
 
 def test_test_files_have_names_of_their_own():

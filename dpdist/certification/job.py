@@ -77,13 +77,44 @@ def certify(
     gpus: float | None = None,
     say: Callable[[str], None] | None = None,
 ) -> pa.Table:
-    """Certify the inputs that ``settings`` names; return the table, sorted by index.
+    """Certify inputs with an existing model on Ray actors; return the table, sorted by index.
 
-    ``output`` receives certificates.parquet, timings.csv and what
-    `dpdist.cluster.resumable_job.run` says, which names the other arguments and what is raised.
-    progress(inputs done, in all, draws per second).
-    gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the cluster
-    has them. A certification stays on the kind of device that it began on. say: is told of GPUs.
+    The table is the same to the byte on any number of actors, and the same call continues an
+    interrupted certification. A certification stays on the kind of device that it began on.
+
+    Args:
+        model_folder: model.json and model.safetensors.
+        dataset: the labelled inputs, such as `dpdist.data.load` returns.
+        settings: the certificate, and which inputs are certified.
+        output: receives certificates.parquet, timings.csv, settings and the journal.
+        actors: number of actors; None for as many as fit.
+        progress: called with inputs done, inputs in all, and draws per second.
+        trusted_factory: "package.module:factory" that may be imported to build the model.
+        chunk_seconds: the work that an actor gets at a time.
+        gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the
+            cluster has them.
+        say: is told of GPUs.
+
+    Returns:
+        One row per input: label, prediction (-1 for ABSTAIN), counts, bound and radius.
+
+    Raises:
+        UserError: settings, model and data do not fit, or `output` holds another certification.
+        ClusterError: the actors failed for good.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> from dpdist.data import Source, load
+        >>> from pathlib import Path
+        >>> settings = dpdist.settings_of({"sigma": 0.5, "n": 100, "max_inputs": 3})
+        >>> test = load(Source("digits", classes=10), "test")
+        >>> model = dpdist.read_facts("small").folder.model
+        >>> with dpdist.connect(cpus=2):
+        ...     table = dpdist.certify(model, test, settings, Path("certified"), actors=1)
+        >>> table.num_rows, table["sigma"][0].as_py()
+        (3, 0.5)
     """
     work = Certification(model_folder, dataset, settings, trusted_factory, gpus, say)
     return run(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)

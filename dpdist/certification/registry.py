@@ -86,16 +86,25 @@ AnyCertificate = Annotated[
 def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) -> Certificate:
     """Return the certificate that settings ask for.
 
-    Smoothing of the inputs when ``sigma`` is given (``mode`` says how), else expected scores of the
-    model's own noise.
+    It smooths the inputs when ``sigma`` is given (``mode`` says how), else it is the certificate by
+    expected scores of the model's own noise.
 
     Args:
-        section: settings by name; None is as good as not given.
+        section: settings by name, as in a recipe's section `certify`; None is as good as not given.
         usual: gives those that are not given, such as the recipe's. Where another kind of
             certificate is asked for, its defaults that this kind does not have are left out.
 
+    Returns:
+        The checked settings, an instance of the certificate's class.
+
     Raises:
         UserError: a value cannot be used, or belongs to another certificate.
+
+    Example:
+        >>> import dpdist
+        >>> settings = dpdist.settings_of({"sigma": 0.25, "n": 1000})
+        >>> settings.mode, settings.alpha
+        ('fixed', 0.001)
     """
     given = asked = {name: value for name, value in section.items() if value is not None}
     if usual is not None:

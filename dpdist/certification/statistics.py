@@ -198,18 +198,31 @@ class OfPopulation:
 def population_bounds(
     found: CertificateTable, at: Sequence[float] | None = None, error: float = ERROR
 ) -> list[OfPopulation]:
-    """Return bounds that hold together, for all radii, with probability at least 1 - error.
+    """Bound from below the certified accuracy on the population that the inputs were drawn from.
 
-    Over the choice of inputs and all their draws. Each bound has an equal part of the error (union
-    bound).
+    The bounds of all radii hold together, with probability at least 1 - error over the choice of
+    inputs and all their draws. Each bound has an equal part of the error (union bound).
 
     Args:
+        found: a table of certificates, as `dpdist.read_facts` reads it.
         at: radii, not chosen by the results. By default all that are printed of the table, so that
             every place states the same.
-        error: of all of them together.
+        error: of all bounds together.
+
+    Returns:
+        One entry per radius: `low`, a lower bound of the certified accuracy there, and where votes
+        are counted `certifiable`, an upper bound of what more draws could certify.
 
     Raises:
         UserError: the inputs share one noise bank, so their draws are not independent.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> (table,) = dpdist.read_facts("small").tables
+        >>> [bounds.radius for bounds in dpdist.population_bounds(table, at=[0.0, 0.25])]
+        [0.0, 0.25]
     """
     at = found.shown_radii if at is None else at
     if found.terms["noise_bank"]:

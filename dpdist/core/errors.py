@@ -7,11 +7,31 @@ import errno
 
 
 class UserError(Exception):
-    """Something that the user can mend. The message says the error, its place and a valid value."""
+    """Something that the user can mend.
+
+    The message names the key or file, says what it must be and what it is, and then what to do. A
+    command prints it in one line and ends with exit code 2.
+
+    Example:
+        >>> import dpdist
+        >>> try:
+        ...     dpdist.load("no-such-folder")
+        ... except dpdist.UserError as error:
+        ...     print(error)
+        no-such-folder: no such folder
+    """
 
 
 class ClusterError(Exception):
-    """A cluster that cannot do the work. The message says the error, its place and a remedy."""
+    """A fault of the cluster or of Ray rather than of an input.
+
+    The message says the fault, its place and a remedy; the same command may be run again.
+
+    Example:
+        >>> import dpdist
+        >>> issubclass(dpdist.ClusterError, dpdist.UserError)
+        False
+    """
 
 
 class Interrupted(Exception):

@@ -40,12 +40,28 @@ def format_delta(delta: float) -> str:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """(epsilon, delta)-differential privacy of one mechanism.
+    """(epsilon, delta)-differential privacy of one mechanism, with everything needed to read it.
 
-    kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
-    "audited" a lower bound measured on the trained mechanism.
-    source: accountant or theorem. assumptions: what must hold for the number to be true.
-    size_public: whether the mechanism was told the true number of records.
+    Args:
+        epsilon: >= 0; infinity where nothing is proved.
+        delta: in [0, 1).
+        neighbours: the relation of data sets, "add-or-remove-one" or "replace-one".
+        kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
+            "audited" a lower bound measured on the trained mechanism.
+        source: accountant or theorem.
+        assumptions: what must hold for the number to be true.
+        size_public: whether the mechanism was told the true number of records.
+
+    Raises:
+        ValueError: epsilon or delta is out of range.
+
+    Example:
+        >>> import dpdist
+        >>> guarantee = dpdist.Guarantee(1.5, 1e-5, "add-or-remove-one", "proved", "PLD")
+        >>> guarantee.relation
+        'add-or-remove-one at a fixed number of records (zero-out)'
+        >>> print(guarantee)
+        (1.5, 1e-05)-DP, add-or-remove-one at a fixed number of records (zero-out), proved by PLD
     """
 
     epsilon: float

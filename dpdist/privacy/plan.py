@@ -56,14 +56,34 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """Everything the privacy of a training run depends on.
+    """Everything that the privacy of a training run depends on.
 
-    records: number of training records N, treated as public. nominal: it was declared instead, and
-    nothing follows from the true number, which stays private. phases: run in order; the training
-    loop executes the steps (`Phase.loop`), other phases are charged in full from the beginning.
-    clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It is
-    infinite (no clip) only where no step has noise: nothing is then proved.
-    delta: the delta at which `guarantee` is stated.
+    The plan that is executed is the plan that is accounted: the training loop takes sampling rate,
+    clip, noise and steps from `step` and nowhere else.
+
+    Args:
+        records: number of training records N, treated as public.
+        phases: run in order; the training loop executes the steps (`Phase.loop`), other phases are
+            charged in full from the beginning.
+        delta: the delta at which `guarantee` is stated.
+        clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It
+            is infinite (no clip) only where no step has noise: nothing is then proved.
+        neighbours: the relation of data sets, "add-or-remove-one" or "replace-one".
+        nominal: whether the number of records was declared instead, so that nothing follows from
+            the true number, which stays private.
+
+    Raises:
+        ValueError: a value is out of range, or a phase cannot be accounted under the relation.
+
+    Example:
+        >>> import dpdist
+        >>> plan = dpdist.PrivacyPlan.dp_sgd(
+        ...     records=60_000, batch_size=600, noise_multiplier=1.1, steps=1_000, delta=1e-5
+        ... )
+        >>> plan.step(0).sample_rate
+        0.01
+        >>> round(plan.guarantee().epsilon, 3)
+        1.515
     """
 
     records: int
@@ -100,9 +120,23 @@ class PrivacyPlan:
         neighbours: Neighbours = "add-or-remove-one",
         batch_cap: int | None = None,
     ) -> PrivacyPlan:
-        """Return one phase of Poisson-sampled steps.
+        """Return the plan of DP-SGD: one phase of Poisson-sampled steps with Gaussian noise.
 
-        batch_size is the EXPECTED batch L, so that the rate is L / N.
+        Args:
+            records: number of training records N.
+            batch_size: the EXPECTED batch L; each record joins a step with probability L / N.
+            noise_multiplier: standard deviation of the noise in units of the clip norm.
+            steps: number of steps.
+            delta: the delta at which the guarantee is stated.
+            clip_norm: L2 bound on a record's clipped gradient.
+            neighbours: the relation of data sets.
+            batch_cap: a batch beyond it is cut to a random subset of this size; None for no cap.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: a value is out of range.
         """
         check_count("records", records)
         check_count("batch_size", batch_size)
@@ -213,7 +247,19 @@ class PrivacyPlan:
         return paths[costs.index(max(costs))]
 
     def guarantee(self, steps: int | None = None, delta: float | None = None) -> Guarantee:
-        """Return the proved guarantee of the first `steps` steps (default: all)."""
+        """Return the proved guarantee of the first steps.
+
+        Args:
+            steps: how many steps were taken; None for all.
+            delta: where to state it; None for the plan's delta.
+
+        Returns:
+            The worst guarantee over the paths that a record may take; epsilon is infinite where no
+            theorem covers the plan.
+
+        Raises:
+            ValueError: there are fewer steps than asked for.
+        """
         return self.guarantee_of(self._first(steps), delta)
 
     def guarantee_of(self, paths: Sequence[dpa.DpEvent], delta: float | None = None) -> Guarantee:

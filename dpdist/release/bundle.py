@@ -418,10 +418,25 @@ class Answerer:
 
 @dataclass(frozen=True)
 class Release:
-    """What lies in a release folder. about: release.json. card: the privacy card, as stated.
+    """A released model with its card and its noise, as `dpdist.load` opened it.
 
-    plan: the phases that the card speaks of. sums: of its files, by name: they tell it from any
-    other. trusted_factory: see `load`.
+    Args:
+        path: the release's folder.
+        about: the content of release.json.
+        card: the privacy card, as stated.
+        plan: the phases that the card names.
+        sums: checksums of its files, by name: they tell it from any other release.
+        trusted_factory: see `load`.
+
+    Example:
+        After `dpdist.write_release` wrote runs/small/release:
+
+        >>> import dpdist
+        >>> import numpy as np
+        >>> release = dpdist.load("runs/small/release")
+        >>> answer = release.answerer(n=200)
+        >>> answer(np.zeros(release.spec.input_shape)).norm
+        'l2'
     """
 
     path: Path
@@ -519,19 +534,35 @@ class Release:
 
         The noise is fresh and secret. Raises as `settings`.
         """
-
         return Answerer(self, self.settings(sigma, n, alpha))
 
 
 def load(
     folder: str | Path, *, trusted_factory: str | None = None, signer: str | Path | None = None
 ) -> Release:
-    """Return the release in `folder`, every file and field of it checked; nothing is unpickled.
+    """Open a release, every file and field of it checked; nothing is unpickled.
 
-    trusted_factory: "package.module:factory" that may be imported to build the model; by default
-    only this project's own networks are built. signer: the public key (PEM, Ed25519) that must have
-    signed it; by default a signature is not looked at. Raises ReleaseError (a UserError) for a
-    release that does not hold, UserError where there is none, or no such key.
+    Args:
+        folder: the release's folder, made by `dpdist release` or `dpdist.write_release`.
+        trusted_factory: "package.module:factory" that may be imported to build the model; by
+            default only this project's own networks are built.
+        signer: the public key (PEM, Ed25519) that must have signed it; by default a signature is
+            not looked at.
+
+    Returns:
+        The release, which answers inputs.
+
+    Raises:
+        ReleaseError: the release is not valid (a UserError).
+        UserError: there is no release, or no such key.
+
+    Example:
+        After `dpdist.write_release` wrote runs/small/release:
+
+        >>> import dpdist
+        >>> release = dpdist.load("runs/small/release")
+        >>> release.name, release.epsilon <= 3
+        ('small', True)
     """
     path = usable_path(folder)
     if not path.is_dir():

@@ -191,7 +191,21 @@ _TABLES = "*/certificates.parquet"
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything a report shows, each from a named file of the run folder."""
+    """The facts of a run: guarantee, accuracies, certificates, attacks and audits.
+
+    Each is read from a named file of the run folder by `dpdist.read_facts`; printed, they are the
+    run's summary.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> facts = dpdist.read_facts("small")
+        >>> [table.name for table in facts.tables]
+        ['sigma-0.25-fixed-n-100']
+        >>> str(facts).splitlines()[0]
+        'run small'
+    """
 
     folder: RunFolder
     recipe: Recipe
@@ -462,9 +476,24 @@ def _certified_row(table: CertificateTable) -> tuple[str, str]:
 
 
 def read_facts(folder: RunFolder | str | Path) -> Facts:
-    """Read a run whose training has finished: its folder, or its name under runs/.
+    """Read what a finished run proves, measured and certified.
 
-    Raises UserError when it has not, or there is none.
+    Args:
+        folder: the run's folder, or its name under runs/.
+
+    Returns:
+        Its facts, each from a named file of the folder.
+
+    Raises:
+        UserError: there is no such run, its training has not finished, or a file was changed.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> facts = dpdist.read_facts("small")
+        >>> facts.plan.steps, facts.guarantee.kind
+        (5, 'proved')
     """
     if not isinstance(folder, RunFolder):
         folder = open_run(str(folder), Path("runs"))

@@ -65,7 +65,20 @@ class OtherRun(UserError):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run. Nothing is read or written before a method is called."""
+    """The folder of one run: its files by name, `private/` apart from `release/`.
+
+    Nothing is read or written before a method is called.
+
+    Args:
+        path: the folder, which need not exist yet.
+
+    Example:
+        >>> import dpdist
+        >>> from pathlib import Path
+        >>> folder = dpdist.RunFolder(Path("runs/digits"))
+        >>> folder.name, folder.ledger.as_posix()
+        ('digits', 'runs/digits/private/ledger.jsonl')
+    """
 
     path: Path
 

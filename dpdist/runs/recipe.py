@@ -38,7 +38,26 @@ _NOT_IN_A_MODEL: Any = {
 
 
 class Recipe(Sections):
-    """A whole run."""
+    """The schema of a recipe: one section a topic, with defaults and checks.
+
+    A recipe is never changed; `dpdist.run` executes it. Sections are `data`, `model`, `method`,
+    `privacy`, `training`, `certify`, `tune`, `public`, `audit` and `resources`.
+
+    Raises:
+        pydantic.ValidationError: a key is unknown, or a value is out of range.
+
+    Example:
+        >>> import dpdist
+        >>> recipe = dpdist.Recipe.model_validate({
+        ...     "name": "tiny",
+        ...     "data": {"name": "digits"},
+        ...     "model": {"name": "linear"},
+        ...     "privacy": {"epsilon": 3, "delta": 1e-4},
+        ...     "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
+        ... })
+        >>> recipe.privacy.clip_norm, recipe.method.name
+        (1.0, 'dp-sgd')
+    """
 
     method: AnyMethod = DEFAULT
 

@@ -41,14 +41,40 @@ def train(
     progress: Progress = lambda done, total, rate: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Train to the end of the plan and return the summary; a finished run returns at once.
-
-    job: from `dpdist.training.job.prepare`. say: hears of an archive that cannot be written, and of
-    a cluster that has become too small.
+    """Train a prepared job to the end of its plan; a finished run returns at once.
 
     Worker failures are retried by Ray Train up to resources.max_failures times, each from the
-    newest checkpoint as an exact replay. Raises UserError, ClusterError; RunBusy where another
-    process trains the run, before anything is started or charged.
+    newest checkpoint as an exact replay.
+
+    Args:
+        job: from `dpdist.training.job.prepare`.
+        session: the session of Ray that trains it, from `dpdist.connect`.
+        progress: called with steps done, steps in all, and steps per second.
+        say: hears of an archive that cannot be written, and of a cluster that has become too small.
+
+    Returns:
+        The summary of the training.
+
+    Raises:
+        RunBusy: another process trains the run; nothing was started or charged.
+        UserError: the run cannot be trained here.
+        ClusterError: the workers failed for good.
+
+    Example:
+        >>> import dpdist
+        >>> from dpdist.training.job import prepare
+        >>> from pathlib import Path
+        >>> recipe = dpdist.Recipe.model_validate({
+        ...     "name": "trained",
+        ...     "data": {"name": "digits", "max_train": 200},
+        ...     "model": {"name": "linear"},
+        ...     "privacy": {"epsilon": 3, "delta": 1e-4},
+        ...     "training": {"batch_size": 50, "steps": 3, "learning_rate": 0.5},
+        ... })
+        >>> job = prepare(recipe, dpdist.RunFolder(Path("runs/trained")), "recipe")
+        >>> with dpdist.connect(cpus=2) as session:
+        ...     dpdist.train(job, session)["steps"]
+        3
     """
     folder = job.folder
     if not folder.trained.exists():
