@@ -217,7 +217,7 @@ class DataRecipe(Section):
         return f"{what}: is for inputs that are numbers; those of data.text are tokens"
 
     def without_label(self, what: str) -> str | None:
-        """Return why `what`, which asks for a record's one label, is refused; else None."""
+        """Why `what`, which asks about a record's one label, is refused; None where it is not."""
         if not self.following:
             return None
         return f"{what}: is for records of one label; with data.text.predict: next there is none"
