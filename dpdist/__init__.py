@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from dpdist.cluster.session import connect as connect
     from dpdist.core.errors import ClusterError as ClusterError
     from dpdist.core.errors import UserError as UserError
+    from dpdist.data.adapters import Records as Records
+    from dpdist.data.adapters import as_records as as_records
     from dpdist.pipeline import run as run
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
@@ -45,6 +47,8 @@ _LAZY = {
     "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
     "connect": "dpdist.cluster.session",
+    "Records": "dpdist.data.adapters",
+    "as_records": "dpdist.data.adapters",
     "write_release": "dpdist.publishing",
     "load": "dpdist.release.bundle",
     "Release": "dpdist.release.bundle",
