@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dpdist.reports.facts import read_facts as read_facts
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
+    from dpdist.training.private_step import PrivateStep as PrivateStep
     from dpdist.training.trainer import train as train
 
 _LAZY = {
@@ -44,6 +45,7 @@ _LAZY = {
     "certify": "dpdist.certification.job",
     "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
+    "PrivateStep": "dpdist.training.private_step",
     "connect": "dpdist.cluster.session",
     "write_release": "dpdist.publishing",
     "load": "dpdist.release.bundle",
