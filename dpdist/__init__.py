@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpdist.cluster.session import connect as connect
     from dpdist.core.errors import ClusterError as ClusterError
     from dpdist.core.errors import UserError as UserError
-    from dpdist.data.adapters import Records as Records
+    from dpdist.data.protocol import Records as Records
     from dpdist.data.adapters import as_records as as_records
     from dpdist.pipeline import run as run
     from dpdist.privacy.guarantee import Guarantee as Guarantee
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dpdist.reports.facts import read_facts as read_facts
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
+    from dpdist.training.private_step import PrivateStep as PrivateStep
     from dpdist.training.trainer import train as train
 
 _LAZY = {
@@ -46,8 +47,9 @@ _LAZY = {
     "certify": "dpdist.certification.job",
     "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
+    "PrivateStep": "dpdist.training.private_step",
     "connect": "dpdist.cluster.session",
-    "Records": "dpdist.data.adapters",
+    "Records": "dpdist.data.protocol",
     "as_records": "dpdist.data.adapters",
     "write_release": "dpdist.publishing",
     "load": "dpdist.release.bundle",

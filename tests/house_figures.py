@@ -24,7 +24,7 @@ PACKAGES = ("dpdist", "cluster", "tuning")
 # Functions, methods and classes in the order in which a reader meets them.
 WALKS = {
     "one training step": """
-        PrivacyPlan.step Loop.steps Mechanism.gradient derive_key poisson_sample Blocks
+        PrivacyPlan.step Loop.steps PrivateStep.gradient derive_key poisson_sample Blocks
         cross_entropy GradientEngine.clipped_sum standard_normal_per_record run_pass
         rule_for embedding convolution group_norm recurrent per_example LayerCall
         PerExampleGradient outer_squared_norms FlatClipping Wire Reducer Whole.sum

@@ -342,7 +342,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
     def pieces(todo: StepPlan) -> Driven:
         clipping = clipping_for(privacy.clipping, todo.clip_norm)
         driven = Driven(todo, clipping, options.workers, derive_key(key, repr(todo)))
-        driven.noise_there = target.recipe.resources.noise == "device"
+        driven.step.noise_on_device = target.recipe.resources.noise == "device"
         return driven
 
     seed = int.from_bytes(derive_key(key, "coins")[:8], "big")

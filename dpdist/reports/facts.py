@@ -395,8 +395,10 @@ class Facts:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of test inputs answered rightly; None where that was not measured, or where
-        records have no class (`measures`)."""
+        """Return the share of test inputs answered rightly.
+
+        None where that was not measured, or where records have no class (`measures`).
+        """
         return (self.evaluation or {}).get("accuracy")
 
     @property

@@ -25,7 +25,7 @@ from dpdist.data import Dataset
 from dpdist.data.text import following
 from dpdist.gradients.clipping import clipping_for
 from dpdist.gradients.engine import GradientEngine, Task, the_inputs
-from dpdist.gradients.hooks import Objective, losses_of
+from dpdist.gradients.hooks import Objective, per_example_losses
 from dpdist.gradients.objective import objective_of
 from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
 from dpdist.gradients.sampling import Blocks
@@ -40,11 +40,10 @@ from dpdist.training.collectives import RELEASES, FlatOptimizer, Whole, Wire
 from dpdist.training.provenance import load_frozen, with_frozen
 from dpdist.training.records import evaluation_data, source_of, training_data
 
-# --- divergence -------------------------------------------------------------------------------
+# --- the start on public inputs ----------------------------------------------------------------
 
 
 _PROBE = 8  # test inputs
-_EVERY = 25  # steps
 
 
 def public_probe(test: Dataset) -> tuple[Tensor, Tensor]:
@@ -65,7 +64,7 @@ def check_start(
             with torch.enable_grad():
                 some = slice(row, row + 1)
                 outputs = model(inputs[some])
-                loss = losses_of(model, learned, {}, inputs[some], labels[some])[0]
+                loss = per_example_losses(model, learned, {}, inputs[some], labels[some])[0]
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         except RuntimeError as error:  # whatever a user's module does
             said = (str(error).splitlines() or [""])[0]
@@ -81,33 +80,6 @@ def check_start(
             f"model {name!r} has gradients that are not finite for each of the first {len(labels)} "
             "test inputs, before any training: no record could train it"
         )
-
-
-class Diverged(UserError):
-    """A training whose numbers are no numbers any more."""
-
-
-class Divergence:
-    """Stops a training whose parameters, or answers to public inputs, are no numbers any more."""
-
-    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
-        self._model, self._inputs = model, inputs
-
-    def check(self, flat: Tensor, step: int, last: bool) -> None:
-        """After the update of `step`; flat: all parameters. Raises Diverged."""
-        what = ""
-        if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
-            what = "the parameters are"
-        elif last or step % _EVERY == 0:
-            with torch.no_grad():
-                if not torch.isfinite(self._model(self._inputs)).all():
-                    what = "the logits for public test inputs are"
-        if what:
-            raise Diverged(
-                f"training diverged: after step {step + 1:,} {what} not finite. The steps so far "
-                "are charged; lower training.learning_rate (or privacy.clip_norm) and begin a new "
-                "run under another --name"
-            )
 
 
 # --- examples that hold nothing private -------------------------------------------------------

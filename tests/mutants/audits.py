@@ -155,10 +155,15 @@ FAULTS: list[Fault] = [
          "laplace(key, \"chi_2\", network.hidden_noise.shape, 0.0)", "the code has no noise"),
     ),
     *group(
+        "dpdist/training/private_step.py", ONE,
+        ("        self.canaries.watch(noisy, todo, self.reducer)\n", "",
+         "nobody watches the steps"),
+        ("            members = self.canaries.fed(members)\n", "",
+         "canaries are taken for records"),
+    ),
+    *group(
         "dpdist/training/worker.py", ONE,
-        ("        self.canaries.watch(noisy, todo, self.reducer)\n", "", "nobody watches the steps"),
-        ("            members = self.canaries.fed(members)\n", "", "canaries are taken for records"),
-        ("return {**self.optimizer.slots, **self.slots, **self.canaries.slots}", "return dict(self.optimizer.slots)",
+        ("return {**self.optimizer.slots, **self.slots, **self.step.canaries.slots}", "return dict(self.optimizer.slots)",
          "a checkpoint forgets the scores"),
     ),
     *group(

@@ -170,7 +170,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/worker.py", "training/test_public_examples",
-        ("            model_setup.validate_on_public_examples(self.engine, self.task, job.source)\n", "",
+        ("        model_setup.validate_on_public_examples(engine, task, job.source)\n", "",
          "a run is screened in its first step"),
     ),
     *group(
@@ -389,11 +389,11 @@ FAULTS: list[Fault] = [
         ("noise * math.sqrt(n / part)", "noise / math.sqrt(part)", "every round has the noise of one"),
         ("1 - self.centre - (self.refine if self.rounds else 0)", "1 - self.centre",
          "what the rounds cost is spent twice"),
-        ("worker.release(step, rows, todo.noise_std)", "worker.release(step, rows, todo.noise_std * 2 / 3)",
+        ("worker.step.release(step, rows, todo.noise_std)", "worker.step.release(step, rows, todo.noise_std * 2 / 3)",
          "two thirds of the noise"),
-        ("worker.release(step, rows, todo", "worker.release(0, rows, todo",
+        ("worker.step.release(step, rows, todo", "worker.step.release(0, rows, todo",
          "all sums have the key of the first"),
-        ("for row, begin, end in worker.shards.mine:", "for row, begin, end in worker.shards.mine[:1]:",
+        ("for row, begin, end in worker.step.shards.mine:", "for row, begin, end in worker.step.shards.mine[:1]:",
          "only a worker's first shard counts"),
         ("            _from_first(reducer, worker.flat)", "            pass", "the workers' heads differ"),
     ),
