@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from dpdist.cluster.session import connect as connect
     from dpdist.core.errors import ClusterError as ClusterError
     from dpdist.core.errors import UserError as UserError
-    from dpdist.data.protocol import Records as Records
     from dpdist.data.adapters import as_records as as_records
+    from dpdist.data.protocol import Records as Records
     from dpdist.pipeline import run as run
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
