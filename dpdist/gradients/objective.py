@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpdist.core.errors import UserError
-from dpdist.gradients.engine import Losses, Objective, OwnLoss, cross_entropy
+from dpdist.gradients.engine import cross_entropy
+from dpdist.gradients.hooks import Losses, Objective, OwnLoss
 
 
 def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -24,13 +24,8 @@ from dpdist.core.fields import weakest
 from dpdist.data import Dataset
 from dpdist.data.text import following
 from dpdist.gradients.clipping import clipping_for
-from dpdist.gradients.engine import (
-    GradientEngine,
-    Objective,
-    Task,
-    example_losses,
-    the_inputs,
-)
+from dpdist.gradients.engine import GradientEngine, Task, the_inputs
+from dpdist.gradients.hooks import Objective, example_losses
 from dpdist.gradients.objective import objective_of
 from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
 from dpdist.gradients.sampling import Blocks
