@@ -366,6 +366,8 @@ class Facts:
             notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
         if ":" in self.recipe.model.name:
             notes.append(f"Custom model: {self.recipe.model.name}, no architecture of dpdist's.")
+        if self.recipe.training.own_loss:
+            notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.measured]
