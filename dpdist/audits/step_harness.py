@@ -96,8 +96,10 @@ class Driven(Mechanism):
         self.now = 0
 
     def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
-        """What a step on these records releases: (2, WIDTH) in units of the clip, the division
-        undone. None where nothing is released."""
+        """Return the release of a step on these records, (2, WIDTH), or None.
+
+        In units of the clip, the division undone. None where nothing is released.
+        """
         self.dataset, self.now = Records(coordinates), step
         self.shards = self.shard(0)
         noisy, *_ = self.gradient(step, self.todo)
@@ -109,7 +111,7 @@ class Driven(Mechanism):
         return shards_of(len(self.dataset), planned, place, False)
 
     def others(self) -> list[Tensor]:
-        """What the other workers add."""
+        """Return the sums that the other workers add."""
         parts = []
         for rank in range(1, self.workers):
             self.shards = self.shard(rank)

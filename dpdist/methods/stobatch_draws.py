@@ -62,7 +62,7 @@ class AdversarialDraws(BlockDraws):
         return super().inputs(seen, record_ids, draw_key, draw)
 
     def size(self, draw_key: bytes) -> float:
-        """Of all balls of a step."""
+        """Return the size of all balls of a step."""
         low, high = self.method.size
         (word,) = words(derive_key(draw_key, "stobatch/size"), 0, 1).tolist()
         result: float = low + (high - low) * word / 2**64
