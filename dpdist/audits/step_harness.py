@@ -96,10 +96,8 @@ class Driven(Mechanism):
         self.now = 0
 
     def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
-        """Return the release of a step on these records, (2, WIDTH), or None.
-
-        In units of the clip, the division undone. None where nothing is released.
-        """
+        """What a step on these records releases: (2, WIDTH) in units of the clip, the division
+        undone. None where nothing is released."""
         self.dataset, self.now = Records(coordinates), step
         self.shards = self.shard(0)
         noisy, *_ = self.gradient(step, self.todo)

@@ -312,7 +312,7 @@ class Certificate(Section):
 
     @classmethod
     def fits(cls, section: Mapping[str, Any]) -> bool:
-        """Whether a section of a recipe asks for this certificate."""
+        """Return whether a section of a recipe asks for this certificate."""
         raise NotImplementedError
 
     @classmethod
