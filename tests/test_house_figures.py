@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "files without package faces": 167,
     "arrows": 1246,
-    "circles": 4,
+    "circles": 3,
     "files for one training step": 16,
     "files for a Cohen certificate": 12,
     "files for a search trial": 6,
