@@ -63,7 +63,10 @@ class Failed:
 
 
 def fetched(refs: list[Any]) -> dict[Any, Any]:
-    """What arrived; fetched together, which is several times faster, unless one of them failed."""
+    """Return the values of the references that arrived.
+
+    They are fetched together, which is several times faster, unless one of them failed.
+    """
     try:
         return dict(zip(refs, ray.get(refs), strict=True))
     except RayError:
@@ -78,7 +81,7 @@ def fetched(refs: list[Any]) -> dict[Any, Any]:
 
 
 def gpus() -> float:
-    """Of the whole cluster."""
+    """Return the number of GPUs of the whole cluster."""
     return float(ray.cluster_resources().get("GPU", 0.0)) if ray.is_initialized() else 0.0
 
 
@@ -183,7 +186,7 @@ def run_here(
     on_result: Callable[[str, Any], None],
     settings: PoolSettings | None = None,
 ) -> None:
-    """As `run_chunks`, in this process: for who holds all the resources there are."""
+    """Run chunks as `run_chunks`, in this process, for a caller that holds all resources."""
     work = factory(shared)
     for chunk in chunks:
         on_result(chunk.key, work(chunk.payload))
@@ -388,7 +391,10 @@ class _Pool:
         ]
 
     def _call_seconds(self) -> float:
-        """How long a call should take: longer with very many actors, so that there are fewer."""
+        """Return the target duration of a call: longer with very many actors.
+
+        Calls are then fewer.
+        """
         return max(_CALL_SECONDS, len(self.slots) / _CALLS_PER_SECOND)
 
     def _send(self, slot: _Slot, chunks: list[Chunk]) -> None:

@@ -30,7 +30,7 @@ from dpdist.core.files import read_yaml
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe asks for: so many training workers, each with so many CPUs and GPUs."""
+    """The needs of a recipe: so many training workers, each with so many CPUs and GPUs."""
 
     workers: int
     cpus: float
@@ -328,7 +328,7 @@ def _check_versions(config: dict[str, Any], findings: Findings) -> None:
 
 
 def _installs(key: str, commands: list[str], findings: Findings) -> set[str]:
-    """What of dpdist these commands install; complains about loose versions."""
+    """Return the installations of dpdist in these commands; complain about loose versions."""
     found = set()
     for command in commands:
         if "pip install" not in command:

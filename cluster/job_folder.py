@@ -93,7 +93,7 @@ class Journal:
 
     @property
     def entries(self) -> Iterator[Any]:
-        """What the file held when it was opened, read one by one: it may be larger than memory."""
+        """Yield the entries that the file held when it was opened, since they may exceed memory."""
         for place, (text, end) in enumerate(_lines(self.path)):
             if end > self._earlier:
                 return
@@ -219,7 +219,9 @@ def pin(
     seed: str | None,
     begin: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What is executed in the journal's folder: stored before any result, kept when continued.
+    """Return the pinned settings of the journal's folder.
+
+    They are stored before any result and kept when the job is continued.
 
     wanted: what results depend on. begin: the rest (seed, executed classifier), called for a new
     folder only. seed: the one asked for, or None. Raises UserError when the folder holds another
@@ -293,12 +295,15 @@ def build_table(
 
 
 def metadata(about: Mapping[str, Any], key: bytes) -> dict[bytes, bytes]:
-    """What a table says about itself: what was executed, and its digest."""
+    """Return a table's metadata: its pinned settings and their digest."""
     return {key: _canonical(about), _DIGEST: settings_digest(about).encode()}
 
 
 def about_table(table: pa.Table, key: bytes, where: str = "the table") -> dict[str, Any]:
-    """What was executed for a table; empty where it does not say. Raises UserError if damaged."""
+    """Return a table's pinned settings; empty where it has none.
+
+    Raises UserError if they are damaged.
+    """
     return parse_json((table.schema.metadata or {}).get(key, b"{}"), f"{where}: its description")
 
 

@@ -186,7 +186,7 @@ class ObjectStore:
 
 
 def _with_region(url: str) -> str:
-    """With the environment's region, so that nobody needs to be asked for the bucket's."""
+    """Return the address with the environment's region, so that the bucket's is not looked up."""
     parts = urlsplit(url)
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if parts.scheme != "s3" or not region or "region" in parse_qs(parts.query):

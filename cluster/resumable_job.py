@@ -75,7 +75,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """How work is cut: at most `budget` units in a chunk, `step` of one item in a piece.
+    """The sizes of work: at most `budget` units in a chunk, `step` of one item in a piece.
 
     silence: seconds after which a worker that says nothing must be hanging. across: one stretch of
     units after the other for all items, not one item after the other.
@@ -88,7 +88,7 @@ class Cut:
 
 
 class Task:
-    """What there is to do; as it stands, for items that are done whole.
+    """The work of a job; as it stands, for items that are done whole.
 
     items: payloads by name, in the order of work. worker(shared) is made once in every actor.
     silence: see `Cut`. weights: what an item counts in the progress that is shown; 1 by default.
@@ -126,11 +126,11 @@ class Task:
         return [{"key": name, "rows": answer}]
 
     def read(self, entry: dict[str, Any]) -> tuple[Piece, Partial]:
-        """What a line of the journal says."""
+        """Return the piece and the partial result of a line of the journal."""
         return Piece(entry["key"], 0, 1), entry["rows"]
 
     def join(self, first: Partial, second: Partial) -> Partial:
-        """What is known of two intervals of units that touch, in order."""
+        """Return the partial result of two intervals of units that touch, in order."""
         raise NotImplementedError("items that are cut need join")
 
     def rows(self, item: Item, partial: Partial) -> list[Row]:
@@ -139,16 +139,16 @@ class Task:
         return rows
 
     def weight(self, item: Item) -> int:
-        """What a finished item adds to the progress."""
+        """Return the weight of a finished item in the progress."""
         return self._weights.get(item, 1)
 
     def effort(self, piece: Piece, partial: Partial) -> int:
-        """What a piece adds to the rate that is shown beside the progress."""
+        """Return the weight of a piece in the rate that is shown beside the progress."""
         return self.weight(piece.item)
 
 
 class Work:
-    """What a job of one kind is. Subclasses say everything but `grows` and `finish`."""
+    """A kind of job. Subclasses define everything but `grows` and `finish`."""
 
     kind: Kind
     file: ClassVar[str]  # the table's name in its folder
@@ -168,7 +168,7 @@ class Work:
         raise NotImplementedError
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
-        """What there is to do, given all that is pinned."""
+        """Return the task for the pinned settings."""
         raise NotImplementedError
 
     def finish(self, book: Book, output: Path) -> list[Row]:
@@ -264,7 +264,7 @@ _Interval = tuple[int, int, Partial]  # low, high, what is known
 
 
 class Book:
-    """What is done of each item, and the rows of the finished ones. Overlaps count once.
+    """The finished pieces of each item, and the rows of finished items. Overlaps count once.
 
     Of a folder that grows it also holds items of earlier calls that were not asked for now.
     """
@@ -384,7 +384,7 @@ class _Parts:
 
 
 class _Meter:
-    """What is finished, and what was done per second since this call began."""
+    """The finished share, and the rate since this call began."""
 
     def __init__(self, book: Book, progress: Progress | None) -> None:
         self._book, self._progress = book, progress

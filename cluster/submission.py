@@ -269,7 +269,7 @@ class Jobs:
         )
 
     def job(self, name: str) -> Job:
-        """What is known of a job. Raises ClusterError when there is none of that name."""
+        """Return the status of a job. Raises ClusterError when there is none of that name."""
         try:
             return _job(self._call(lambda: self._client.get_job_info(name)))
         except _NoAnswer:

@@ -22,8 +22,10 @@ LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting", "transformers", 
 
 
 def fingerprint(packages: Sequence[str]) -> dict[str, str]:
-    """For this process: package name to "path:digest of its Python sources", library name to
-    version. Read once: what the process has loaded is what lay there, not what replaces it later.
+    """Return the versions of this process: of package sources, by digest, and of libraries.
+
+    Package name to "path:digest of its Python sources", library name to version. Read once: the
+    process has loaded the files of that time, not those that replace them later.
     """
     return dict(_loaded(tuple(packages)))
 
@@ -49,7 +51,10 @@ def _loaded(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Also what links in a checkout lead to, which a wheel holds as folders."""
+    """Return the Python sources, those that links in a checkout lead to included.
+
+    A wheel holds these as folders.
+    """
     walk = os.walk(folder, followlinks=True)
     return sorted(Path(at, n) for at, _, names in walk for n in names if n.endswith(".py"))
 
@@ -77,7 +82,7 @@ def check_same(driver: dict[str, str], packages: Sequence[str], where: str) -> N
 
 
 def check_nodes(packages: Sequence[str], shared: Path) -> None:
-    """On every live node: the driver's packages, and the driver's files under `shared`.
+    """Check on every live node the driver's packages, and the driver's files under `shared`.
 
     Raises ClusterError naming the node that differs.
     """

@@ -58,7 +58,7 @@ class SearchFolder:
 
     @property
     def terms(self) -> Path:
-        """What every trial needs to know: noise of the score, objective, packages."""
+        """Return the file that every trial reads: noise of the score, objective, packages."""
         return self.run.search_terms
 
     @property
@@ -165,12 +165,12 @@ def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
 
 
 def read_terms(folder: SearchFolder) -> dict[str, Any]:
-    """What was fixed before the first trial. Raises UserError for damaged ones."""
+    """Return the terms fixed before the first trial. Raises UserError for damaged ones."""
     return folder.run.read_search_terms()
 
 
 def trial_limit(folder: SearchFolder) -> Limit:
-    """What a trial may cost: what the search was accounted with."""
+    """Return the limit of a trial's cost, with which the search was accounted."""
     return Limit(plan_of(read_terms(folder)["trial"], f"{folder.terms}: trial"))
 
 

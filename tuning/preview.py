@@ -137,7 +137,7 @@ def default_means(recipe: Recipe) -> tuple[int, ...]:
 
 
 def row(recipe: Recipe, law: LawRecipe, own: bool, sizes: Sizes, noise: float, where: str) -> Row:
-    """What a law costs. noise: that of one untuned run (`one_run`)."""
+    """Return the cost of a law. noise: that of one untuned run (`one_run`)."""
     privacy = recipe.privacy
     untuned = privacy.model_copy(update={"epsilon": None, "noise_multiplier": noise})
     unchanged = SearchCost(recipe.model_copy(update={"privacy": untuned}), sizes, law, where)

@@ -304,7 +304,7 @@ class Search:
         write_json(target.trained, trained)
 
     def _terms_of_the_guarantee(self) -> dict[str, Any]:
-        """What is told about the search. Nothing here depends on K or on a trial."""
+        """Return the published terms of the search. Nothing here depends on K or on a trial."""
         return {
             "plan": self.cost.plan.to_dict(),
             "law": self.tune.law.in_full,
@@ -352,8 +352,11 @@ class Search:
             job.reserve_charge(self.recipe, records, charge, where)
 
     def _lineage(self, ended: bool) -> Lineage:
-        """What this search may release, or has where it ended. Of two copies of its folder each is
-        charged for a search; a secret number of trials, which both have, makes that too little."""
+        """Return the releases that this search may make, or made where it ended.
+
+        Of two copies of its folder each is charged for a search; a secret number of trials,
+        which both have, makes that too little.
+        """
         path = self.folder.processes
         known = read_json(path, {"processes": list})["processes"] if path.exists() else []
         if not known or not ended:

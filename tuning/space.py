@@ -284,7 +284,7 @@ def methods(recipe: Recipe, where: str) -> list[Method]:
 
 
 def unit_cost(method: Method) -> tuple[Phase, ...]:
-    """What tells apart methods that cost differently with the same steps."""
+    """Return the phases that tell methods of different cost apart at the same steps."""
     return method.cost(GaussianSteps(1, 1.0, 1.0))
 
 
@@ -420,7 +420,7 @@ class SearchCost:
 
     @cached_property
     def noise_multiplier(self) -> float:
-        """Of the recipe's own setting: given, or the least that meets the target epsilon."""
+        """Return the noise of the recipe's own setting: given, or the least that meets epsilon."""
         given = self.recipe.privacy.noise_multiplier
         if given is not None:
             return given
@@ -471,12 +471,12 @@ class SearchCost:
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """Of training and search together."""
+        """Return the guarantee of training and search together."""
         return self.plan.guarantee()
 
     @cached_property
     def one_training(self) -> Guarantee:
-        """What a single training with the same noise costs, without any search."""
+        """Return the cost of a single training with the same noise, without any search."""
         return self._plan(self._one_training(self.noise_multiplier)).guarantee()
 
     # --- arithmetic
@@ -518,7 +518,7 @@ class SearchCost:
 
     @cached_property
     def limit(self) -> Limit:
-        """What one trial's training may cost: what the search's price is computed from."""
+        """Return the limit of one trial's training, from which the search's price is computed."""
         return Limit(self._plan(self._one_training(self.noise_multiplier)))
 
     def _check_splits(self) -> None:
@@ -562,7 +562,9 @@ class SearchCost:
 
 @dataclass(frozen=True)
 class Limit:
-    """What one trial's training may cost. base: the plan from which the search's price is computed.
+    """The limit of one trial's training.
+
+    base: the plan from which the search's price is computed.
 
     A trial is within the limit when it is a post-processing of one of the base's choices, or when
     the base is priced by nothing but its profile and the trial's own stays below it, on the grid

@@ -78,7 +78,10 @@ def live_nodes() -> list[Node]:
 
 
 def trial_resources(resources: ResourcesRecipe) -> Any:
-    """What Ray Tune reserves for one trial: its only worker, or a slot beside Ray Train's."""
+    """Return the resources that Ray Tune reserves for one trial.
+
+    They are its only worker, or a slot beside Ray Train's.
+    """
     from ray import tune
 
     if resources.most > 1:

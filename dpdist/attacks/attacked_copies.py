@@ -34,7 +34,7 @@ _BLOCK = 100  # of inputs attacked together, in the order in which they are chos
 
 @dataclass(frozen=True)
 class At:
-    """Which copies: one attack of a size, in input units, in a norm."""
+    """The choice of attacked copies: one attack of a size, in input units, in a norm."""
 
     attack: AttackName
     size: float
@@ -42,7 +42,10 @@ class At:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "attacked:ATTACK,SIZE" or "attacked:ATTACK,SIZE,NORM". Raises UserError."""
+        """Return the choice that "attacked:ATTACK,SIZE" or "attacked:ATTACK,SIZE,NORM" names.
+
+        Raises UserError.
+        """
         kind, _, rest = text.partition(":")
         name, *more = rest.split(",")
         try:
@@ -66,8 +69,11 @@ class At:
 
 
 class AttackedCopies:
-    """As a data set: its chosen inputs, each moved away from its label within the attack's size,
-    through the noise that the certificate draws; everything else is the data set's."""
+    """A data set of attacked copies of its chosen inputs.
+
+    Each is moved away from its label within the attack's size, through the noise that the
+    certificate draws; everything else is the data set's.
+    """
 
     def __init__(self, at: At, dataset: Data, model: nn.Module, settings: Certificate) -> None:
         like = settings.attacked_as(settings.noise, settings.sigma or 0.0)

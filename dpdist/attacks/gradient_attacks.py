@@ -337,7 +337,7 @@ def _best(
     judge: Tensor | None,
     found: Iterator[Tensor],
 ) -> Tensor:
-    """Of several points for each input, the one that fools the classifier best."""
+    """Return the point of several, for each input, that fools the classifier best."""
     best = next(found)
     best_score = success_score(classifier, best, targets, judge)
     for points in found:

@@ -80,7 +80,7 @@ class Block:
 
     @classmethod
     def of(cls, attack: str, rows: slice, sizes: np.ndarray) -> Block:
-        """Of these rows, with the sizes of all inputs."""
+        """Return the block of these rows, with the sizes of all inputs."""
         part = sizes[rows]
         return cls(attack, rows.start, rows.start + len(part), part)
 
@@ -227,7 +227,7 @@ _SLOW = 1000.0  # forward passes per second of an honest worker
 
 
 class Data(certification.Data, Protocol):
-    """What is needed of a data set: ``dpdist.data.Dataset`` has it."""
+    """The part of a data set that an attack reads: ``dpdist.data.Dataset`` has it."""
 
     @property
     def name(self) -> str: ...
@@ -255,7 +255,7 @@ def attack_model(
 
 
 class Attacking(Work):
-    """What attacks on inputs and attacks on certificates have in common, as bulk jobs.
+    """Base of attacks on inputs and of attacks on certificates, as resumable jobs.
 
     purpose: in the names of random numbers. worker: takes `shared` and then blocks; answers: draws
     that it makes of the noise at each attacked point; certain: those that it makes at all of them.
@@ -345,7 +345,7 @@ class Attacking(Work):
         )
 
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
-        """What is to be done with these rows of the inputs, by name."""
+        """Return the blocks of work on these rows of the inputs, by name."""
         raise NotImplementedError
 
     def shared(self) -> Any:
@@ -601,6 +601,6 @@ def _claimed(
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:
-    """What of the certificates a check depends on."""
+    """Return the digest of the certificates' parts that a check depends on."""
     kept = [[row[name] for name in ("index", "prediction", "radius", "alpha")] for row in rows]
     return hashlib.blake2b(json.dumps(kept).encode(), digest_size=16).hexdigest()

@@ -117,7 +117,10 @@ class AttackSettings(Evaluation):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a result depends on beside its own attack and size; more of those may be added."""
+        """Return the settings that a result depends on beside its own attack and size.
+
+        More attacks and sizes may be added.
+        """
         kept = asdict(self)
         for name in ("attacks", "sizes", "seed"):
             del kept[name]
@@ -125,7 +128,7 @@ class AttackSettings(Evaluation):
 
     @property
     def folder_name(self) -> str:
-        """Where its table goes by default."""
+        """Return the default folder of the table."""
         parts: list[str] = [self.norm]
         if self.sigma is not None:
             parts.append(f"sigma-{self.sigma:g}")
@@ -147,7 +150,7 @@ class AttackSettings(Evaluation):
         return max(1, min(_BLOCK, _MAX_BLOCK_NUMBERS // (numbers_per_input * self.draws)))
 
     def indices(self, count: int) -> range:
-        """Which inputs of a data set of ``count`` are attacked."""
+        """Return the indices of the attacked inputs of a data set of ``count``."""
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 

@@ -79,7 +79,7 @@ SUBMITTED, INDEPENDENT = "submitted", "independent"
 
 
 def about(table: pa.Table) -> dict[str, Any]:
-    """What was executed: settings, seed, model, data, noise."""
+    """Return the executed settings: seed, model, data and noise included."""
     return job_folder.about_table(table, KEY)
 
 
@@ -98,7 +98,7 @@ LEVEL = 0.001
 
 @dataclass(frozen=True)
 class Plausibility:
-    """Whether so many contradictions can be chance.
+    """A test of whether so many contradictions can be chance.
 
     allowed: the largest count that is plausible. p_value: probability of so many or more among
     ``inputs`` if every certificate holds its alpha; ``error`` bounds the probability of each.
@@ -162,7 +162,9 @@ _CHECK = {
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the inputs: answered rightly, not answered, answered with another class; together 1.
+    """Shares of the inputs that are answered rightly, not answered, answered with another class.
+
+    Together they are 1.
 
     Only the last refutes anything: a randomised classifier that abstains has not decided between
     two classes, and its most likely one may be the right one. So what a model withstands is at most
@@ -222,7 +224,10 @@ class AttackTable:
         return len(np.unique(self.index))
 
     def shares(self, attack: str, size: float) -> Shares:
-        """What became of the inputs under one attack. Raises ValueError where it was not made."""
+        """Return the shares of answers under one attack.
+
+        Raises ValueError where the attack was not made.
+        """
         here = (self.attack == attack) & (self.size == size)
         if not here.any():
             raise ValueError(f"{self.path}: no attack {attack} of size {size:g}")
@@ -245,7 +250,7 @@ class AttackTable:
 
     @property
     def classifier(self) -> str:
-        """What was attacked, in words."""
+        """Return the attacked classifier in words."""
         words = self.place.words(self.sigma)
         by = "" if self.votes else f" by their {MEAN_SCORES}"
         return f"{words}: {self.n:,} draws per answer{by}" if self.place.random else words
@@ -256,7 +261,7 @@ class AttackTable:
 
     @property
     def certified_as(self) -> tuple[str, float | None]:
-        """What a certificate of the same classifier says of its noise."""
+        """Return the noise that a certificate of the same classifier states."""
         return self.place.certified_as, self.sigma
 
 
@@ -292,7 +297,7 @@ def read_attack(path: Path) -> AttackTable:
 
 
 def numbers_of(shape: list[Any], where: Path) -> int:
-    """How many numbers an input of this shape has. Raises UserError when it is no shape."""
+    """Return the number of values of an input of this shape. Raises UserError for no shape."""
     if not shape or not all(type(size) is int and size >= 1 for size in shape):
         raise UserError(f"{where}: damaged: input_shape must be sizes >= 1, got {shown(shape)}")
     return math.prod(shape)
@@ -353,7 +358,7 @@ def _verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str, Any], str
 
 
 def attack_line(table: AttackTable) -> str:
-    """What became of the inputs at each size, in one line."""
+    """Return the outcome at each size in one line."""
     at = "; ".join(f"{_worst_line(table, size)} at {exact(size)}" for size in table.sizes)
     scope = f"{table.norm}, {', '.join(table.attacks)}, {table.inputs:,} inputs"
     return f"{at} ({scope}; {table.classifier})"

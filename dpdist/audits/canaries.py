@@ -61,8 +61,11 @@ _LATER = {"view", "exploratory"}  # what may be chosen after the training
 def audit_canaries(
     options: CanaryAudit, target: Target, output: Path, show: Callable[[int, int], None]
 ) -> Audited:
-    """Of a run trained with canaries. Raises UserError for another one, and where something is
-    asked that had to be fixed before the training."""
+    """Return the audit of a run trained with canaries.
+
+    Raises UserError for another run, and for a request that had to be fixed before the
+    training.
+    """
     folder = _check(options, target)
     from dpdist.training.canaries import coins
 
@@ -139,7 +142,7 @@ def _check(options: CanaryAudit, target: Target) -> RunFolder:
 
 
 def _every_step(folder: RunFolder) -> np.ndarray:
-    """What the training's workers made of every noisy sum."""
+    """Return the scores that the training's workers computed of every noisy sum."""
     from dpdist.training import checkpoint
     from dpdist.training.canaries import SLOT
 
@@ -150,9 +153,11 @@ def _every_step(folder: RunFolder) -> np.ndarray:
 
 
 def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarray:
-    """Of the trained model beside the one before the first step, which is public: how far it moved
-    along a canary's gradient, how much likelier it finds a canary's label, or towards which of
-    its two labels hidden layers moved."""
+    """Return scores of the trained model beside the public one before the first step.
+
+    They are: how far it moved along a canary's gradient, how much likelier it finds a canary's
+    label, or towards which of its two labels hidden layers moved.
+    """
     import torch
 
     from dpdist import models
@@ -189,9 +194,11 @@ def _flat(recipe: Recipe, model: nn.Module) -> Tensor:
 def _towards_first(
     before: nn.Module, after: nn.Module, inputs: Tensor, others: Sequence[Tensor]
 ) -> np.ndarray:
-    """By how much hidden weights moved as label 0 of each input, and not 1, moves them: least
-    squares on the gradients of the difference of the two logits, (m,). others: the records by their
-    labels, which the adversary knows; what their means move any logit by is left out.
+    """Return how much hidden weights moved towards label 0 of each input, and not 1: (m,).
+
+    By least squares on the gradients of the difference of the two logits. others: the records
+    by their labels, which the adversary knows; the part by which their means move any logit is
+    left out.
 
     Methods put noise of their own on the first layer and on the last one's labels, but a label
     reaches what is between them as well.
@@ -269,8 +276,10 @@ def audit_many_runs(options: ManyRunsAudit, target: Target, output: Path, show: 
 
 
 def judge(options: ManyRunsAudit, target: Target, trials: Trials) -> Audited:
-    """What such trainings say. Two statements, which share alpha: by counts alone, and by the
-    plan's trade-off curve, whose threshold is another one.
+    """Return the audit of such trainings.
+
+    Two statements share alpha: by counts alone, and by the plan's trade-off curve, whose
+    threshold is another one.
 
     Where the adversary sees every step the plan says what scores to expect, and fixes thresholds
     before the first training; else half of the trainings do.

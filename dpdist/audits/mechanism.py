@@ -102,7 +102,7 @@ def audit_step(
 
 
 def judge_step(inside: Array, outside: Array, curve: Curve, alpha: float) -> StepAudit:
-    """Of features (n, k) of independent releases with and without the canary."""
+    """Return the audit of features (n, k) of independent releases with and without the canary."""
     scores, fix = (inside, outside), _FIXED
     if inside.shape[1] > 1:
         fix = _FITTED
@@ -157,7 +157,7 @@ _MOST_COPIES = 64
 
 @dataclass(frozen=True)
 class Played:
-    """What each scene found. Only `canaries` measures the noise."""
+    """The findings of each scene. Only `canaries` measures the noise."""
 
     found: dict[str, StepAudit]
     copies: int
@@ -169,7 +169,7 @@ class Played:
 
     @property
     def mu(self) -> float:
-        """Of Gaussian DP, of one release."""
+        """Return mu of Gaussian DP of one release."""
         return self.found["canaries"].counts.mu(self.copies)
 
 
@@ -292,7 +292,7 @@ def _shared_coin_ratio(canary: np.ndarray, witness: np.ndarray) -> np.ndarray:
 
 @cache
 def one_step_curve(noise: float, rate: float) -> audit_bounds.Curve:
-    """What one release promises to a record: with it against without it."""
+    """Return the trade-off curve of one release: with a record against without it."""
     if rate == 1:
         return audit_bounds.gaussian_curve(1 / noise)
     plan = PrivacyPlan.dp_sgd(
@@ -304,7 +304,7 @@ def one_step_curve(noise: float, rate: float) -> audit_bounds.Curve:
 
 
 def replays(pieces: Pieces) -> dict[str, bool]:
-    """What is wrong when the same is done twice."""
+    """Return whether repeated steps show each fault, by its name."""
     from dpdist.audits.step_harness import forgets_releases, reuses_noise
 
     step = pieces(StepPlan(_STRUCTURE, 1.0, 1.0, 1.0, None))

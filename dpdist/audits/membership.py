@@ -64,7 +64,7 @@ class Membership(Evaluation):
 
     @property
     def rules(self) -> Game:
-        """Of the game."""
+        """Return the rules of the game."""
         return GAMES[self.game](self.models)
 
     def work(self, subject: Subject) -> Bank:

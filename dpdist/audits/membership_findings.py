@@ -99,7 +99,10 @@ class Lira(Inference):
 
 
 class LiraOffline(Inference):
-    """How unusual for models without the record (Carlini et al. 2022, Section VI-C)."""
+    """LiRA, offline: how unusual a score is for models without the record.
+
+    Source: Carlini et al. 2022, Section VI-C.
+    """
 
     name, least, thresholds = "lira-offline", 3, (0.5, 0.9, 0.99)
 
@@ -120,7 +123,7 @@ class Rmia(Inference):
 
 
 class RmiaOffline(Rmia):
-    """With references that never saw the record, a = .3."""
+    """RMIA with references that never saw the record, a = .3."""
 
     name, online = "rmia-offline", False
 
@@ -255,7 +258,7 @@ class MembershipFindings:
         )
 
     def write(self, folder: Path) -> None:
-        """As JSON, beside the bank they are of: private as it is."""
+        """Write the findings as JSON, beside their bank: private as it is."""
         delta = self.proved.delta
         found = [one.to_dict(self.ceilings, delta) for one in self.attacks]
         written = {"game": self.game.name, "proved": self.proved.to_dict(), "attacks": found}

@@ -63,7 +63,9 @@ Bits = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Game:
-    """Who is in which model. models: of the bank. key: secret until the attack is over.
+    """The assignment of records to models.
+
+    models: of the bank. key: secret until the attack is over.
 
     relation: under which a guarantee bounds what an adversary who does not know the key can tell.
     """
@@ -75,7 +77,7 @@ class Game:
     nominal: ClassVar[bool] = False  # the number of members is drawn too
 
     def members(self, key: bytes, model: int, records: int) -> Bits:
-        """Of all records, those that model 0 <= model < models is trained with."""
+        """Return the members of all records in the training of model 0 <= model < models."""
         raise NotImplementedError
 
     def size(self, records: int) -> int:
@@ -84,7 +86,7 @@ class Game:
 
     @property
     def targets(self) -> range:
-        """Which models are attacked."""
+        """Return the models that are attacked."""
         return range(self.models)
 
     def plain(self, model: int) -> bool:
@@ -212,7 +214,7 @@ def table_of(model: int, scores: Mapping[str, np.ndarray]) -> pa.Table:
 
 @dataclass(frozen=True, eq=False)
 class BankScores:
-    """What the models of a bank say, at one number of passes.
+    """The scores of a bank's models, at one number of passes.
 
     member (S, N) bool, phi (S, N), top (S, N, 3): of the records. population (S, Z): phi of points
     that are in no model.
@@ -229,7 +231,10 @@ class BankScores:
 
 
 def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
-    """What was executed, and the scores of a bank by number of passes. Raises UserError."""
+    """Return the executed settings, and the scores of a bank by number of passes.
+
+    Raises UserError.
+    """
     table = job_folder.read_table(path, COLUMNS, KEY)
     about = job_folder.about_table(table, KEY, str(path))
     number, passes, member = (table[name].to_numpy() for name in ("model", "passes", "member"))
@@ -477,8 +482,11 @@ class Roc:
         )
 
     def precision_recall(self, threshold: float) -> tuple[Estimate, Estimate]:
-        """Of what scores above the threshold the share of members; of members, the share that
-        does."""
+        """Return precision and recall of the threshold.
+
+        The first is the share of members among scores above it, the second the share of
+        members with such scores.
+        """
         true, false = self.counts(threshold)
         return Estimate.rate(true, true + false), Estimate.rate(true, len(self.members))
 
@@ -514,8 +522,11 @@ class Ceiling:
         return min(1.0, float(np.trapezoid(self.at(grid), grid)) + 0.5 / (_POINTS - 1))
 
     def above(self, roc: Roc) -> list[float]:
-        """Which of `LOOKED_AT` show a point of the ROC whose Clopper-Pearson rectangle, all
-        rectangles together at 95 %, lies above: of one model, no refutation."""
+        """Return the entries of `LOOKED_AT` at which the ROC lies above the ceiling.
+
+        Its Clopper-Pearson rectangle lies above, all rectangles together at 95 %: of one
+        model, no refutation.
+        """
         found = []
         for rate in LOOKED_AT:
             true, false = roc.at(rate, ALPHA / len(LOOKED_AT) / 2)
@@ -525,7 +536,10 @@ class Ceiling:
 
 
 def proved(plan: PrivacyPlan, game: Neighbours, words: str) -> Ceiling | None:
-    """By the plan's own privacy loss; None where nothing is proved, or not under this relation."""
+    """Return the ceiling by the plan's privacy loss, or None.
+
+    None where nothing is proved, or not under this relation.
+    """
     curve = plan_curve(plan, game)
     return None if curve is None else Ceiling(f"proved ({words}, {game})", curve)
 
@@ -544,7 +558,10 @@ def plan_curve(plan: PrivacyPlan, game: Neighbours) -> Curve | None:
 
 
 def claimed(claim: Claim | None, game: Neighbours) -> Ceiling | None:
-    """By the epsilon and delta that a paper claims; None where it claims none for this game."""
+    """Return the ceiling by the epsilon and delta that a paper claims, or None.
+
+    None where it claims none for this game.
+    """
     if claim is None or claim.claimed is None:
         return None
     curve, own = (

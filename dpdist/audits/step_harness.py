@@ -111,7 +111,7 @@ class Driven:
         return shards_of(len(self.step.data), planned, place, False)
 
     def others(self) -> list[Tensor]:
-        """What the other workers add."""
+        """Return the sums that the other workers add."""
         parts = []
         for rank in range(1, self.workers):
             self.step.shards = self.shard(rank)

@@ -64,7 +64,7 @@ class Target:
 
     @property
     def removal(self) -> tuple[str, ...]:
-        """What audits that add or remove a record rest on, where another relation is proved."""
+        """Return the assumptions of audits that add or remove a record under another relation."""
         if self.proved.neighbours != "replace-one":
             return ()
         return ("to be replaced by a record that adds nothing is to be removed",)
@@ -99,7 +99,7 @@ def refuse_withheld(recipe: Recipe) -> None:
 
 
 def of_recipe(recipe: Recipe, where: str) -> Target:
-    """What a run of the recipe would execute. Raises UserError."""
+    """Return the target that a run of the recipe would execute. Raises UserError."""
     from dpdist.runs.recipe import make_plan
     from dpdist.training.job import check_trainable
 

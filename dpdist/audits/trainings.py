@@ -207,7 +207,10 @@ class Trainings:
         return torch.cat(parts).numpy()
 
     def _clipped_sum(self, flat: Tensor, inputs: Tensor, labels: Tensor, real: Tensor) -> Tensor:
-        """Of one model: (size,), (B, ...), (B,), (B,) to float64 (size,)."""
+        """Return the clipped sum of one model.
+
+        (size,), (B, ...), (B,), (B,) to float64 (size,).
+        """
         gradients, _ = torch.func.vmap(
             torch.func.grad(self._loss, has_aux=True), in_dims=(None, 0, 0)
         )(flat, inputs, labels)
@@ -240,7 +243,10 @@ class Trainings:
 
 
 def _evidence(sums: np.ndarray, todo: StepPlan) -> np.ndarray:
-    """How much each noisy sum speaks for a gradient of the clip's norm; without noise, itself."""
+    """Return the evidence of each noisy sum for a gradient of the clip's norm.
+
+    Without noise it is the sum itself.
+    """
     along = sums / todo.clip_norm if math.isfinite(todo.clip_norm) else sums
     if not todo.noise_multiplier:
         return along

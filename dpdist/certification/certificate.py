@@ -111,20 +111,25 @@ class Quadrature:
 
     @property
     def as_printed(self) -> float:
-        """What kappa + phi takes them for. It does not hold; for comparison only."""
+        """Return the size that kappa + phi takes the noises for.
+
+        It does not hold; for comparison only.
+        """
         return self.sigma + self.behind
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a table says of it beside sigma, as JSON."""
+        """Return the table's entries beside sigma, as JSON."""
         return {"hidden": self.hidden, "sensitivity": {"l2": self.sensitivity}}
 
 
 def of_place(
     where: Place, model: nn.Module, input_shape: tuple[int, ...], sigma: float
 ) -> Quadrature | None:
-    """Of a model with noise at ``where``, input noise sigma included; None where that is all that
-    certifies its inputs."""
+    """Return the quadrature of a model with noise at ``where``, input noise sigma included.
+
+    None where the input noise is all that certifies its inputs.
+    """
     noise = where.behind_affine(model, input_shape)
     if noise is None:
         return None
@@ -136,7 +141,10 @@ def of_place(
 
 
 def of_table(table: pa.Table) -> Quadrature | None:
-    """What a table of votes states; None where its input noise alone certifies."""
+    """Return the quadrature that a table of votes states.
+
+    None where its input noise alone certifies.
+    """
     from dpdist.certification.table import about
 
     return stated(about(table), table["sigma"][0].as_py())
@@ -151,7 +159,10 @@ def certified_by(table: pa.Table) -> Noise:
 
 
 def stated(about: Mapping[str, Any], sigma: float) -> Quadrature | None:
-    """What a table's description states, at its sigma. Raises UserError where it is damaged."""
+    """Return the quadrature that a table's description states, at its sigma.
+
+    Raises UserError where it is damaged.
+    """
     if "hidden" not in about:
         return None
     where, shape = "the table's description", {"hidden": float, "sensitivity.l2": float}
@@ -182,7 +193,7 @@ def _text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CertifiedSizes:
-    """What one certificate of a table states of every input.
+    """The sizes that one certificate of a table states of every input.
 
     name, norm: of the certificate ("exact", "linf"). title: what it is, in words. answer: int64
     (N,), the certified class, -1 where none is. size: float64 (N,), input units. line: how pictures
@@ -217,7 +228,7 @@ class Counter(Protocol):
 
 
 class SampledPlace(Protocol):
-    """How a certificate samples the place where a model is random.
+    """A sampler of the place where a model is random.
 
     sigma: of the noise, which names it in the keys of random units. assignment, spec: what all
     workers share, and the executed classifier (`dpdist.certification.worker`, `classifier`).
@@ -228,11 +239,11 @@ class SampledPlace(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What results depend on beside settings and model, as JSON."""
+        """Return the properties that results depend on beside settings and model, as JSON."""
         ...
 
     def pinned(self, about: dict[str, Any]) -> SampledPlace:
-        """With what was pinned when the certification began."""
+        """Return the place with the values pinned when the certification began."""
         ...
 
     def check_batch(self, assignment: Any, *, copies: bool = False) -> tuple[nn.Module, Tensor]:
@@ -243,7 +254,7 @@ class SampledPlace(Protocol):
         ...
 
     def sampler(self, assignment: Any, spec: Any) -> tuple[Counter, Tensor]:
-        """What counts on the executed classifier, and its classes of the check batch."""
+        """Return the counter on the executed classifier, and its classes of the check batch."""
         ...
 
 
@@ -279,7 +290,7 @@ class Certificate(Section):
 
         @property
         def sigma(self) -> float | None:
-            """Of noise on the input; None where there is none."""
+            """Return sigma of the noise on the input; None where there is none."""
 
         @property
         def noise(self) -> str:
@@ -301,23 +312,26 @@ class Certificate(Section):
 
     @classmethod
     def fits(cls, section: Mapping[str, Any]) -> bool:
-        """Whether a section of a recipe asks for this certificate."""
+        """Return whether a section of a recipe asks for this certificate."""
         raise NotImplementedError
 
     @classmethod
     def mode_name(cls) -> str:
-        """What tables and folders call it."""
+        """Return the name of the mode in tables and folders."""
         result: str = cls.model_fields["mode"].default if "mode" in cls.model_fields else cls.mode  # type: ignore[attr-defined]
         return result
 
     # ---- where the randomness is, and what is drawn
 
     def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> SampledPlace:
-        """Where the model is random when certified so. Raises UserError where it is not."""
+        """Return the place where the model is random under this certificate.
+
+        Raises UserError where there is none.
+        """
         raise NotImplementedError
 
     def units(self, batch: int) -> int:
-        """Into how many parts the work on one input can be cut."""
+        """Return the number of parts into which the work on one input can be cut."""
         return -(-self.n // batch)
 
     def work(
@@ -358,14 +372,14 @@ class Certificate(Section):
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
-        """Of its table."""
+        """Return the schema of its table."""
         from dpdist.certification.table import SCHEMA
 
         return SCHEMA
 
     @classmethod
     def columns(cls) -> Mapping[str, Column]:
-        """What readers rely on beside the columns of every table."""
+        """Return the columns that readers rely on beside those of every table."""
         return {}
 
     @classmethod
@@ -428,13 +442,15 @@ class Certificate(Section):
 
     @classmethod
     def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:
-        """What a table states in that norm, of inputs of so many numbers."""
+        """Return the certified sizes of a table in that norm, for inputs of so many numbers."""
         return [sizes for sizes in cls.sizes(table) if sizes.norm == norm]
 
     @classmethod
     def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
-        """Of votes: the radius that probabilities of the labels, (N,), could certify with any
-        number of draws, -1 where none."""
+        """Return the radius that votes could certify with any number of draws, -1 where none.
+
+        It is computed from probabilities of the labels, (N,).
+        """
 
         return np.where(label > 0.5, certified_by(table).radius(label), -1.0)
 
@@ -455,7 +471,7 @@ class Certificate(Section):
 
     @classmethod
     def terms(cls, found: CertificateTable) -> dict[str, Any]:
-        """Of its own, on which the certificates were made: see `CertificateTable.terms`."""
+        """Return its own terms of the certificates: see `CertificateTable.terms`."""
         raise NotImplementedError
 
     @classmethod
@@ -467,7 +483,7 @@ class Certificate(Section):
     def again(
         cls, found: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, SampledPlace]:
-        """How an attacked point is certified as those of the table were, and where it is random."""
+        """Return certificate and place for an attacked point, in the manner of the table's."""
         raise NotImplementedError
 
     # ---- the job
@@ -484,7 +500,10 @@ class Certificate(Section):
 
     @property
     def folder_name(self) -> str:
-        """Where its table goes by default: what tells two certifications of one model apart."""
+        """Return the default folder of its table.
+
+        The name tells two certifications of one model apart.
+        """
         parts = self.name_parts()
         if self.generator is not None:
             parts.append(self.generator)
@@ -505,7 +524,7 @@ class Certificate(Section):
         return max(1, min(self.usual_batch, self.n, _MAX_BATCH_NUMBERS // numbers))
 
     def indices(self, count: int) -> range:
-        """Which inputs of a data set of ``count`` are certified."""
+        """Return the indices of the certified inputs of a data set of ``count``."""
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
@@ -540,7 +559,7 @@ class CertificateTable:
 
     @property
     def title(self) -> str:
-        """What its settings say that tells it apart, wherever it lies; else the folder's name."""
+        """Return the settings that tell it apart, wherever it lies; else the folder's name."""
         settings = self.about.get("settings", {})
         given = {key: settings[key] for key in settings.keys() & self.kind.model_fields.keys()}
         try:
@@ -550,7 +569,7 @@ class CertificateTable:
 
     @property
     def words(self) -> str:
-        """What was certified and how, as people say it."""
+        """Return the kind of certification, as people say it."""
         return self.kind.words(self)
 
     @property
@@ -575,7 +594,7 @@ class CertificateTable:
         return self.kind.attacked_as(self.noise, self.sigma)
 
     def sizes_of(self, certificate: str, norm: str | None) -> CertifiedSizes:
-        """What one of its certificates states. Raises UserError where the table has none such."""
+        """Return the sizes of one of its certificates. Raises UserError where it has none such."""
         for sizes in self.sizes:
             if (sizes.name, sizes.norm) == (certificate, norm):
                 return sizes
@@ -586,7 +605,7 @@ class CertificateTable:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """On which its certificates were made: sizes on other terms are not compared with these.
+        """Return the terms of its certificates: sizes on other terms are not compared with these.
 
         The scale of noise of a model's own, which its scores are certified under, is none of them.
         """

@@ -140,8 +140,10 @@ class Smoothing(Certificate):
         return tuple(p + (1 - p) * 1e-9 for p in exact)
 
     def counts(self, counter: Counter, x: Tensor, index: int, batch: int) -> np.ndarray:
-        """Of the classes over all n draws, whatever the mode: int64 (classes,). Draws without a
-        class are in none of them."""
+        """Return the counts of the classes over all n draws, whatever the mode: int64 (classes,).
+
+        Draws without a class are in none of them.
+        """
         blocks = range(-(-self.n // batch))
         result: np.ndarray = np.sum(
             [sample(counter, x, index, b, batch, self.n) for b in blocks], axis=0
@@ -174,7 +176,7 @@ class Smoothing(Certificate):
 
     @classmethod
     def check(cls, table: pa.Table, where: str) -> None:
-        """What is stated of noise behind the input must be what the radii were made with."""
+        """Check that the stated noise behind the input is that of the radii."""
         both = of_table(table)
         if both is not None:
             follow = Gaussian(both.both).radius(table["p_lower"].to_numpy())
@@ -223,7 +225,7 @@ class Smoothing(Certificate):
 
     @classmethod
     def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:
-        """In other norms: the largest ball inside the certified one."""
+        """Return the sizes in other norms: the largest ball inside the certified one."""
         return [
             dataclasses.replace(
                 sizes, norm=norm, size=sizes.size / ball_factor(sizes.norm, norm, numbers)
@@ -440,7 +442,7 @@ class TwoClass(Cohen):
 
     @classmethod
     def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
-        """With what is left spread evenly over the other classes."""
+        """Return the reach with the rest spread evenly over the other classes."""
         others = max(1, len(table["histogram"][0]) - 1)
         rest = (1 - label) / others
         radius = gaussian_l2_radius_two_class(label, rest, certified_by(table).sigma)
@@ -466,7 +468,7 @@ def runner_up_bounds(
 def certify_against_runner_up(
     selected: int, counts: np.ndarray, alpha: float, noise: Noise, draws: int | None = None
 ) -> Verdict:
-    """As `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
+    """Certify as `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
     n = int(counts.sum()) if draws is None else draws
     (p_lower,), (p_upper,) = runner_up_bounds(
         counts[None], np.array([selected]), alpha, np.array([n])

@@ -23,7 +23,7 @@ _DECISION = "decision.parquet"  # written by `dpdist certify --decide`, which wa
 
 
 class Folders(Protocol):
-    """What is needed of a run folder: ``dpdist.runs.folder.RunFolder`` has it."""
+    """The part of a run folder that evaluations read: ``dpdist.runs.folder.RunFolder`` has it."""
 
     @property
     def path(self) -> Path: ...
@@ -36,8 +36,11 @@ class Folders(Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated. test: the named test data; training: reads the private records; recipe:
-    the one of the model, for what trains others like it."""
+    """The evaluated model and its data.
+
+    test: the named test data; training: reads the private records; recipe: of the model, for
+    evaluations that train others like it.
+    """
 
     model: Path
     test: Any
@@ -63,7 +66,7 @@ class Evaluation:
 
     @property
     def folder_name(self) -> str:
-        """Where its results go by default: what tells two evaluations of one model apart."""
+        """Return the default folder of the results; its name tells two evaluations apart."""
         raise NotImplementedError
 
     def recipe_of(self, recipe: Any) -> Any:

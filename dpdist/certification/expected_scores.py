@@ -73,7 +73,7 @@ MOST_DRAWS = 2**63 // SCORE_UNIT**2 - 1
 
 
 class OfHiddenNoise(Certificate):
-    """Of scores under the noise that a model has behind its first layer."""
+    """Base of certificates of scores under the noise behind a model's first layer."""
 
     n: Annotated[int, Number, Field(ge=2, le=MOST_DRAWS)] = 100_000
 
@@ -311,7 +311,7 @@ class ExpectedScores(OfHiddenNoise):
 
 
 class BettingScores(ExpectedScores):
-    """As expected scores, bounded by betting (`dpdist.certification.score_bounds`).
+    """Expected scores, bounded by betting (`dpdist.certification.score_bounds`).
 
     one_sided: bound only the class that n0 other draws chose, from below and at the whole error;
     the others have at most what it leaves. Otherwise every class from both sides.
@@ -341,7 +341,7 @@ class BettingScores(ExpectedScores):
         return found
 
     def bounds(self, bins: Mapping[str, Any], selected: int) -> ScoreBounds:
-        """From the bins of all classes, one after the other."""
+        """Return the bounds from the bins of all classes, one after the other."""
         counts, excess = (np.reshape(bins[name], (-1, score_bounds.BINS)) for name in self.binned)
         if self.one_sided:
             return score_bounds.one_score_bound(counts, excess, selected, 1 - self.alpha)
@@ -385,8 +385,11 @@ class BettingScores(ExpectedScores):
 
     @classmethod
     def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """From the bounds that the rows state, where those are what the capital allows: not numbers
-        elsewhere. Made anew they would take twenty times as long."""
+        """Return the columns that follow from the bounds that the rows state.
+
+        The bounds must be those that the capital allows: not numbers elsewhere. Made anew
+        they would take twenty times as long.
+        """
         one_sided = table["one_sided"][0].as_py()
         lower, upper = (table[name].to_numpy() for name in ("p_lower", "p_upper"))
         labels = np.full(len(lower), ABSTAIN)

@@ -64,7 +64,7 @@ def settle(device: torch.device) -> None:
 
 
 def name(device: torch.device) -> str:
-    """What it is, as it is pinned: other hardware may round otherwise."""
+    """Return the device name stored with the results, since other hardware may round otherwise."""
     if device.type == "cpu":
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return str(torch.get_device_module(device).get_device_name(device))
@@ -169,9 +169,12 @@ _TIE, _MANY = 1e-5, 0.01
 
 @dataclass(frozen=True)
 class ClassifierSpec:
-    """What is executed. check: digest of its argmax on the check batch; notes: refused forms. Both
-    are of that batch, which is random; all else is of the function, the rate of the machine.
-    device: its kind; generator: of the noise that is counted."""
+    """The executed form of a classifier.
+
+    check: digest of its argmax on the check batch; notes: refused forms. Both are of that
+    batch, which is random; all else is of the function, the rate of the machine. device: its
+    kind; generator: of the noise that is counted.
+    """
 
     form: str
     batch: int
@@ -185,8 +188,10 @@ class ClassifierSpec:
 
     @property
     def pinned(self) -> dict[str, Any]:
-        """What results depend on: all but the rate, a measured time that is different each time.
-        Where nothing is said of device and generator, they are CPU and AES."""
+        """Return the properties that results depend on: all but the rate, which varies.
+
+        Where device and generator are not stated, they are CPU and AES.
+        """
         pinned = asdict(self)
         del pinned["rate"]
         for name in ("device", "generator"):
@@ -196,7 +201,7 @@ class ClassifierSpec:
 
     @classmethod
     def of(cls, pinned: dict[str, Any], rate: float = 0.0) -> ClassifierSpec:
-        """What was pinned, with the rate at which it works here."""
+        """Return the pinned form, with the rate at which it works here."""
         return cls(**{**pinned, "notes": tuple(pinned["notes"])}, rate=rate)
 
     def check_memory(self, shape: Sequence[int], where: object) -> None:
@@ -205,7 +210,7 @@ class ClassifierSpec:
             raise UserError(f"{where}: damaged: batches of {self.batch:,} inputs fit no memory")
 
     def on_cpu(self) -> ClassifierSpec:
-        """What a CPU executes in its place, in batches for a CPU's memory."""
+        """Return the form that a CPU executes in its place, in batches for a CPU's memory."""
         if self.device == CPU.type:
             return self
         batch = min(self.batch, _CPU_ROWS)
@@ -333,9 +338,11 @@ def choose(
 
 
 def differing_rows(logits: Tensor, answer: Tensor) -> int:
-    """In how many rows the answer is not the largest of the logits, ties aside: about one noisy
-    input in a million has two classes so close that the order of a sum decides. Raises ValueError
-    for an answer to other rows."""
+    """Return the number of rows whose answer is not the largest of the logits, ties aside.
+
+    About one noisy input in a million has two classes so close that the order of a sum decides.
+    Raises ValueError for an answer to other rows.
+    """
     own = predicted_classes(logits)
     if answer.shape != own.shape:
         raise ValueError(f"answers to {tuple(answer.shape)} rows instead of {tuple(own.shape)}")

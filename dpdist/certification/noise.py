@@ -32,7 +32,7 @@ Radius = np.ndarray | np.float64
 
 
 def norm_name(norm: str) -> str:
-    """Of a norm's key, as people write it."""
+    """Return the name of a norm's key, as people write it."""
     return {"l1": "L1", "l2": "L2", "linf": "L-infinity"}.get(norm, norm)
 
 

@@ -86,7 +86,7 @@ class SameProcess:
 
 
 class FreshProcess:
-    """As `SameProcess`, where nothing else is executed: see above. Started by the first call.
+    """A `SameProcess` in a process that executes nothing else. Started by the first call.
 
     Args:
         network: as it came, never executed in this process.
@@ -264,7 +264,7 @@ _SHARE_AMONG = 8  # of a batch of other inputs, a row in so many is one that is 
 
 @dataclass(frozen=True)
 class RowChoice:
-    """Which counted rows are executed again.
+    """The choice of counted rows that are executed again.
 
     key: secret, see above. rows: so many are counted for certain in the first `blocks` blocks of
     the inputs up to the index `last` (None: of all), and of these `LEAST_ROWS` are drawn on
@@ -341,7 +341,7 @@ class Reexecution:
     def _difference(
         self, index: int, chosen: Tensor, rows: Tensor, logits: Tensor, scores: bool
     ) -> str | None:
-        """What is wrong, in words."""
+        """Return the fault in words, or None."""
         with torch.inference_mode():
             counted, again = logits[chosen], rows[chosen]
             answers = {
@@ -400,7 +400,7 @@ class Reexecution:
         return f"score {before:.6f} of class {label}", f"score {after:.6f} of class {label}"
 
     def _allowed(self, batch: Tensor) -> Tensor:
-        """By how much rounding may move each logit: float64 (classes,)."""
+        """Return how much rounding may move each logit: float64 (classes,)."""
         share = OTHER_FORMATS.get(self._form)
         if share is None:
             return allowed_rounding(fresh_copy(self._network), batch)

@@ -180,7 +180,7 @@ class ScoreBounds:
         return result
 
     def _one(self, values: np.ndarray) -> Any:
-        """As a number, of one input."""
+        """Return the bound of one input as a number."""
         return float(values) if self.lower.ndim == 1 else values
 
 
@@ -202,7 +202,10 @@ def score_bounds_hoeffding(
 def score_bounds_bernstein(
     sums: np.ndarray, squares: np.ndarray, draws: int, confidence: float
 ) -> ScoreBounds:
-    """As ``score_bounds_hoeffding``, by the empirical Bernstein bound from sums of squares too."""
+    """Return bounds as ``score_bounds_hoeffding``, by the empirical Bernstein bound.
+
+    It uses sums of squares too.
+    """
     sums = np.asarray(sums, dtype=np.float64)
     means = np.clip(sums / draws, 0.0, 1.0)
     spread = np.maximum(np.asarray(squares, dtype=np.float64) - draws * means**2, 0.0)
@@ -303,7 +306,7 @@ def _largest_sizes(
     sensitivity: float,
     scale: Scale,
 ) -> np.ndarray:
-    """As `_largest_size`, of inputs whose label is ahead: float64 (N,)."""
+    """Return `_largest_size` of inputs whose label is ahead: float64 (N,)."""
 
     def sizes(log_epsilons: np.ndarray) -> np.ndarray:
         epsilons = np.exp(log_epsilons)
@@ -384,7 +387,7 @@ def means_above(counts: np.ndarray, scores: np.ndarray, mean: float, alpha: floa
 
 
 def _limit(alpha: float, draws: float) -> float:
-    """What ln of the capital must reach."""
+    """Return the limit that ln of the capital must reach."""
     return -math.log(alpha) + _SLACK * (1 + draws * 1e-3)
 
 
@@ -468,7 +471,7 @@ def label_of(
 
 
 def at_ends(counts: np.ndarray, excess: np.ndarray) -> np.ndarray:
-    """How many of the scores of each class lie at each end, once moved there: (K, BINS + 1)."""
+    """Return how many scores of each class lie at each end, once moved there: (K, BINS + 1)."""
     moved = excess / np.diff(ENDS)
     weights = np.zeros((len(counts), BINS + 1))
     weights[:, :-1] += counts - moved
@@ -485,8 +488,11 @@ def leads(scores: np.ndarray, leader: int) -> np.ndarray:
 
 
 def binned(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the scores of draws, int64 (n, K) in units: how many lie in each bin, and the sum of what
-    they exceed its lower end by; int64 (K, BINS) each."""
+    """Return counts and excess sums of the scores of draws, int64 (n, K) in units, by bin.
+
+    How many lie in each bin, and the sum by which they exceed its lower end; int64 (K, BINS)
+    each.
+    """
     places = np.minimum(np.searchsorted(ENDS, scores, side="right") - 1, BINS - 1)
     beyond = (scores - ENDS[places]).ravel()
     flat = (places + np.arange(scores.shape[1]) * BINS).ravel()

@@ -161,7 +161,7 @@ class TargetTest:
         self._rejected = [False] * len(probabilities)
 
     def passed(self) -> int:
-        """How many of the radii, from the smallest on, are certified."""
+        """Return the number of radii, from the smallest on, that are certified."""
         return next((i for i, done in enumerate(self._rejected) if not done), len(self._rejected))
 
     def look(self, place: int, hits: int) -> bool:
@@ -258,7 +258,7 @@ class _Sequential(Smoothing):
     def again(
         cls, found: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, SampledPlace]:
-        """By Cohen's procedure at the cap, whatever stopped the table's own."""
+        """Return Cohen's procedure at the cap, whatever stopped the table's own."""
         return Cohen.again(found, norm, batch)
 
 
@@ -353,7 +353,7 @@ class TargetRadius(_Sequential):
 
     @classmethod
     def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """What the counts at the looks decide, by the tests' own thresholds."""
+        """Return the columns that the counts at the looks decide, by the tests' own thresholds."""
 
         settings = stated_targets(cls, table)
         radii = np.array(settings.radii)
@@ -432,7 +432,9 @@ def _hits(table: pa.Table) -> list[list[int] | None]:
 
 
 def _possible(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndarray:
-    """How many radii each row of an earlier version's table says have passed: int64 (N,).
+    """Return the number of radii that each row of an earlier version's table says have passed.
+
+    int64 (N,).
 
     It kept the last count alone. What it says must be possible with that: each radius at some look,
     one of them at the last where all of them passed. Another number stands where it is not.
@@ -527,7 +529,9 @@ _NEAR_ONE = 1 - 1e-12
 
 
 class LeadTest:
-    """Of the leads over all other classes against ascending means; `passed` of them are shown.
+    """A test of the leads over all other classes against ascending means.
+
+    `passed` of them are shown.
 
     futile: error by which hopeless inputs are given up; it can lose a certificate, never add one.
     """
@@ -585,7 +589,7 @@ class TargetScores(OfHiddenNoise):
         return place
 
     def hypotheses(self, place: ScoredPlace) -> tuple[float, ...]:
-        """What the leads must exceed for each radius, a hair above the exact number."""
+        """Return the lead to exceed for each radius, a hair above the exact number."""
         scale = getattr(place.norms, self.norm) / place.sigma
         exact = [float(scipy.special.ndtr(radius * scale)) for radius in self.radii]
         return tuple(p + (1 - p) * 1e-9 for p in exact)
@@ -700,7 +704,7 @@ class TargetScores(OfHiddenNoise):
     def again(
         cls, found: CertificateTable, norm: str, batch: int
     ) -> tuple[BettingScores, ScoredPlace]:
-        """By bets on the class alone at the cap, whatever stopped the table's own."""
+        """Return bets on the class alone at the cap, whatever stopped the table's own."""
         from dpdist.certification.score_bounds import Sensitivity
         from dpdist.certification.worker import ScoredPlace
 

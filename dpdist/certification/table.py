@@ -74,7 +74,7 @@ def build(
 
 
 def about(table: pa.Table) -> dict[str, Any]:
-    """What was executed: settings, seed, model, data, classifier."""
+    """Return the executed settings: seed, model, data and classifier included."""
     return job_folder.about_table(table, KEY)
 
 

@@ -101,7 +101,7 @@ def _share(share: Any, path: Path) -> tuple[int, int, int | None]:
 
 
 def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable:
-    """What a table in memory states. Raises as `read`; path: for messages and its name."""
+    """Return a table in memory, checked. Raises as `read`; path: for messages and its name."""
     if not table.num_rows:
         raise UserError(f"{path}: no certificates in the table")
     about = tables.about(table)
@@ -211,7 +211,9 @@ def _all_shares(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shares(parts: Sequence[pa.Table]) -> list[list[int]]:
-    """Which of the tables (by place) are shares of one certification: groups of two and more.
+    """Return the groups of tables (by place) that are shares of one certification.
+
+    A group has two and more.
 
     A merged table is no share. The same counts certified at another alpha are another one.
     """
@@ -238,7 +240,7 @@ def _unmerged(parts: Sequence[pa.Table]) -> list[int]:
 
 
 def kept_apart_by(first: pa.Table, second: pa.Table) -> list[str]:
-    """By what the two are no shares of one certification."""
+    """Return the differences by which the two are no shares of one certification."""
     one, other = identity(first), identity(second)
     return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
 
@@ -247,7 +249,7 @@ _ABOUT = {"settings": dict, "classifier.notes": list, "model": str, "data": str}
 
 
 def identity(table: pa.Table) -> dict[str, Any]:
-    """What shares of one certification have in common."""
+    """Return the properties that shares of one certification have in common."""
     note, found = tables.about(table), of(table)
     if "settings" not in note:
         raise UserError("cannot merge a table that does not say what it was computed from")

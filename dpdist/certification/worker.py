@@ -75,8 +75,10 @@ class Inspector(Protocol):
 
 
 def class_counts(logits: Tensor, classes: int) -> Tensor:
-    """How many rows of logits (B, classes) have each class: int64 (classes,), where they are. Rows
-    that are not finite have none."""
+    """Return the number of rows of logits (B, classes) of each class: int64 (classes,).
+
+    It lies on the device of the logits. Rows that are not finite have no class.
+    """
     return torch.bincount(predicted_classes(logits) + 1, minlength=classes + 1)[1:]
 
 
@@ -253,8 +255,10 @@ def build_counter(
     input_shape: tuple[int, ...],
     inspect: Inspector | None = None,
 ) -> Counter:
-    """Of a place's answers under Gaussian noise. executed: the network behind the noise. inspect:
-    as in `Sampler`."""
+    """Return a counter of a place's answers under Gaussian noise.
+
+    executed: the network behind the noise. inspect: as in `Sampler`.
+    """
     if cut.first is None:
         noise = Gaussian(float(cut.std))
         return Sampler(executed, noise, units, classes, input_shape, inspect=inspect)
@@ -312,7 +316,7 @@ def split_first_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
 
 
 class BankSampler:
-    """As ``Sampler``, with the noise named without the input and kept behind the first layer.
+    """A ``Sampler`` with the noise named without the input and kept behind the first layer.
 
     evict: drop kept blocks for newer ones (work that passes over the blocks once); otherwise the
     first blocks stay (sequential tests, which all begin with them). inspect: set later, sees each
@@ -360,7 +364,7 @@ class BankSampler:
         return class_counts(logits[:draws], self._classes).cpu().numpy()
 
     def classes_of(self, noise: Tensor, inputs: Tensor) -> Tensor:
-        """What this form says about inputs + noise, row by row: for the check against the model."""
+        """Return the classes of inputs + noise by this form, row by row, for the check."""
         return self._classify(self.behind_first(noise, inputs))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -368,7 +372,7 @@ class BankSampler:
         return self._classify.logits(hidden)
 
     def behind_first(self, noise: Tensor, inputs: Tensor) -> Tensor:
-        """What the first layer makes of inputs + noise, (B, ...) each: (B, *hidden)."""
+        """Return the first layer's outputs of inputs + noise, (B, ...) each: (B, *hidden)."""
         with torch.inference_mode():
             result: Tensor = self._first(noise) + (self._first(inputs) - self._zero)
             return result
@@ -471,7 +475,7 @@ class ScoredPlace:
 
     @classmethod
     def of(cls, model: nn.Module, input_shape: tuple[int, ...]) -> Self:
-        """Of a model with such noise. Raises UserError for another."""
+        """Return the place of a model with such noise. Raises UserError for another model."""
         noise = place_of(model).behind_first()
         return cls(noise.scale, first_layer_sensitivity(require_split(model), noise, input_shape))
 
@@ -496,7 +500,7 @@ class ScoredPlace:
 
 
 def _in_turn(rows: int, inputs: Tensor, copies: bool) -> Tensor:
-    """Which of the inputs stands in each row of a check batch."""
+    """Return the number of the input in each row of a check batch."""
     return torch.arange(rows) % (1 if copies else len(inputs))
 
 
@@ -535,7 +539,10 @@ def _sampler_behind(
 def first_layer_sensitivity(
     split: SplitModel, noise: BehindLayer, input_shape: tuple[int, ...]
 ) -> Sensitivity:
-    """Of the actual first layer, normalisation included. Raises UserError without noise."""
+    """Return the sensitivity of the actual first layer, normalisation included.
+
+    Raises UserError without noise.
+    """
     if not bool((noise.std > 0).all()) or not bool(noise.std.isfinite().all()):
         raise UserError("every hidden component needs noise: some deviations are not positive")
     layer, shares = split.affine(input_shape), noise.shares
@@ -592,7 +599,7 @@ class Assignment:
         self, network: nn.Module, execute: Callable[[Tensor], Tensor], others: Tensor,
         spec: ClassifierSpec,
     ) -> Reexecution | None:  # fmt: skip
-        """What executes counted rows again: see `Reexecution` for the other arguments."""
+        """Return the executor of counted rows again: see `Reexecution` for the other arguments."""
         if self.reexecuted is None:
             return None
         settings = self.settings
@@ -613,12 +620,14 @@ class Assignment:
         return STREAMS[asked or usual(device)](device)
 
     def rows(self, numbers: int) -> int:
-        """Of the executed batch, for so many numbers in each."""
+        """Return the rows of the executed batch, for so many numbers in each."""
         return self.spec.batch if self.spec else self.settings.executed_batch(numbers)
 
     def placed(self) -> Assignment:
-        """With its model on the device. Raises UserError where this process has none, or has other
-        code of the model's."""
+        """Return the assignment with its model on the device.
+
+        Raises UserError where this process has none, or has other code of the model's.
+        """
         self.code.check("this worker")
         device = torch.device(self.device)
         inference.require_device(device)
@@ -636,7 +645,7 @@ class Assignment:
 
     @property
     def units(self) -> int:
-        """Into how many units the work on an input is cut."""
+        """Return the number of units into which the work on an input is cut."""
         return self.settings.units(self.executed.batch)
 
     def verdict(self, *partials: dict[str, Any]) -> Any:
@@ -676,8 +685,11 @@ def _banked(assignment: Assignment) -> bool:
 def _with_bank(
     assignment: Assignment, spec: ClassifierSpec, logits: torch.Tensor
 ) -> ClassifierSpec:
-    """With the answers of a noise bank, which sums the first layer in another order. Raises
-    UserError where more than rounding tells them from the model's."""
+    """Return the form with the answers of a noise bank.
+
+    A bank sums the first layer in another order. Raises UserError where more than rounding
+    tells them from the model's.
+    """
     _, answer = assignment.place.sampler(assignment, spec)
     if differing := differing_rows(logits, answer):
         raise UserError(
@@ -688,7 +700,10 @@ def _with_bank(
 
 
 def _sized(assignment: Assignment) -> Assignment:
-    """With a batch for a device's memory, such that the last block of draws is about full."""
+    """Return the assignment with a batch for a device's memory.
+
+    The last block of draws is about full.
+    """
     settings, device = assignment.settings, torch.device(assignment.device)
     if device == CPU or settings.batch is not None:
         return assignment

@@ -373,7 +373,10 @@ class _Rule:
     sigma: float | None
 
     def poisoned(self, settings: Poisoning, plan: PrivacyPlan, records: int) -> UnderPoison:
-        """What changed records leave of one training, before it is trained. Raises UserError."""
+        """Return the effect of changed records on one training, before it is trained.
+
+        Raises UserError.
+        """
         from dpdist.poisoning import certificates
         from dpdist.poisoning.certificates import Bagged, check
 
@@ -386,8 +389,11 @@ class _Rule:
             raise UserError(str(error)) from None
 
     def withstood(self, votes: Votes, poisoned: UnderPoison | None) -> list[Withstands]:
-        """Of partitions one reading; of keys each input's by itself, and one with which none of the
-        whole set is false."""
+        """Return the statements: one of partitions; two of keys.
+
+        Those of keys are each input's by itself, and one with which none of the whole set
+        is false.
+        """
         from dpdist.certification.statistics import ERROR
         from dpdist.poisoning.certificates import by_keys, by_partitions
 
@@ -590,7 +596,7 @@ def _named(
 
 
 def _target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
-    """What is audited: the run, or else the recipe."""
+    """Return the audited target: the run, or else the recipe."""
     from dpdist.audits.target import of_recipe, of_run
     from dpdist.reports.facts import read_facts
 

@@ -89,7 +89,7 @@ def _write(found: Found, name: str | None, output: Path, files: Sequence[Path] =
 
 
 def in_a_line(found: Found) -> str:
-    """What was found, for who reads the recipe."""
+    """Return the findings in one line, for a reader of the recipe."""
     what = "x".join(map(str, found.shape))
     inputs = f"images {what}" if found.image is not None else f"{what} features"
     return (

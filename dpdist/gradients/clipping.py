@@ -33,8 +33,10 @@ def rounding_slack(dtype: torch.dtype) -> float:
 
 
 def short_run(rows: int) -> int:
-    """How many of `rows` clipped gradients may be added up in float32 before float64 takes over;
-    1: none. Bounds run * rows by 2^13, hence the sum's rounding."""
+    """Return the number of clipped gradients to add in float32 before float64 takes over.
+
+    1: none. Bounds run * rows by 2^13, hence the sum's rounding.
+    """
     run = min(32, (1 << 13) // max(1, rows))
     return run if run >= 4 else 1
 

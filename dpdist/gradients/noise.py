@@ -81,7 +81,7 @@ def add_noise(
 
 
 def grid_exponent(std: float) -> int:
-    """Of the grid that noise of this standard deviation is rounded to, a power of two."""
+    """Return the exponent of the grid, a power of two, for noise of this standard deviation."""
     return math.floor(math.log2(std)) - _GRID_BITS
 
 

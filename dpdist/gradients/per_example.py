@@ -527,7 +527,7 @@ class PerExampleGradient:
 
 @dataclass
 class LayerCall:
-    """What a rule may look at.
+    """The inputs and outputs of a layer's call that a rule may read.
 
     inputs, kwargs: the arguments of `module.forward`, detached. backsignals: the gradient of the
     summed loss with respect to every tensor of the (flattened) output, zeros where it was not

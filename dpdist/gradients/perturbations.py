@@ -219,7 +219,7 @@ class ParameterDraws(Draws):
     def parameters_per_example(
         self, parameters: Mapping[str, Tensor], record_ids: Tensor, draw_key: bytes, draw: int
     ) -> dict[str, Tensor]:
-        """As `parameters`, with a leading batch dimension: (B, *shape)."""
+        """Return `parameters` with a leading batch dimension: (B, *shape)."""
         size = sum(value.numel() for value in parameters.values())
         noise = standard_normal_per_record(draw_key, "draws/parameters", draw, record_ids, size)
         return self._perturbed(parameters, noise)

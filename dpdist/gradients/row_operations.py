@@ -24,7 +24,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of a tensor.
+    """The knowledge about a tensor's rows.
 
     rows: where the records lie; None: it depends on no record. same: of one that depends on none,
     the places at which it has equal parts for all records, so that it may meet rows there. lost:
@@ -124,7 +124,7 @@ class Operation:
         return self.of_records and self.name in _RAISES | _WHOLE
 
     def marks(self, result: Any) -> list[Mark]:
-        """Of the tensors in its result. Raises Mixes."""
+        """Return the marks of the tensors in its result. Raises Mixes."""
         leaves = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
         self.results = _tensors(leaves)
         if torch.Tag.nondeterministic_seeded in self.func.tags and self.given.get("dropout_p", 1):
@@ -144,7 +144,7 @@ class Operation:
         return [Mark(same=frozenset(same)) for same in self._same(rule)]
 
     def _by(self, rule: Rule) -> list[Mark]:
-        """What a rule says, held against all arguments and the results' shapes."""
+        """Return the marks by a rule, checked against all arguments and the results' shapes."""
         self._asked.clear()
         found = rule(self)
         marks = found if isinstance(found, list) else [found] * len(self.results)
@@ -246,7 +246,10 @@ def _dimensions(chosen: Any, size: int) -> set[int]:
 
 
 def _over(argument: str, keeps: bool | None = None) -> Moves:
-    """What works along the dimensions in `argument`. keeps: whether they stay; None: as asked."""
+    """Return the moves of an operation along the dimensions in `argument`.
+
+    keeps: whether they stay; None: as asked.
+    """
 
     def moves(call: Operation, tensor: Tensor, place: Place) -> Place | None:
         taken = _dimensions(call.given.get(argument), len(call.shape(tensor)))
@@ -276,7 +279,7 @@ def _pad(call: Operation, tensor: Tensor, place: Place) -> Place | None:
 
 
 def _before(last: int) -> Moves:
-    """What treats all but the last dimensions alone."""
+    """Return the moves of an operation that treats all but the last dimensions alone."""
 
     def moves(call: Operation, tensor: Tensor, place: Place) -> Place | None:
         return place if place[0] < len(call.shape(tensor)) - last else None
@@ -378,8 +381,10 @@ def _aligned(*names: str, but: Moves = _stays) -> Rule:
 
 
 def _batch(*names: str, weights: Sequence[str] = ()) -> Rule:
-    """What takes dimension 0 of these arguments for the batch, and works with the same weights on
-    each of it."""
+    """Return the rule of an operation that takes dimension 0 of these arguments for the batch.
+
+    It works with the same weights on each of it.
+    """
 
     def rule(call: Operation) -> Mark:
         _check_weights(call, weights)
@@ -558,7 +563,7 @@ def _rnn_layer(call: Operation) -> list[Mark]:
 
 
 def _shape_alone(call: Operation) -> Mark:
-    """What asks its arguments for nothing but a shape, and fills it with one public number."""
+    """Return the mark of a result that needs only a shape, filled with one public number."""
     return PUBLIC
 
 

@@ -145,7 +145,7 @@ class PublicRecords:
     learned: bool = False
 
     def assumed(self, recipe: Sections) -> list[str]:
-        """What nobody can check of them: that no private record is among them in another shape."""
+        """Return the unchecked assumption: no private record is among them in another shape."""
         compared = recipe.privacy.noise_multiplier != 0  # else nothing was promised
         if not compared or (recipe.data.public and self.data == recipe.data.name):
             return []
@@ -157,7 +157,7 @@ class PublicRecords:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a method may use to make something once, before the first step (`Method.fix`).
+    """The inputs from which a method makes something once, before the first step (`Method.fix`).
 
     records: the private ones; what is made of them costs what `Method.cost` says. public: those
     that the method named. initial: makes the model as it is before the first step. key: a fresh
@@ -174,7 +174,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What was made once, in the hands of one worker: tensors by name, and its copy of the model.
+    """State that was made once, for one worker: tensors by name, and its copy of the model.
 
     key: the same in all steps of a run, for noise that is drawn once.
     """
@@ -248,7 +248,7 @@ class Method(Section):
 
     @property
     def title(self) -> str:
-        """What people call it; of a class from elsewhere, where it is."""
+        """Return the name for readers; of a class from elsewhere, its location."""
         return self.known_as if self.known_as and ":" not in self.name else self.name
 
     def check(self, recipe: Sections) -> None:
@@ -314,11 +314,11 @@ class Method(Section):
 
     @property
     def besides(self) -> tuple[Phase, ...]:
-        """What it reads from the private records before the steps of training."""
+        """Return the phases of other reading of private records, before the steps of training."""
         return ()
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """What a training costs whose steps, by the recipe, are `steps`.
+        """Return the phases of a training whose steps, by the recipe, are `steps`.
 
         The only statement of it: plans, searches, previews and budgets take it from here, and the
         noise multiplier that meets a target epsilon is found by it.
@@ -326,13 +326,19 @@ class Method(Section):
         return (*self.besides, steps)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
-        """What its paper claims about the privacy of a run with this plan, beside what is proved.
-        None when the paper claims nothing of its own."""
+        """Return the paper's privacy claim for a run with this plan, or None.
+
+        It stands beside the proved guarantee. None when the paper claims nothing of its
+        own.
+        """
         return None
 
     def measured(self, private: Path) -> list[tuple[str, str]]:
-        """What `learn` left in a run's private folder for its summary, report and card, which are
-        published: name and value. It may depend on public data and released parameters alone."""
+        """Return name and value of results of `learn` for summary, report and card.
+
+        `learn` left them in the run's private folder. They are published, so that they may
+        depend on public data and released parameters alone.
+        """
         return []
 
     @property
@@ -343,17 +349,19 @@ class Method(Section):
 
     @property
     def withheld(self) -> str | None:
-        """Why no model may ever leave: it is only asked (`answer`), so often as the plan pays for.
-        None where the trained model is released."""
+        """Return why no model may ever leave; None where the trained model is released.
+
+        Such models are only asked (`answer`), so often as the plan pays for.
+        """
         return None
 
     @property
     def evaluated(self) -> int | None:
-        """How many test inputs the evaluation asks about, where asking is paid; None: all."""
+        """Return the number of test inputs to ask about, where asking is paid; None: all."""
         return None
 
     def words(self, plan: PrivacyPlan) -> str:
-        """How a report tells what the training executed."""
+        """Return the executed training in words, for a report."""
         step = plan.step(0)
         clip = "no clip" if math.isinf(step.clip_norm) else f"clip {step.clip_norm:g}"
         return (
@@ -362,28 +370,30 @@ class Method(Section):
         )
 
     def assumed(self, recipe: Sections) -> list[str]:
-        """What the guarantee rests on and nobody can check."""
+        """Return the assumptions of the guarantee that nobody can check."""
         return []
 
     # --- done in training
 
     def task(self) -> Task:
-        """What is learned; by default, to classify."""
+        """Return the learning task; by default, to classify."""
         from dpdist.gradients.engine import Task
 
         return Task()
 
     def fix(self, setup: Setup) -> dict[str, Tensor]:
-        """What is made once, by worker 0: tensors that are kept in the private folder."""
+        """Return the tensors that worker 0 makes once and the private folder keeps."""
         return {}
 
     def stand_in(self, model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """In place of `fix` where only its shapes matter; reads no record."""
+        """Return a placeholder for `fix` where only its shapes matter; read no record."""
         return {}
 
     def seen(self, records: Any, plan: PrivacyPlan, key: bytes) -> Any:
-        """What the steps are taken on in place of the records: their len, batch and targets. key:
-        secret, and the same in all steps and attempts of a run."""
+        """Return the records that the steps are taken on: their len, batch and targets.
+
+        key: secret, and the same in all steps and attempts of a run.
+        """
         return records
 
     def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
@@ -393,8 +403,10 @@ class Method(Section):
         return Draws()
 
     def slots(self, model: nn.Module) -> dict[str, Tensor]:
-        """What a checkpoint keeps for `learn` besides parameters, as it is before the first step.
-        `learn` finds it in the worker's `slots`."""
+        """Return the tensors that a checkpoint keeps for `learn` besides parameters, before step 0.
+
+        `learn` finds them in the worker's `slots`.
+        """
         return {}
 
     def engine(
@@ -418,8 +430,11 @@ class Method(Section):
         )  # fmt: skip
 
     def constraint(self, model: nn.Module) -> Callable[[], None]:
-        """What is done to `model` in place, before the first step and after every update:
-        post-processing. Raises UserError for a model to which it cannot be done."""
+        """Return the function that constrains `model` in place: post-processing.
+
+        It is called before the first step and after every update. Raises UserError for a
+        model to which it cannot be done.
+        """
         return lambda: None
 
     def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
@@ -427,7 +442,7 @@ class Method(Section):
         return spec
 
     def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
-        """Of models that are withheld, one answer that the plan pays for, float64 (classes,).
+        """Return one answer of withheld models that the plan pays for, float64 (classes,).
 
         scores: what each teacher says of the input (teachers, classes). key: of this answer alone.
         """

@@ -85,7 +85,7 @@ class DPAL(Method):
         return dpal_encoder_budget(self.epsilon, self.epsilon_2, *self.gammas(batch))
 
     def noise_scale(self, batch: float) -> float:
-        """Of chi_1 / m, Laplace, on inputs in [-1, 1]; twice that on the code."""
+        """Return the scale of chi_1 / m, Laplace, on inputs in [-1, 1]; twice that on the code."""
         return self.encoder_sensitivity / (batch * self.encoder_budget(batch))
 
     # --- said in the recipe, the plan and the report

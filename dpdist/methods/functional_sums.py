@@ -70,8 +70,9 @@ _SOFT = 0.1
 
 
 def slack(records: int) -> float:
-    """By how much a record's vector is shortened for what rounding adds to the difference of two
-    sums over `records` and one record fewer.
+    """Return how much a record's vector is shortened, to make room for rounding.
+
+    Rounding adds this to the difference of two sums over `records` and one record fewer.
 
     A matrix product over passes of 128 rows is off by at most (128 + n / 128) 2^-53 times the sum
     of the norms, n (Higham, Accuracy and Stability of Numerical Algorithms, section 3.5); that, of
@@ -114,8 +115,9 @@ def of_moments(patches: Patches, copies: Iterable[Copy], records: int) -> Tensor
 
 
 class Sums:
-    """What is summed over records, and what follows from the noisy sums: of features, their
-    coefficients, and residuals of the head so far.
+    """The sums over records, and the results that follow from the noisy sums.
+
+    They are of features, their coefficients, and residuals of the head so far.
 
     model: as it began; it is copied. example: inputs (B, ...) of made-up records, on which it is
     tried. records: of the plan. scales (D,): public, of the directions; default 1. most: records
@@ -225,7 +227,7 @@ class Sums:
         return total * self._whole
 
     def of_coefficients(self, passes: Iterable[Pass], centre: Tensor) -> Tensor:
-        """Of h h' and of h y', packed into one vector: float64."""
+        """Return the sums of h h' and of h y', packed into one vector: float64."""
         labels = self.method.labels
         squares = centre.new_zeros(self.size, self.size)
         cross = centre.new_zeros(self.size, self.classes)
@@ -237,8 +239,10 @@ class Sums:
         return torch.cat(parts) * self._whole
 
     def of_residuals(self, passes: Iterable[Pass], centre: Tensor, weights: Tensor) -> Tensor:
-        """Of h (y - p)', in units of `residual`, to which y - p is clipped: float64. weights: of
-        the head so far, on h."""
+        """Return the sum of h (y - p)', in units of `residual`, to which y - p is clipped: float64.
+
+        weights: of the head so far, on h.
+        """
         total, bound = centre.new_zeros(self.size, self.classes), self.method.residual
         for features, targets, weight in passes:
             h = self.directions(features, centre)

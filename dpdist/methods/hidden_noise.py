@@ -119,7 +119,7 @@ class HiddenNoiseMethod(Method):
 
     @property
     def besides(self) -> tuple[Phase, ...]:
-        """What the shares r cost: nothing, one noised sum, or everything."""
+        """Return the cost of the shares r: nothing, one noised sum, or everything."""
         section = self.redistribution
         if section is None or section.source == "public":
             return ()

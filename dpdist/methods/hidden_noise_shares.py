@@ -62,9 +62,12 @@ def _open(section: Redistribution, sensitivity: float, setup: Setup, records: Da
 def without_privacy(
     records: Dataset, most: int, setup: Setup, field: str
 ) -> tuple[nn.Module, Tensor, Tensor]:
-    """At most so many records, as inputs and labels, and the network that may learn from them: the
-    run's own before its first step; records of other classes need another last layer, and so a
-    network from its seed. Raises UserError, which names the field, for inputs that do not fit."""
+    """Return at most so many records, and the network that may learn from them.
+
+    The records are inputs and labels. The network is the run's own before its first step;
+    records of other classes need another last layer, and so a network from its seed. Raises
+    UserError, which names the field, for inputs that do not fit.
+    """
     # Any many are enough for a mean; evenly spaced, whatever order the file has.
     rows = np.linspace(0, len(records) - 1, min(most, len(records))).astype(np.int64)
     try:

@@ -148,7 +148,7 @@ class Noised:
 
     @cached_property
     def _moved(self) -> np.ndarray:
-        """By how much each label is moved, 0 where it is kept: int64 (N,)."""
+        """Return how much each label is moved, 0 where it is kept: int64 (N,)."""
         from dpdist.randomness.keys import derive_key, words
 
         others = self.classes - 1

@@ -114,7 +114,7 @@ class Spreading(Section):
 
 
 def _features(name: str, public: Dataset) -> Callable[[Tensor], np.ndarray]:
-    """Of a batch of inputs (B, ...), float64 (B, D)."""
+    """Return the function from a batch of inputs (B, ...) to features, float64 (B, D)."""
     import torch
 
     if name == "inputs":
@@ -194,7 +194,7 @@ class Questions(Section):
 
 
 class Teaching(Section):
-    """What of the recipe is another for teachers: the student's model, its training."""
+    """The parts of the recipe that differ for teachers: the model, its training."""
 
     model: ModelRecipe | None = None
     training: TrainingRecipe | None = None
@@ -206,7 +206,7 @@ class Teaching(Section):
 
     @property
     def sections(self) -> dict[str, Section]:
-        """Those that are given, by name."""
+        """Return the sections that are given, by name."""
         found: dict[str, Section | None] = {"model": self.model, "training": self.training}
         return {name: section for name, section in found.items() if section is not None}
 
@@ -429,7 +429,7 @@ class PATE(Method):
         return votes
 
     def told(self, votes: np.ndarray, plan: PrivacyPlan, key: bytes) -> list[float]:
-        """What the plan pays for: the label of each of its questions, or UNANSWERED.
+        """Return the answers that the plan pays for: the label of each question, or UNANSWERED.
 
         votes: PRIVATE, (queries, classes). Confident-GNMax (Papernot et al. 2018, Algorithm 1), all
         thresholds before the first answer. key: serves nothing else.
@@ -450,7 +450,10 @@ class PATE(Method):
         return labels.tolist()
 
     def seen(self, records: Any, plan: PrivacyPlan, key: bytes) -> Answered:
-        """What was answered. Raises UserError for anything else, which nothing would protect."""
+        """Return the answered questions.
+
+        Raises UserError for anything else, which nothing would protect.
+        """
         if not isinstance(records, Answered):
             raise UserError("method pate: the student learns from answers, never from records")
         return records

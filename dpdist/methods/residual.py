@@ -93,7 +93,7 @@ class ResidualPerturbation(Method):
         return True
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
-        """Of a training without DP-SGD: Theorem 1; no figure where the paper has no formula."""
+        """Return Theorem 1's claim of a training without DP-SGD; no figure without a formula."""
         from dpdist.privacy.claims import Claim, residual_claim
 
         if not _ordinary(plan):
@@ -137,7 +137,10 @@ class ResidualPerturbation(Method):
     # --- done in training
 
     def place(self, model: nn.Module) -> Several:
-        """Where a model is random. Raises UserError for one without residual blocks."""
+        """Return the place where a model is random.
+
+        Raises UserError for one without residual blocks.
+        """
         from dpdist.core.errors import UserError
         from dpdist.models import residual_blocks
         from dpdist.randomness.noise_location import Several

@@ -122,7 +122,10 @@ class StoBatch(Method):
     # --- done in training
 
     def place(self, model: nn.Module) -> Place:
-        """Where the model is random. Raises UserError for a model without such a place."""
+        """Return the place where the model is random.
+
+        Raises UserError for a model without such a place.
+        """
         from dpdist.models import require_split
         from dpdist.randomness.noise_location import Nowhere, OnInput, Several
 

@@ -9,7 +9,7 @@ of each row: a sign makes a whole step of them.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,22 @@ from dpdist.gradients.sampling import keyed_hash
 from dpdist.randomness.keys import derive_key, words
 
 if TYPE_CHECKING:
-    from dpdist.methods.stobatch import StoBatch
+    from dpdist.core.fields import Norm
     from dpdist.randomness.noise_location import Place
 
 # Each attack: whether it starts at a random point of the ball, and its momentum.
 ENSEMBLE = {"i-fgsm": (False, 0.0), "mim": (False, 1.0), "pgd": (True, 0.0)}
+
+
+class ExampleOptions(Protocol):
+    """The options of `dpdist.methods.stobatch.StoBatch` that decide the adversarial examples."""
+
+    xi: float
+    attacks: tuple[Literal["i-fgsm", "mim", "pgd"], ...]
+    steps: int
+    norm: Norm
+    size: tuple[float, float]
+    eot: int
 
 
 class AdversarialDraws(BlockDraws):
@@ -43,7 +54,7 @@ class AdversarialDraws(BlockDraws):
     attacked. place: where it is random. method: what else is asked for.
     """
 
-    def __init__(self, model: nn.Module, place: Place, method: StoBatch) -> None:
+    def __init__(self, model: nn.Module, place: Place, method: ExampleOptions) -> None:
         xi = method.xi
         super().__init__(2 if xi else 1, place.in_modules(), aggregate="sum")
         self.shares = (1 / (1 + xi), xi / (1 + xi)) if xi else (1.0,)
@@ -62,7 +73,7 @@ class AdversarialDraws(BlockDraws):
         return super().inputs(seen, record_ids, draw_key, draw)
 
     def size(self, draw_key: bytes) -> float:
-        """Of all balls of a step."""
+        """Return the size of all balls of a step."""
         low, high = self.method.size
         (word,) = words(derive_key(draw_key, "stobatch/size"), 0, 1).tolist()
         result: float = low + (high - low) * word / 2**64

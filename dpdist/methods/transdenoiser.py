@@ -98,7 +98,10 @@ class TransDenoiser(Method):
 
     @property
     def besides(self) -> tuple[Phase, ...]:
-        """What the split between transformed and added noise costs: all, in variant full."""
+        """Return the cost of the split between transformed and added noise.
+
+        In variant full it is everything.
+        """
         if self.variant != "full":
             return ()
         return (
@@ -109,7 +112,7 @@ class TransDenoiser(Method):
         )
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
-        """Of Algorithm 1: that transformed and added noise together are worth xi_up."""
+        """Return Algorithm 1's claim that transformed and added noise together are worth xi_up."""
         from dpdist.privacy.claims import Claim, transdenoiser_training_claim
 
         if self.variant != "full":

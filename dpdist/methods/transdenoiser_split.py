@@ -85,7 +85,9 @@ class MixedJacobian:
 
 @dataclass(frozen=True)
 class SmallestEigenvalue:
-    """Of a positive semi-definite matrix. value: never below the true one but for rounding.
+    """The smallest eigenvalue of a positive semi-definite matrix.
+
+    value: never below the true one but for rounding.
 
     exact: it is the true one. why: what decided it.
     """
@@ -290,7 +292,7 @@ def remainders(denoiser: nn.Module, inputs: Tensor, noisy: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Split:
-    """What Algorithm 1 decides in one step. PRIVATE: all of it is computed from the records.
+    """The values that Algorithm 1 decides in one step. PRIVATE: all are computed from the records.
 
     s_min: of (1/B^2) sum A_i A_i^T over the records with o_i >= 0. added: deviation of the noise
     added to their sum, in units of xi (xi_up: nothing was credited).

@@ -31,7 +31,7 @@ def last_linear(model: nn.Module) -> nn.Linear:
 
 
 class Features:
-    """What the last linear layer of a model reads of a batch: (B, ...) to (B, D), in inference.
+    """The input of a model's last linear layer for a batch: (B, ...) to (B, D), in inference.
 
     Raises UserError for a model that does not end in that layer.
     """
@@ -92,8 +92,11 @@ class Patches(nn.Module):
         return output
 
     def moments(self, inputs: Tensor) -> Tensor:
-        """Of each record, the mean over its patches p of p p', p without its channels' means and
-        scaled back to norm 1: float64 (B, P, P), Frobenius norms at most 1."""
+        """Return, of each record, the mean over its patches p of p p': float64 (B, P, P).
+
+        p is without its channels' means and scaled back to norm 1; Frobenius norms are at
+        most 1.
+        """
         layer, channels = self.encoder, inputs.shape[1]
         p = nn.functional.unfold(inputs.double(), layer.kernel_size).transpose(1, 2)
         p = p.unflatten(2, (channels, -1))

@@ -166,7 +166,7 @@ def split_first(model: nn.Module) -> SplitModel | None:
 
 
 def require_split(model: nn.Module) -> SplitModel:
-    """As `split_first`. Raises UserError when the model cannot be cut, saying why."""
+    """Return `split_first`. Raises UserError with the reason when the model cannot be cut."""
     found = _cut(model)
     if isinstance(found, str):
         raise UserError(

@@ -1,4 +1,4 @@
-"""From a model to its answer: device, classes of logits, and the average over views of an image.
+"""Answer by a model: device, classes of logits, and the average over views of an image.
 
 The argmax of a row that holds NaN is a constant, and of two infinities the first: such a row would
 be certified as a class with the largest radius there is. So a row of logits that is not finite has
@@ -27,7 +27,7 @@ from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Of its first parameter or buffer; the CPU for a model without any."""
+    """Return the device of the model's first parameter or buffer; the CPU without any."""
     first = next(itertools.chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 

@@ -97,7 +97,10 @@ def check_name(name: str) -> None:
 
 
 def factory_of(name: str) -> Callable[..., Any]:
-    """What makes a model of that name. Raises UserError for a name that leads nowhere."""
+    """Return the function that makes a model of that name.
+
+    Raises UserError for a name that leads nowhere.
+    """
     check_name(name)
     optional_imports.install_torchvision_hook()  # a user's module may import torchvision
     module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
@@ -277,12 +280,12 @@ class ModelSpec:
 
     @property
     def own_factories(self) -> tuple[str, ...]:
-        """Those that are not of the zoo."""
+        """Return the factories that are not of the zoo."""
         return tuple(dict.fromkeys(name for name in self.factories if name not in ZOO))
 
     @property
     def described(self) -> dict[str, Any]:
-        """What model.json says: all of it as JSON types."""
+        """Return the content of model.json as JSON types."""
         return {"format": FORMAT, **_described(asdict(self))}
 
 

@@ -133,8 +133,10 @@ class Transformer(nn.Module):
         return output
 
     def _mask(self, real: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What is added to scores of attention: (B, 1, T, T). A causal base, filled up behind the
-        end only, never looks there, and makes its own."""
+        """Return the mask that is added to scores of attention: (B, 1, T, T).
+
+        A causal base, filled up behind the end only, never looks there, and makes its own.
+        """
         if self.family.causal:
             return None
         length = real.shape[1]

@@ -97,7 +97,7 @@ def _flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
 
 
 def _both(setting: Any) -> tuple[int, int]:
-    """Of height and width."""
+    """Return height and width."""
     return setting if isinstance(setting, tuple) else (setting, setting)
 
 

@@ -72,7 +72,10 @@ _MOST_CHANGES = 1000  # changes that are looked for
 
 
 class Poisoned:
-    """Of one training by a plan. Raises ValueError where no trade-off curve is proved for it."""
+    """The trade-off of one training by a plan.
+
+    Raises ValueError where no trade-off curve is proved for it.
+    """
 
     def __init__(self, plan: PrivacyPlan) -> None:
         one = audit_bounds.of_plan(plan)
@@ -123,7 +126,10 @@ class Poisoned:
         return found
 
     def _both(self, size: int) -> tuple[Curve, Curve] | None:
-        """Of so many removed, and of so many inserted; None where no exact one is known."""
+        """Return the curves of so many removed records, and of so many inserted, or None.
+
+        None where no exact ones are known.
+        """
         if size not in self._groups:
             found = group_pld(self._plan, size) if self._exact else None
             self._groups[size] = None if found is None else audit_bounds.by_direction(*found)
@@ -146,7 +152,7 @@ def _inverse(curve: Curve, target: float) -> float:
 
 
 def cost_of_votes(plan: PrivacyPlan, models: int) -> PrivacyPlan:
-    """What all votes of so many trainings by the plan cost together, queried or not."""
+    """Return the plan of all votes of so many trainings together, queried or not."""
     return replace(plan, phases=tuple(p for each in plan.phases for p in each.times(models)))
 
 
@@ -164,7 +170,7 @@ def drawn(key: bytes, records: int, size: int) -> np.ndarray:
 
 
 class Bagged:
-    """Of one training on `size` of `records` records."""
+    """The trade-off of one training on `size` of `records` records."""
 
     def __init__(self, records: int, size: int) -> None:
         self._records, self._size = records, size
@@ -294,7 +300,7 @@ Sizes = NDArray[np.int64]
 
 
 class UnderPoison(Protocol):
-    """What changed records leave of an answer of one random training."""
+    """The effect of changed records on an answer of one random training."""
 
     def changes(self, probability: float, target: float = 0.5) -> int:
         """The most after which an answer of at least this probability keeps more than `target`; -1
@@ -304,7 +310,7 @@ class UnderPoison(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Withstands:
-    """What the answers on N inputs withstand.
+    """The numbers of changed records that the answers on N inputs withstand.
 
     answer (N,): the class, NONE where no model named one. changes: for each radius, the largest
     number of changed records with which the answer stays at every L2 change of the input below that
@@ -344,8 +350,11 @@ def by_keys(
     radii: Sequence[float] = (0.0,),
     sigma: float | None = None,
 ) -> Withstands:
-    """Of models trained alike, by secret keys. poisoned: what changed records leave of one.
-    select: how many of the models choose the class. Raises as `check`."""
+    """Return the certificate of models trained alike, by secret keys.
+
+    poisoned: the effect of changed records on one model. select: how many of the models choose
+    the class. Raises as `check`.
+    """
     total = len(votes.vote)
     check(total, select, radii, sigma)
     chosen, counted = votes.counts(slice(0, select)), votes.counts(slice(select, total))
@@ -361,7 +370,10 @@ def by_keys(
 
 
 def by_partitions(votes: Votes) -> Withstands:
-    """Of models on disjoint shards: the class most vote for, the smaller one of equals."""
+    """Return the certificate of models on disjoint shards.
+
+    The answer is the class most vote for, the smaller one of equals.
+    """
     counts = votes.counts(slice(None))
     inputs, classes = counts.shape
     answer = _most_named(counts)

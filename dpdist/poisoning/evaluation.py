@@ -74,7 +74,7 @@ class Poisoning(Evaluation):
         return f"{self.name}-{kind}-{self.models}{noise}{share}"
 
     def indices(self, count: int) -> range:
-        """Which of `count` test inputs are voted on."""
+        """Return the indices of the test inputs, of `count`, that are voted on."""
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 

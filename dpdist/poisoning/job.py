@@ -127,7 +127,7 @@ class Voter:
 
 
 class Voting(Work):
-    """Of one recipe. wanted: see `dpdist.poisoning.evaluation`."""
+    """The votes on one recipe. wanted: see `dpdist.poisoning.evaluation`."""
 
     kind = job_folder.Kind("set of votes", "training voters", secret=True)
     file, key, schema, columns, order = TABLE, KEY, SCHEMA, COLUMNS, ("model", "index")

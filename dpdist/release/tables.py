@@ -47,7 +47,7 @@ _NEAR = 1e-9  # what other machines may round otherwise
 
 
 class Data(Protocol):
-    """What is needed of a data set: ``dpdist.data.Dataset`` has it."""
+    """The part of a data set that is read here: ``dpdist.data.Dataset`` has it."""
 
     @property
     def name(self) -> str: ...

@@ -238,7 +238,9 @@ def grid(
     certificates: Sequence[CertificateTable],
     called: Callable[[CertificateTable], str] = attrgetter("name"),
 ) -> Grid:
-    """What became of the inputs, in %: a row for each size and attack, and one for all attacks.
+    """Return the outcomes of the inputs, in %, by size and attack.
+
+    A row for each size and attack, and one for all attacks.
 
     Certified columns are of the same model and data, at the least radius that contains the attack's
     ball, on the inputs that both tables have. called: what a certification is called.
@@ -336,7 +338,7 @@ def certified_accuracy(
 
 
 def _steps(table: CertificateTable, end: float) -> list[tuple[float, float]]:
-    """What is certified at so many radii: between two of them at least what is at the second."""
+    """Return the certified shares at so many radii: between two of them at least the second's."""
     held = table.certified()
     radii = np.unique(np.concatenate([[0.0], held[held > 0]]))
     if len(radii) > _FINE:
@@ -348,7 +350,9 @@ def _steps(table: CertificateTable, end: float) -> list[tuple[float, float]]:
 def attacked_accuracy(
     table: AttackTable, certificates: Sequence[CertificateTable], name: str = "attacked"
 ) -> str:
-    """What can still be right against attack size, a line for each attack; certified: dashed.
+    """Draw the share that can still be right against attack size.
+
+    There is a line for each attack; certified: dashed.
 
     The lines are 1 - wrong: an abstention refutes nothing. Filled down to what was answered rightly
     under all attacks.

@@ -346,7 +346,7 @@ def _right(facts: Facts) -> np.ndarray:
 def _pairs(
     first: Facts, later: Facts, notes: list[str]
 ) -> Iterator[tuple[CertificateTable, CertificateTable]]:
-    """Of each terms of certification in both runs, the two tables with the most common inputs."""
+    """Yield the two tables with the most common inputs, for each terms in both runs."""
     matched = set()
     for mine in first.tables:
         others = [other for other in later.tables if other.terms == mine.terms]
@@ -387,7 +387,7 @@ def _common(mine: CertificateTable, other: CertificateTable) -> tuple[np.ndarray
 
 
 def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedSizes]:
-    """What both runs certify of the same inputs, by the same certificates on the same terms."""
+    """Yield the sizes that both runs certify of the same inputs, on the same terms."""
     for mine, other in _pairs(first, later, notes):
         if mine.terms["noise_bank"]:
             raise UserError(

@@ -32,7 +32,7 @@ _PUBLISHED = re.compile(
 
 
 class Backend(Protocol):
-    """What is needed of a tracking library."""
+    """The part of a tracking library that is used."""
 
     def scalar(self, name: str, value: float, step: int) -> None:
         """Write one figure."""
@@ -134,7 +134,7 @@ def check_address(address: str) -> Any:
 
 
 def tracker(address: str, run: str) -> Tracker:
-    """What writes a run's figures there. Raises as `check_address`."""
+    """Return the writer of a run's figures at the address. Raises as `check_address`."""
     library, (kind, _, place) = check_address(address), address.partition(":")
     return Tracker(BACKENDS[kind][1](library, place, run))
 

@@ -296,7 +296,10 @@ def _check_manifest(manifest: dict[str, Any], where: str, number: int) -> None:
 
 
 def digest_of(body: dict[str, Any]) -> str:
-    """Of a manifest's content; with a key in the environment, a message authentication code."""
+    """Return the digest of a manifest's content.
+
+    With a key in the environment it is a message authentication code.
+    """
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=32, key=archive_key()).hexdigest()
 
@@ -437,7 +440,7 @@ class Archive:
 
     @property
     def notice(self) -> str:
-        """What the user is told before anything is sent."""
+        """Return the text that the user reads before anything is sent."""
         if not self.private:
             return f"archive: {self.store.url} receives what may be published, no private state"
         return (
@@ -705,7 +708,7 @@ def fetch(url: str, into: Path) -> tuple[Path, list[str]]:
 
 
 def _whole(store: ObjectStore) -> tuple[int, dict[str, Any]]:
-    """As `newest`. Raises UserError for an archive without private state."""
+    """Return `newest`. Raises UserError for an archive without private state."""
     number, manifest = newest(store)
     if not manifest["private"]:
         raise UserError(

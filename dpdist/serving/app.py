@@ -36,7 +36,7 @@ Ask = Callable[[np.ndarray], Awaitable[dict[str, Any]]]
 
 
 class Lost(Exception):
-    """Whoever worked on a request is gone; the request may be repeated."""
+    """The worker of a request is gone; the request may be repeated."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Gate:
         return Reply(200 if self._healthy else 503, {"healthy": self._healthy})
 
     def metrics(self) -> str:
-        """In the text format of Prometheus."""
+        """Return the metrics in the text format of Prometheus."""
         lines = ["# TYPE dpdist_requests_total counter"]
         lines += [
             f'dpdist_requests_total{{status="{status}"}} {count}'

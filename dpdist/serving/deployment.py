@@ -65,7 +65,10 @@ class Batches:
             task.add_done_callback(self._ended)
 
     def _next(self) -> list[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]]:
-        """Who waits longest, as many as are shared out to the free lanes; nobody who left."""
+        """Return the requests that wait longest, as many as are shared out to the free lanes.
+
+        Those whose sender left are dropped.
+        """
         while self._waiting and self._waiting[0][1].done():
             self._waiting.popleft()
         share = math.ceil(len(self._waiting) / self._free)
@@ -185,7 +188,7 @@ def require_server() -> Any:
 
 
 def _about(release: Release, serving: Serving) -> dict[str, Any]:
-    """What GET / says."""
+    """Return the answer to GET /."""
     return {
         "name": release.name,
         "classes": list(release.about.classes),

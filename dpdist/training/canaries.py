@@ -127,12 +127,12 @@ class WithCanaries(Dataset):
 
     @cached_property
     def planted_rows(self) -> tuple[Tensor, Tensor]:
-        """Of `rows_of`."""
+        """Return the canaries' part of `rows_of`."""
         return rows_of(self.planted, self.public)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the records and of what the canaries are."""
+        """Return the fingerprint of the records and of the canaries' settings."""
         own = Dataset(**{part.name: getattr(self, part.name) for part in fields(Dataset)})
         digest = hashlib.blake2b(digest_size=16, person=b"dpdist.canaries")
         named = f"{own.fingerprint}/{self.planted.canaries}/{self.planted.canary}"
@@ -156,19 +156,19 @@ class WithCanaries(Dataset):
 
 
 class Canaries:
-    """What an audit does to a training. Of one that is not audited: nothing."""
+    """The effect of an audit on a training; none for a training that is not audited."""
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """What a checkpoint keeps of it."""
+        """Return the canaries' part of a checkpoint."""
         return {}
 
     def fed(self, members: np.ndarray) -> np.ndarray:
-        """Of a step's members, those whose gradients are computed."""
+        """Return those of a step's members whose gradients are computed."""
         return members
 
     def labelled(self, members: np.ndarray, labels: Tensor) -> Tensor:
-        """Of members that are computed, (B,), the labels that they are trained under."""
+        """Return the labels under which computed members, (B,), are trained."""
         return labels
 
     def join(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
@@ -176,7 +176,7 @@ class Canaries:
         each of its rows."""
 
     def watch(self, noisy: Tensor, todo: StepPlan, reducer: Reducer) -> None:
-        """What the adversary makes of a released sum (size,); every worker is there."""
+        """Record the adversary's view of a released sum (size,); every worker is there."""
 
 
 class RecordCanaries(Canaries):

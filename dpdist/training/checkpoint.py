@@ -102,7 +102,7 @@ def part_name(rank: int, count: int) -> str:
 
 
 def _from_parts(folder: Path, count: object, own: slice, size: int) -> dict[str, Tensor]:
-    """Those entries of the slots, whoever wrote them: one part at a time is in memory."""
+    """Return those entries of the slots, whoever wrote them: one part at a time is in memory."""
     if not isinstance(count, int) or count < 1:
         raise UserError(f"{folder}: damaged: parts must be a whole number > 0, got {count!r}")
     found: dict[str, list[Tensor]] = {}
@@ -125,7 +125,7 @@ def _slots(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Those of a file that is as it was written. Raises UserError."""
+    """Return those tensors of a file that is as it was written. Raises UserError."""
     raw = read_bytes(path)
     try:
         tensors = load_tensors(raw)

@@ -66,7 +66,7 @@ class Wire:
 
     @property
     def room(self) -> float:
-        """By how much the clip is lowered, relative."""
+        """Return how much the clip is lowered, relative."""
         return _ROUNDED * (self.most + 1) if self.name == "float32" else 0.0
 
     def check(self, records: int) -> None:
@@ -89,7 +89,7 @@ class Wire:
 
     @property
     def refused(self) -> str:
-        """Why so large sums do not travel so; nothing if they do."""
+        """Return why sums of this size do not travel so; empty if they do."""
         if self.room <= MOST_ROOM:
             return ""
         return (
@@ -98,7 +98,7 @@ class Wire:
         )
 
     def words(self) -> str:
-        """What a dry run says of float32."""
+        """Return the description of float32 for a dry run."""
         return (
             f"{self.name}, 4 bytes a parameter; the clip is {100 * self.room:.2g} % lower, for "
             f"sums of up to {self.most:,.0f} records"
@@ -121,7 +121,7 @@ class Reducer:
 
     @property
     def backend(self) -> str:
-        """What workers on this kind of device talk through."""
+        """Return the communication backend of workers on this kind of device."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def rows(self, count: int, size: int) -> Tensor:
@@ -286,10 +286,12 @@ _AT_ONCE = 32  # leaves that travel together, of all parts and rows
 
 @dataclass(frozen=True)
 class Shards:
-    """Of the records, and whose they are. rows: length of the reduced stack; row r is worker 0's,
-    then worker 1's, ... largest: records planned for any shard. mine: (row, first record, end) of
-    this worker's shards. held: rows of each worker; where every worker has the same one row, they
-    are stacked first."""
+    """Shards of the records, and the worker that owns each.
+
+    rows: length of the reduced stack; row r is worker 0's, then worker 1's, ... largest:
+    records planned for any shard. mine: (row, first record, end) of this worker's shards. held:
+    rows of each worker; where every worker has the same one row, they are stacked first.
+    """
 
     rows: int
     largest: int
@@ -316,7 +318,10 @@ class Whole:
         return reducer.sum(rows, flag)
 
     def digests(self, reducer: Reducer, label: str, summed: np.ndarray, size: int) -> list[bytes]:
-        """Of all leaves of a sum of `size` entries, given this worker's; for worker 0."""
+        """Return the digests of all leaves of a sum of `size` entries, for worker 0.
+
+        Each worker gives its own.
+        """
         return leaf_digests(label, summed) if reducer.rank == 0 else []
 
     def complete(self, reducer: Reducer, flat: Tensor) -> None:
@@ -329,7 +334,7 @@ class Whole:
         return size * (4 + 4 * slots + 8 * rows)
 
     def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
-        """What it adds to all that can change a sum."""
+        """Return its part of all that can change a sum."""
         return {}
 
     def kept(
@@ -423,7 +428,7 @@ def _parts(size: int, count: int) -> list[slice]:
 
 
 def leaf_digests(label: str, summed: np.ndarray) -> list[bytes]:
-    """Of the bits of float64 (size,), leaf by leaf, and of whose sum it is."""
+    """Return the digests of the bits of float64 (size,), leaf by leaf, with the sum's owner."""
     found = []
     for at in range(0, len(summed), LEAF):
         digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.release")
@@ -433,7 +438,7 @@ def leaf_digests(label: str, summed: np.ndarray) -> list[bytes]:
 
 
 def release_id(label: str, leaves: Sequence[bytes]) -> str:
-    """Of a whole sum, from its leaves' digests; of a single leaf, its own."""
+    """Return the id of a whole sum, from its leaves' digests; of a single leaf, its own."""
     if len(leaves) == 1:
         return leaves[0].hex()
     digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.leaves")

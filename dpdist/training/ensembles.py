@@ -106,7 +106,7 @@ class ManyTrainings(Task):
 
 
 def kept_in(folder: Path, number: int) -> Path:
-    """Where the files of a training lie."""
+    """Return the folder of a training's files."""
     return folder / f"{number:04d}"
 
 
@@ -186,7 +186,7 @@ COLUMNS: dict[str, Column] = {"model": (int, 0), "digest": (str, None)}
 
 
 def shards_by_hash(hashes: np.ndarray, key: bytes, count: int) -> np.ndarray:
-    """Which of `count` shards each record is in, by a keyed hash of its own input: int64 (N,).
+    """Return the shard, of `count`, of each record, by a keyed hash of its own input: int64 (N,).
 
     hashes: as `Dataset.hashes`. Equal inputs are in one shard, whatever their labels.
     """
@@ -202,8 +202,10 @@ def shards_by_hash(hashes: np.ndarray, key: bytes, count: int) -> np.ndarray:
 
 
 def plan_of_shard(recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
-    """What a teacher's training executes on a shard of so many records, at least one; a shard
-    smaller than a batch is the batch."""
+    """Return recipe and plan of a teacher's training on a shard of so many records, at least one.
+
+    A shard smaller than a batch is the batch.
+    """
     batch = min(recipe.training.batch_size, records)
     training = recipe.training.model_copy(update={"batch_size": batch})
     privacy = recipe.privacy.model_copy(update={"nominal_records": None})
@@ -310,7 +312,7 @@ class Ensemble:
         return len(self._places)
 
     def scores(self, inputs: Tensor) -> np.ndarray:
-        """What each teacher says of each input (B, *input_shape): logits, float64 (K, B, C)."""
+        """Return each teacher's logits of each input (B, *input_shape): float64 (K, B, C)."""
         import torch
 
         from dpdist import models

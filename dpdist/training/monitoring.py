@@ -31,7 +31,7 @@ _PROGRESS_SECONDS = 0.5
 
 @dataclass
 class Seen:
-    """Of worker 0's records in one step: PRIVATE."""
+    """Metrics of worker 0's records in one step: PRIVATE."""
 
     examples: int = 0
     nonfinite: int = 0
@@ -118,7 +118,7 @@ class Group:
 
     @classmethod
     def of(cls, reducer: Reducer, ledger: Ledger, step: int, independence: str = "") -> Group:
-        """That of a ledger's current attempt, which begins with `step`."""
+        """Return the group of a ledger's current attempt, which begins with `step`."""
         again = ledger.repeats(step)
         return cls(step, reducer.world_size, reducer.backend, again, independence)
 
@@ -158,7 +158,7 @@ class Teller:
         self._told = len(read_groups(folder))
 
     def look(self) -> None:
-        """To be called often."""
+        """Report changes of the group of workers; call it often."""
         groups = read_groups(self._folder)
         for place in range(max(1, self._told), len(groups)):
             self._tell(groups[place - 1], groups[place])

@@ -65,7 +65,10 @@ def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any])
 
 
 def made_by(section: PublicRecipe) -> dict[str, Any]:
-    """What of section public decides the trained weights; not where its files lie."""
+    """Return the settings of section public that decide the trained weights.
+
+    The paths of its files do not.
+    """
     settings = section.model_dump(mode="json")
     if section.data is not None:
         del settings["data"]["root"]
@@ -146,7 +149,7 @@ def _check_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset, begin: s
 
 
 def _denoiser_before(recipe: Recipe, dataset: data.Dataset) -> ModelSpec | None:
-    """Of the frozen denoiser that the initial weights stand behind, where there is one."""
+    """Return the spec of the frozen denoiser before the initial weights, or None."""
     assert recipe.model.initial is not None
     folder = recipe.model.initial.folder
     if models.is_base(folder) or not (folder / "model.json").exists():
@@ -214,7 +217,7 @@ def load_frozen(module: nn.Module, recipe: Recipe) -> None:
 
 
 def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[str, Any] | None:
-    """What the model's public part is and saw, as JSON types; None when there is none.
+    """Return kind and data of the model's public part, as JSON types; None when there is none.
 
     private: all records of the data set that are not declared public. "assumed": what the privacy
     card must add to what the guarantee rests on, because no record could be compared. "denoiser":

@@ -18,7 +18,7 @@ from dpdist.runs.recipe import Recipe
 
 
 def source_of(recipe: Recipe) -> data.Source:
-    """Where the recipe's data lie."""
+    """Return the source of the recipe's data."""
     return _source(recipe.data)
 
 
@@ -48,13 +48,15 @@ def _text(section: DataRecipe) -> data.TextColumn | None:
 
 
 def source_at(section: DataRecipe, root: Path | None) -> data.Source:
-    """Where data named elsewhere (by a release) lie here."""
+    """Return the source here of data named elsewhere (by a release)."""
     return replace(_source(section), root=None if root is None else root.resolve())
 
 
 def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
-    """What the run trains on: its training records, and behind them the canaries of an audit. Those
-    take public inputs from data.public, without it from the test split."""
+    """Return the training records, and behind them the canaries of an audit.
+
+    Those take public inputs from data.public, without it from the test split.
+    """
     records = training_records(recipe, source)
     if recipe.planted is None:
         return records
