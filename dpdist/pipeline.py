@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | Path | Mapping[str, Any],
     *,
     runs: str | Path = "runs",
     name: str | None = None,
@@ -46,11 +46,12 @@ def run(
 ) -> RunFolder:
     """Everything a recipe asks for; what is done already is not done again.
 
-    recipe: a validated recipe, or the path or name of one. changes: of its keys, by dotted key, as
-    in {"training.batch_size": 512}. where: begins complaints. Returns the run's folder. Raises
-    UserError and dpdist.core.errors.ClusterError for what the user can mend.
+    recipe: a validated recipe, the path or name of one, or its keys and values as a dict. changes:
+    of its keys, by dotted key, as in {"training.batch_size": 512}. where: begins complaints.
+    Returns the run's folder. Raises UserError and dpdist.core.errors.ClusterError for what the user
+    can mend.
     """
-    where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
+    where = where or (str(recipe) if isinstance(recipe, str | Path) else "recipe")
     recipe = resolve(recipe, changes=changes, name=name, data_root=data_root)
     searching = recipe.tune is not None
     with _trained(recipe, Path(runs), where, search=searching) as (recipe, folder):

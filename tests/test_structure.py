@@ -45,6 +45,18 @@ ROOMS: dict[str, set[str]] = {
         "runs",
     },
     "evaluation": {"data", "models", "randomness", "certification", "runs", "training"},
+    "private_training": {
+        "data",
+        "models",
+        "privacy",
+        "randomness",
+        "gradients",
+        "config",
+        "methods",
+        "runs",
+        "training",
+        "evaluation",
+    },
     "poisoning": {
         "cluster",
         "models",

@@ -18,6 +18,7 @@ import numpy as np
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.core.optional_imports import tensor_of
+from dpdist.data.protocol import Records, fingerprint_of
 from dpdist.data.record_hashes import as_model_sees, check_sealed, damaged, positions, stored_hashes
 from dpdist.data.text import following
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Records):
     """A split stored as inputs.npy, labels.npy and meta.json in `folder`, or a part of its records;
     only the path is pickled.
 
@@ -115,6 +116,10 @@ class Dataset:
         digest.update(self.hashes.tobytes() + self.read.encode())
         digest.update(np.ascontiguousarray(self.labels).tobytes())
         return digest.hexdigest()
+
+    def keyed_fingerprint(self, key: bytes) -> str:
+        """Return a MAC of `fingerprint`, which stands for the records."""
+        return fingerprint_of(key, self, iter([self.fingerprint]))
 
     @cached_property
     def _stored(self) -> np.ndarray:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from dpdist.core.console import significant
 
 Neighbours = Literal["add-or-remove-one", "replace-one"]
-Kind = Literal["proved", "claimed", "audited"]
+Kind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
+POST_PROCESSED: Kind = "assumed: post-processing"
 
 
 def check_delta(delta: float) -> None:
@@ -43,7 +44,8 @@ class Guarantee:
     """(epsilon, delta)-differential privacy of one mechanism.
 
     kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
-    "audited" a lower bound measured on the trained mechanism.
+    "audited" a lower bound measured on the trained mechanism. "assumed: post-processing" is proved
+    of all that was released, and the model was changed between releases by code nobody checked.
     source: accountant or theorem. assumptions: what must hold for the number to be true.
     size_public: whether the mechanism was told the true number of records.
     """
@@ -98,4 +100,9 @@ class Guarantee:
             return f"not private: no finite epsilon is {self.kind} ({self.relation})"
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
         pair = f"({epsilon}, {significant(self.delta, 3)})-DP"
-        return f"{pair}, {self.relation}, {self.kind} by {self.source}"
+        return f"{pair}, {self.relation}, {shown_kind(self.kind)} by {self.source}"
+
+
+def shown_kind(kind: str) -> str:
+    """Return what stands before "by" and the accountant's name."""
+    return f"{POST_PROCESSED}; the releases proved" if kind == POST_PROCESSED else kind
