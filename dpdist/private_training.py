@@ -42,7 +42,7 @@ from dpdist.data.registry import store_split
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import clipping_for
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.hooks import each_tensor, losses_of, take, tensors_of
+from dpdist.gradients.hooks import each_tensor, example_losses, take, tensors_of
 from dpdist.gradients.objective import objective_of
 from dpdist.methods.base import Fixed
 from dpdist.models import ModelSpec
@@ -193,11 +193,14 @@ _HELD_OUT = "held-out"  # folder of public records in a run folder
 _AT_ONCE = 1024  # records compared at once
 
 
-def _arrays(records: Records, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs float32 (B, ...) and classes int64 (B,) of public records. Raises UserError."""
+def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs float32 (B, ...) of public records, and classes int64 (B,), or numbers or
+    labels float32 (B, K). Raises UserError."""
     inputs, targets = records.batch(rows), records.targets(rows)
     if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
         raise UserError("held_out: must have one tensor of numbers for each record as its input")
+    if kind != "class":
+        return inputs.float().cpu().numpy(), targets.float().reshape(len(targets), -1).cpu().numpy()
     if targets.is_floating_point() or targets.dim() != 1:
         raise UserError("held_out: must have one class for each record as its target")
     return inputs.float().cpu().numpy(), targets.long().cpu().numpy()
@@ -205,7 +208,8 @@ def _arrays(records: Records, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 def _store_public(public: Records, private: Records, folder: RunFolder, recipe: Recipe) -> None:
     """Keep public records in the run folder. Raises UserError where a private one is among them."""
-    inputs, labels = _arrays(public, np.arange(len(public)))
+    kind = recipe.data.targets
+    inputs, labels = _arrays(public, np.arange(len(public)), kind)
     found, common = hashes_of(inputs), 0
     for start in range(0, len(private), _AT_ONCE):
         some = private.batch(np.arange(start, min(start + _AT_ONCE, len(private))))
@@ -218,7 +222,8 @@ def _store_public(public: Records, private: Records, folder: RunFolder, recipe: 
             "would be published"
         )
     folder.begin(recipe)
-    store_split(folder.path / _HELD_OUT, recipe.data.name, inputs, labels, recipe.data.classes)
+    root, data = folder.path / _HELD_OUT, recipe.data
+    store_split(root, data.name, inputs, labels, data.classes, kind)
 
 
 def _spec_of(model: nn.Module, factory: str | None, inputs: Any) -> ModelSpec:
@@ -303,6 +308,7 @@ _ASSUMED = (
     "no private record is among what the script's initial weights, loss and settings were made of",
     "between two steps the script uses nothing of the records but what `step` returned",
 )
+_KINDS = {"mse": "number", "huber": "number", "bce": "labels", "multi-label-bce": "labels"}
 _ONLY = {
     "workers": 1, "gpus_per_worker": 0, "release": "whole", "wire": "float64", "noise": "host",
     "archive": None, "archive_private": False,
@@ -440,12 +446,13 @@ class PrivateTraining:
                     "name": data,
                     "root": None if self._public is None else str(self.run.path / _HELD_OUT),
                     "classes": self._spec.classes,
+                    "targets": self._kind(),
                 },
                 "model": {
                     "name": self._spec.name, "options": self._spec.options, "isolate": isolate,
                 },
                 "privacy": _plain(privacy),
-                "training": training,
+                "training": {**training, "loss": self._loss_name()},
                 "resources": _plain(resources or {}),
                 "certify": certify,
                 "script": {
@@ -471,6 +478,19 @@ class PrivateTraining:
                 )
         return recipe
 
+    def _kind(self) -> str:
+        """Return what the targets are: "class", "number" or "labels"."""
+        if isinstance(self._loss, str):
+            return _KINDS.get(self._loss, "class")
+        return "number" if self._records.examples(2)[1].is_floating_point() else "class"
+
+    def _loss_name(self) -> str:
+        """Return how a recipe names the loss; none can call a script's own."""
+        if isinstance(self._loss, str):
+            return self._loss
+        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        return f"script:{re.sub(r'[^A-Za-z0-9]', '_', f'f{name}')}"
+
     def _engine_of(self, examples: tuple[Any, Tensor]) -> GradientEngine:
         """Return the gradient engine, checked on invented examples. Raises UserError."""
         privacy, objective = self._recipe.privacy, self._objective
@@ -483,7 +503,7 @@ class PrivateTraining:
         )
         with _kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
-            _check_draws(lambda: losses_of(self.model, objective, {}, *few), self._device)
+            _check_draws(lambda: example_losses(self.model, objective, {}, *few), self._device)
             engine.screen(*examples)
         return engine
 

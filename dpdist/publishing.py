@@ -97,8 +97,9 @@ def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None
         kept = type(recipe.certify).model_fields.keys() - OF_ONE_CERTIFICATION
         certificate = recipe.certify.model_dump(mode="json", include=set(kept))
     tested = None
-    if evaluation is not None:
+    if evaluation is not None and facts.accuracy is not None:
         tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
+    kind = set() if recipe.data.targets == "class" else {"targets"}
     return {
         "format": FORMAT,
         "dpdist": __version__,
@@ -109,7 +110,7 @@ def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None
         "classes": recipe.data.class_names,
         "noise": place_of(model).describe(),
         "certificate": certificate,
-        "data": recipe.data.model_dump(mode="json", include=_OF_TEST_DATA),
+        "data": recipe.data.model_dump(mode="json", include=_OF_TEST_DATA | kind),
         "tested": tested,
         "certified": [certified_of(table) for table in facts.tables],
         "licence": licence,

@@ -38,7 +38,7 @@ WALKS = {
     """,
     "an epsilon from recipe to report": """
         Recipe PrivacyRecipe make_plan Method.cost PrivacyPlan.guarantee Phase GaussianSteps
-        noise_multiplier_for grid_for compose_pld sampled_gaussian_pld WorstOfDpEvent
+        noise_multiplier_for losses_of compose_pld sampled_gaussian_pld WorstOfDpEvent
         Guarantee Ledger.guarantee ChainedJournal read_released RunFolder.ledger read_facts
         in_short write_report
     """,

@@ -79,9 +79,9 @@ class DataRecipe(Section):
     """The data set: a built-in name (digits, strokes, scenes), or a folder NAME of Parquet files
     in `root`.
 
-    classes: of the files. names: of the classes, by number; a label column of text holds these.
-    labels: use the records of these alone, renumbered in this order. text: one document is one
-    record.
+    classes: of the files; of targets that are no classes, how many a record has. names: of the
+    classes, by number; a label column of text holds these. labels: use the records of these alone,
+    renumbered in this order. text: one document is one record.
     """
 
     conditions = (
@@ -106,6 +106,10 @@ class DataRecipe(Section):
     )  # fmt: skip
 
     name: DataName
+    targets: Literal["class", "number", "labels"] = Field(
+        default="class",
+        description="the label column: one of the classes; number(s); a 0 or 1 for each label",
+    )
     root: FilePath | None = None
     classes: Classes = 10
     names: list[Line] = Field(default=[], max_length=100_000)
@@ -137,6 +141,12 @@ class DataRecipe(Section):
         if isinstance(names, list) and names and "classes" not in value:
             return {**value, "classes": len(names)}
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_output(cls, value: Any) -> Any:
+        given = isinstance(value, dict) and value.get("targets") in ("number", "labels")
+        return {**value, "classes": 1} if given and "classes" not in value else value
 
     @model_validator(mode="before")
     @classmethod
@@ -180,6 +190,16 @@ class DataRecipe(Section):
             raise of_key("names, labels", "leave them out: with text.predict: next there are none")
         return self
 
+    @model_validator(mode="after")
+    def _targets_fit(self) -> DataRecipe:
+        if self.targets == "class":
+            return self
+        if self.root is None and self.name in BUILT_IN:
+            raise of_key("targets", f"must be class: {self.name} is built in; give data.root")
+        if self.names or self.labels or (self.text is not None and self.text.following):
+            raise of_key("names, labels, text.predict", f"not beside targets: {self.targets}")
+        return self
+
     @property
     def following(self) -> bool:
         """Whether a record has many targets, its own next tokens."""
@@ -209,9 +229,13 @@ class DataRecipe(Section):
 
     def without_label(self, what: str) -> str | None:
         """Why `what`, which asks about a record's one label, is refused; None where it is not."""
-        if not self.following:
+        if self.following:
+            why = "data.text.predict: next there is none"
+        elif self.targets != "class":
+            why = f"data.targets: {self.targets} there is none"
+        else:
             return None
-        return f"{what}: is for records of one label; with data.text.predict: next there is none"
+        return f"{what}: is for records of one label; with {why}"
 
     @property
     def told_apart(self) -> int:

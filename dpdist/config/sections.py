@@ -565,10 +565,40 @@ class Sections(Section):
             f"method {self.method.name}": not self.method.takes_tokens,
         }
         of_labels = {"tune": self.tune is not None, "audit": self.audit is not None}
+        if self.data.targets != "class":
+            of_labels |= {"certify": self.certify is not None, "public": self.public is not None}
         why = [self.data.refused(what) for what, given in asked.items() if given]
         why += [self.data.without_label(what) for what, given in of_labels.items() if given]
         for found in filter(None, why):
             raise ValueError(f"{found}: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> Sections:
+        loss, targets = self.training.loss, self.data.targets
+        if loss == "cross-entropy" and targets == "class":
+            return self
+        if not self.method.takes_losses:
+            raise ValueError(
+                f"training.loss: must be cross-entropy with method {self.method.name}, which says "
+                "itself what is learned; leave it out, or take method dp-sgd"
+            )
+        if self.audit is not None:
+            raise ValueError(
+                "audit: is for training.loss cross-entropy, which its canaries are made for; leave "
+                "it out"
+            )
+        fitting = {
+            "class": ("cross-entropy",), "number": ("mse", "huber"),
+            "labels": ("bce", "multi-label-bce"),
+        }  # fmt: skip
+        if not self.training.own_loss and loss not in fitting[targets]:
+            named = " or ".join((*fitting[targets], "a function of yours"))
+            raise ValueError(
+                f"training.loss: must be {named} with data.targets: {targets}, got {loss}"
+            )
+        if loss == "bce" and self.data.classes != 1:
+            raise ValueError("data.classes: must be 1 with training.loss bce, or multi-label-bce")
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from dpdist.core.fields import (
     Count,
@@ -29,6 +29,7 @@ from dpdist.core.fields import (
 # --- training ---------------------------------------------------------------------------------
 
 
+LOSSES = ("cross-entropy", "bce", "multi-label-bce", "mse", "huber")
 CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
 
 
@@ -37,7 +38,9 @@ class TrainingRecipe(Section):
 
     schedule: what the learning rate is multiplied by; step: by `factor` at each of the milestones,
     which are fractions of all steps. weight_decay: times the parameters is added to the gradient,
-    as in torch's SGD and Adam. crop, flip: every draw of a record sees its image moved by up to so
+    as in torch's SGD and Adam; with adamw it shrinks the parameters, times the learning rate. loss:
+    a name (`dpdist.gradients.objective`), or package.module:function, of the module and a batch to
+    one value a record. crop, flip: every draw of a record sees its image moved by up to so
     many pixels in each direction (black comes in at the rim), mirrored with probability 1/2.
     """
 
@@ -48,7 +51,8 @@ class TrainingRecipe(Section):
     batch_size: Count
     steps: Steps | None = None
     epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    loss: str = Field(default="cross-entropy", description="a name, or package.module:function")
     learning_rate: Positive
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     milestones: list[Probability] = Field(default=[], max_length=100)
@@ -69,6 +73,18 @@ class TrainingRecipe(Section):
         default=False,
         description="bit-identical on any number of workers (canonical shards, slower)",
     )
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str) -> str:
+        if value in LOSSES or re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", value):
+            return value
+        raise ValueError(f"must be {', '.join(LOSSES)} or package.module:function")
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return self.loss not in LOSSES
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingRecipe:

@@ -258,6 +258,16 @@ def each(error: ValidationError) -> Iterator[Any]:
             yield {**inner, "loc": (*item["loc"], *inner["loc"])}
 
 
+# --- measures of what is no class -------------------------------------------------------------
+
+
+# By data.targets: of numbers, over all of a record's; of labels, shares of labels and of records.
+MEASURES = {
+    "number": ("mean squared error", "mean absolute error"),
+    "labels": ("labels right", "records with all labels right"),
+}
+
+
 # --- token numbers ----------------------------------------------------------------------------
 
 

@@ -40,7 +40,8 @@ class Dataset(Records):
     [low, high); without: leave out the records whose inputs are stored in that folder; kept: of
     what is left, by place, in packed bits.
     largest_group: most records of one group, when a group column is named. read: how texts became
-    inputs. following: the targets of a record are its own next tokens, not its label.
+    inputs. following: the targets of a record are its own next tokens, not its label. target_kind:
+    "class"; or "number" and "labels", whose labels are float32 (N, classes).
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class Dataset(Records):
     kept: bytes | None = None
     read: str = ""
     following: bool = False
+    target_kind: str = "class"
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -72,6 +74,7 @@ class Dataset(Records):
             largest_group=meta.get("largest_group"),
             read=meta.get("read", ""),
             following=meta.get("following", False),
+            target_kind=meta.get("target_kind", "class"),
         )
 
     def first(self, limit: int | None) -> Dataset:
@@ -177,7 +180,7 @@ class Dataset(Records):
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         """What a model should say, int64: labels (B,), or the tokens that follow (B, T), below
-        0 where none does."""
+        0 where none does; of targets that are no classes, float32 (B, classes)."""
         import torch
 
         if self.following:

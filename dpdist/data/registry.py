@@ -120,17 +120,19 @@ def has(source: Source, split: str) -> bool:
 
 
 def store_split(
-    root: Path, name: str, inputs: np.ndarray, labels: np.ndarray, classes: int
+    root: Path, name: str, inputs: np.ndarray, labels: np.ndarray, classes: int, kind: str
 ) -> None:
     """Write arrays as the test split of a data set below a root, unless one is there.
 
     Args:
         inputs: (N, ...) float32.
-        labels: (N,) int64 in 0..classes-1.
+        labels: (N,) int64 in 0..classes-1; of targets that are no classes, (N, classes) float32.
+        kind: of the targets, "class", "number" or "labels".
     """
     folder = root / name / "test"
     if not folder.exists():
-        _write(folder, inputs, labels, _meta(f"{name}/test", classes, inputs, labels))
+        meta = _meta(f"{name}/test", classes, inputs, labels)
+        _write(folder, inputs, labels, meta if kind == "class" else {**meta, "target_kind": kind})
 
 
 def _stored(source: Source, split: str) -> Path:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpdist.core.errors import UserError
-from dpdist.gradients.engine import cross_entropy
-from dpdist.gradients.hooks import Losses, Objective, OwnLoss
+from dpdist.gradients.engine import Losses, Objective, OwnLoss, cross_entropy
 
 
 def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -297,6 +297,12 @@ class Method(Section):
         return False
 
     @property
+    def takes_losses(self) -> bool:
+        """Whether training.loss may be another than cross-entropy: the method then says nothing of
+        what is learned."""
+        return False
+
+    @property
     def stepwise(self) -> bool:
         """Whether the plan's steps are sums of clipped gradients, as audits take them apart."""
         return True

@@ -457,9 +457,11 @@ class Release:
         return module
 
     def need_numbers(self) -> None:
-        """Raise UserError where inputs are tokens, which nothing certifies."""
+        """Raise UserError where inputs are tokens or outputs no classes: nothing certifies them."""
         if self.about.tokens:
             raise UserError(f"{self.path}: takes tokens of text, which have no certificate")
+        if (why := self.about.data.without_label(str(self.path))) is not None:
+            raise UserError(f"{why}; call its `model`")
 
     def settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001

@@ -83,7 +83,7 @@ def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
     header = ["run", "clean, %", "claimed epsilon", "proved epsilon", "audited epsilon", "verdict"]
     rows = [header]
     for facts in runs:
-        clean = "" if facts.evaluation is None else percent(facts.evaluation["accuracy"])
+        clean = "" if facts.accuracy is None else percent(facts.accuracy)
         claim = facts.claim
         claimed, verdict = "none", "nothing claimed"
         if claim is not None and claim.claimed is not None:
@@ -312,7 +312,7 @@ def _curves_section(
 def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
     two = []
     for facts in (first, later):
-        if not facts.evaluation:
+        if not facts.evaluation or facts.accuracy is None:
             return []
         if "next_tokens" in facts.evaluation:
             notes.append(

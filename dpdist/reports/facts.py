@@ -22,7 +22,7 @@ from dpdist.certification.evaluation import Evaluation, refuse_decisions
 from dpdist.config.search import TuneRecipe
 from dpdist.core.console import exact, percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import INDEPENDENCE, SCREENED, weakest
+from dpdist.core.fields import INDEPENDENCE, MEASURES, SCREENED, weakest
 from dpdist.core.files import check_shape, read_json
 from dpdist.core.version import __version__
 from dpdist.privacy.budget import budgets_in, run_id
@@ -182,6 +182,7 @@ def released(search: SearchTerms, plan: PrivacyPlan, ledger: Ledger) -> PrivacyP
 
 
 _EVALUATION = {"accuracy": float, "inputs": int, "correct": int, "data": str, "fingerprint": str}
+_MEASURED = {"measures": dict, "inputs": int, "data": str, "fingerprint": str}
 MOST_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
 _TABLES = "*/certificates.parquet"
 
@@ -382,6 +383,24 @@ class Facts:
         )
 
     @property
+    def accuracy(self) -> float | None:
+        """The share of test inputs answered rightly; None where that was not measured, or where
+        records have no class (`measures`)."""
+        return (self.evaluation or {}).get("accuracy")
+
+    @property
+    def measures(self) -> dict[str, str]:
+        """What was measured of targets that are no classes, by name, in words."""
+        measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
+        found = {name: measured[name] for name in MEASURES.get(kind, ()) if name in measured}
+        shares = kind == "labels"
+        return {
+            name: "not finite" if value is None
+            else f"{percent(value)} %" if shares else f"{value:.4g}"
+            for name, value in found.items()
+        }  # fmt: skip
+
+    @property
     def next_tokens(self) -> int | None:
         """How many next tokens the evaluation asked for; None where it asked for labels."""
         return (self.evaluation or {}).get("next_tokens")
@@ -421,12 +440,10 @@ class Facts:
         if self.evaluation is not None:
             draws = self.evaluation.get("noise_draws")
             how = f", mean scores of {draws} draws of its noise" if draws else ""
-            rows.append(
-                (
-                    "clean accuracy",
-                    f"{percent(self.evaluation['accuracy'])} % of {self.asked}{how})",
-                )
-            )
+            if self.accuracy is not None:
+                said = f"{percent(self.accuracy)} % of {self.asked}{how})"
+                rows.append(("clean accuracy", said))
+            rows += [(name, f"{said} on {self.asked})") for name, said in self.measures.items()]
             if self.next_tokens is not None:
                 rows.append(("perplexity", f"{self.evaluation['perplexity']:.2f} of {self.asked})"))
         for table in self.tables:
@@ -475,7 +492,9 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     by_run = read_released(folder)
     plan, ledger = by_run.plan, by_run.ledger
     _check_trained_by(folder, ledger)
-    evaluation = _read_evaluation(folder.evaluation) if folder.evaluation.exists() else None
+    evaluation = None
+    if folder.evaluation.exists():
+        evaluation = _read_evaluation(folder.evaluation, recipe.data.targets)
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
     if search is not None:
         whole = released(search, plan, ledger)
@@ -530,7 +549,9 @@ def _check_trained_by(folder: RunFolder, ledger: Ledger) -> None:
     folder.check_searched_by(last.get(SEARCHED_BY))
 
 
-def _read_evaluation(path: Path) -> dict[str, Any]:
+def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
+    if targets != "class":
+        return _read_measures(path, targets)
     found = read_json(path, _EVALUATION)
     pairs = found.get("by_class", [])
     sound = 1 <= found["inputs"] <= MOST_INPUTS and 0 <= found["accuracy"] <= 1
@@ -540,6 +561,18 @@ def _read_evaluation(path: Path) -> dict[str, Any]:
     sound &= found["accuracy"] == found["correct"] / asked
     if not sound or not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise UserError(f"{path}: damaged: its accuracy is not that of its inputs and classes")
+    return found
+
+
+def _read_measures(path: Path, targets: str) -> dict[str, Any]:
+    found = read_json(path, _MEASURED)
+    values = found["measures"]
+    sound = sorted(values) == sorted(MEASURES[targets]) and 1 <= found["inputs"] <= MOST_INPUTS
+    most = 1.0 if targets == "labels" else math.inf
+    for value in values.values() if sound else ():
+        sound &= value is None or (isinstance(value, float | int) and 0 <= value <= most)
+    if not sound:
+        raise UserError(f"{path}: damaged: its measures are not those of data.targets: {targets}")
     return found
 
 

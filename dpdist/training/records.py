@@ -29,6 +29,7 @@ def _source(section: DataRecipe) -> data.Source:
         tuple(section.columns.features),
         section.columns.group,
         _text(section),
+        section.targets,
     )
     return data.Source(
         section.name, section.classes, section.root, section.train, section.test, columns,

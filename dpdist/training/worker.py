@@ -125,8 +125,10 @@ def _device(device: torch.device) -> str:
 
 def recipe_digest(recipe: Recipe) -> str:
     """Return a digest of all in a recipe that its sums depend on, and of a user's own code in it:
-    the modules of the model's factory and of the method's class, as `factory_code` covers them."""
-    named = (name for name in (recipe.model.name, recipe.method.name) if ":" in name)
+    the modules of the model's factory, the method's class and the loss, as `factory_code` covers
+    them."""
+    given = recipe.model.name, recipe.method.name, recipe.training.loss
+    named = (name for name in given if ":" in name)
     return _digest([recipe.of_model, {name: digests(name) for name in named}])
 
 

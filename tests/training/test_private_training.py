@@ -452,10 +452,16 @@ def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     torch.manual_seed(0)
     again = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
     again.load_state_dict(model.state_dict())
-    for own in (loss,):
-        u = training(tmp_path / "own", again, sgd(again), data=(inputs, labels.float()), loss=own)
-        u.run_all()
-    assert dpdist.read_facts(u.run).card()["notes"]
+    held = records(20, 2)
+    u = training(
+        tmp_path / "own", again, sgd(again), data=(inputs, labels.float()), loss=loss,
+        held_out=(held[0], held[1].float()),
+    )  # fmt: skip
+    u.run_all()
+    assert read_json(u.run.evaluation)["measures"].keys() == {
+        "mean squared error", "mean absolute error"
+    }  # fmt: skip
+    assert "loss test_private_training" in " ".join(dpdist.read_facts(u.run).card()["notes"])
 
 
 # --- crashes
