@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dpdist.certification.registry import settings_of as settings_of
     from dpdist.certification.statistics import population_bounds as population_bounds
     from dpdist.cluster.session import connect as connect
+    from dpdist.config.sections import Privacy as Privacy
     from dpdist.core.errors import ClusterError as ClusterError
     from dpdist.core.errors import UserError as UserError
     from dpdist.data.adapters import as_records as as_records
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from dpdist.pipeline import run as run
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
+    from dpdist.private_training import PrivateTraining as PrivateTraining
+    from dpdist.private_training import StepReport as StepReport
+    from dpdist.private_training import fit as fit
     from dpdist.publishing import write_release as write_release
     from dpdist.release.bundle import Release as Release
     from dpdist.release.bundle import load as load
@@ -48,6 +52,10 @@ _LAZY = {
     "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
     "PrivateStep": "dpdist.training.private_step",
+    "PrivateTraining": "dpdist.private_training",
+    "StepReport": "dpdist.private_training",
+    "fit": "dpdist.private_training",
+    "Privacy": "dpdist.config.sections",
     "connect": "dpdist.cluster.session",
     "Records": "dpdist.data.protocol",
     "as_records": "dpdist.data.adapters",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | Path | Mapping[str, Any],
     *,
     runs: str | Path = "runs",
     name: str | None = None,
@@ -50,7 +50,7 @@ def run(
     continues a run that was interrupted.
 
     Args:
-        recipe: a validated recipe, or the path or name of one.
+        recipe: a validated recipe, the path or name of one, or its keys and values as a dict.
         runs: the folder of all runs.
         name: the run's name; None for the recipe's.
         data_root: the folder of data sets that the recipe names.
@@ -80,7 +80,7 @@ def run(
         >>> dpdist.read_facts(folder).guarantee.epsilon <= 3
         True
     """
-    where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
+    where = where or (str(recipe) if isinstance(recipe, str | Path) else "recipe")
     recipe = resolve(recipe, changes=changes, name=name, data_root=data_root)
     searching = recipe.tune is not None
     with _trained(recipe, Path(runs), where, search=searching) as (recipe, folder):

@@ -785,7 +785,7 @@ def _page(path: Path) -> Facts:
     text = path.read_text()
     text = re.sub(r"(?s)<(script|style)\b.*?</\1>", " ", text)
     shown = _NO_RESULT.sub(" ", unescape(re.sub(r"(?s)<[^>]*>", " ", text)))
-    numbers = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?! s\b)", shown)
+    numbers = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\d|\.\d| s\b)", shown)
     return _flat(numbers, "number")
 
 

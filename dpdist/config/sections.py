@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from dpdist.certification.registry import AnyCertificate
 from dpdist.config.data import DataRecipe
 from dpdist.config.search import TuneRecipe
 from dpdist.config.training import AugmentRecipe, ResourcesRecipe, TrainingRecipe
+from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     MOST_SHIFTS,
     Count,
@@ -33,8 +34,11 @@ from dpdist.core.fields import (
     Section,
     Text,
     averaged,
+    each,
     of_key,
+    rule_of,
 )
+from dpdist.core.files import shown
 
 # --- audits -----------------------------------------------------------------------------------
 
@@ -404,6 +408,38 @@ class PrivacyRecipe(Section):
         The clip norm, infinite without clipping.
         """
         return math.inf if self.clipping == "none" else self.clip_norm
+
+
+class Privacy(PrivacyRecipe):
+    """The recipe's section `privacy`, made in Python: `Privacy(epsilon=3, delta=1e-5)`.
+
+    Guarantee: a training with it costs at most `epsilon` at `delta`; its noise is calibrated. With
+    `noise_multiplier` in place of `epsilon`, the plan states what it costs.
+
+    Args:
+        values: fields of the section: epsilon or noise_multiplier, delta, clip_norm, clipping,
+            neighbours, batch_cap, nominal_records, group_size, run_key (for tests).
+
+    Raises:
+        UserError: one line for each field that is wrong.
+
+    Example:
+        >>> from dpdist import Privacy
+        >>> Privacy(epsilon=3, delta=1e-5).clip_norm
+        1.0
+    """
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise UserError("\n".join(map(_complaint, each(error)))) from None
+
+
+def _complaint(item: Any) -> str:
+    key, rule = ".".join(["privacy", *map(str, item["loc"])]), rule_of(item)
+    told = item["type"] in ("extra_forbidden", "missing") or isinstance(item["input"], dict)
+    return f"{key}: {rule}" if told else f"{key}: {rule}, got {shown(item['input'])}"
 
 
 class DenoiserRecipe(Section):

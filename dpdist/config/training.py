@@ -22,6 +22,7 @@ from dpdist.core.fields import (
     Section,
     Seed,
     Steps,
+    Text,
     of_key,
 )
 
@@ -133,6 +134,33 @@ class AugmentRecipe(Section):
             if pair is not None and pair[0] > pair[1]:
                 raise ValueError(f"{name}: a range, low to high, got {list(pair)}")
         return self
+
+
+# --- training by a script ---------------------------------------------------------------------
+
+
+class ScriptTraining(TrainingRecipe):
+    """The part of a training that a script's own loop takes from the plan.
+
+    Optimizer, learning rate and schedule are the script's.
+    """
+
+    optimizer: Literal["script"] = "script"  # type: ignore[assignment]
+    learning_rate: Positive | None = None  # type: ignore[assignment]
+
+
+class ScriptRecipe(Section):
+    """What a script gave `dpdist.PrivateTraining`, in words: no command can repeat it.
+
+    model, optimizer, loss: names of their classes or functions, or of a loss. replaced: what came
+    with the records and was not used. assumed: what the guarantee rests on and nobody checked.
+    """
+
+    model: Text
+    optimizer: Text
+    loss: Text
+    replaced: list[Text] = Field(default=[], max_length=100)
+    assumed: list[Text] = Field(default=[], max_length=100)
 
 
 # --- resources --------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ def _whole(source: Source, split: str, cache: Path) -> Dataset:
         if source.name in INVENTED:
             return _invented(source.name, split, cache)
         return _digits(split, cache)
+    if _is_stored(source, split):
+        return Dataset.open(_stored(source, split))
     files = split_files(source.root, source.name, source.train if split == "train" else source.test)
     return load_parquet(files, name, source.classes, source.columns, cache, source.names)
 
@@ -108,11 +110,39 @@ def has(source: Source, split: str) -> bool:
     """Whether the split's files are there; they are not read."""
     if source.root is None:
         return source.name in BUILT_IN
+    if _is_stored(source, split):
+        return True
     try:
         split_files(source.root, source.name, source.train if split == "train" else source.test)
     except UserError:
         return False
     return True
+
+
+def store_split(
+    root: Path, name: str, inputs: np.ndarray, labels: np.ndarray, classes: int, kind: str
+) -> None:
+    """Write arrays as the test split of a data set below a root, unless one is there.
+
+    Args:
+        inputs: (N, ...) float32.
+        labels: (N,) int64 in 0..classes-1; of targets that are no classes, (N, classes) float32.
+        kind: of the targets, "class", "number" or "labels".
+    """
+    folder = root / name / "test"
+    if not folder.exists():
+        meta = _meta(f"{name}/test", classes, inputs, labels)
+        _write(folder, inputs, labels, meta if kind == "class" else {**meta, "target_kind": kind})
+
+
+def _stored(source: Source, split: str) -> Path:
+    assert source.root is not None
+    return source.root / source.name / (source.train if split == "train" else source.test)
+
+
+def _is_stored(source: Source, split: str) -> bool:
+    """Whether a split lies there as arrays, not as Parquet files."""
+    return (_stored(source, split) / "meta.json").exists()
 
 
 def split_by_id(records: int, fraction: float, salt: str) -> np.ndarray:

@@ -96,12 +96,35 @@ def check_name(name: str) -> None:
         )
 
 
+SCRIPT = "code-of-the-user"  # in place of a module: a script gave the model itself
+_GIVEN: dict[tuple[str, str], Callable[[], Any]] = {}
+
+
+def give(name: str, structure: str, make: Callable[[], Any]) -> None:
+    """Let models of that name and structure be built in this process by `make`."""
+    _GIVEN[name, structure] = make
+
+
+def _given(name: str) -> Callable[..., Any]:
+    def build(input_shape: tuple[int, ...], classes: int, structure: str = "") -> Any:
+        if (name, structure) in _GIVEN:
+            return _GIVEN[name, structure]()
+        raise UserError(
+            f"model.name: {name!r} is known to the script that trained it alone: call it there, or "
+            "train with PrivateTraining(..., factory='package.module:function')"
+        )
+
+    return build
+
+
 def factory_of(name: str) -> Callable[..., Any]:
     """Return the function that makes a model of that name.
 
     Raises UserError for a name that leads nowhere.
     """
     check_name(name)
+    if name.startswith(f"{SCRIPT}:"):
+        return _given(name)
     optional_imports.install_torchvision_hook()  # a user's module may import torchvision
     module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
     package, _, last = module.rpartition(".")

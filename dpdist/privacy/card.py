@@ -18,7 +18,15 @@ from typing import Any
 from dpdist.core.console import exact
 from dpdist.core.errors import UserError
 from dpdist.core.files import check_shape, read_json, write_json
-from dpdist.privacy.guarantee import Guarantee, check_delta, format_delta, format_epsilon
+from dpdist.privacy.guarantee import (
+    POST_PROCESSED,
+    Guarantee,
+    Kind,
+    check_delta,
+    format_delta,
+    format_epsilon,
+    shown_kind,
+)
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import walk
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee, plan_of
@@ -164,6 +172,7 @@ def card(
     assumptions: Sequence[str] = (),
     notes: Sequence[str] = (),
     extra: Mapping[str, Any] | None = None,
+    kind: Kind = "proved",
 ) -> dict[str, Any]:
     """Return the privacy card as JSON types.
 
@@ -172,7 +181,7 @@ def card(
     number of records (and with it the sampling rate's meaning) out. unit: what is protected.
     group_size: of up to so many records the guarantee is stated as well. data_set: what the data
     set has cost in all runs. assumptions: what must hold besides. extra: further facts (library
-    versions, model, recipe).
+    versions, model, recipe). kind: of the guarantee.
 
     "accounted" are the phases that were released, as a plan: `recomputed` makes the card of it.
     """
@@ -181,7 +190,7 @@ def card(
     phases = plan.phases if ledger is None else ledger.phases(plan)
     whole = replace(plan, phases=phases)
     paths = whole.alternatives(phases)
-    main = whole.guarantee_of(paths)
+    main = replace(whole.guarantee_of(paths), kind=kind)
     group = None if group_size == 1 else group_guarantee(whole, group_size)
     if group is not None:
         unit += f"; {group_size} records: epsilon {format_epsilon(group.epsilon)}"
@@ -304,6 +313,7 @@ def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any
             assumptions=described["assumptions"][len(plan.assumptions) :],
             notes=described["notes"][1:],
             extra=described["extra"],
+            kind=POST_PROCESSED if described["guarantee"]["kind"] == POST_PROCESSED else "proved",
         )
     except (ValueError, OverflowError) as error:
         raise UserError(f"its phases cannot be accounted: {error}") from error
@@ -344,7 +354,7 @@ def card_markdown(described: Mapping[str, Any]) -> str:
     lines += [
         f"({format_epsilon(guarantee['epsilon'])}, {format_delta(guarantee['delta'])})"
         "-differential privacy, "
-        f"{guarantee['kind']} by {described['accountant']}.",
+        f"{shown_kind(guarantee['kind'])} by {described['accountant']}.",
         "",
         "| | |",
         "|---|---|",

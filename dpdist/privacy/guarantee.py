@@ -9,7 +9,8 @@ from typing import Any, Literal
 from dpdist.core.console import significant
 
 Neighbours = Literal["add-or-remove-one", "replace-one"]
-Kind = Literal["proved", "claimed", "audited"]
+Kind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
+POST_PROCESSED: Kind = "assumed: post-processing"
 
 
 def check_delta(delta: float) -> None:
@@ -47,7 +48,9 @@ class Guarantee:
         delta: in [0, 1).
         neighbours: the relation of data sets, "add-or-remove-one" or "replace-one".
         kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
-            "audited" a lower bound measured on the trained mechanism.
+            "audited" a lower bound measured on the trained mechanism. "assumed: post-processing" is
+            proved of all that was released, while code that nobody checked changed the model
+            between releases.
         source: accountant or theorem.
         assumptions: what must hold for the number to be true.
         size_public: whether the mechanism was told the true number of records.
@@ -114,4 +117,9 @@ class Guarantee:
             return f"not private: no finite epsilon is {self.kind} ({self.relation})"
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
         pair = f"({epsilon}, {significant(self.delta, 3)})-DP"
-        return f"{pair}, {self.relation}, {self.kind} by {self.source}"
+        return f"{pair}, {self.relation}, {shown_kind(self.kind)} by {self.source}"
+
+
+def shown_kind(kind: str) -> str:
+    """Return what stands before "by" and the accountant's name."""
+    return f"{POST_PROCESSED}; the releases proved" if kind == POST_PROCESSED else kind

@@ -14,7 +14,7 @@ import yaml
 
 from dpdist.core.console import bound, exact, percent, significant
 from dpdist.core.fields import averaged
-from dpdist.privacy.guarantee import format_delta, format_epsilon
+from dpdist.privacy.guarantee import format_delta, format_epsilon, shown_kind
 from dpdist.release.bundle import (
     ARCHITECTURE,
     CARD,
@@ -142,7 +142,7 @@ def _privacy(card: Mapping[str, Any]) -> str:
         return f"None: the run key was fixed, or nothing is proved. See `{CARD_TEXT}`."
     lines = [
         f"({format_epsilon(epsilon)}, {format_delta(guarantee['delta'])})-differential privacy, "
-        f"{guarantee['kind']} by {card['accountant']}; neighbours: {card['relation']}.",
+        f"{shown_kind(guarantee['kind'])} by {card['accountant']}; neighbours: {card['relation']}.",
         f"Whatever test is made on the model: if it calls a record that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
         f"+ delta (e^epsilon = {significant(math.exp(min(epsilon, 700)), 3)}).",

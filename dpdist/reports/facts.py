@@ -29,7 +29,7 @@ from dpdist.privacy.budget import budgets_in, run_id
 from dpdist.privacy.calibration import training_and_search
 from dpdist.privacy.card import Audited, card
 from dpdist.privacy.claims import Claim
-from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
+from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee, format_delta, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee, plan_of
@@ -345,9 +345,17 @@ class Facts:
         lines += self.recipe.data.assumed + self.recipe.method.assumed(self.recipe)
         if self.independence == SCREENED:
             lines.append("the model treats each record alone")
+        if self.recipe.by_script is not None:
+            lines += self.recipe.by_script.assumed
+        lines += self.post_processed
         if ":" in self.recipe.method.name:  # a class from elsewhere
             lines.append(f"method {self.recipe.method.name} costs what its class says")
         return lines
+
+    @property
+    def post_processed(self) -> list[str]:
+        """What a script changed between steps, where nobody checked what it was made of."""
+        return _changed_between(self.recipe, self.folder)
 
     def card(self) -> dict[str, Any]:
         """Return the privacy card, as JSON types."""
@@ -368,6 +376,12 @@ class Facts:
             notes.append(f"Custom model: {self.recipe.model.name}, no architecture of dpdist's.")
         if self.recipe.training.own_loss:
             notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
+        if (own := self.recipe.by_script) is not None:
+            notes.append(
+                f"Trained in a loop of its own, code of the user: {own.model}, {own.optimizer}, "
+                f"loss {own.loss}. No command repeats the training."
+            )
+            notes += [f"Replaced: {line}." for line in own.replaced]
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.measured]
@@ -393,6 +407,7 @@ class Facts:
                 "dpdist": __version__,
                 **searched,
             },
+            kind=self.guarantee.kind,
         )
 
     @property
@@ -542,13 +557,16 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         _check_models(trained, [(folder.evaluation, evaluation.get("model"))])
     _check_models(trained, [(t.path, t.about.get("model")) for t in tables])
     _check_models(trained, [(each.path, each.model) for each in found])
+    guarantee = ledger.guarantee(plan) if search is None else whole.guarantee()
+    if _changed_between(recipe, folder):
+        guarantee = dataclasses.replace(guarantee, kind=POST_PROCESSED)
     checks = evaluations[CheckSettings]
     _check_models(trained, [(each["path"], each["model"]) for each in checks])
     return Facts(
         folder=folder,
         recipe=recipe,
         plan=plan,
-        guarantee=ledger.guarantee(plan) if search is None else whole.guarantee(),
+        guarantee=guarantee,
         ledger=ledger,
         search=search,
         group=_group_guarantee(recipe, whole),
@@ -558,6 +576,19 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         tables=tables,
         evaluations=evaluations,
     )
+
+
+def _changed_between(recipe: Recipe, folder: RunFolder) -> list[str]:
+    """Return a line of what a script changed between steps; none of a run without a script."""
+    if recipe.by_script is None:
+        return []
+    changed = read_json(folder.script, {"changed": list})["changed"]
+    if not changed:
+        return []
+    what = " and ".join(map(str, changed))
+    return [
+        f"{POST_PROCESSED}: between two steps the script changed {what} by released values alone"
+    ]
 
 
 def _check_trained_by(folder: RunFolder, ledger: Ledger) -> None:

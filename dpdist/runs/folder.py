@@ -191,6 +191,11 @@ class RunFolder:
         return self.private / "pretrained.json"
 
     @property
+    def script(self) -> Path:
+        """Of a run by a script's own loop: what the script changed between steps."""
+        return self.private / "script.json"
+
+    @property
     def planted(self) -> Path:
         """Return the file of the audit's section of a run with canaries, as before the training."""
         return self.private / "planted.json"
@@ -493,10 +498,10 @@ class RunFolder:
         self.check_format()
         if not self.trained.exists():
             command = f"tune {self.asked}" if self.asked.exists() else f"train {self.recipe_file}"
-            raise UserError(
-                f"{self.path}: this run never finished training; continue it with "
-                f"`dpdist {command}` first"
-            )
+            how = f"continue it with `dpdist {command}` first"
+            if self.recipe_file.exists() and load(self.recipe_file).by_script is not None:
+                how = "run its script again, which continues it"
+            raise UserError(f"{self.path}: this run never finished training; {how}")
         return read_json(self.trained, {"steps": int, "fallback_layers": list})
 
     def read_key(self) -> bytes:

@@ -7,6 +7,7 @@ training, searches, dry runs and previews all take the cost of a training from h
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -17,6 +18,7 @@ import yaml
 from pydantic import ValidationError, field_validator, model_validator
 
 from dpdist.config.sections import Sections
+from dpdist.config.training import ScriptRecipe, ScriptTraining
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MOST_STEPS, Section, complaints, each, rule_of, unused
 from dpdist.core.files import NoSuchFile, is_file, parse_yaml, read_yaml, shown, usable_path
@@ -79,6 +81,11 @@ class Recipe(Sections):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
     @property
+    def by_script(self) -> ScriptRecipe | None:
+        """What a script gave, where its own loop makes the run; None where commands make it."""
+        return None
+
+    @property
     def public_files(self) -> tuple[Path, ...]:
         """Return the files and folders made by others that a run reads.
 
@@ -103,6 +110,21 @@ class Recipe(Sections):
     def of_model(self) -> dict[str, Any]:
         """Return all settings that a model trained by it depends on, by dotted key."""
         return dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
+
+
+class ScriptedRecipe(Recipe):
+    """A run by a script's own loop (`dpdist.PrivateTraining`).
+
+    Commands read it, and none repeats its training.
+    """
+
+    training: ScriptTraining
+    script: ScriptRecipe
+
+    @property
+    def by_script(self) -> ScriptRecipe | None:
+        """Return what a script gave."""
+        return self.script
 
 
 def find(name: str) -> Path:
@@ -142,7 +164,7 @@ def load(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
 
 
 def resolve(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | Path | Mapping[str, Any],
     *,
     changes: Mapping[str, Any] | None = None,
     name: str | None = None,
@@ -151,7 +173,7 @@ def resolve(
     archive: str | None = None,
     archive_private: bool = False,
 ) -> Recipe:
-    """Return the recipe, by path, by name or as it is, with the changes of the command line.
+    """Return the recipe, by path, by name, as plain data or as it is, with changes.
 
     changes: by dotted key, validated as if the recipe said them. Raises UserError.
     """
@@ -165,6 +187,8 @@ def resolve(
     both = {**(changes or {}), **{key: value for key, value in added.items() if value is not None}}
     if isinstance(recipe, Recipe):
         return parse(_changed(recipe.model_dump(mode="json"), both), "recipe")
+    if isinstance(recipe, Mapping):
+        return parse(_changed(copy.deepcopy(dict(recipe)), both), "recipe")
     return load(find(str(recipe)), both)
 
 
@@ -192,7 +216,7 @@ def read_changes(given: Sequence[str] | None) -> dict[str, Any]:
 def parse(raw: dict[str, Any], where: str) -> Recipe:
     """Validate a recipe given as plain data; `where` begins each complaint."""
     try:
-        return Recipe.model_validate(raw)
+        return (ScriptedRecipe if "script" in raw else Recipe).model_validate(raw)
     except ValidationError as error:
         said = [_complaint(where, item) for item in each(error)]
         if len(said) > _MOST_COMPLAINTS:

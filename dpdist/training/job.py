@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -183,6 +183,16 @@ def check_groups(recipe: Recipe, dataset: data.Dataset, where: str) -> None:
         raise field_error(where, "privacy.group_size", rule, size)
 
 
+class Fingerprinted(Protocol):
+    """Records by name and fingerprint."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class CheckedTraining:
     """A training that nothing forbids, and the plan it executes. Nothing was written for it yet.
@@ -192,7 +202,7 @@ class CheckedTraining:
     recipe: Recipe
     folder: RunFolder
     plan: PrivacyPlan
-    dataset: data.Dataset
+    dataset: Fingerprinted
     pretrained: dict[str, Any] | None
     noise_multiplier: float | None = None
 
@@ -210,7 +220,7 @@ class CheckedTraining:
             write_json(folder.planted, recipe.planted.model_dump(mode="json"))
         if self.pretrained is not None and not folder.pretrained.exists():
             write_json(folder.pretrained, self.pretrained)
-        _ensure_run_key(recipe, folder)
+        ensure_run_key(recipe, folder)
         absolute = RunFolder(folder.path.resolve())
         return TrainJob(recipe, self.plan, absolute, source_of(recipe), fingerprint(PACKAGES))
 
@@ -225,8 +235,8 @@ def check(recipe: Recipe, folder: RunFolder, where: str) -> CheckedTraining:
         raise OtherRun(f"{folder.path}: holds a private search; continue it with `dpdist tune`")
     continued = folder.check_same_recipe(recipe)
     dataset, pretrained = check_trainable(recipe, where)
-    _check_kept(recipe, folder, pretrained)
-    _check_same_data(folder, dataset)
+    check_kept(recipe, folder, pretrained)
+    check_same_data(folder, dataset)
     _check_same_pretrained(folder, pretrained)
     if continued and folder.plan.exists():
         plan = folder.read_plan()
@@ -247,6 +257,11 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
     Raises UserError for records, a model or public parts with which nothing could be trained, or
     nothing promised.
     """
+    if recipe.by_script is not None:
+        raise UserError(
+            f"{where}: script: this training is made by a script, with {recipe.by_script.model}, "
+            "and no command repeats it: run the script, which also continues the run"
+        )
     source = source_of(recipe)
     dataset = training_data(recipe, source)
     pretrained = check_records(recipe, source, where)
@@ -298,7 +313,7 @@ def _check_resources(recipe: Recipe, where: str) -> None:
                 raise field_error(where, f"resources.{field}", f"must be {usual} {reason}", given)
 
 
-def _check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) -> None:
+def check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) -> None:
     """Raise UserError where a run that may have released something lost what its releases were made
     under: made again, it would be another, and nobody would notice. Its key must be the ledger's.
     """
@@ -318,7 +333,7 @@ def _check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None)
         )
 
 
-def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
+def check_same_data(folder: RunFolder, dataset: Fingerprinted) -> None:
     """Raise UserError when the run was begun on other records: the plan is about those."""
     if folder.data.exists():
         before = read_json(folder.data, {"train": str})["train"]
@@ -341,7 +356,7 @@ def _check_same_pretrained(folder: RunFolder, about: dict[str, Any] | None) -> N
         )
 
 
-def _ensure_run_key(recipe: Recipe, folder: RunFolder) -> None:
+def ensure_run_key(recipe: Recipe, folder: RunFolder) -> None:
     """Put the run key into the private folder, once: from the operating system's generator, or the
     recipe's fixed key (tests only; the privacy card then says that the run is not private)."""
     fixed = recipe.privacy.run_key

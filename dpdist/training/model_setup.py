@@ -25,7 +25,7 @@ from dpdist.data import Dataset
 from dpdist.data.text import following
 from dpdist.gradients.clipping import clipping_for
 from dpdist.gradients.engine import GradientEngine, Task, the_inputs
-from dpdist.gradients.hooks import Objective, example_losses
+from dpdist.gradients.hooks import Inputs, Objective, example_losses, take
 from dpdist.gradients.objective import objective_of
 from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
 from dpdist.gradients.sampling import Blocks
@@ -142,13 +142,20 @@ def independence_on_public_examples(
 
     largest: records of the largest shard, from which passes get their rows.
     """
+    return weakest_independence(engine, *_of_task(engine, task, source), plan, largest)
+
+
+def weakest_independence(
+    engine: GradientEngine, inputs: Inputs, targets: Tensor, plan: PrivacyPlan, largest: int
+) -> str:
+    """Return how records are kept apart in every pass that the plan executes, one of INDEPENDENCE,
+    by examples that hold nothing private."""
     loops = [phase.loop for phase in plan.phases]
     steps = {(loop.sample_rate, loop.batch_cap) for loop in loops if loop is not None}
     most = engine.micro_batch or EXAMPLES
     sizes = {Blocks.for_batches(largest, *step).rows(most) for step in steps}
-    inputs, targets = _of_task(engine, task, source)
-    rows = [torch.arange(size, device=inputs.device) % len(inputs) for size in sorted(sizes)]
-    return weakest(engine.kept_apart(inputs[some], targets[some]) for some in rows)
+    rows = [torch.arange(size, device=targets.device) % len(targets) for size in sorted(sizes)]
+    return weakest(engine.kept_apart(take(inputs, some), targets[some]) for some in rows)
 
 
 # --- model and gradient engine ----------------------------------------------------------------

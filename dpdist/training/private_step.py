@@ -8,7 +8,7 @@ data is stated by `StepData`; sampling rate, clip and noise are those of the `St
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.gradients import noise
 from dpdist.gradients.engine import GradientEngine, Task
+from dpdist.gradients.hooks import each_tensor
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import Blocks, poisson_sample, share
 from dpdist.privacy.ledger import Ledger, ReplayConflict
@@ -33,11 +34,17 @@ class StepData(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: np.ndarray) -> Tensor:
-        """Return the inputs of the records at `indices`, (B, ...)."""
+    def batch(self, indices: np.ndarray) -> Any:
+        """Return the inputs of the records at `indices`, (B, ...).
+
+        They are a tensor, or a tuple or dict of such tensors.
+        """
 
     def targets(self, indices: np.ndarray) -> Tensor:
-        """Return their targets, (B, ...)."""
+        """Return their targets, (B, ...).
+
+        Data may have `for_step(key)` as well (`dpdist.Records`): what this step sees of them.
+        """
 
 
 class PrivateStep:
@@ -151,7 +158,8 @@ class PrivateStep:
         Returns:
             Sums, float64 (rows, size), and the counts of what they are made of.
         """
-        engine, data, device = self.engine, self.data, self.reducer.device
+        engine, device = self.engine, self.reducer.device
+        data = self._data_of(step)
         engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
         sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
         draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
@@ -162,7 +170,7 @@ class PrivateStep:
             joined.append((row, members))
             self.sharing.wire.check(len(members))
             members = self.canaries.fed(members)
-            inputs = data.batch(members).to(device)
+            inputs = each_tensor(lambda each: each.to(device), data.batch(members))
             labels = self.canaries.labelled(members, data.targets(members)).to(device)
             ids = torch.from_numpy(members)
             targets = self.task.targets(engine, inputs, labels, draw_key, ids)
@@ -175,6 +183,14 @@ class PrivateStep:
             seen.details = clipped.details
         self.canaries.join(rows, joined)
         return rows, seen
+
+    def _data_of(self, step: int) -> StepData:
+        """Return the data as the step sees them: random transforms are keyed like all else."""
+        if not hasattr(self.data, "for_step"):
+            return self.data
+        key = derive_key(self.key, "data", self.attempt_of(step), step)
+        seen: StepData = self.data.for_step(key)
+        return seen
 
     def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
         """Draw the positions in [begin, end) of the records that join."""

@@ -101,6 +101,33 @@ def test_another_attempt_or_key_is_another_step():
     )
 
 
+def test_data_of_a_step_are_keyed_like_all_else():
+    """Random transforms: another key in every step and attempt, the same one in a replay."""
+
+    class Transformed(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys: list[bytes] = []
+
+        def for_step(self, key: bytes) -> Rows:
+            self.keys.append(key)
+            return self
+
+    data = Transformed()
+    step = step_of(announced=[(2, 3, "9/nonce")])
+    step.data = data
+    for number in (0, 1, 2, 0):
+        step.gradient(number, PLAN.step(number))
+    step.attempt = "9/nonce"
+    step.gradient(0, PLAN.step(0))
+    step.announced = ()
+    step.gradient(2, PLAN.step(2))
+    assert (
+        len(set(data.keys)) == 4 and data.keys[0] == data.keys[3] and data.keys[2] == data.keys[5]
+    )
+    assert data.keys[1] == derive_key(KEY, "data", "7/nonce", 1)
+
+
 def test_the_release_is_on_record_before_its_noise(tmp_path, monkeypatch):
     at: list[dict[int, int]] = []
     real = private_step.add_noise

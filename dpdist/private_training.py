@@ -1,0 +1,890 @@
+"""Private training of a script's own model, by its own optimizer, in its own loop.
+
+It is a run like any other: the plan of a recipe, its ledger, the same `PrivateStep`, checkpoints
+and a run folder. The script gives the module, the optimizer, the records and the loss, and its loop
+stands around the steps. What the script does between two steps is post-processing as long as it
+uses nothing but what `step` returned; what can be seen of the rest is on the card.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import inspect
+import re
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dpdist import models
+from dpdist.config.sections import PrivacyRecipe
+from dpdist.config.training import ResourcesRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.files import read_json, write_json
+from dpdist.data.adapters import as_records
+from dpdist.data.protocol import Records
+from dpdist.data.record_hashes import hashes_of
+from dpdist.data.registry import store_split
+from dpdist.evaluation import evaluate_stage
+from dpdist.gradients.clipping import clipping_for
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.hooks import each_tensor, example_losses, take, tensors_of
+from dpdist.gradients.objective import objective_of
+from dpdist.methods.base import Fixed
+from dpdist.models import ModelSpec
+from dpdist.models.spec import SCRIPT, give
+from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee
+from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
+from dpdist.privacy.plan import StepPlan
+from dpdist.randomness.keys import derive_key
+from dpdist.runs.folder import OtherRun, RunFolder, complete_checkpoints
+from dpdist.runs.recipe import Recipe, field_error, parse, settle
+from dpdist.training import checkpoint, monitoring
+from dpdist.training.collectives import Reducer, Whole
+from dpdist.training.job import (
+    CheckedTraining,
+    check_kept,
+    check_same_data,
+    ensure_run_key,
+    read_run_key,
+)
+from dpdist.training.model_setup import weakest_independence
+from dpdist.training.monitoring import Monitor, Seen
+from dpdist.training.private_step import PrivateStep, check_clip, shards_of
+from dpdist.training.script_state import Watch, code_digest_of, pack, unpack
+from dpdist.training.worker import Attempt, Diverged, identity_of, method_state_digest
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+_WRAPPED = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise UserError for what is no module of its own."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if {kind.__name__ for kind in type(module).__mro__} & _WRAPPED:
+            raise UserError(
+                f"model: must be the module itself, got {type(module).__name__} at "
+                f"{name or 'the top'}: pass what it wraps (model.module)"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("model: must have parameters to train, all of them are frozen")
+
+
+def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise UserError for an optimizer that needs more than `.grad`, or other parameters."""
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        then = ": leave the scaler out, sums are float64" if _is_scaler(optimizer) else ""
+        raise UserError(f"optimizer: must be a torch.optim.Optimizer, got {kind}{then}")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"optimizer: must take its step from .grad alone, got {kind}, which evaluates a "
+            "closure on the records again: take SGD, Adam or AdamW"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UserError("optimizer: must take dense gradients, got SparseAdam: take Adam")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            raise UserError(
+                f"optimizer: must hold every trained parameter, lacks {name}: add it, or freeze it "
+                "with requires_grad_(False) before PrivateTraining is made"
+            )
+    if others := held - {id(p) for p in model.parameters()}:
+        raise UserError(
+            f"optimizer: must hold parameters of the model alone, got {len(others)} besides: no "
+            "private gradient is made for them"
+        )
+
+
+def _is_scaler(value: Any) -> bool:
+    return any(kind.__name__ == "GradScaler" for kind in type(value).__mro__)
+
+
+def _check_state(state: Sequence[Any]) -> None:
+    """Raise UserError for what a checkpoint cannot keep, or must not."""
+    for place, each in enumerate(state):
+        if _is_scaler(each):
+            raise UserError(
+                f"state[{place}]: must not be a GradScaler: sums are float64, and a scale that "
+                "follows overflows would tell of private records; leave it out"
+            )
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise UserError(
+                f"state[{place}]: must have state_dict and load_state_dict, got "
+                f"{type(each).__name__}"
+            )
+
+
+def _check_schedulers(optimizer: Optimizer, state: Sequence[Any]) -> None:
+    """Raise UserError for a scheduler of this optimizer that no checkpoint would keep."""
+    inner = [each for whole in state for each in getattr(whole, "_schedulers", ())]
+    known = {id(each) for each in (*state, *inner)}
+    for each in gc.get_objects():
+        # Not isinstance, which asks an object for its class: some answer by importing themselves.
+        if not issubclass(type(each), LRScheduler) or id(each) in known:
+            continue
+        if getattr(each, "optimizer", None) is optimizer:
+            raise UserError(
+                f"state: must hold the {type(each).__name__} of this optimizer, or a run that was "
+                "killed would go on with another learning rate: give state=[scheduler]"
+            )
+
+
+def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
+    """Raise UserError for a forward pass that draws random numbers."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        before = torch.get_rng_state()
+        losses()
+        drew = not torch.equal(before, torch.get_rng_state())
+    if drew:
+        raise UserError(
+            "model: draws random numbers in its forward pass (dropout?), which cannot be keyed by "
+            "record: set its probability to 0, take the layer out, or call model.eval() first"
+        )
+
+
+def _check_groups(recipe: Recipe, records: Records) -> None:
+    """Raise UserError where a unit has more records than privacy.group_size promises to cover."""
+    if type(records).unit_id is Records.unit_id:
+        return
+    counts = Counter(records.unit_id(index) for index in range(len(records)))
+    largest, size = max(counts.values(), default=0), recipe.privacy.group_size
+    if largest > size:
+        rule = f"must be >= {largest}, the records of the largest unit"
+        raise field_error("PrivateTraining", "privacy.group_size", rule, size)
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Put the model's buffers back as they were: what a forward pass writes there is private."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+# --- public records and descriptions ----------------------------------------------------------
+
+
+_HELD_OUT = "held-out"  # folder of public records in a run folder
+_AT_ONCE = 1024  # records compared at once
+
+
+def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs float32 (B, ...) of public records, and their targets.
+
+    Targets are classes int64 (B,), or numbers or labels float32 (B, K).
+
+    Raises:
+        UserError: the records are not of such types.
+    """
+    inputs, targets = records.batch(rows), records.targets(rows)
+    if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+        raise UserError("held_out: must have one tensor of numbers for each record as its input")
+    if kind != "class":
+        return inputs.float().cpu().numpy(), targets.float().reshape(len(targets), -1).cpu().numpy()
+    if targets.is_floating_point() or targets.dim() != 1:
+        raise UserError("held_out: must have one class for each record as its target")
+    return inputs.float().cpu().numpy(), targets.long().cpu().numpy()
+
+
+def _store_public(public: Records, private: Records, folder: RunFolder, recipe: Recipe) -> None:
+    """Keep public records in the run folder. Raises UserError where a private one is among them."""
+    kind = recipe.data.targets
+    inputs, labels = _arrays(public, np.arange(len(public)), kind)
+    found, common = hashes_of(inputs), 0
+    for start in range(0, len(private), _AT_ONCE):
+        some = private.batch(np.arange(start, min(start + _AT_ONCE, len(private))))
+        if isinstance(some, Tensor) and some.shape[1:] == inputs.shape[1:]:
+            own = some.float().cpu().numpy()
+            common += int(np.isin(hashes_of(np.ascontiguousarray(own)), found).sum())
+    if common:
+        raise UserError(
+            f"held_out: must share no record with data, got {common:,} in common: scores on them "
+            "would be published"
+        )
+    folder.begin(recipe)
+    root, data = folder.path / _HELD_OUT, recipe.data
+    store_split(root, data.name, inputs, labels, data.classes, kind)
+
+
+def _spec_of(model: nn.Module, factory: str | None, inputs: Any) -> ModelSpec:
+    """Return how the trained model is described, and built again.
+
+    It is built by `factory`, or in this process by a copy of it.
+
+    Raises:
+        UserError: the factory makes another model.
+    """
+    with torch.no_grad(), _kept_buffers(model):
+        try:
+            outputs = model(take(inputs, slice(2)))
+        except Exception:  # a loss of the script's own may call it in another way
+            outputs = None
+    several = isinstance(outputs, Tensor) and outputs.dim() > 1
+    shape = tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
+    classes = int(outputs.shape[-1]) if several and isinstance(outputs, Tensor) else 1
+    structure = _structure(model)
+    if factory is None:
+        name = f"{SCRIPT}:{type(model).__qualname__.replace('<locals>.', '')}"
+        first = copy.deepcopy(model).cpu()
+        give(name, structure, lambda: copy.deepcopy(first))
+        return ModelSpec(name, shape, classes, {"structure": structure})
+    spec = ModelSpec(factory, shape, classes)
+    models.check_name(factory)
+    if _structure(models.initialise(spec, 0)) != structure:
+        raise UserError(
+            f"factory: must build this model, got another from {factory}({shape}, {classes}): its "
+            "tensors have other names or shapes"
+        )
+    return spec
+
+
+def _structure(model: nn.Module) -> str:
+    """Return a digest of the names and shapes of a module's tensors."""
+    shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
+    return hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
+
+
+def _name_of(thing: Any) -> str:
+    module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", None)
+    return f"{module}.{name or type(thing).__name__}".replace("<locals>.", "")
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    """Return a section of a recipe as plain data."""
+    return section.model_dump(mode="json") if isinstance(section, BaseModel) else dict(section)
+
+
+_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+# --- what a step tells ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Public and released values of one step.
+
+    Attributes:
+        step: number of the step, from 0 on.
+        learning_rate: of the optimizer's first group in this step.
+        noisy_norm: L2 norm of the noisy sum of clipped gradients, which was released.
+        private: losses and counts of private records, only with `private_metrics=True`: do not
+            publish them, and do not let the loop depend on them.
+    """
+
+    step: int
+    learning_rate: float
+    noisy_norm: float
+    private: Mapping[str, Any] | None = None
+    _so_far: Callable[[], Guarantee] = field(repr=False, kw_only=True)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """Return epsilon of all that was released up to this step, computed when it is asked."""
+        return self._so_far().epsilon
+
+
+# --- the training -----------------------------------------------------------------------------
+
+
+_FINGERPRINT = "fingerprint of a script's records"  # purpose of its key
+_EXAMPLES = 33  # invented, to screen the model with
+_ASSUMED = (
+    "no private record is among what the script's initial weights, loss and settings were made of",
+    "between two steps the script uses nothing of the records but what `step` returned",
+)
+_KINDS = {"mse": "number", "huber": "number", "bce": "labels", "multi-label-bce": "labels"}
+_ONLY = {
+    "workers": 1, "gpus_per_worker": 0, "release": "whole", "wire": "float64", "noise": "host",
+    "archive": None, "archive_private": False,
+}  # fmt: skip
+_open: dict[Path, weakref.ref[PrivateTraining]] = {}  # of this process, which train
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Records by name and fingerprint."""
+
+    name: str
+    fingerprint: str
+
+
+class PrivateTraining:
+    """Train a module of your own privately, by your own optimizer, in your own loop.
+
+    Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
+    everything released so far. Each step takes a keyed Poisson sample, clips every record's
+    gradient, adds up, puts the release on record, adds noise and divides by the expected batch: the
+    same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone. What is not
+    checked stands on the run's card.
+
+    The folder is an ordinary run folder. The same script continues it after a crash, from the
+    newest checkpoint: it must build the same objects.
+
+    Args:
+        model: the module itself, on its device; layers that normalise over the batch and modules
+            wrapped for distributed training are refused.
+        optimizer: any torch optimizer that needs no closure, of the model's parameters.
+        data: the private records: `(X, y)`, or what `dpdist.as_records` takes.
+        loss: a name, such as "cross-entropy", or a callable that returns one value a record.
+        privacy: a `dpdist.Privacy`, or its fields as a dict.
+        batch_size: expected number of records in a step; the real one is drawn.
+        steps, epochs: length of the training; one of the two.
+        folder: of the run, made where it is not there.
+        resources: `micro_batch` and `checkpoint_seconds` of a recipe's section, as a dict.
+        state: schedulers and other objects with `state_dict` that a checkpoint keeps. It is written
+            when the next step begins, with what the loop's own lines did in between.
+        held_out: PUBLIC records `(X, y)` for evaluation, certificates and attacks; kept in the run
+            folder.
+        factory: "package.module:function" that builds this model from (input_shape, classes). With
+            it commands in other processes can load the trained model; without it, only this script.
+        isolate: run every record through the model alone.
+        certify: a recipe's section `certify`, for `dpdist certify` of the run.
+        private_metrics: let `step` return losses and counts of private records, too.
+
+    Raises:
+        UserError: one line that says what must be otherwise; nothing was released.
+
+    Example:
+        >>> import tempfile, torch, dpdist
+        >>> inputs, labels = torch.randn(200, 4), torch.randint(2, (200,))
+        >>> model = torch.nn.Linear(4, 2)
+        >>> training = dpdist.PrivateTraining(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), (inputs, labels),
+        ...     loss="cross-entropy",
+        ...     privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        ...     batch_size=20, steps=3, folder=tempfile.mkdtemp() + "/run",
+        ... )
+        >>> while training.steps_left:
+        ...     report = training.step()
+        >>> training.steps_left, training.guarantee.kind
+        (0, 'proved')
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        data: Any,
+        *,
+        loss: Any,
+        privacy: PrivacyRecipe | Mapping[str, Any],
+        batch_size: int,
+        steps: int | None = None,
+        epochs: int | None = None,
+        folder: str | Path,
+        resources: ResourcesRecipe | Mapping[str, Any] | None = None,
+        state: Sequence[Any] = (),
+        held_out: Any = None,
+        factory: str | None = None,
+        isolate: bool = False,
+        certify: Mapping[str, Any] | None = None,
+        private_metrics: bool = False,
+    ) -> None:
+        _check_model(model)
+        _check_optimizer(optimizer, model)
+        _check_state(state)
+        self.model, self.optimizer, self.state = model, optimizer, list(state)
+        self.run = RunFolder(Path(folder).resolve())
+        self._private_metrics, self._loss = private_metrics, loss
+        self._records = as_records(data)
+        self._device = next(model.parameters()).device
+        self._public = None if held_out is None else as_records(held_out)
+        examples = self._examples()
+        self._spec = _spec_of(model, factory, examples[0])
+        self._recipe = self._recipe_of(
+            privacy, resources, isolate, certify,
+            {"batch_size": batch_size, "steps": steps, "epochs": epochs},
+        )  # fmt: skip
+        self._objective = objective_of(loss)
+        self._engine = self._engine_of(examples)
+        self._done, self._changed = 0, list[str]()
+        self._begun = self._inside = False
+        self._step: PrivateStep | None = None
+        self._monitor: Monitor | None = None
+        self._stack = ExitStack()
+        self._begin(examples)
+
+    # --- start-up
+
+    def _examples(self) -> tuple[Any, Tensor]:
+        """Return invented inputs and targets, on the model's device."""
+        inputs, targets = self._records.examples(_EXAMPLES)
+        there = each_tensor(lambda each: each.to(self._device), inputs)
+        return there, targets.to(self._device)
+
+    def _recipe_of(
+        self,
+        privacy: PrivacyRecipe | Mapping[str, Any],
+        resources: ResourcesRecipe | Mapping[str, Any] | None,
+        isolate: bool,
+        certify: Mapping[str, Any] | None,
+        training: dict[str, Any],
+    ) -> Recipe:
+        """Return what the run folder says of this training. Raises UserError."""
+        name = _NAME.sub("-", self.run.name).strip("-._") or "run"
+        data = _NAME.sub("-", self._records.name).strip("-._") or "records"
+        recipe = parse(
+            {
+                "name": name,
+                "data": {
+                    "name": data,
+                    "root": None if self._public is None else str(self.run.path / _HELD_OUT),
+                    "classes": self._spec.classes,
+                    "targets": self._kind(),
+                },
+                "model": {
+                    "name": self._spec.name, "options": self._spec.options, "isolate": isolate,
+                },
+                "privacy": _plain(privacy),
+                "training": {**training, "loss": self._loss_name()},
+                "resources": _plain(resources or {}),
+                "certify": certify,
+                "script": {
+                    "model": _name_of(type(self.model)),
+                    "optimizer": _name_of(type(self.optimizer)),
+                    "loss": self._loss if isinstance(self._loss, str) else _name_of(self._loss),
+                    "replaced": list(self._records.replaced),
+                    "assumed": [*_ASSUMED, *self._records.assumed],
+                },
+            },
+            "PrivateTraining",
+        )  # fmt: skip
+        if recipe.privacy.budget is not None:
+            raise UserError(
+                "privacy.budget: must be left out in PrivateTraining, whose records have no hashes "
+                f"to charge, got {recipe.privacy.budget}"
+            )
+        for key, usual in _ONLY.items():
+            if (found := getattr(recipe.resources, key)) != usual:
+                raise UserError(
+                    f"resources.{key}: must be {usual} in PrivateTraining, got {found}; leave it "
+                    "out, or train by a recipe"
+                )
+        return recipe
+
+    def _kind(self) -> str:
+        """Return what the targets are: "class", "number" or "labels"."""
+        if isinstance(self._loss, str):
+            return _KINDS.get(self._loss, "class")
+        return "number" if self._records.examples(2)[1].is_floating_point() else "class"
+
+    def _loss_name(self) -> str:
+        """Return how a recipe names the loss; none can call a script's own."""
+        if isinstance(self._loss, str):
+            return self._loss
+        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        return f"script:{re.sub(r'[^A-Za-z0-9]', '_', f'f{name}')}"
+
+    def _engine_of(self, examples: tuple[Any, Tensor]) -> GradientEngine:
+        """Return the gradient engine, checked on invented examples. Raises UserError."""
+        privacy, objective = self._recipe.privacy, self._objective
+        engine = GradientEngine(
+            self.model,
+            objective,
+            clipping=clipping_for(privacy.clipping, privacy.clip_norm),
+            micro_batch=self._recipe.resources.micro_batch,
+            isolate=self._recipe.model.isolate,
+        )
+        with _kept_buffers(self.model):
+            few = take(examples[0], slice(2)), examples[1][:2]
+            _check_draws(lambda: example_losses(self.model, objective, {}, *few), self._device)
+            engine.screen(*examples)
+        return engine
+
+    def _begin(self, examples: tuple[Any, Tensor]) -> None:
+        """Begin the run, or take over what it left; refuse before anything is written."""
+        recipe, folder, records = self._recipe, self.run, self._records
+        noise: float | None = None
+        try:
+            continued = folder.check_same_recipe(recipe)
+        except OtherRun as error:
+            said = str(error).partition(": ")[2].partition("; choose")[0]
+            raise UserError(
+                f"folder: {folder.path}: {said}; give another folder, or the same settings"
+            ) from None
+        check_kept(recipe, folder, None)
+        if continued and folder.plan.exists():
+            plan = folder.read_plan()
+        else:
+            noise, plan = settle(recipe, len(records), "PrivateTraining")
+        if len(records) != plan.records and not plan.nominal:
+            raise UserError(
+                f"data: must be the {plan.records:,} records that the run was begun with, got "
+                f"{len(records):,}"
+            )
+        _check_groups(recipe, records)
+        check_clip(self._engine, Whole(), plan.clip_norm)
+        self.plan = plan
+        if self._public is not None:
+            _store_public(self._public, records, folder, recipe)
+        folder.begin(recipe)
+        ensure_run_key(recipe, folder)
+        run_key = read_run_key(folder)
+        records_key = derive_key(run_key, _FINGERPRINT)
+        told = _Known(records.name, records.keyed_fingerprint(records_key))
+        check_same_data(folder, told)
+        self._job = CheckedTraining(recipe, folder, plan, told, None, noise).begin()
+        key = derive_key(run_key, "run", plan.fingerprint(), told.fingerprint, "trial", 0)
+        self._initial = checkpoint.tensors_digest(self.model.state_dict())
+        self._restore()
+        if folder.trained.exists():
+            self._evaluate()
+            return
+        self._attempt(key, examples)
+        if not complete_checkpoints(folder.checkpoints):
+            self._save()
+
+    def _attempt(self, key: bytes, examples: tuple[Any, Tensor]) -> None:
+        """Begin an attempt in the ledger, and make the step of it."""
+        job, plan, folder = self._job, self.plan, self.run
+        reducer = Reducer(0, 1, self._device)
+        _take_over(folder.path, self)
+        fixed = Fixed(self.model, {}, key)
+        told = read_json(folder.data, {"train": str})["train"]
+        identity = {
+            **identity_of(job, reducer, told, self._initial),
+            "hidden noise": method_state_digest(fixed),
+            "script": code_digest_of(self.model, self._loss),
+        }
+        try:
+            attempt = Attempt.begin(job, reducer, self._stack, identity)
+        except JournalBusy:
+            raise UserError(
+                f"folder: {folder.path}: another process trains this run; wait for it, or end it, "
+                "and this script continues it"
+            ) from None
+        assert attempt.ledger is not None
+        shards = shards_of(len(self._records), plan.records, reducer, False)
+        self._step = PrivateStep(
+            self._engine, self._records, key, attempt.label, reducer=reducer,
+            shards=shards, ledger=attempt.ledger, announced=attempt.announced,
+        )  # fmt: skip
+        sure = ""
+        if plan.step(0).noise_multiplier:
+            sure = weakest_independence(self._engine, *examples, plan, shards.largest)
+        group = monitoring.Group.of(reducer, attempt.ledger, self._done, sure)
+        monitoring.append_group(folder, group)
+        if self._monitor is None:
+            self._monitor = Monitor(job, plan.steps, self._done)
+        self._watch = Watch(self.model, self.optimizer)
+        self._trained_names = self._trained()
+        self._saved = time.monotonic()
+
+    def _restore(self) -> None:
+        """Take over the newest checkpoint, or the finished model."""
+        state = checkpoint.latest(self.run.checkpoints)
+        if state is None:
+            return
+        found = unpack("script", state.slots)
+        if len(found["kept"]) != len(self.state):
+            raise UserError(
+                f"state: must hold the {len(found['kept'])} objects that the run was begun with "
+                f"({', '.join(found['kept']) or 'none'}), got {len(self.state)}"
+            )
+        self._done, self._initial = state.step, found["initial"]
+        self._changed = found["changed"]
+        try:
+            self.model.load_state_dict(unpack("model", state.slots))
+            self.optimizer.load_state_dict(unpack("optimizer", state.slots))
+            for place, each in enumerate(self.state):
+                each.load_state_dict(unpack(f"state.{place}", state.slots))
+        except (RuntimeError, ValueError, KeyError) as error:
+            said = (str(error).splitlines() or [""])[0]
+            raise UserError(
+                f"{self.run.checkpoints}: does not fit these objects ({said}); build them as when "
+                "the run was begun"
+            ) from error
+
+    def _save(self) -> None:
+        """Write a checkpoint of everything as it is now."""
+        assert self._step is not None and self._step.ledger is not None
+        kept = {
+            "initial": self._initial,
+            "changed": self._changed,
+            "kept": [type(each).__name__ for each in self.state],
+        }
+        slots = {
+            **pack("script", kept),
+            **pack("model", dict(self.model.state_dict())),
+            **pack("optimizer", self.optimizer.state_dict()),
+        }
+        for place, each in enumerate(self.state):
+            slots |= pack(f"state.{place}", each.state_dict())
+        state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
+        checkpoint.save(self.run.checkpoints, state, self._step.ledger.anchor)
+        self._saved = time.monotonic()
+
+    # --- the loop
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps of the plan that are not done."""
+        return self.plan.steps - self._done
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Return what is proved of everything that was released so far, over all attempts.
+
+        Its kind is "assumed: post-processing" where the script changed the model between steps.
+        """
+        ledger = self._step.ledger if self._step is not None else None
+        if ledger is None:
+            ledger = Ledger.read(self.run.ledger)
+        found = ledger.guarantee(self.plan)
+        return replace(found, kind=POST_PROCESSED) if self._changed else found
+
+    def step(self) -> StepReport:
+        """Take the next step of the plan: noisy gradient, then one step of the optimizer.
+
+        Returns:
+            Public and released values alone (`StepReport`).
+
+        Raises:
+            UserError: nothing is left, parts of the model were frozen or exchanged since the last
+                step, a scheduler is not in `state`, or the training diverged.
+        """
+        number = self._done
+        self._ready()
+        self._look_between()
+        if time.monotonic() - self._saved > self._recipe.resources.checkpoint_seconds:
+            self._save()
+        todo, rate = self.plan.step(number), float(self.optimizer.param_groups[0]["lr"])
+        self._inside = True
+        gradient, seen = self._gradient(number, todo)
+        norm = float(gradient.norm()) * todo.expected_batch
+        self._update(gradient)
+        self._check_finite(number)
+        self._watch.remember()
+        assert self._monitor is not None
+        self._monitor.step(number, seen)
+        self._done, self._inside = number + 1, False
+        private = asdict(seen) if self._private_metrics else None
+        report = StepReport(number, rate, norm, private, _so_far=self._so_far())
+        if not self.steps_left:
+            self._finish()
+        return report
+
+    def run_all(self) -> RunFolder:
+        """Take all steps that are left, with nothing in between, and return the run's folder."""
+        while self.steps_left:
+            self.step()
+        return self.run
+
+    def close(self) -> None:
+        """Let go of the run, which another process may then continue."""
+        self._step = None
+        self._stack.close()
+        if self._monitor is not None:
+            self._monitor.metrics.close()
+
+    def __enter__(self) -> PrivateTraining:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ready(self) -> None:
+        """Raise UserError where no step can be taken."""
+        if not self.steps_left:
+            raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
+        if self._step is None:
+            raise UserError(
+                f"step: this object let go of {self.run.path}; make PrivateTraining again, and it "
+                "continues the run"
+            )
+        if self._inside:
+            raise UserError(
+                "step: the last one was interrupted inside; make PrivateTraining again, and it "
+                "continues from the newest checkpoint"
+            )
+        if not self._begun:
+            _check_schedulers(self.optimizer, self.state)
+            self._begun = True
+        if (now := self._trained()) != self._trained_names:
+            other = sorted(set(now) ^ set(self._trained_names)) or ["another module"]
+            raise UserError(
+                f"model: must train the same parameters in all steps, changed since the last one: "
+                f"{', '.join(other[:3])}; freeze them before PrivateTraining is made, or begin a "
+                "new run for each stage"
+            )
+
+    def _trained(self) -> dict[str, int]:
+        """Return the trained parameters, by name, and which objects they are."""
+        named = self.model.named_parameters()
+        return {name: id(parameter) for name, parameter in named if parameter.requires_grad}
+
+    def _look_between(self) -> None:
+        """Note what the script changed since the last step, before anything more is released."""
+        public = [each for each in self.state if isinstance(each, LRScheduler)]
+        told = [each for each in public if not isinstance(each, ReduceLROnPlateau)]
+        allowed = {"optimizer settings"} if told and len(told) == len(public) else set()
+        found = sorted({*self._changed, *self._watch.changed()} - allowed)
+        if found != self._changed:
+            self._changed = found
+            self._save()  # the run never forgets it
+
+    # --- pieces of a step
+
+    def _gradient(self, number: int, todo: StepPlan) -> tuple[Tensor, Seen]:
+        """Return the step's noisy gradient.
+
+        Where its sum is not the announced one, that of a new attempt, and both are charged.
+        """
+        assert self._step is not None
+        try:
+            with _kept_buffers(self.model):
+                return self._step.gradient(number, todo)[:2]
+        except ReplayConflict:
+            key = self._step.key
+            self._stack.close()
+            self._attempt(key, self._examples())
+            self._save()
+            with _kept_buffers(self.model):
+                return self._step.gradient(number, todo)[:2]
+
+    def _update(self, gradient: Tensor) -> None:
+        """Let the optimizer take its step from this gradient (size,) and nothing else."""
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for parameter in (*self.model.parameters(), *held):
+            parameter.grad = None
+        sizes = [parameter.numel() for parameter in self._engine.parameters]
+        pieces = gradient.split(sizes)
+        for parameter, piece in zip(self._engine.parameters, pieces, strict=True):
+            parameter.grad = piece.view(parameter.shape).to(parameter)
+        self.optimizer.step()
+        for parameter in self._engine.parameters:
+            parameter.grad = None
+
+    def _check_finite(self, number: int) -> None:
+        """Raise Diverged where the parameters are no numbers any more: the release is paid for."""
+        if all(bool(p.detach().isfinite().all()) for p in self._engine.parameters):
+            return
+        raise Diverged(
+            f"training diverged: after step {number + 1:,} the parameters are not finite. The "
+            "steps so far are charged; lower the learning rate (or privacy.clip_norm) and begin a "
+            "new run in another folder"
+        )
+
+    def _so_far(self) -> Callable[[], Guarantee]:
+        """Return what computes the guarantee of the steps up to the present one."""
+        plan, path, last = self.plan, self.run.ledger, self._done
+
+        def found() -> Guarantee:
+            counts = [0 for _ in plan.counts()]
+            for step, releases in Ledger.read(path).releases.items():
+                if step < last:
+                    counts[plan.phase_of(step)] += releases
+            return plan.guarantee_of(plan.alternatives(plan.with_counts(counts)))
+
+        return found
+
+    def _finish(self) -> None:
+        """Save the model, sum the training up, and let go of the run."""
+        assert self._step is not None and self._step.ledger is not None
+        assert self._monitor is not None
+        self._save()
+        models.save(self.model, self._spec, self.run.model)
+        write_json(self.run.script, {"changed": self._changed})
+        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+        self._monitor.finish(self._engine.fallback_layers, frozen, self._step.ledger)
+        self.close()
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Measure the accuracy on the public records, if there are any and it was not done."""
+        if self._public is not None:
+            evaluate_stage(self._recipe, self.run)
+
+
+def _take_over(path: Path, training: PrivateTraining) -> None:
+    """Close an older object of this process that trains the same run, as a notebook leaves it."""
+    older = _open.get(path)
+    other = None if older is None else older()
+    if other is not None and other is not training:
+        other.close()
+    _open[path] = weakref.ref(training)
+
+
+# --- the whole of it --------------------------------------------------------------------------
+
+
+_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+}  # fmt: skip
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Any = "cross-entropy",
+    optimizer: str | Callable[..., Optimizer] = "sgd",
+    learning_rate: float,
+    privacy: PrivacyRecipe | Mapping[str, Any],
+    batch_size: int,
+    steps: int | None = None,
+    epochs: int | None = None,
+    folder: str | Path,
+    **options: Any,
+) -> RunFolder:
+    """Train a module privately, all of it, and return its run folder.
+
+    Guarantee: that of `PrivateTraining`, which it builds and runs.
+
+    Args:
+        model: as in `PrivateTraining`; its trainable parameters are given to the optimizer.
+        data: as in `PrivateTraining`.
+        loss: as in `PrivateTraining`.
+        optimizer: "sgd", "adam" or "adamw", or a callable of (parameters, lr=...).
+        learning_rate: of the optimizer, constant.
+        privacy: as in `PrivateTraining`.
+        batch_size: the expected number of records a step.
+        steps: how many to take; or epochs.
+        epochs: passes over the data, in expectation; or steps.
+        folder: of the run.
+        options: further options of `PrivateTraining`, such as `held_out` and `factory`.
+
+    Returns:
+        The folder of the run, trained; a finished run is returned as it is.
+
+    Raises:
+        UserError: as `PrivateTraining`.
+    """
+    if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
+        raise UserError(
+            f"optimizer: must be one of {', '.join(_OPTIMIZERS)}, or a callable of parameters and "
+            f"lr, got {optimizer!r}"
+        )
+    make = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = PrivateTraining(
+        model, make(trained, lr=learning_rate), data, loss=loss, privacy=privacy,
+        batch_size=batch_size, steps=steps, epochs=epochs, folder=folder, **options,
+    )  # fmt: skip
+    return training.run_all()

@@ -1,0 +1,212 @@
+"""State of a script's own objects: kept in checkpoints without pickle, and watched between steps.
+
+A checkpoint holds tensors alone. A `state_dict` of an optimizer or a scheduler has numbers, lists
+and dictionaries around them: these become one JSON text in a tensor of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpdist.core.errors import UserError
+from dpdist.models.factory_code import digests
+
+# --- state_dicts as tensors -------------------------------------------------------------------
+
+
+def pack(name: str, value: Any) -> dict[str, Tensor]:
+    """Return a state_dict as tensors by name: copies of its own, and a text with all else.
+
+    Raises UserError for what cannot be written down without pickle.
+    """
+    tensors: list[Tensor] = []
+    text = json.dumps(_encoded(name, value, tensors), allow_nan=False).encode()
+    found = {f"{name}.{place}": tensor for place, tensor in enumerate(tensors)}
+    return {**found, f"{name}.json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+
+def unpack(name: str, tensors: Mapping[str, Tensor]) -> Any:
+    """Invert `pack`. Raises UserError where the checkpoint holds nothing of that name."""
+    if f"{name}.json" not in tensors:
+        raise UserError(
+            f"state: the checkpoint holds no {name}: give the same objects, in the same order, as "
+            "when the run was begun"
+        )
+    tree = json.loads(bytes(tensors[f"{name}.json"].tolist()))
+    return _decoded(tree, lambda place: tensors[f"{name}.{place}"])
+
+
+def _encoded(name: str, value: Any, tensors: list[Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return ["value", value]
+    if isinstance(value, np.generic):
+        return _encoded(name, value.item(), tensors)
+    if isinstance(value, float):
+        return ["float", value.hex()]
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().clone(memory_format=torch.contiguous_format))
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        tensors.append(torch.from_numpy(np.array(value)))
+        return ["array", len(tensors) - 1]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encoded(name, each, tensors) for each in value]]
+    if isinstance(value, Mapping):
+        pairs = [[_encoded(name, part, tensors) for part in pair] for pair in value.items()]
+        return ["counter" if isinstance(value, Counter) else "dict", pairs]
+    raise UserError(
+        f"state: {name}.state_dict() holds {type(value).__name__}, which no checkpoint can keep: "
+        "it must be made of numbers, texts, lists, dictionaries and tensors"
+    )
+
+
+def _decoded(tree: Any, tensor: Any) -> Any:
+    kind, value = tree
+    if kind == "value":
+        return value
+    if kind == "float":
+        return float.fromhex(value)
+    if kind in ("tensor", "array"):
+        found = tensor(value)
+        return found if kind == "tensor" else found.numpy()
+    if kind in ("list", "tuple"):
+        found = [_decoded(each, tensor) for each in value]
+        return found if kind == "list" else tuple(found)
+    made = {_decoded(key, tensor): _decoded(each, tensor) for key, each in value}
+    return Counter(made) if kind == "counter" else made
+
+
+# --- what changed outside of a step -----------------------------------------------------------
+
+
+class Watch:
+    """Notices changes of parameters and of the optimizer's state between two steps."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._kept: dict[str, Tensor] = {}
+        self._numbers: dict[str, Any] = {}
+        self._settings: list[dict[str, Any]] = []
+        self.remember()
+
+    def remember(self) -> None:
+        """Take everything as it is now for what the last step left."""
+        kept, self._numbers = {}, {}
+        for name, value in self._now():
+            if isinstance(value, Tensor):
+                old = self._kept.get(name)
+                same = old is not None and (old.shape, old.dtype) == (value.shape, value.dtype)
+                kept[name] = old.copy_(value) if same and old is not None else value.clone()
+            else:
+                self._numbers[name] = value
+        self._kept, self._settings = kept, self._groups()
+
+    def changed(self) -> list[str]:
+        """Return what differs from then, in words; nothing where nothing does."""
+        found, seen = set(), set()
+        for name, value in self._now():
+            kind = name.partition("/")[0]
+            seen.add(name)
+            if isinstance(value, Tensor):
+                same = name in self._kept and torch.equal(self._kept[name], value)
+            else:
+                same = name in self._numbers and self._numbers[name] == value
+            if not same:
+                found.add(kind)
+        for name in (self._kept.keys() | self._numbers.keys()) - seen:
+            found.add(name.partition("/")[0])
+        if self._groups() != self._settings:
+            found.add("optimizer settings")
+        return sorted(found)
+
+    def _now(self) -> Iterable[tuple[str, Any]]:
+        for name, value in (*self._model.named_parameters(), *self._model.named_buffers()):
+            yield f"parameters/{name}", value.detach()
+        for place, parameter in enumerate(_parameters(self._optimizer)):
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                value = value.detach() if isinstance(value, Tensor) else value
+                yield f"optimizer state/{place}.{name}", value
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [
+            {
+                name: float(value) if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# --- the script's code ------------------------------------------------------------------------
+
+
+_NOT_OF_A_SCRIPT = ("torch", "dpdist", "builtins")
+
+
+def code_digest_of(model: nn.Module, *others: Any) -> str:
+    """Return a digest of the source of a module's classes, of other functions, and of the script.
+
+    Covered are the modules that define them and what lies beside these (`factory_code`), and the
+    file that was started; of a notebook, the classes and functions themselves.
+    """
+    found: dict[str, str] = {}
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is not None and Path(main).is_file():
+        found["__main__"] = _hash(Path(main).read_bytes())
+    things = [*{type(module): None for module in model.modules()}, *others]
+    for thing in things:
+        home = str(getattr(thing, "__module__", None) or "")
+        if not callable(thing) or home.partition(".")[0] in _NOT_OF_A_SCRIPT:
+            continue
+        covered: dict[str, str] = {}
+        if home != "__main__":
+            try:
+                covered = digests(f"{home}:{getattr(thing, '__qualname__', '')}")
+            except UserError:
+                covered = {}
+        found |= covered or {f"{home}:{getattr(thing, '__qualname__', '')}": _hash(_source(thing))}
+    return _hash(json.dumps(found, sort_keys=True).encode())
+
+
+def _source(thing: Any) -> bytes:
+    """Return the source of a class or function; where there is none, its code as it is executed."""
+    try:
+        return inspect.getsource(thing).encode()
+    except (OSError, TypeError):
+        functions = [*vars(thing).values()] if isinstance(thing, type) else [thing]
+        codes = [each.__code__ for each in functions if isinstance(each, types.FunctionType)]
+        return b"".join(_code(code) for code in codes)
+
+
+def _code(code: types.CodeType) -> bytes:
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    plain = [
+        repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each)
+        for each in code.co_consts
+        if not isinstance(each, types.CodeType)
+    ]
+    own = f"{code.co_name} {code.co_names} {plain} ".encode() + code.co_code
+    return own + b"".join(_code(each) for each in inner)
+
+
+def _hash(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()

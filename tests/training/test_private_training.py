@@ -1,0 +1,679 @@
+"""`dpdist.PrivateTraining`: a script's own loop is the run of a recipe, and nothing less."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.here import command, without_ray
+from support.training import KEY, execute, make, parameters, release_ids
+from torch import nn
+
+import dpdist
+from dpdist import Privacy, PrivateTraining, UserError
+from dpdist.core.files import read_json
+from dpdist.privacy.ledger import Ledger
+from dpdist.randomness.keys import derive_key, words
+from dpdist.runs.folder import RunFolder
+from dpdist.training import job, model_setup
+from dpdist.training.records import training_data
+
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
+RECORDS, WIDTH = 80, 6
+PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
+
+
+def records(count: int = RECORDS, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.rand(count, WIDTH, generator=generator)
+    return inputs, (inputs.sum(1) > WIDTH / 2).long()
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(WIDTH, width), nn.Linear(width, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs).tanh())
+
+
+def net(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Net()
+
+
+def training(
+    folder: Path, model: nn.Module | None = None, optimizer: Any = None, **given: Any
+) -> PrivateTraining:
+    model = model or Net()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    options = {
+        "loss": "cross-entropy", "privacy": PRIVATE, "batch_size": 16, "steps": 6,
+        "resources": {"checkpoint_seconds": 1e-6}, "folder": folder, "data": records(), **given,
+    }  # fmt: skip
+    return PrivateTraining(model, optimizer, options.pop("data"), **options)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+# --- against oracles
+
+
+def by_hand(folder: RunFolder, model: nn.Module, steps: int) -> torch.Tensor:
+    """DP-SGD in float64, one record at a time, with the keys of this run: no engine, no loop."""
+    inputs, labels = (each.double() if each.is_floating_point() else each for each in records())
+    plan, trained = folder.read_plan(), model.double()
+    told = read_json(folder.data, {"train": str})["train"]
+    key = derive_key(folder.read_key(), "run", plan.fingerprint(), told, "trial", 0)
+    weights = list(trained.parameters())
+    optimizer = torch.optim.SGD(weights, lr=0.3, momentum=0.5)
+    for step in range(steps):
+        chosen = words(derive_key(key, "sample", "0/", step), 0, RECORDS)
+        total = torch.zeros(sum(p.numel() for p in weights), dtype=torch.float64)
+        for i in np.flatnonzero(chosen.astype(float) < 16 / RECORDS * 2.0**64):
+            loss = nn.functional.cross_entropy(trained(inputs[i]), labels[i])
+            own = torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
+            total += own * min(1.0, 1.0 / float(own.norm()))
+        bits = words(derive_key(key, "noise", "0/", step), 0, 2 * (len(total) // 2 + 1))
+        uniform, turn = bits.reshape(-1, 2).T
+        length = np.sqrt(-2 * np.log(2.0**-64 + uniform.astype(float) * 2.0**-64))
+        angle = 2 * np.pi * (turn >> np.uint64(11)).astype(float) * 2.0**-53
+        pairs = np.stack([length * np.cos(angle), length * np.sin(angle)], 1).reshape(-1)
+        noisy = (total + torch.from_numpy(pairs[: len(total)])) / 16
+        for p, g in zip(weights, noisy.split([p.numel() for p in weights]), strict=True):
+            p.grad = g.view_as(p)
+        optimizer.step()
+    return flat(trained)
+
+
+def test_it_is_dp_sgd_worked_out_by_hand(tmp_path):
+    inputs, labels = records()
+    model = Net().double()  # whose clip hardly needs room for rounding
+    t = training(tmp_path / "run", model, data=(inputs.double(), labels))
+    reports = []
+    while t.steps_left:
+        reports.append(t.step())
+    wanted = by_hand(t.run, Net(), 6)
+    torch.testing.assert_close(flat(model), wanted, rtol=1e-6, atol=1e-7)
+    assert [report.step for report in reports] == list(range(6))
+    assert [report.learning_rate for report in reports] == [0.3] * 6
+    assert reports[2].epsilon == t.plan.guarantee(steps=3).epsilon < reports[5].epsilon
+    assert reports[5].epsilon == t.guarantee.epsilon == t.plan.guarantee().epsilon
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "exact"),
+    [
+        ({"momentum": 0.0}, lambda p: torch.optim.SGD(p, lr=0.5), True),
+        ({"momentum": 0.5}, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), True),
+        ({"momentum": 0.0, "optimizer": "adam", "learning_rate": 0.01},
+         lambda p: torch.optim.Adam(p, lr=0.01), False),
+    ],
+)  # fmt: skip
+def test_a_recipe_with_the_same_key_is_the_same_training(tmp_path, recipe, optimizer, exact):
+    made, folder = make(
+        tmp_path, "recipe", **{f"training__{k}": v for k, v in recipe.items()},
+        resources={"checkpoint_seconds": 1e-6, "micro_batch": 16},
+    )  # fmt: skip
+    prepared = job.prepare(made, folder, "test")
+    execute(prepared)
+
+    dataset = training_data(made, prepared.source)
+    object.__setattr__(dataset, "keyed_fingerprint", lambda key: dataset.fingerprint)
+    model = model_setup.initial_model(made, model_setup.model_spec(made, dataset))
+    t = training(
+        tmp_path / "own", model, optimizer(model.parameters()), data=dataset, batch_size=40,
+        steps=12, privacy=made.privacy, resources={"micro_batch": 16},
+    )  # fmt: skip
+    t.run_all()
+    assert t.plan == folder.read_plan()
+    if exact:
+        assert release_ids(t.run) == release_ids(folder) and len(release_ids(folder)) == 12
+        assert torch.equal(parameters(t.run), parameters(folder))
+    else:
+        assert release_ids(t.run)[0] == release_ids(folder)[0]
+        own, wanted = parameters(t.run), parameters(folder)
+        assert float((own - wanted).norm()) <= 1e-6 * float(wanted.norm())
+
+
+# --- an ordinary run folder
+
+
+def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nets_of_a_test.py").write_text(
+        "from torch import nn\n\n\ndef net(input_shape, classes):\n"
+        f"    return nn.Sequential(nn.Linear({WIDTH}, 5), nn.Tanh(), nn.Linear(5, classes))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import nets_of_a_test
+
+    torch.manual_seed(0)
+    model = nets_of_a_test.net((WIDTH,), 2)
+    t = training(
+        tmp_path / "runs" / "own", model, privacy={"epsilon": 3.0, "delta": 1e-3},
+        held_out=records(30, 2), factory="nets_of_a_test:net",
+        certify={"sigma": 0.25, "n": 50, "n0": 10, "max_inputs": 3},
+    )  # fmt: skip
+    t.run_all()
+    facts = dpdist.read_facts(t.run)
+    assert facts.guarantee.epsilon <= 3.0 and facts.guarantee.kind == "proved"
+    assert facts.evaluation is not None and facts.evaluation["inputs"] == 30
+    card = facts.card()
+    assert any("code of the user" in note for note in card["notes"])
+    assert any("independence of the model: by structure" in note for note in card["notes"])
+    assert any("initial weights" in line for line in card["assumptions"])
+
+    without_ray(monkeypatch)
+    runs = ("--runs", tmp_path / "runs")
+
+    def run(*words: Any) -> Any:
+        return command(monkeypatch, capsys, tmp_path, *map(str, words))
+
+    for words_ in (
+        ("report", "own", *runs),
+        ("certify", "own", *runs),
+        ("audit", "own", *runs, "--set", "releases=300"),
+        ("release", "own", *runs),
+        ("verify", t.run.release, "--trust-factory", "nets_of_a_test:net"),
+    ):
+        done = run(*words_)
+        assert done.code == 0, (words_, done.out + done.err)
+    assert t.run.report.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
+    again = run("train", t.run.recipe_file, *runs)
+    assert again.code == 2 and "script" in again.err and again.err.count("\n") == 1
+
+
+def test_a_model_of_the_script_itself_needs_its_script(tmp_path):
+    t = training(tmp_path / "own", held_out=records(20, 2))
+    t.run_all()
+    assert read_json(t.run.evaluation)["inputs"] == 20
+    folder, name = str(t.run.model), t.run.read_recipe().model.name
+    code = f"from dpdist import models; models.load({folder!r}, trusted_factory={name!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode and "UserError" in done.stderr and "factory" in done.stderr
+
+
+def test_held_out_records_must_not_be_private(tmp_path):
+    with pytest.raises(UserError, match="held_out: must share no record with data, got 1"):
+        training(tmp_path / "own", held_out=tuple(each[:1] for each in records()))
+    assert not (tmp_path / "own").exists()
+
+
+# --- what a loop may do, and what it may not
+
+
+def test_a_change_between_steps_is_on_the_card(tmp_path):
+    t = training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3})
+    t.step()
+    assert t.guarantee.kind == "proved"
+    with torch.no_grad():
+        t.model.first.weight.mul_(0.5)
+    t.step()
+    assert t.guarantee.kind == "assumed: post-processing"
+    t.close()
+    t = training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3})
+    t.run_all()
+    facts = dpdist.read_facts(t.run)
+    assert t.guarantee.kind == facts.guarantee.kind == "assumed: post-processing"
+    assert facts.card()["guarantee"]["kind"] == "assumed: post-processing"
+    assert any("changed parameters" in line for line in facts.card()["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda t: t.optimizer.param_groups[0].update(lr=0.1), "optimizer settings"),
+        (lambda t: next(iter(t.optimizer.state.values()))["momentum_buffer"].zero_(),
+         "optimizer state"),
+        (lambda t: t.optimizer.state.clear(), "optimizer state"),
+    ],
+)  # fmt: skip
+def test_the_optimizer_is_watched_too(tmp_path, change, what):
+    t = training(tmp_path / "own")
+    t.step()
+    change(t)
+    t.run_all()
+    assert read_json(t.run.script)["changed"] == [what]
+
+
+def test_a_registered_scheduler_is_no_change(tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    t = training(tmp_path / "own", model, optimizer, state=[scheduler])
+    rates = []
+    while t.steps_left:
+        rates.append(round(t.step().learning_rate, 9))
+        scheduler.step()
+    assert rates == [0.3, 0.3, 0.03, 0.03, 0.003, 0.003]
+    assert read_json(t.run.script)["changed"] == [] and t.guarantee.kind == "proved"
+
+
+def test_only_the_gradient_that_was_released_is_read(tmp_path):
+    one, other = training(tmp_path / "one"), training(tmp_path / "other")
+    one.run_all()
+    while other.steps_left:
+        nn.functional.cross_entropy(other.model(records()[0]), records()[1]).backward()
+        other.step()
+        assert all(p.grad is None for p in other.model.parameters())
+    assert torch.equal(flat(one.model), flat(other.model))
+
+
+def test_a_step_tells_released_values_alone(tmp_path):
+    t = training(tmp_path / "own")
+    report = t.step()
+    assert report.private is None
+    assert set(vars(report)) <= {"step", "learning_rate", "noisy_norm", "private", "_so_far"}
+    told = training(tmp_path / "told", private_metrics=True).step()
+    assert told.private["examples"] > 0 and told.private["loss_sum"] > 0
+    assert told.noisy_norm == report.noisy_norm > 0
+    t.close()
+    line = json.loads(t.run.metrics.read_text().splitlines()[0])
+    assert line["examples"] == told.private["examples"]
+
+
+class Mixing(nn.Module):
+    """Looks at its batch, so that its records are not apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs - inputs.mean(0))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "options", "said"),
+    [
+        (Net, lambda m: torch.optim.LBFGS(m.parameters()), {}, "must take its step from .grad"),
+        (Net, lambda m: torch.optim.SparseAdam(m.parameters()), {}, "must take dense gradients"),
+        (Net, lambda m: torch.amp.GradScaler("cpu"), {}, "leave the scaler out"),
+        (Net, lambda m: sgd(m.first), {}, "must hold every trained parameter, lacks second.weight"),
+        (Net, lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(1))]), {},
+         "must hold parameters of the model alone, got 1"),
+        (Net, sgd, {"state": [torch.amp.GradScaler("cpu")]}, "state[0]: must not be a GradScaler"),
+        (Net, sgd, {"state": [3]}, "state[0]: must have state_dict"),
+        (lambda: nn.DataParallel(Net()), sgd, {}, "must be the module itself, got DataParallel"),
+        (lambda: Net().requires_grad_(False), sgd, {}, "must have parameters to train"),
+        (normed, sgd, {}, "normalises over the batch"),
+        (dropping, sgd, {}, "model: draws random numbers"),
+        (Mixing, sgd, {}, "depends on another example"),
+        (Net, sgd, {"resources": {"workers": 2}}, "resources.workers: must be 1"),
+        (Net, sgd, {"privacy": {"delta": 1e-3}}, "exactly one of epsilon and noise_multiplier"),
+        (Net, sgd, {"privacy": {"epsilon": -1, "delta": 1e-3}}, "privacy.epsilon: must be"),
+        (Net, sgd, {"privacy": {**PRIVATE, "budget": "/tmp"}}, "privacy.budget: must be left out"),
+        (Net, sgd, {"batch_size": 200}, "training.batch_size: must be <= the 80"),
+        (Net, sgd, {"epochs": 2}, "exactly one of steps and epochs"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "loss: must be a name or a function"),
+        (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
+         "one loss per example"),
+        (Net, sgd, {"factory": "nowhere.at.all:net"}, "cannot import"),
+        (Net, sgd, {"factory": "torch.nn:Identity"}, "factory: must build this model"),
+    ],
+)  # fmt: skip
+def test_refusals_are_one_line_and_leave_nothing(tmp_path, model, optimizer, options, said):
+    made = model()
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        training(tmp_path / "own", made, optimizer(made), **options)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_scheduler_that_is_not_registered_is_refused(tmp_path):
+    model = Net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    t = training(tmp_path / "own", model, optimizer)
+    with pytest.raises(UserError, match="state: must hold the StepLR of this optimizer"):
+        t.step()
+    t.close()
+    assert Ledger.read(t.run.ledger).releases == {} and scheduler is not None
+
+
+@pytest.mark.parametrize("change", ["freeze", "exchange"])
+def test_other_parameters_in_mid_run_are_refused(tmp_path, change):
+    t = training(tmp_path / "own")
+    t.step()
+    if change == "freeze":
+        t.model.first.weight.requires_grad_(False)
+    else:
+        t.model.first = nn.Linear(WIDTH, 5)
+    with pytest.raises(UserError, match="model: must train the same parameters in all steps"):
+        t.step()
+    t.close()
+    assert Ledger.read(t.run.ledger).releases == {0: 1}
+
+
+def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
+    t = training(tmp_path / "own")
+    t.step()
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(t.optimizer, "step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        t.step()
+    with pytest.raises(UserError, match="interrupted inside; make PrivateTraining again"):
+        t.step()
+    again, whole = training(tmp_path / "own"), training(tmp_path / "whole")
+    again.run_all()
+    whole.run_all()
+    assert torch.equal(flat(again.model), flat(whole.model))
+    assert Ledger.read(again.run.ledger).releases == dict.fromkeys(range(6), 1)
+    with pytest.raises(UserError, match="let go of"):
+        t.step()  # the newer object took the run over
+
+
+def test_another_setting_is_another_run(tmp_path):
+    training(tmp_path / "own").run_all()
+    with pytest.raises(UserError, match=r"folder: .*training\.batch_size differ"):
+        training(tmp_path / "own", batch_size=20)
+    with pytest.raises(UserError, match=r"model\.options\.structure"):
+        training(tmp_path / "own", Net(7))
+    finished = training(tmp_path / "own", Net())
+    assert finished.steps_left == 0 and finished.guarantee == finished.plan.guarantee()
+    with pytest.raises(UserError, match="all 6 steps of the plan are done"):
+        finished.step()
+
+
+def test_other_records_are_not_continued(tmp_path):
+    t = training(tmp_path / "own")
+    t.step()
+    t.close()
+    inputs, labels = records()
+    inputs[7, 2] += 1e-3
+    with pytest.raises(UserError, match="has changed since this run was begun"):
+        training(tmp_path / "own", data=(inputs, labels))
+
+
+def test_the_fingerprint_is_keyed(tmp_path):
+    """Who holds private/data.json alone cannot test a guess of the records."""
+    found = []
+    for name, key in (("one", "1" * 64), ("same", "1" * 64), ("other", "2" * 64)):
+        t = training(tmp_path / name, privacy={**PRIVATE, "run_key": key})
+        t.close()
+        found.append(read_json(t.run.data)["train"])
+    assert found[0] == found[1] != found[2]
+
+
+def test_units_of_several_records_need_their_size(tmp_path):
+    data = dpdist.as_records(records(), unit=[index // 4 for index in range(RECORDS)])
+    with pytest.raises(UserError, match=r"privacy\.group_size: must be >= 4, .* got 1"):
+        training(tmp_path / "own", data=data)
+    t = training(tmp_path / "own", data=data, privacy={**PRIVATE, "group_size": 4})
+    t.run_all()
+    group = dpdist.read_facts(t.run).group
+    assert group is not None and group.epsilon > t.guarantee.epsilon
+
+
+@pytest.mark.parametrize("name", ["mse", "huber", "bce"])
+def test_losses_by_name_and_of_one_s_own(tmp_path, name):
+    inputs, labels = records()
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
+    t = training(tmp_path / name, model, sgd(model), data=(inputs, labels.float()), loss=name)
+    t.run_all()
+    same = {
+        "mse": nn.functional.mse_loss, "huber": nn.functional.huber_loss,
+        "bce": nn.functional.binary_cross_entropy_with_logits,
+    }[name]  # fmt: skip
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        return same(module(batch[0])[:, 0], batch[1], reduction="none")
+
+    torch.manual_seed(0)
+    again = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
+    again.load_state_dict(model.state_dict())
+    held = records(20, 2)
+    u = training(
+        tmp_path / "own", again, sgd(again), data=(inputs, labels.float()), loss=loss,
+        held_out=(held[0], held[1].float()),
+    )  # fmt: skip
+    u.run_all()
+    assert read_json(u.run.evaluation)["measures"].keys() == {
+        "mean squared error", "mean absolute error"
+    }  # fmt: skip
+    assert "loss test_private_training" in " ".join(dpdist.read_facts(u.run).card()["notes"])
+
+
+# --- crashes
+
+
+SCRIPT = """
+import os, signal, sys, torch
+import dpdist
+
+kill, seed = int(sys.argv[2]), int(sys.argv[3])
+torch.manual_seed(seed)
+
+
+class Mine(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        one, two = torch.nn.Linear(6, 8), torch.nn.Linear(8, 2)
+        self.layers = torch.nn.Sequential(one, torch.nn.ReLU(), two)
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+generator = torch.Generator().manual_seed(1)
+inputs = torch.rand(80, 6, generator=generator)
+labels = (inputs.sum(1) > 3).long()
+model = Mine()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+privacy = {"noise_multiplier": 1.0, "delta": 1e-3}
+if sys.argv[4] != "-":
+    privacy["run_key"] = sys.argv[4]
+training = dpdist.PrivateTraining(
+    model, optimizer, (inputs, labels), loss="cross-entropy", privacy=privacy, batch_size=16,
+    steps=12, folder=sys.argv[1], state=[scheduler],
+    resources={"checkpoint_seconds": float(sys.argv[5])},
+)
+while training.steps_left:
+    if training.plan.steps - training.steps_left == kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    training.step()
+    scheduler.step()
+print(scheduler.last_epoch, optimizer.param_groups[0]["lr"].hex())
+"""
+
+
+def script(
+    tmp: Path, folder: Path, kill: int = -1, seed: int = 0, key: str = KEY, each: float = 1e-6
+) -> subprocess.CompletedProcess[str]:
+    (tmp / "mine.py").write_text(SCRIPT)
+    words_ = [str(folder), str(kill), str(seed), key, str(each)]
+    return subprocess.run(
+        [sys.executable, "mine.py", *words_], cwd=tmp, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [1e-6, 1e6])
+def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
+    """Also where it builds other initial weights than before, and whatever was not yet saved."""
+    whole = script(tmp_path, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert script(tmp_path, tmp_path / "own", 4, each=each).returncode == -signal.SIGKILL
+    assert script(tmp_path, tmp_path / "own", 9, seed=7, each=each).returncode == -signal.SIGKILL
+    done = script(tmp_path, tmp_path / "own", seed=8, each=each)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == whole.stdout and whole.stdout.startswith("12 ")
+    one, other = (RunFolder(tmp_path / name) for name in ("whole", "own"))
+    assert torch.equal(parameters(one), parameters(other))
+    assert release_ids(one) == release_ids(other)
+    assert Ledger.read(other.ledger).releases == dict.fromkeys(range(12), 1)
+
+
+@pytest.mark.slow
+def test_without_a_fixed_key_the_ledger_is_complete(tmp_path):
+    assert script(tmp_path, tmp_path / "own", 5, key="-", each=1e6).returncode == -signal.SIGKILL
+    assert script(tmp_path, tmp_path / "own", key="-", each=1e6).returncode == 0
+    facts = dpdist.read_facts(RunFolder(tmp_path / "own"))
+    assert facts.ledger.releases == dict.fromkeys(range(12), 1)
+    assert facts.guarantee == facts.plan.guarantee()
+    assert facts.card()["private"] is True
+
+
+def test_changed_code_of_the_script_begins_a_new_attempt(tmp_path, monkeypatch):
+    text = (
+        "from torch.nn.functional import cross_entropy\n\n\ndef loss(module, batch):\n"
+        "    return {} * cross_entropy(module(batch[0]), batch[1], reduction='none')\n"
+    )
+    place = tmp_path / "loss_of_a_test.py"
+    place.write_text(text.format(1))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import loss_of_a_test
+
+    slow = {"resources": {"checkpoint_seconds": 1e6}}
+    for factor, epochs, releases in ((1, 1, {0: 1}), (1, 1, {0: 1}), (2, 2, {0: 2})):
+        place.write_text(text.format(factor))
+        importlib.reload(loss_of_a_test)
+        t = training(tmp_path / "own", loss=loss_of_a_test.loss, **slow)
+        t.step()
+        t.close()
+        ledger = Ledger.read(t.run.ledger)
+        assert (ledger.epoch or 0) + 1 == epochs and ledger.releases == releases
+
+
+def test_a_replay_with_another_sum_never_gets_the_announced_noise(tmp_path):
+    """Transforms that draw from `os.urandom`: a new attempt, and both are charged."""
+    inputs, labels = records()
+
+    class Items(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return RECORDS
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            shake = int.from_bytes(os.urandom(4), "little") / 2**32
+            return inputs[index] * (0.5 + shake), int(labels[index])
+
+    data = dpdist.as_records(
+        Items(), target=None, before_transform=lambda index: (inputs[index], int(labels[index]))
+    )
+    slow = {"resources": {"checkpoint_seconds": 1e6}, "data": data}
+    t = training(tmp_path / "own", **slow)
+    for _ in range(3):
+        t.step()
+    t.close()  # as a crash does, before any checkpoint but the first
+    before = release_ids(t.run)
+    again = training(tmp_path / "own", **slow)
+    again.run_all()
+    found = Ledger.read(again.run.ledger)
+    assert found.releases == {0: 2, 1: 2, 2: 2, 3: 1, 4: 1, 5: 1}
+    assert len(set(release_ids(again.run))) == 9 and release_ids(again.run)[:3] == before
+    assert again.guarantee.epsilon > again.plan.guarantee().epsilon
+
+
+# --- the pieces
+
+
+def test_a_state_dict_comes_back_as_it_was():
+    from collections import Counter
+
+    from dpdist.training.script_state import pack, unpack
+
+    state = {
+        0: {"step": torch.tensor(3.0), "mean": torch.randn(4, 2), "none": None},
+        "rates": [0.1, float("inf"), 1e-300], "pair": (1, True, "a"), "at": Counter({3: 2}),
+        "array": np.arange(3), "scalar": np.float64(0.25), "empty": torch.zeros(0),
+    }  # fmt: skip
+    found = unpack("x", pack("x", state))
+    assert found["rates"] == state["rates"] and found["pair"] == (1, True, "a")
+    assert type(found["at"]) is Counter and found["at"] == state["at"]
+    assert torch.equal(found[0]["mean"], state[0]["mean"]) and found[0]["none"] is None
+    assert found["array"].tolist() == [0, 1, 2] and found["scalar"] == 0.25
+    with pytest.raises(UserError, match=r"x\.state_dict\(\) holds function"):
+        pack("x", {"f": lambda: 0})
+
+
+def test_fit_is_the_same_training(tmp_path):
+    model = Net()
+    run = dpdist.fit(
+        model, records(), optimizer="adam", learning_rate=0.01, privacy=Privacy(**PRIVATE),
+        batch_size=16, epochs=2, folder=tmp_path / "fit",
+    )  # fmt: skip
+    own = Net()
+    other = training(
+        tmp_path / "own", own, torch.optim.Adam(own.parameters(), lr=0.01), steps=None, epochs=2
+    )
+    other.run_all()
+    assert isinstance(run, RunFolder) and torch.equal(flat(model), flat(own))
+    assert release_ids(run) == release_ids(other.run) and len(release_ids(run)) == 10
+    with pytest.raises(UserError, match="optimizer: must be one of sgd, adam, adamw"):
+        dpdist.fit(
+            Net(), records(), optimizer="lion", learning_rate=0.1, privacy=Privacy(**PRIVATE),
+            batch_size=16, steps=1, folder=tmp_path / "x",
+        )  # fmt: skip
+
+
+def test_privacy_is_the_recipe_s_section():
+    from dpdist.config.sections import PrivacyRecipe
+
+    section = Privacy(epsilon=3, delta=1e-5, clip_norm=0.5)
+    assert isinstance(section, PrivacyRecipe)
+    assert section.model_dump() == PrivacyRecipe(epsilon=3, delta=1e-5, clip_norm=0.5).model_dump()
+    with pytest.raises(UserError, match=r"privacy\.epsilon: must be"):
+        Privacy(epsilon=-1, delta=1e-5)
+    with pytest.raises(UserError, match="give exactly one of epsilon and noise_multiplier"):
+        Privacy(delta=1e-5)
+
+
+def test_a_recipe_may_be_a_dict(tmp_path, monkeypatch):
+    recipe, _ = make(tmp_path, "x")
+    without_ray(monkeypatch)
+    run = dpdist.run(recipe.model_dump(mode="json"), runs=tmp_path)
+    assert run.trained.exists()
+
+
+@pytest.mark.parametrize("thing", [PrivateTraining, Privacy])
+def test_its_example_runs(thing):
+    found = doctest.DocTestFinder().find(thing, thing.__name__, globs={})
+    assert [doctest.DocTestRunner().run(one).failed for one in found if one.examples] == [0]
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_it_is_printed(tmp_path):
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "own-loop.md"
+    script, nets = re.findall(r"(?s)```python\n(.*?)```", page.read_text())
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "nets.py").write_text(nets)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["9", "19", "29", "39"]
+    assert last == str(dpdist.read_facts(tmp_path / "runs" / "mine").guarantee) and "-DP" in last
