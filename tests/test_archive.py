@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.files import forge_manifest
 from support.training import interrupted
 
 from dpdist import pipeline
@@ -263,15 +264,6 @@ def folder_url(folder: RunFolder) -> str:
     return read_json(RunFolder(folder.path.with_name("lost")).archive)["url"]
 
 
-def rewrite(store: ObjectStore, change) -> None:
-    """Another manifest, with a valid check."""
-    manifest = json.loads(store.get("00000001/manifest.json"))
-    manifest.pop("check")
-    change(manifest)
-    raw = {**manifest, "check": archives.digest_of(manifest)}
-    store.put("00000001/manifest.json", json.dumps(raw).encode())
-
-
 @pytest.mark.long
 def test_torn_and_damaged_archives_are_refused(archived) -> None:
     folder, store = archived
@@ -293,7 +285,7 @@ def test_torn_and_damaged_archives_are_refused(archived) -> None:
     refused(folder, "its check does not fit")
     rewrite_with = good.replace(b"private/run.key", b"private/../../x")
     store.put("00000001/manifest.json", rewrite_with)
-    rewrite(store, lambda manifest: None)
+    forge_manifest(store, lambda manifest: None)
     refused(folder, "'private/../../x' is not a plain path")
     store.delete("00000001/manifest.json")
     refused(folder, "no upload was ever finished")
@@ -310,7 +302,7 @@ def replace(store: ObjectStore, path: str, content: bytes) -> None:
         digest, size = store.put(name, content)
         manifest["files"][path] = {"object": name, "digest": digest, "size": size}
 
-    rewrite(store, change)
+    forge_manifest(store, change)
 
 
 def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.files import contents
+from support.files import contents, forge_manifest
 from support.training import make, train
 from test_exporting import OUTSIDE
 
@@ -52,15 +52,6 @@ def archived_as(finished: RunFolder, tmp_path: Path) -> ObjectStore:
     return archive.store
 
 
-def forge(store: ObjectStore, change: Callable[[dict], object]) -> None:
-    """Another manifest, with a check that fits it."""
-    manifest = json.loads(store.get("00000001/manifest.json"))
-    manifest.pop("check")
-    change(manifest)
-    raw = {**manifest, "check": archives.digest_of(manifest)}
-    store.put("00000001/manifest.json", json.dumps(raw).encode())
-
-
 def refused(store: ObjectStore, tmp_path: Path, match: str) -> None:
     """By all three that read an archive, and nothing is left anywhere."""
     before = contents(tmp_path)
@@ -73,14 +64,16 @@ def refused(store: ObjectStore, tmp_path: Path, match: str) -> None:
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "x/y", "-x", "x" * 101, None, 3, ["x"]])
 def test_the_runs_name_cannot_lead_out(archived, tmp_path, name):
-    forge(archived, lambda manifest: manifest.update(run=name))
+    forge_manifest(archived, lambda manifest: manifest.update(run=name))
     refused(archived, tmp_path, "damaged")
 
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_nothing_is_written_where_a_manifest_points(archived, tmp_path, absolute):
     target = tmp_path / "victim"
-    forge(archived, lambda manifest: manifest.update(run=str(target) if absolute else "../victim"))
+    forge_manifest(
+        archived, lambda manifest: manifest.update(run=str(target) if absolute else "../victim")
+    )
     refused(archived, tmp_path, "damaged")
     assert not target.exists()
 
@@ -94,7 +87,7 @@ def renamed(path: str, to: str) -> Callable[[dict], None]:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_files_name_cannot_lead_out(archived, tmp_path, name):
-    forge(archived, renamed("private/run.key", name))
+    forge_manifest(archived, renamed("private/run.key", name))
     refused(archived, tmp_path, "damaged")
 
 
@@ -102,7 +95,7 @@ def test_a_files_name_cannot_lead_out(archived, tmp_path, name):
     "name", ["Private/run.key", "PRIVATE/run.key", "release/run.key", "privat\u0435/run.key", "key"]
 )
 def test_a_private_file_under_another_name_is_not_fetched(archived, tmp_path, name):
-    forge(archived, lambda m: m["files"].update({name: m["files"].pop("private/run.key")}))
+    forge_manifest(archived, lambda m: m["files"].update({name: m["files"].pop("private/run.key")}))
     target, paths = archives.fetch(archived.url, tmp_path / "fetched")
     assert set(paths) == {"recipe.yaml", "evaluation.json"} == set(contents(target))
 
@@ -111,7 +104,7 @@ def test_a_private_file_under_another_name_is_not_fetched(archived, tmp_path, na
     "name", ["Recipe.yaml", "recipe.yaml/x", "evaluation.json/a/b", "RECIPE.YAML", "private"]
 )
 def test_two_names_of_one_file_are_refused(archived, tmp_path, name):
-    forge(archived, renamed("recipe.yaml", name))
+    forge_manifest(archived, renamed("recipe.yaml", name))
     refused(archived, tmp_path, "damaged")
 
 
@@ -138,7 +131,7 @@ def test_a_key_given_twice_is_refused(archived, tmp_path):
     ],
 )
 def test_a_manifest_of_another_shape_is_refused(archived, tmp_path, change):
-    forge(archived, lambda manifest: manifest.update(change))
+    forge_manifest(archived, lambda manifest: manifest.update(change))
     refused(archived, tmp_path, "damaged")
 
 
@@ -150,7 +143,7 @@ def test_objects_outside_the_prefix_are_not_read(archived, tmp_path):
         "claims/x",
         "/etc/passwd",
     ):
-        forge(archived, lambda m, name=name: m["files"]["recipe.yaml"].update(object=name))
+        forge_manifest(archived, lambda m, name=name: m["files"]["recipe.yaml"].update(object=name))
         refused(archived, tmp_path, "damaged")
     with pytest.raises(ClusterError, match="not a plain path"):
         archived.get("../mine/secret")
@@ -182,12 +175,12 @@ def test_with_a_key_nobody_else_can_write_a_manifest(finished, tmp_path, monkeyp
     archives.fetch(store.url, tmp_path / "fetched")
     with monkeypatch.context() as writer:  # of the bucket, without the key
         writer.delenv(archives.KEY)
-        forge(store, lambda manifest: manifest.update(trained=False))
+        forge_manifest(store, lambda manifest: manifest.update(trained=False))
         refused(store, tmp_path, f"written with a key: set {archives.KEY}")
     refused(store, tmp_path, "its check does not fit its content")
     with monkeypatch.context() as writer:
         writer.delenv(archives.KEY)
-        forge(store, lambda manifest: manifest.update(keyed=False))
+        forge_manifest(store, lambda manifest: manifest.update(keyed=False))
     refused(store, tmp_path, "was written without a key")
     store.put("00000001/manifest.json", good)
     with monkeypatch.context() as other:

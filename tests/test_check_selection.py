@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import cases, selection
+from support import cases, selection, sources
 
 TESTS = Path(__file__).resolve().parent
 FILES = [path for path in TESTS.rglob("test_*.py") if not path.name.endswith(cases.ON_DEVICE)]
@@ -77,10 +77,9 @@ def test_what_is_run_starts_no_other_process():
     for path in FILES:
         for node in [] if selection.is_left_out(path) else ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                marked = " ".join(map(ast.unparse, node.decorator_list))
-                calls = [ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)]
-                left = any(f"pytest.mark.{name}" in marked for name in selection.LEFT_OUT)
-                starts = any(call.startswith(("subprocess.", "ray.init")) for call in calls)
+                left = sources.marks_of(node.decorator_list) & selection.LEFT_OUT
+                called = [dotted for dotted, _ in sources.calls(node)]
+                starts = any(name.startswith(("subprocess.", "ray.init")) for name in called)
                 if starts and not left:
                     found.append(f"{path.name}::{node.name}")
     assert found == []

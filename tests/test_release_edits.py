@@ -6,7 +6,6 @@ table, a table's digest), as somebody would who wants to deceive; a signature wo
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import yaml
+from support.files import changed_at
 from test_release import (
     call,
     changed_table,
@@ -66,14 +66,6 @@ def others(value: Any) -> list[Any]:
     return [other for other in [*found, None] if other != value]
 
 
-def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
-    whole = inner = copy.deepcopy(value)
-    for part in path[:-1]:
-        inner = inner[part]
-    inner[path[-1]] = to
-    return whole
-
-
 def found_at(value: Any, path: tuple[Any, ...]) -> Any:
     for part in path:
         value = value[part]
@@ -111,7 +103,7 @@ def edits_of_json(folder: Path, name: str) -> set[str]:
         for value in others(found_at(whole, path)):
 
             def edit(again: Path, path: Any = path, value: Any = value) -> None:
-                text = json.dumps(changed(whole, path, value), indent=2, sort_keys=True) + "\n"
+                text = json.dumps(changed_at(whole, path, value), indent=2, sort_keys=True) + "\n"
                 (again / name).write_text(text)
 
             if believed(folder, name, edit):
@@ -135,7 +127,7 @@ def edits_of_tables(folder: Path) -> set[str]:
         for other in others(found_at(about, path)):
 
             def describe(again: Path, path: Any = path, to: Any = other) -> None:
-                new = changed(about, path, to)
+                new = changed_at(about, path, to)
                 changed_table(again, about=lambda said: (said.clear(), said.update(new)))
 
             if believed(folder, TABLE, describe):
@@ -188,7 +180,7 @@ def test_every_edit_of_a_run_is_refused_shows_nothing_or_is_listed(made, tmp_pat
     passed = set()
     for at in leaves(whole):
         for value in others(found_at(whole, at)):
-            new = changed(whole, at, value)
+            new = changed_at(whole, at, value)
             text = yaml.safe_dump(new) if name.endswith("yaml") else json.dumps(new)
             (path / name).write_text(text)
             try:
@@ -207,7 +199,7 @@ def test_every_edit_of_a_run_s_table_is_refused(made, tmp_path):
     raw, whole = table.read_bytes(), json.loads(settings.read_text())
     for at in leaves(whole):
         for value in others(found_at(whole, at)):
-            settings.write_text(json.dumps(changed(whole, at, value)))
+            settings.write_text(json.dumps(changed_at(whole, at, value)))
             with pytest.raises(UserError):
                 read_facts(RunFolder(path))
     settings.write_text(json.dumps(whole))

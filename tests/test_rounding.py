@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 from dataclasses import replace
 from decimal import Decimal
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import sources
 
 from dpdist.audits.membership_statistics import Estimate
 from dpdist.certification import table as tables
@@ -102,15 +105,33 @@ def test_target_radii_are_printed_as_they_are() -> None:
     )  # fmt: skip
 
 
+def _own_shares(tree: ast.AST) -> list[str]:
+    """Return the f-strings that round a share themselves: of 100 times something, or before a %."""
+    found = []
+    for text in (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)):
+        for part, after in itertools.pairwise([*text.values, ast.Constant("")]):
+            if not isinstance(part, ast.FormattedValue) or part.format_spec is None:
+                continue
+            end = part.format_spec.values[-1]
+            form = str(end.value) if isinstance(end, ast.Constant) else ""
+            hundred = isinstance(part.value, ast.BinOp) and any(
+                isinstance(side, ast.Constant) and side.value == 100
+                for side in (part.value.left, part.value.right)
+            )
+            before = isinstance(after, ast.Constant) and after.value.lstrip().startswith("%")
+            if (re.fullmatch(r"\.\d+f", form) and (hundred or before)) or form.endswith("%"):
+                found.append(ast.unparse(text))
+    return found
+
+
 def test_no_share_is_printed_by_a_rounding_of_its_own() -> None:
     """One function rounds: f"{100 * share:.1f} %" makes 100.0 of 9,996 in 10,000."""
-    own = re.compile(r"\{100 \* [^{}]*:\.\d+f\}|:\.\d+f\} ?%")
-    found = [
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for folder in ("dpdist", "tuning")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for line in path.read_text().splitlines()
-        if own.search(line)
-    ]
-    assert own.search('f"{100 * share:.1f} %"') and own.search('f"{share:.2f} %"')
-    assert found == []
+    for line in ('f"{100 * a:.1f} %"', 'f"{a:.2f} %"', 'f"{a * 100:.1f} of"', 'f"{a:.1%}"'):
+        assert _own_shares(ast.parse(line)) == [line.replace('"', "'")]
+    assert _own_shares(ast.parse('f"{seconds:.1f} s, {percent(a)} %"')) == []
+    found = {
+        sources.name_of(path): shares
+        for path in sources.product_files()
+        if (shares := _own_shares(sources.tree_of(path)))
+    }
+    assert found == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from dataclasses import replace
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.certificates import check_certificates
+from support.files import changed_at
 from support.points import Points
 
 from dpdist import models
@@ -87,14 +87,6 @@ def others(value: Any) -> list[Any]:
     return [other for other in [*found, None, [], {}] if other != value]
 
 
-def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
-    whole = inner = copy.deepcopy(value)
-    for part in path[:-1]:
-        inner = inner[part]
-    inner[path[-1]] = to
-    return whole
-
-
 def believed(place: Path, table: pa.Table, output: Path) -> bool:
     """Whether a check takes the table; it then ends with a verdict."""
     path = output / "certificates" / job.TABLE
@@ -124,7 +116,7 @@ def test_every_edit_of_a_table_is_refused_or_its_own_word(place, tmp_path):
         for number, other in enumerate(others(value)):
             said = ".".join("*" if isinstance(part, int) else str(part) for part in path)
             try:
-                made = certificates.build(rows, changed(about, path, other), schema)
+                made = certificates.build(rows, changed_at(about, path, other), schema)
             except ValueError:
                 continue  # infinity is no JSON
             tried += 1
@@ -134,7 +126,7 @@ def test_every_edit_of_a_table_is_refused_or_its_own_word(place, tmp_path):
         for column, value in rows[row].items():
             for other in others(value):
                 try:
-                    made = certificates.build(changed(rows, (row, column), other), about, schema)
+                    made = certificates.build(changed_at(rows, (row, column), other), about, schema)
                 except (pa.ArrowException, ValueError, TypeError):
                     continue  # no table can hold it
                 tried += 1

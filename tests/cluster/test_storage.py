@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from support import sources
 
 from dpdist.cluster import job_folder
 from dpdist.core.files import (
@@ -64,8 +64,15 @@ def test_what_nothing_rests_on_does_not_wait_for_the_disk(tmp_path, disk):
     write_json(tmp_path / "file", {"done": 1}, durable=False)
     assert disk == [("renamed", "file")]
     assert (tmp_path / "file").read_text() == '{\n  "done": 1\n}\n'
-    texts = {path: path.read_text() for path in (ROOT / "dpdist").rglob("*.py")}
-    assert [p.name for p, text in texts.items() if "durable=False" in text] == ["monitoring.py"]
+    asked = [
+        path.name
+        for path in sources.product_files()
+        for _, call in sources.calls(sources.tree_of(path))
+        for option in call.keywords
+        if path.name != "files.py"
+        if option.arg == "durable" and ast.unparse(option.value) != "True"
+    ]
+    assert asked == ["monitoring.py"]
 
 
 def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path, monkeypatch):
@@ -175,34 +182,65 @@ def test_a_file_that_a_library_writes_is_whole_as_well(tmp_path, disk):
     assert disk == [("synced", 3), ("renamed", "table"), ("folder",)]
 
 
+def _moves(tree: ast.AST) -> list[str]:
+    """Return what could move a file to another name, by line."""
+    return [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr in ("rename", "renames") or ast.unparse(node) == "os.replace")
+    ]
+
+
 def test_nobody_else_moves_files_into_their_places():
-    for package in ("cluster", "dpdist", "tuning"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if path != ROOT / "dpdist" / "core" / "files.py":
-                assert not re.search(r"\bos\.(replace|rename|renames)\b|\.rename\(",
-                                     path.read_text()), path  # fmt: skip
+    for path in sources.product_files():
+        if sources.name_of(path) != "dpdist/core/files.py":
+            assert _moves(sources.tree_of(path)) == [], path
+    for line in ("os.replace(a, b)", "move = os.rename", "os.renames(a, b)", "path.rename(b)"):
+        assert _moves(ast.parse(line))
+    assert not _moves(ast.parse("text.replace(a, b)"))
 
 
 # Files that are written where nobody looks yet: in a folder or file aside, a pipe or a scratch
 # folder; or line by line, at their ends.
 IN_PLACE = {
-    "cluster/versions.py": 1, "dpdist/certification/reexecution.py": 1,
+    "cluster/versions.py": 1, "dpdist/certification/reexecution.py": 2,
     "dpdist/data/registry.py": 1, "dpdist/data/text.py": 1, "dpdist/data/parquet.py": 1,
     "dpdist/training/monitoring.py": 2, "cluster/job_folder.py": 1,
 }  # fmt: skip
 
 
+def _written_in_place(tree: ast.AST) -> list[int]:
+    """Return the lines that write a file at its own place: whole, anew or at its end."""
+    found = []
+    for dotted, call in sources.calls(tree):
+        given = [*call.args, *(option.value for option in call.keywords)]
+        modes = {each.value for each in given if isinstance(each, ast.Constant)}
+        wrote = sources.last(dotted) in ("write_text", "write_bytes")
+        opened = sources.last(dotted) in ("open", "fdopen") and modes & {*"wax", "wb", "ab", "xb"}
+        drawn = sources.last(dotted) == "savefig" and ast.unparse(given[0]) not in (
+            "buffer",
+            "drawn",
+        )
+        found += [call.lineno] if wrote or opened or drawn else []
+    return found
+
+
 def test_no_result_is_written_where_it_is_read():
     """A disk that is full, or a kill, left half a table at the path that a user named."""
-    words = re.compile(
-        r"\.write_(text|bytes)\(|open\([^()]*\"[wax]b?\"|savefig\((path|plot|picture)"
-    )
     found = {}
-    for package in ("cluster", "dpdist", "tuning"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if name != "dpdist/core/files.py" and (times := len(words.findall(path.read_text()))):
-                found[name] = times
+    for path in sources.product_files():
+        name = sources.name_of(path)
+        lines = _written_in_place(sources.tree_of(path))
+        if lines and name != "dpdist/core/files.py":
+            found[name] = len(lines)
+    for line in (
+        "(a / b).write_text(c)", "p.write_bytes(c)", "open(p, 'w')", "open(p, mode='xb')",
+        "path.open('a')", "os.fdopen(os.dup(1), 'wb')", "plot.savefig(path)",
+    ):  # fmt: skip
+        assert _written_in_place(ast.parse(line)) == [1], line
+    for line in ("open(p)", "open(p, 'rb')", "plot.savefig(buffer, format='svg')"):
+        assert _written_in_place(ast.parse(line)) == [], line
     assert found == IN_PLACE | {"cluster/object_store.py": 1}  # a download, into a new file
 
 
@@ -295,16 +333,24 @@ def test_in_a_local_session_it_goes_with_the_session(tmp_path, monkeypatch):
         assert folder.parent == tmp_path
 
 
+def _clock_readings(tree: ast.AST) -> list[str]:
+    """Return the names by which a file reads the time of day, called or handed on."""
+    names = {f"datetime.{name}" for name in ("now", "utcnow", "today")}
+    names |= {"time.time", "time.time_ns", "date.today"}
+    dotted = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return [name for name in dotted if ".".join(name.split(".")[-2:]) in names]
+
+
 def test_nothing_rests_on_the_time_of_day():
     """A clock that jumps changes the date of a page and what a session of Ray is called, and no
     wait, order or decision."""
-    words = re.compile(r"\btime\.time(_ns)?\(|datetime\.(now|utcnow)|date\.today")
     found = {
-        path.relative_to(ROOT).as_posix()
-        for package in ("cluster", "dpdist", "tuning")
-        for path in (ROOT / package).rglob("*.py")
-        if words.search(path.read_text())
+        sources.name_of(path)
+        for path in sources.product_files()
+        if _clock_readings(sources.tree_of(path))
     }
+    for line in ("a = time.time()", "clock = time.time_ns", "datetime.now(UTC)", "date.today()"):
+        assert _clock_readings(ast.parse(line))
     assert found == {"dpdist/reports/html.py", "dpdist/training/trainer.py", "tuning/trial.py"}
 
 
@@ -343,15 +389,26 @@ def _unpickled(tree: ast.AST) -> list[str]:
     return found
 
 
+def _files_named(tree: ast.AST) -> list[str]:
+    """Return by which names a source could open a file rather than a pipe it was given."""
+    words = {"open", "read_bytes", "read_text", "Path"}
+    named = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    named += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [name for name in named if name in words]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["cluster", "dpdist", "tuning"])
+@pytest.mark.parametrize("package", sources.PACKAGES)
 def test_nothing_read_back_is_unpickled(package):
-    for path in sorted((ROOT / package).rglob("*.py")):
-        text = path.read_text()
-        if path.relative_to(ROOT).as_posix() in BY_PIPE:
-            assert not re.search(r"\bopen\(|read_bytes|Path", text), path
+    for path in sources.product_files():
+        if not path.is_relative_to(ROOT / package):
+            continue
+        if sources.name_of(path) in BY_PIPE:
+            assert _files_named(sources.tree_of(path)) == [], path
         else:
-            assert _unpickled(ast.parse(text)) == [], path
+            assert _unpickled(sources.tree_of(path)) == [], path
+    for line in ("open(f)", "f.open()", "f.read_bytes()", "Path(f)", "read = io.open"):
+        assert _files_named(ast.parse(line)), line
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.files import empty, gone, half
 
 from dpdist.core.errors import UserError
 from dpdist.data import record_hashes
@@ -29,18 +30,6 @@ def made(tmp_path):
         return load_parquet([tmp_path / "train.parquet"], "d/train", 3, columns, tmp_path / "cache")
 
     return load
-
-
-def gone(path):
-    path.unlink()
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def half(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def one_bit(path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support import sources
 from torch import Tensor, nn
 
 from dpdist import models
@@ -264,11 +264,11 @@ def test_training_and_prediction_put_noise_alike() -> None:
 # ---- nobody asks which place it is
 
 
-def asked(text: str) -> list[str]:
+def asked(tree: ast.AST) -> list[str]:
     """Where a source asks for the class or the kind of a place."""
     names, kinds = {c.__name__ for c in PLACES.values()}, set(PLACES) - {"none"}
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
             if names & {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}:
                 found.append(ast.unparse(node))
@@ -284,14 +284,11 @@ def asked(text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_nobody_asks_where_the_noise_is() -> None:
-    for room in ("dpdist", "tuning"):
-        for path in (ROOT / room).rglob("*.py"):
-            text = path.read_text()
-            if re.search("|".join([*(c.__name__ for c in PLACES.values()), *PLACES]), text):
-                assert not asked(text), path
+    for path in sources.product_files():
+        assert not asked(sources.tree_of(path)), path
     for text in (
         "isinstance(noise, OnInput)", "isinstance(x, (BehindLayer, Nowhere))",
         "table.noise == 'hidden'", "place.kind in ('input', 'several')",
     ):  # fmt: skip
-        assert asked(text)
+        assert asked(ast.parse(text))
     assert BehindLayer.kind == "hidden"

@@ -1,8 +1,15 @@
-"""What a folder holds, to be compared with what it held before."""
+"""What files hold, to be compared with what they held before, and how they are damaged."""
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from dpdist.cluster.object_store import ObjectStore
+from dpdist.runs.archive import digest_of
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -12,3 +19,36 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def gone(path: Path) -> None:
+    """Remove a file."""
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    """Leave nothing in a file."""
+    path.write_bytes(b"")
+
+
+def half(path: Path) -> None:
+    """Leave the first half of a file, as a torn write does."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def changed_at(value: Any, path: tuple[Any, ...], to: Any) -> Any:
+    """Return a copy of nested lists and dicts with another value at one place."""
+    whole = inner = copy.deepcopy(value)
+    for part in path[:-1]:
+        inner = inner[part]
+    inner[path[-1]] = to
+    return whole
+
+
+def forge_manifest(store: ObjectStore, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the first manifest of an archive, and make the check that fits it."""
+    manifest = json.loads(store.get("00000001/manifest.json"))
+    manifest.pop("check")
+    change(manifest)
+    raw = {**manifest, "check": digest_of(manifest)}
+    store.put("00000001/manifest.json", json.dumps(raw).encode())

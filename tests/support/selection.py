@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
+
+from support.sources import marks_of
 
 LEFT_OUT = {"whole", "slow", "long"}  # markers of what `make check` leaves out
 GUARANTEE = "guarantee"
@@ -17,7 +18,8 @@ def markers_of(path: Path) -> set[str]:
     """Return the markers that a file's `pytestmark` gives to all its tests; it is not imported."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
-            return set(re.findall(r"\bmark\.(\w+)", ast.unparse(node.value)))
+            several = isinstance(node.value, ast.List | ast.Tuple)
+            return marks_of(node.value.elts if several else [node.value])
     return set()
 
 
@@ -29,12 +31,11 @@ def is_left_out(path: Path) -> bool:
 def count(path: Path) -> tuple[int, int]:
     """Return how many test functions of a file `make check` runs, and how many there are."""
     found = [
-        [ast.unparse(each).partition("(")[0] for each in node.decorator_list]
+        marks_of(node.decorator_list)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
-    named = {f"pytest.mark.{name}" for name in LEFT_OUT}
-    left = sum(is_left_out(path) or bool(named & set(decorators)) for decorators in found)
+    left = sum(is_left_out(path) or bool(LEFT_OUT & marks) for marks in found)
     return len(found) - left, len(found)
 
 

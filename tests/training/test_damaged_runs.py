@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.files import contents
+from support.files import contents, empty, gone, half
 from support.training import execute, interrupted, make, parameters, prepare, train
 
 from dpdist import evaluation, models
@@ -49,18 +49,6 @@ def crashed(tmp_path_factory) -> Path:
 
 def small(place: Path, **more):
     return make(place, model="linear", privacy__run_key=None, **more)
-
-
-def gone(path: Path) -> None:
-    path.unlink()
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def half(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def other_digit(path: Path) -> None:
