@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,6 +186,18 @@ def test_records_of_a_class_of_ones_own():
     assert records.keyed_fingerprint(KEY) == as_records((X, Y)).keyed_fingerprint(KEY)
     inputs, targets = records.examples(5)
     assert inputs.shape == (5, 3) and set(targets.tolist()) <= {0, 1}
+
+
+def test_the_page_runs_as_printed(capsys):
+    """One block after the other, as a reader types them."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "own-data.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    said = capsys.readouterr().out
+    assert "RandomSampler and batch_size=32" in said and said.endswith("tensor(True)\n")
 
 
 # --- units ----------------------------------------------------------------------------------------

@@ -218,7 +218,8 @@ def test_held_out_records_must_not_be_private(tmp_path):
 
 
 def test_a_change_between_steps_is_on_the_card(tmp_path):
-    t = training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3})
+    slow = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "resources": {"checkpoint_seconds": 1e6}}
+    t = training(tmp_path / "own", **slow)
     t.step()
     assert t.guarantee.kind == "proved"
     with torch.no_grad():
@@ -226,7 +227,7 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
     t.step()
     assert t.guarantee.kind == "assumed: post-processing"
     t.close()
-    t = training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3})
+    t = training(tmp_path / "own", **slow)
     t.run_all()
     facts = dpdist.read_facts(t.run)
     assert t.guarantee.kind == facts.guarantee.kind == "assumed: post-processing"
