@@ -532,7 +532,10 @@ class ItemRecords(Records):
         options = self._options
         read = options.before_transform or self._plain.__getitem__
         told = (options.inputs, options.target, options.classes, self._lengths())
-        items = (self._item(read, index, _CHECK_KEY) for index in range(len(self)))
+        then = "ask the data set for that record yourself to see why"
+        if options.before_transform is None and self._plain is not self._source:
+            then = "read without its transform, for the fingerprint: give before_transform="
+        items = (self._item(read, index, _CHECK_KEY, then) for index in range(len(self)))
         try:
             with kept_generators():
                 return fingerprint_of(key, self, _chained((told,), items))
@@ -549,7 +552,13 @@ class ItemRecords(Records):
         pad_to = self._options.pad_to
         return dict(pad_to) if isinstance(pad_to, Mapping) else pad_to
 
-    def _item(self, read: Callable[[int], Any], index: int, key: bytes) -> Any:
+    def _item(
+        self,
+        read: Callable[[int], Any],
+        index: int,
+        key: bytes,
+        then: str = "ask the data set for that record yourself to see why",
+    ) -> Any:
         """Ask for one item under its seeds. What its code raises may hold values: only the type is
         told."""
         try:
@@ -559,7 +568,7 @@ class ItemRecords(Records):
             kind = type(error).__name__
         self._options.refuse(
             f"record {index} must be readable, but its code raised {kind}",
-            "ask the data set for that record yourself to see why",
+            then,
         )
 
     def _fields(self, index: int) -> tuple[dict[str, Tensor], Any]:
@@ -751,17 +760,32 @@ def _of_items(data: Any, options: Options) -> Records:
     return ItemRecords(data, options, plain=without_transforms(data))
 
 
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _both_unchanged(value: Any, target: Any) -> Any:
+    return value, target
+
+
+_UNCHANGED = {
+    "transform": _unchanged,
+    "target_transform": _unchanged,
+    "transforms": _both_unchanged,
+}
+
+
 def without_transforms(source: Any) -> Any:
-    """Return a copy of a data set whose `transform`, `target_transform` and `transforms` are off,
-    as torchvision names them; of a part, with that of the whole."""
-    names = [n for n in ("transform", "target_transform", "transforms") if hasattr(source, n)]
+    """Return a copy of a data set whose `transform`, `target_transform` and `transforms`, as
+    torchvision names them, change nothing; of a part, with that of the whole."""
+    names = [name for name in _UNCHANGED if getattr(source, name, None) is not None]
     inner = getattr(source, "dataset", None)
     if not names and inner is None:
         return source
     plain = copy.copy(source)
     try:
         for name in names:
-            setattr(plain, name, None)
+            setattr(plain, name, _UNCHANGED[name])
         if inner is not None:
             plain.dataset = without_transforms(inner)
     except AttributeError:  # a property: the data set keeps its own way

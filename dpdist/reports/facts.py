@@ -354,6 +354,8 @@ class Facts:
                 f"loss {own.loss}. No command repeats the training."
             )
             notes += [f"Replaced: {line}." for line in own.replaced]
+        if self.recipe.training.own_loss:
+            notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.measured]

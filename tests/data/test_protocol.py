@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,6 +186,18 @@ def test_records_of_a_class_of_ones_own():
     assert records.keyed_fingerprint(KEY) == as_records((X, Y)).keyed_fingerprint(KEY)
     inputs, targets = records.examples(5)
     assert inputs.shape == (5, 3) and set(targets.tolist()) <= {0, 1}
+
+
+def test_the_page_runs_as_printed(capsys):
+    """One block after the other, as a reader types them."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "own-data.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    said = capsys.readouterr().out
+    assert "RandomSampler and batch_size=32" in said and said.endswith("tensor(True)\n")
 
 
 # --- units ----------------------------------------------------------------------------------------
@@ -457,6 +471,35 @@ def test_the_fingerprint_is_keyed_and_covers_everything():
               for order in (np.arange(6), np.arange(6)[::-1])]  # fmt: skip
     assert turned[0] != turned[1]
     assert as_records(Items(), classes=3).keyed_fingerprint(KEY) != turned[0]  # other options
+
+
+class Calls(Items):
+    """A data set that calls its transform without asking whether there is one."""
+
+    def __getitem__(self, index):
+        return self.transform(torch.from_numpy(self.inputs[index])), int(self.labels[index])
+
+
+def test_transforms_are_taken_off_whatever_calls_them():
+    plain = as_records(Items()).keyed_fingerprint(KEY)
+    assert as_records(Calls(lambda x: x + random.random())).keyed_fingerprint(KEY) == plain
+
+    class Both(Items):  # as torchvision's detection sets have it
+        transforms = staticmethod(lambda x, y: (x + random.random(), y))
+
+        def __getitem__(self, index):
+            return self.transforms(*super().__getitem__(index))
+
+    assert as_records(Both()).keyed_fingerprint(KEY) == plain
+
+    class Needs(Calls):  # what the transform makes is gone on with
+        def __getitem__(self, index):
+            row, label = super().__getitem__(index)
+            return row["x"], label
+
+    records = as_records(Needs(lambda x: {"x": x}))
+    with pytest.raises(UserError, match=r"record 0 .*raised \w+; .*give before_transform="):
+        records.keyed_fingerprint(KEY)
 
 
 def test_canonical_bytes_tell_values_apart():
