@@ -43,6 +43,7 @@ _ONE_RECORD = (
     "each item of {} is made of one record alone: no mixing of several, no overlapping windows, no "
     "statistics of the whole set"
 )
+_AT_ONCE = 1024  # records whose targets are looked at together
 _CHECK_KEY = bytes(32)  # of the draw that the records are checked in; nothing is released of it
 
 
@@ -273,6 +274,20 @@ def _long(target: Tensor) -> Tensor:
     return target if target.is_floating_point() else target.long()
 
 
+def check_targets(records: Records, loss: str, outputs: int) -> None:
+    """Raise UserError for records that a named loss cannot learn: without targets, or with classes
+    that the model has no output for, whose value torch would tell in its error."""
+    options = Options(records.name, classes=outputs if loss == "cross-entropy" else None)
+    if not records.has_targets:
+        options.refuse(
+            f"must have targets for the loss {loss}, got inputs alone",
+            "give (X, y), name the field with as_records(..., target=...), or a loss of your own",
+        )
+    for start in range(0, len(records) if options.classes else 0, _AT_ONCE):
+        rows = np.arange(start, min(start + _AT_ONCE, len(records)))
+        check_labels(records.targets(rows), options)
+
+
 def check_labels(target: Tensor, options: Options) -> None:
     """Raise UserError for whole-number targets outside 0..classes-1. Below 0 are places without a
     target, where a record has many."""
@@ -281,7 +296,7 @@ def check_labels(target: Tensor, options: Options) -> None:
     low = 0 if target.dim() == 1 else int(np.iinfo(np.int64).min)
     if int(target.max()) >= options.classes or int(target.min()) < low:
         options.refuse(
-            f"targets must be 0 to {options.classes - 1} (classes={options.classes}), got others",
+            f"targets must be 0 to {options.classes - 1} ({options.classes} classes), got others",
             "number the classes from 0, or say how many there are",
         )
 

@@ -121,3 +121,21 @@ def test_another_sum_never_gets_the_announced_noise(tmp_path, monkeypatch, name)
     assert len(set(release_ids(run))) == STEPS + 1 and release_ids(run)[: AT + 1] == before
     assert len({*early, *late}) == len(early) + len(late) == STEPS  # no noise twice
     assert dpdist.read_facts(run).guarantee.epsilon > run.read_plan().guarantee().epsilon
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((torch.zeros(RECORDS, 5), torch.full((RECORDS,), 91370)), "targets must be 0 to 1 .2 cl"),
+        (torch.zeros(RECORDS, 5), "must have targets for the loss cross-entropy, got inputs alone"),
+    ],
+)
+def test_records_without_fitting_targets_are_refused_before_the_first_step(tmp_path, data, words):
+    model = nn.Linear(5, 2)
+    with pytest.raises(dpdist.UserError, match=words) as caught:
+        dpdist.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss="cross-entropy",
+            privacy={"noise_multiplier": 1.0, "delta": 1e-3}, batch_size=30, steps=1,
+            folder=tmp_path / "run",
+        )  # fmt: skip
+    assert "91370" not in str(caught.value) and not (tmp_path / "run").exists()
