@@ -351,10 +351,10 @@ def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
 
 
 def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
-    options.refuse(
-        f"column {name!r} must hold numbers or lists of numbers, got {kind}",
-        "encode it as numbers, or leave it out with inputs=[...]",
-    )
+    then = "encode it as numbers, or leave it out with inputs=[...]"
+    if kind.startswith(("binary", "large_binary", "struct")):
+        then = "decode pictures into an array first, or train on the file by a recipe (dpdist init)"
+    options.refuse(f"column {name!r} must hold numbers or lists of numbers, got {kind}", then)
 
 
 def _of_table(table: pa.Table, options: Options) -> Records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import pickle
 import random
@@ -30,7 +31,7 @@ from torch.utils.data import (
 )
 
 from dpdist.core.errors import UserError
-from dpdist.data import Source, load
+from dpdist.data import Source, adapters, load
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, canonical
 
@@ -352,6 +353,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "column 'a' must hold numbers .*; encode",
     ),
+    "pictures": (
+        lambda: pa.table({"a": [b"91370"]}),
+        {},
+        "column 'a' must hold numbers .*got binary; decode pictures .*dpdist init",
+    ),
     "empty values": (
         lambda: pa.table({"a": [1, None]}),
         {},
@@ -598,6 +604,29 @@ def test_what_no_seed_reaches_is_not_the_same_twice(source):
     inputs = step.batch(FEW)
     assert step.targets(FEW).tolist() == Y[FEW].tolist()
     assert torch.equal(step.batch(FEW), inputs)  # both speak of one draw
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda x: x[: 1 + int(3 * random.random())],
+            "one shape, got several; give a public length",
+        ),
+        (lambda x: x.double() if random.random() < 0.5 else x, "must have one dtype"),
+    ],
+)
+def test_another_shape_in_one_step_is_refused(change, words):
+    """A transform that draws shapes passed the check; the step says so, without a value."""
+    records = as_records(Items())
+    records._source.transform = change
+    with pytest.raises(UserError, match=words):
+        for number in range(20):
+            records.for_step(bytes([number]) * 32).batch(np.arange(6))
+
+
+def test_the_examples_in_docstrings_run():
+    assert doctest.testmod(adapters).attempted and not doctest.testmod(adapters).failed
 
 
 # --- examples -------------------------------------------------------------------------------------
