@@ -567,6 +567,8 @@ class PrivateTraining:
         self._attempt(key, examples)
         if not complete_checkpoints(folder.checkpoints):
             self._save()
+        if not self.steps_left:  # it ended before it could say so
+            self._finish()
 
     def _attempt(self, key: bytes, examples: tuple[Any, Tensor]) -> None:
         """Begin an attempt in the ledger, and make the step of it."""
@@ -611,10 +613,11 @@ class PrivateTraining:
         if state is None:
             return
         found = unpack("script", state.slots)
-        if len(found["kept"]) != len(self.state):
+        if found["kept"] != (given := [type(each).__name__ for each in self.state]):
+            before = ", ".join(found["kept"]) or "none"
             raise UserError(
-                f"state: must hold the {len(found['kept'])} objects that the run was begun with "
-                f"({', '.join(found['kept']) or 'none'}), got {len(self.state)}"
+                f"state: must hold what the run was begun with ({before}), got "
+                f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
         self._done, self._initial = state.step, found["initial"]
         self._changed = found["changed"]
@@ -760,7 +763,7 @@ class PrivateTraining:
         public = [each for each in self.state if isinstance(each, LRScheduler)]
         told = [each for each in public if not isinstance(each, ReduceLROnPlateau)]
         allowed = {"optimizer settings"} if told and len(told) == len(public) else set()
-        found = sorted({*self._changed, *self._watch.changed()} - allowed)
+        found = sorted({*self._changed, *({*self._watch.changed()} - allowed)})
         if found != self._changed:
             self._changed = found
             self._save()  # the run never forgets it
