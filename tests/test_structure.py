@@ -85,6 +85,7 @@ ROOMS: dict[str, set[str]] = {
     "reports": {"privacy", "randomness", "certification", "attacks", "config", "runs", "audits"},
     "pipeline": {"cluster", "certification", "runs", "training", "evaluation", "tuning", "reports"},
     "publishing": {"models", "privacy", "randomness", "release", "runs", "reports"},
+    "importing": {"data", "models", "privacy", "methods", "runs"},
     "cli": {
         "cluster",
         "data",
@@ -104,6 +105,7 @@ ROOMS: dict[str, set[str]] = {
         "reports",
         "pipeline",
         "publishing",
+        "importing",
     },
 }
 NO_TORCH_NO_RAY = ("dpdist.cluster.job_folder", "dpdist.privacy", "dpdist.reports", "dpdist.runs")

@@ -30,7 +30,7 @@ FAULTS: list[Fault] = [
         ("if not bool(tensor.isfinite().all()):", "if False:", "weights that are not finite"),
         ('if card["guarantee"]["delta"] != plan.delta:', "if False:",
          "epsilon is stated at another delta than its phases'"),
-        ("        _check_same(card[\"extra\"], about, path)\n", "", "the card speaks of another model"),
+        ("        _check_same(card, about, path)\n", "", "the card speaks of another model"),
         ("        models.check_trusted(spec, self.trusted_factory, self.path)\n", "",
          "foreign code is complained of as damage"),
     ),
