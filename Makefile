@@ -21,7 +21,7 @@ help:
 	@echo "make check   lint, types and the quick tests (a minute, no Ray)"
 	@echo "make test    lint, types and every test but the long ones (six minutes on two cores)"
 	@echo "make test-all  the same, with the long tests (Ray's jobs, kills, hosts, faults, generated input)"
-	@echo "make lint    ruff and mypy only"
+	@echo "make lint    ruff, import-linter and mypy only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/evidence/testing.md)"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
@@ -48,6 +48,7 @@ demo: install
 lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 
 # mypy reads what changed in one process, while two run the tests.
@@ -89,5 +90,5 @@ notebook: docs-tools
 	@$(BIN)/python examples/execute.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .import_linter_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

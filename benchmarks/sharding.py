@@ -90,7 +90,7 @@ def work(job: Any, rank: int, workers: int, folder: str, answers: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from dpdist.training import worker
+    from dpdist.training import private_step, worker
     from dpdist.training.collectives import Reducer
 
     torch.set_num_threads(1)
@@ -110,10 +110,10 @@ def work(job: Any, rank: int, workers: int, folder: str, answers: Any) -> None:
         return done
 
     with ExitStack() as stack:
-        one = worker.Loop(job, Reducer(rank, workers, torch.device("cpu")), stack)
-        worker.add_noise = timed("noise", worker.add_noise)
+        one = worker.restore(job, Reducer(rank, workers, torch.device("cpu")), stack)
+        private_step.add_noise = timed("noise", private_step.add_noise)
         one._step = timed("step", one._step)
-        one._clipped_sums = timed("sums", one._clipped_sums)
+        one.step._clipped_sums = timed("sums", one.step._clipped_sums)
         job.recipe.method.learn(one)
         one.finish()
         answers.put((took, one.own.stop - one.own.start, len(one.flat), peak()))

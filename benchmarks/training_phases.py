@@ -67,27 +67,28 @@ class Watch:
         """Wrap what a `Loop` calls in a step."""
         import torch
 
-        from dpdist.training import worker
+        from dpdist.training import private_step
 
-        one.members = self.timed("sample", one.members)
-        fetch = self.timed("records", one.dataset.batch)
-        object.__setattr__(one.dataset, "batch", fetch)  # a frozen dataclass
-        one.engine.clipped_sum = self.timed("gradients", one.engine.clipped_sum)
-        worker._announce = self.timed("ledger", worker._announce)
-        worker.add_noise = self.timed("noise", worker.add_noise)
+        of = one.step
+        of.members = self.timed("sample", of.members)
+        fetch = self.timed("records", of.data.batch)
+        object.__setattr__(of.data, "batch", fetch)  # a frozen dataclass
+        of.engine.clipped_sum = self.timed("gradients", of.engine.clipped_sum)
+        private_step._announce = self.timed("ledger", private_step._announce)
+        private_step.add_noise = self.timed("noise", private_step.add_noise)
         one.optimizer.update = self.timed("update", one.optimizer.update)
         one.divergence.check = self.timed("check", one.divergence.check)
         if one.monitor is not None:
             one.monitor.step = self.timed("write", one.monitor.step)
-        total, meet = self.timed("sum", one.sharing.sum), one.reducer.all_sum
-        one.sharing.digests = self.timed("digest", one.sharing.digests)
+        total, meet = self.timed("sum", of.sharing.sum), of.reducer.all_sum
+        of.sharing.digests = self.timed("digest", of.sharing.digests)
         waits = self.timed("waiting", meet)
 
         def summed(*arguments: Any) -> Any:
             waits(torch.zeros(1))
             return total(*arguments)
 
-        one.sharing.sum = summed
+        of.sharing.sum = summed
         whole = self.timed("step", one._step)
 
         def step(number: int, todo: Any) -> None:
@@ -122,7 +123,7 @@ def watched(steps: int, answer: Path) -> Any:
     def run(job: Any, reducer: Any, until: int | None = None) -> None:
         watch = Watch(steps // 3)
         with ExitStack() as stack:
-            one = worker.Loop(job, reducer, stack, until)
+            one = worker.restore(job, reducer, stack, until)
             watch.put_on(one)
             job.recipe.method.learn(one)
             one.finish()

@@ -210,7 +210,7 @@ def _prepared(raw: dict[str, Any], findings: Findings) -> dict[str, Any] | None:
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            config = prepare_config(copy.deepcopy(raw))
+            config: dict[str, Any] = prepare_config(copy.deepcopy(raw))
             validate_config(config)
     except jsonschema.ValidationError as error:
         key = ".".join(str(part) for part in error.absolute_path) or "the file"

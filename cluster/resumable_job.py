@@ -135,7 +135,8 @@ class Task:
 
     def rows(self, item: Item, partial: Partial) -> list[Row]:
         """The item's rows of the table, from what is known of all its units."""
-        return partial
+        rows: list[Row] = partial
+        return rows
 
     def weight(self, item: Item) -> int:
         """What a finished item adds to the progress."""

@@ -31,7 +31,7 @@ _LOOK_EVERY = 10.0  # seconds
 
 
 class Room:
-    """Says, once each time it happens, that the cluster is smaller than what the work needs.
+    """A monitor that says, once each time, that the cluster is smaller than the work needs.
 
     need, and what `have` returns: amounts of Ray's resources ("CPU", "GPU") in the whole cluster.
     """
@@ -50,7 +50,7 @@ class Room:
         self._looked, self._missing = time.monotonic(), False
 
     def look(self) -> None:
-        """To be called often; asks Ray every ten seconds."""
+        """Ask Ray, at most every ten seconds, for the cluster's size; call it often."""
         now = time.monotonic()
         if now - self._looked < self._look_every:
             return
@@ -74,7 +74,8 @@ class Room:
 def _cluster_resources() -> dict[str, float]:
     import ray
 
-    return ray.cluster_resources()
+    resources: dict[str, float] = ray.cluster_resources()
+    return resources
 
 
 # --- the session ------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ _LONGEST_ROOT = 20
 
 @dataclass(frozen=True)
 class Session:
-    """What this process is connected to. address is None for a session of our own."""
+    """The connection of this process to Ray. address is None for a session of our own."""
 
     address: str | None
     cpus: float
@@ -122,6 +123,7 @@ class Session:
 
     @property
     def local(self) -> bool:
+        """Return whether this is a session of our own, on this machine."""
         return self.address is None
 
     def __str__(self) -> str:
@@ -137,16 +139,30 @@ def connect(
     cpus: int | None = None,
     worker_setup: Callable[[], None] | None = None,
 ) -> Iterator[Session]:
-    """One Ray session for a whole command; reuses the session of an enclosing `connect`.
+    """Yield one Ray session for a whole command; reuse the session of an enclosing `connect`.
 
-    With RAY_ADDRESS set (as inside `ray job submit`), that cluster; otherwise a new local session
-    with every port on loopback, a fresh access token, and Ray's own files (logs, sockets, staged
-    artifacts) in a folder that only this user can read and that goes with the session. Variables of
-    the environment that would change that are put aside meanwhile, with a line on standard error.
-    Ray's chatter goes to `log_file`. `worker_setup` runs once in every worker process. `cpus`
-    limits a local session (default: the CPUs this process may use).
+    With RAY_ADDRESS set (as inside `ray job submit`) it is that cluster; otherwise a new local
+    session with every port on loopback, a fresh access token, and Ray's own files (logs, sockets,
+    staged artifacts) in a folder that only this user can read and that goes with the session.
+    Variables of the environment that would change that are put aside meanwhile, with a line on
+    standard error.
 
-    Raises ClusterError when nothing answers at RAY_ADDRESS.
+    Args:
+        log_file: takes Ray's messages; None drops them.
+        cpus: limits a local session; None for the CPUs that this process may use.
+        worker_setup: runs once in every worker process.
+
+    Yields:
+        The session, which knows its address, CPUs, GPUs and nodes.
+
+    Raises:
+        ClusterError: nothing answers at RAY_ADDRESS.
+
+    Example:
+        >>> import dpdist
+        >>> with dpdist.connect(cpus=2) as session:
+        ...     session.local
+        True
     """
     address = os.environ.get("RAY_ADDRESS") or None
     if address == "local":  # Ray's word for a session of one's own
@@ -240,7 +256,8 @@ def gpus_here() -> float:
         visible = manager.get_current_process_visible_accelerator_ids()
     except Exception:  # another Ray: what is missing is then said later
         return math.inf
-    return found if visible is None else min(found, len(visible))
+    available: float = found if visible is None else min(found, len(visible))
+    return available
 
 
 @contextlib.contextmanager
@@ -278,7 +295,7 @@ def staged_artifacts() -> Path:
 
 
 def _start(address: str | None, options: dict[str, Any]) -> None:
-    """Start Ray. A command that ends on SIGTERM in its own way keeps it, then and afterwards.
+    """Start Ray. A command that handles SIGTERM in its own way keeps its handler.
 
     Ray's handlers exit without a word while it starts, and abort with a stack trace later.
     """
@@ -303,7 +320,7 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
 def _options(
     address: str | None, cpus: int | None, worker_setup: Callable[[], None] | None
 ) -> dict[str, Any]:
-    """Of `ray.init`."""
+    """Return the options of `ray.init`."""
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if worker_setup is not None:
         options["runtime_env"] = {"worker_process_setup_hook": worker_setup}
@@ -318,12 +335,13 @@ def _options(
 
 
 def read_environment_again() -> None:
-    """Ray reads its mode, token and interfaces when it is imported, maybe long ago."""
+    """Make Ray read its mode, token and interfaces again, as it does when it is imported."""
+    from ray._common.utils import env_bool
     from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    auto_init_hook.enable_auto_connect = ray_constants.env_bool(_START_BY_ITSELF_VARIABLE, True)
-    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(_LOOPBACK_VARIABLE, True)
+    auto_init_hook.enable_auto_connect = env_bool(_START_BY_ITSELF_VARIABLE, True)
+    ray_constants.ENABLE_RAY_CLUSTER = env_bool(_LOOPBACK_VARIABLE, True)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -355,12 +373,15 @@ def _check_reachable(address: str) -> None:
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """On a full disk Ray's chatter is lost; logging would print a traceback for each line."""
+        """Drop Ray's messages on a full disk; logging would print a traceback for each line."""
 
 
 def _log_to(log_file: Path | None) -> logging.Handler:
-    """After `ray.init`, which takes all handlers away. Without one, Python's own would print
-    warnings and errors, tracebacks of lost workers among them."""
+    """Return the handler that takes Ray's messages, installed after `ray.init`.
+
+    `ray.init` takes all handlers away. Without one, Python's own would print warnings and
+    errors, tracebacks of lost workers among them.
+    """
     logger = logging.getLogger("ray")
     logger.propagate = False
     handler: logging.Handler = logging.NullHandler()

@@ -31,6 +31,7 @@ from dpdist.core.optional_imports import library
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+SHELVES = ("tutorials", "how-to", "explanation", "reference", "evidence")  # in a reader's order
 NOT_API = {"__main__", "cli", "recipes"}  # what runs, and no module
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -68,11 +69,18 @@ def slug(heading: str) -> str:
 def pages(root: Path = ROOT) -> list[Page]:
     """All of them, rendered, links as they are. Raises UserError without the renderer."""
     markdown = library("markdown_it", "docs", "make docs").MarkdownIt("commonmark").enable("table")
-    sources = [*(root / name for name in FIRST), *sorted((root / "docs").rglob("*.md"))]
+    in_docs = sorted((root / "docs").rglob("*.md"), key=lambda path: (_shelf(path, root), path))
+    sources = [*(root / name for name in FIRST), *in_docs]
     found = [_page(path, path.read_text(), markdown, root) for path in sources if path.exists()]
     for path in sorted((root / "examples").glob("*.ipynb")):
         found.append(_page(path, _notebook(json.loads(path.read_text())), markdown, root))
     return found
+
+
+def _shelf(path: Path, root: Path) -> int:
+    """Return the place of a page's folder in `SHELVES`; pages elsewhere come last."""
+    name = path.relative_to(root / "docs").parts[0]
+    return SHELVES.index(name) if name in SHELVES else len(SHELVES)
 
 
 def _page(path: Path, text: str, markdown: Any, root: Path) -> Page:

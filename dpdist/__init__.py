@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from dpdist.cluster.session import connect as connect
     from dpdist.core.errors import ClusterError as ClusterError
     from dpdist.core.errors import UserError as UserError
+    from dpdist.data.adapters import as_records as as_records
+    from dpdist.data.protocol import Records as Records
     from dpdist.pipeline import run as run
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from dpdist.reports.facts import read_facts as read_facts
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
+    from dpdist.training.private_step import PrivateStep as PrivateStep
     from dpdist.training.trainer import train as train
 
 _LAZY = {
@@ -44,14 +47,17 @@ _LAZY = {
     "certify": "dpdist.certification.job",
     "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
+    "PrivateStep": "dpdist.training.private_step",
     "connect": "dpdist.cluster.session",
+    "Records": "dpdist.data.protocol",
+    "as_records": "dpdist.data.adapters",
     "write_release": "dpdist.publishing",
     "load": "dpdist.release.bundle",
     "Release": "dpdist.release.bundle",
     "UserError": "dpdist.core.errors",
     "ClusterError": "dpdist.core.errors",
 }
-__all__ = ["__version__", *_LAZY]
+__all__ = ["__version__", *_LAZY]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist import models
 from dpdist.core.errors import UserError
+from dpdist.core.fields import MEASURES
 from dpdist.core.files import check_shape, json_number, write_json
 from dpdist.data import Dataset
 from dpdist.randomness.noise_location import place_of
@@ -52,7 +53,7 @@ def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
 
 def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     """Clean accuracy on the test split, into evaluation.json; of documents, of all their next
-    tokens.
+    tokens; of targets that are no classes, the measures that fit (`MEASURES`).
 
     A model with noise of its own answers by its mean scores over a few fresh draws of it. Where
     answers are paid for, the first few test inputs are asked about, or none.
@@ -65,6 +66,12 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     asked, answer, about = _answering(recipe, folder, dataset)
     dataset = dataset.first(asked)
     if not len(dataset):
+        return
+    if dataset.target_kind != "class":
+        with torch.inference_mode():
+            about |= {"measures": _measured(dataset, answer)}
+        said = {"data": dataset.name, "inputs": len(dataset), "fingerprint": dataset.fingerprint}
+        write_json(folder.evaluation, said | about)
         return
     with torch.inference_mode():
         found = (_following if dataset.following else _classified)(dataset, answer)
@@ -112,6 +119,27 @@ def _classified(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
         "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
         "by_class": torch.stack([seen[0], seen[0] - seen[1]], 1).tolist(),  # inputs, right
     }
+
+
+def _measured(dataset: Dataset, answer: _Answer) -> dict[str, float | None]:
+    """Return the test split's measures by name, of numbers or of labels."""
+    import torch
+
+    first = second = torch.zeros((), dtype=torch.float64)
+    number = dataset.target_kind == "number"
+    for start in range(0, len(dataset), _BATCH):
+        rows = slice(start, start + _BATCH)
+        outputs = answer(dataset.batch(rows), start).double().cpu()
+        targets = dataset.targets(rows).double()
+        if number:
+            errors = outputs - targets
+            first, second = first + errors.square().sum(), second + errors.abs().sum()
+        else:
+            right = (outputs.isfinite()) & ((outputs > 0) == (targets > 0))
+            first, second = first + right.sum(), second + right.all(1).sum()
+    values = len(dataset) * dataset.classes
+    shares = float(first) / values, float(second) / (values if number else len(dataset))
+    return dict(zip(MEASURES[dataset.target_kind], map(json_number, shares), strict=True))
 
 
 def _following(dataset: Dataset, answer: _Answer) -> dict[str, Any]:

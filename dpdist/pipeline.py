@@ -44,11 +44,41 @@ def run(
     changes: Mapping[str, Any] | None = None,
     where: str | None = None,
 ) -> RunFolder:
-    """Everything a recipe asks for; what is done already is not done again.
+    """Run every stage that a recipe asks for: train, evaluate, certify, report.
 
-    recipe: a validated recipe, or the path or name of one. changes: of its keys, by dotted key, as
-    in {"training.batch_size": 512}. where: begins complaints. Returns the run's folder. Raises
-    UserError and dpdist.core.errors.ClusterError for what the user can mend.
+    A stage whose results are in the run's folder already is not done again, so that the same call
+    continues a run that was interrupted.
+
+    Args:
+        recipe: a validated recipe, or the path or name of one.
+        runs: the folder of all runs.
+        name: the run's name; None for the recipe's.
+        data_root: the folder of data sets that the recipe names.
+        changes: new values by dotted key, as in {"training.batch_size": 512}.
+        where: begins complaints; None for the recipe's path.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        UserError: the recipe, its data or the folder cannot be used.
+        ClusterError: the cluster failed for good.
+
+    Example:
+        >>> import dpdist
+        >>> recipe = dpdist.Recipe.model_validate({
+        ...     "name": "small",
+        ...     "data": {"name": "digits", "max_train": 200},
+        ...     "model": {"name": "linear"},
+        ...     "privacy": {"epsilon": 3, "delta": 1e-4},
+        ...     "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
+        ...     "certify": {"sigma": 0.25, "n": 100, "max_inputs": 5},
+        ... })
+        >>> folder = dpdist.run(recipe)
+        >>> folder.path.as_posix()
+        'runs/small'
+        >>> dpdist.read_facts(folder).guarantee.epsilon <= 3
+        True
     """
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
     recipe = resolve(recipe, changes=changes, name=name, data_root=data_root)
@@ -69,7 +99,7 @@ def train_alone(recipe: Recipe, *, runs: str | Path = "runs", where: str = "reci
 def tune(
     recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe", only_resume: bool = False
 ) -> RunFolder:
-    """The private search of a recipe's tune section alone, and the accuracy of the best trial.
+    """Run the private search of a recipe alone, and measure the best trial's accuracy.
 
     only_resume: refuse to begin a new search. Raises as `run`, and dpdist.tuning.search.NoModel.
     """
@@ -84,7 +114,7 @@ def tune(
 def _trained(
     recipe: Recipe, runs: Path, where: str, *, search: bool, only_resume: bool = False
 ) -> Iterator[tuple[Recipe, RunFolder]]:
-    """The run, trained and evaluated, with its Ray session open; afterwards its archive follows.
+    """Yield the recipe and the trained run with its Ray session open; then update its archive.
 
     The recipe it gives has the values that a search chose.
     """
@@ -116,8 +146,10 @@ def _checked(
     only_resume: bool = False,
     pretrain: bool = True,
 ) -> Search | CheckedTraining:
-    """What a run will execute, after every check that comes before its first file but for those of
-    its public pre-training, which is made up for first. Raises UserError."""
+    """Return the search or training that a run will execute, after every check before it.
+
+    Public pre-training is left out, since it is made up for first. Raises UserError.
+    """
     refuse_elsewhere(recipe, where)
     if not folder.recipe_file.exists():
         refuse_unused(recipe, where)
@@ -139,7 +171,7 @@ def refuse_elsewhere(recipe: Recipe, where: str) -> None:
 def dry_run(
     recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe"
 ) -> list[tuple[str, str]]:
-    """Return name and value of what `run` would execute, by the same checks.
+    """Return name and value of each planned step of `run`, by the same checks.
 
     Nothing is written or trained. Where the folder holds a run of another recipe, the plan is that
     of a new run, and a row says why this name cannot have it. Raises as `run` does before it
@@ -184,8 +216,9 @@ def require_certifying_gpus(recipe: Recipe) -> None:
 
 @contextmanager
 def session(folder: RunFolder | Path | None, workers_cpus: float = 0) -> Iterator[Session]:
-    """The Ray session of a command about this run, with Ray's chatter in the run's log file, or in
-    the file named; None: nowhere.
+    """Yield the Ray session of a command about this run.
+
+    Ray's messages go into the run's log file, or into the file named; None: nowhere.
 
     workers_cpus: CPUs the training workers ask for. A local session claims to have them even when
     the machine has fewer: the workers then share, which is slower and changes nothing else.
@@ -221,7 +254,7 @@ def archive_stage(folder: RunFolder) -> None:
 
 
 def public_stage(recipe: Recipe, where: str) -> None:
-    """The recipe's public pre-training, when it has one and its folder is not there yet."""
+    """Run the recipe's public pre-training, when it has one and its folder is not there yet."""
     if recipe.public is None or recipe.model.pretrained is None:
         return
     if recipe.model.pretrained[1].folder.exists():
@@ -234,7 +267,7 @@ def public_stage(recipe: Recipe, where: str) -> None:
 
 
 def train_stage(job: TrainJob, ray_session: Session) -> None:
-    """DP training on Ray Train."""
+    """Train with differential privacy on Ray Train."""
     folder = job.folder
     if folder.trained.exists():
         train(job, ray_session)  # settles a budget that a crash left open
@@ -252,7 +285,7 @@ def _work(job: TrainJob) -> str:
 
 
 def search_stage(search: Search, ray_session: Session) -> None:
-    """A private search on Ray Tune; the folder then holds its best trial."""
+    """Run a private search on Ray Tune; the folder then holds its best trial."""
     if search.run_folder.trained.exists():
         search.run(ray_session)
         console.say(f"search: finished before ({search.run_folder.model})")
@@ -267,8 +300,10 @@ def search_stage(search: Search, ray_session: Session) -> None:
 
 
 def check_evaluations(recipe: Recipe, where: str) -> None:
-    """Raise UserError for a certification that the test split could not carry, before a training
-    has cost anything."""
+    """Raise UserError for a certification that the test split could not carry.
+
+    The check comes before a training has cost anything.
+    """
     if recipe.certify is None:
         return
     dataset = evaluation_data(recipe, source_of(recipe))
@@ -278,7 +313,7 @@ def check_evaluations(recipe: Recipe, where: str) -> None:
 
 
 def _shared(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, Any]:
-    """What certification and attacks have in common, after the checks before them."""
+    """Return the arguments that certification and attacks share, after the checks before them."""
     require_model(recipe, folder)
     check_nodes(PACKAGES, folder.private.resolve())
     return {
@@ -295,7 +330,7 @@ def certify_stage(
     actors: int | None = None,
     inputs: Data | None = None,
 ) -> Path:
-    """Monte Carlo certification of the test split on Ray actors; returns the table's path.
+    """Certify the test split on Ray actors; return the table's path.
 
     output: its folder; by default one in the run folder, named by the settings. inputs: certified
     in place of the test split's.
@@ -329,7 +364,7 @@ def evaluation_stage(
     output: Path | None = None,
     actors: int | None = None,
 ) -> Path:
-    """An evaluation of the model on Ray actors; returns the file of its results.
+    """Evaluate the model on Ray actors; return the file of the results.
 
     output: its folder; by default one in the run folder, private for private results. Raises
     UserError for another one in which they would not stay so.
@@ -356,7 +391,7 @@ def evaluation_stage(
 
 
 def report_stage(folder: RunFolder, images: bool | None = None, *, dated: bool = False) -> None:
-    """The HTML report, from the folder's files and, where it may show them, the test images.
+    """Write the HTML report from the folder's files and the test images that it may show.
 
     images: whether it may; None: as was asked last, and unasked only those of built-in data.
     dated: as in `dpdist.reports.html.write_report`.
@@ -369,7 +404,7 @@ def report_stage(folder: RunFolder, images: bool | None = None, *, dated: bool =
 
 
 def summary(folder: RunFolder) -> list[tuple[str, str]]:
-    """What a finished run shows at its end: name and value."""
+    """Return name and value of each line that a finished run shows at its end."""
     from dpdist.reports.facts import read_facts
 
     return read_facts(folder).summary()

@@ -47,13 +47,31 @@ def write_release(
     licence: str | None = None,
     key: Path | None = None,
 ) -> list[Path]:
-    """Copy the model and write its cards; returns the files, which are all there is.
+    """Write what may be published of a run into its folder release/, anew and whole.
 
-    licence: an SPDX identifier. key: an Ed25519 private key (PEM) that signs. The folder is made
-    anew and whole. Raises UserError, and leaves it as it was, when training never finished,
-    canaries were trained on, the run's models never leave, the model is not the one that was
-    trained or cannot be loaded, release/ holds something else, or the run has no finite guarantee
-    or a fixed key and `not_private` is not given (the card then says so).
+    Args:
+        folder: the run.
+        not_private: release a run without a finite guarantee, or with a fixed key; its card then
+            says so.
+        licence: an SPDX identifier for the model.
+        key: an Ed25519 private key (PEM) that signs the release.
+
+    Returns:
+        The files, which are all that release/ holds.
+
+    Raises:
+        UserError: training never finished, canaries were trained on, the run's models never leave,
+            the model is not the one that was trained or cannot be loaded, release/ holds something
+            else, or the run is not private and `not_private` is not given. The folder is then left
+            as it was.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> files = dpdist.write_release(dpdist.read_facts("small").folder)
+        >>> "runs/small/release/privacy_card.md" in [file.as_posix() for file in files]
+        True
     """
     _refuse_foreign(folder.release)
     facts = read_facts(folder)
@@ -92,15 +110,16 @@ def write_release(
 
 
 def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None) -> dict[str, Any]:
-    """release.json."""
+    """Return the content of release.json."""
     recipe, evaluation = facts.recipe, facts.evaluation
     certificate = None
     if recipe.certify is not None:  # how to certify, and nothing of what was certified
         kept = type(recipe.certify).model_fields.keys() - OF_ONE_CERTIFICATION
         certificate = recipe.certify.model_dump(mode="json", include=set(kept))
     tested = None
-    if evaluation is not None:
+    if evaluation is not None and facts.accuracy is not None:
         tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
+    kind = set() if recipe.data.targets == "class" else {"targets"}
     return {
         "format": FORMAT,
         "dpdist": __version__,
@@ -111,7 +130,7 @@ def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None
         "classes": recipe.data.class_names,
         "noise": place_of(model).describe(),
         "certificate": certificate,
-        "data": recipe.data.model_dump(mode="json", include=_OF_TEST_DATA),
+        "data": recipe.data.model_dump(mode="json", include=_OF_TEST_DATA | kind),
         "tested": tested,
         "certified": [certified_of(table) for table in facts.tables],
         "licence": licence,
@@ -135,8 +154,11 @@ def _refuse_foreign(release: Path) -> None:
 
 
 def _checked_model(facts: Facts, copied: Path) -> nn.Module:
-    """The copied model. Raises UserError unless it is the trained one, loads as its users will load
-    it, and answers with finite numbers."""
+    """Return the copied model, checked.
+
+    Raises UserError unless it is the trained one, loads as its users will load it, and answers
+    with finite numbers.
+    """
     import torch
 
     where = facts.folder.model

@@ -1,17 +1,21 @@
-"""Print the figures of the layout: files, lines, arrows, circles, and files to read.
+"""Print the figures of the layout and of docstrings: files, arrows, circles, files to read, words.
 
     python tests/house_figures.py [CHECKOUT]
 
 An arrow is one file that imports another, inside functions and for annotations too. A circle is a
 group of files that import one another. A walk counts the files that define the functions on the way
-from a question to its answer. `tests/test_house_figures.py` holds the limits.
+from a question to its answer. A docstring should begin with a sentence, neither with "Of" nor with
+"What", and use nouns for "what" and "whatever". `tests/test_house_figures.py` holds the limits.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +24,7 @@ PACKAGES = ("dpdist", "cluster", "tuning")
 # Functions, methods and classes in the order in which a reader meets them.
 WALKS = {
     "one training step": """
-        PrivacyPlan.step Loop.steps Mechanism.gradient derive_key poisson_sample Blocks
+        PrivacyPlan.step Loop.steps PrivateStep.gradient derive_key poisson_sample Blocks
         cross_entropy GradientEngine.clipped_sum standard_normal_per_record run_pass
         rule_for embedding convolution group_norm recurrent per_example LayerCall
         PerExampleGradient outer_squared_norms FlatClipping Wire Reducer Whole.sum
@@ -111,6 +115,38 @@ def walk(names: list[str], where: dict[str, list[str]]) -> list[str]:
     return list(files)
 
 
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings of a file: of the module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def wording(texts: list[str]) -> dict[str, float]:
+    """Return how often docstrings avoid a noun: per 1,000 words, and as their first word."""
+    words = [word.lower() for text in texts for word in re.findall(r"[A-Za-z']+", text)]
+    vague = sum(word in ("what", "whatever", "whoever") for word in words)
+    return {
+        "'what' in 1,000 words of docstrings": 1000 * vague / max(1, len(words)),
+        "docstrings that begin with Of": sum(text.startswith("Of ") for text in texts),
+        "docstrings that begin with What": sum(text.startswith("What") for text in texts),
+    }
+
+
+def without_docstring_rules(root: Path, paths: list[str]) -> list[str]:
+    """Return the files for which pyproject.toml leaves out ruff's rules for docstrings."""
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text())
+    ignored = pyproject["tool"]["ruff"]["lint"].get("per-file-ignores", {})
+    patterns = []
+    for pattern, codes in ignored.items():
+        if "D" in codes:
+            first, inner, last = re.fullmatch(r"([^{]*)(?:\{(.*)\})?(.*)", pattern).groups()
+            patterns += [f"{first}{name}{last}" for name in (inner or "").split(",")]
+    return [path for path in paths if any(fnmatch(path, pattern) for pattern in patterns)]
+
+
 def figures(root: Path) -> dict[str, float]:
     """Return each figure by its name."""
     paths = {module_of(root, path): path for path in product_files(root)}
@@ -127,10 +163,14 @@ def figures(root: Path) -> dict[str, float]:
         "arrows": sum(map(len, needs.values())),
         "circles": len(circles(needs)),
         **{f"files for {name}": len(walk(names.split(), where)) for name, names in WALKS.items()},
+        "files without rules for docstrings": len(
+            without_docstring_rules(root, [str(path.relative_to(root)) for path in files])
+        ),
+        **wording([text for tree in trees.values() for text in docstrings(tree)]),
     }
 
 
 if __name__ == "__main__":
     checkout = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
     for name, value in figures(checkout).items():
-        print(f"{name:48} {value:,.0f}")
+        print(f"{name:48} {round(value, 2):,}")

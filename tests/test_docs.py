@@ -40,6 +40,12 @@ def test_every_link_leads_somewhere(site, pages):
     assert len(pages) > 30 and sum(len(page.links) for page in pages) > 150
 
 
+def test_pages_stand_in_a_readers_order(site, pages):
+    shelves = [page.path.split("/")[1] for page in pages if page.path.startswith("docs/")]
+    assert list(dict.fromkeys(shelves)) == list(site.SHELVES)
+    assert len(shelves) == len(list((ROOT / "docs").rglob("*.md")))
+
+
 def test_a_link_that_leads_nowhere_is_named(site, tmp_path):
     pytest.importorskip("markdown_it", reason="no renderer: pip install 'dpdist[docs]'")
     (tmp_path / "docs").mkdir()

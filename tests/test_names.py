@@ -21,7 +21,10 @@ CALLED_FROM_OUTSIDE = {
 }  # fmt: skip
 
 # Called by users from Python only.
-KEPT = {"answerer": "a release's answers"}
+KEPT = {
+    "answerer": "a release's answers",
+    **dict.fromkeys(("for_step", "unit_id", "examples", "keyed_fingerprint"), "own loops"),
+}
 
 
 @cache

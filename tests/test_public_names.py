@@ -38,6 +38,10 @@ def test_one_version_stands_everywhere():
     root = Path(__file__).resolve().parents[1]
     for name, line in (("pyproject.toml", 'version = "{}"'), ("CITATION.cff", "version: {}")):
         assert line.format(dpdist.__version__) in (root / name).read_text().splitlines(), name
+    released = rf"## {re.escape(dpdist.__version__)} \(\d{{4}}-\d\d-\d\d\)"
+    announced = rf"{re.escape(dpdist.__version__)}, .* is in preparation: "
+    changes = (root / "CHANGELOG.md").read_text()
+    assert len(re.findall(rf"^(?:{released}|{announced})", changes, flags=re.M)) == 1
 
 
 def test_the_types_are_those_of_the_names():

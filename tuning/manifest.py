@@ -176,7 +176,8 @@ def trial_limit(folder: SearchFolder) -> Limit:
 
 def read_outcome(folder: SearchFolder) -> int | None:
     """The number of the best trial; None when the search ended without a model."""
-    return read_json(folder.outcome, {"winner": int | None})["winner"]
+    result: int | None = read_json(folder.outcome, {"winner": int | None})["winner"]
+    return result
 
 
 def scores_of(folder: SearchFolder, number: int) -> dict[str, Any]:

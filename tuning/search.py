@@ -336,7 +336,8 @@ class Search:
     # --- the data set's budget
 
     def _charge_id(self) -> str:
-        return read_terms(self.folder)["charge"]
+        result: str = read_terms(self.folder)["charge"]
+        return result
 
     def _charge(self, settle: bool = False) -> None:
         """Charge the whole search to the records' budget before it starts; settle it after."""

@@ -60,11 +60,11 @@ class ManifestSearcher(Searcher):
         self._numbers[trial_id] = trial.number
         return {"trial": trial.number}
 
-    def on_trial_result(self, trial_id: str, result: dict) -> None:
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Nothing: scores are read from the trials' own files."""
 
     def on_trial_complete(
-        self, trial_id: str, result: dict | None = None, error: bool = False
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
         """Tell the adaptive searcher; mark a trial that the scheduler stopped."""
         number = self._numbers[trial_id]

@@ -133,13 +133,14 @@ def count(
 ) -> np.ndarray:
     """Classes of ``draws`` fresh answers at one input (float32, no batch dimension): int64
     (classes,). Answers without a class are in none of them."""
-    return np.sum(
+    result: np.ndarray = np.sum(
         [
             answers.histogram(x, index, stage, block, batch, rows)
             for block, rows in blocks_of(draws, batch)
         ],
         axis=0,
     )
+    return result
 
 
 @dataclass(frozen=True)

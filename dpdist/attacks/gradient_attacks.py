@@ -114,9 +114,11 @@ def distance(points: np.ndarray, centres: np.ndarray, norm: str) -> np.ndarray:
     shift = np.asarray(points, dtype=np.float64) - np.asarray(centres, dtype=np.float64)
     flat = shift.reshape(len(shift), -1)
     if norm == "linf":
-        return np.abs(flat).max(1, initial=0.0)
+        largest: np.ndarray = np.abs(flat).max(1, initial=0.0)
+        return largest
     if norm == "l2":
-        return np.sqrt(np.square(flat).sum(1))
+        lengths: np.ndarray = np.sqrt(np.square(flat).sum(1))
+        return lengths
     raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
 
 

@@ -36,7 +36,13 @@ from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, 
 from dpdist.attacks.table import VERDICT, Plausibility, plausibility
 from dpdist.certification import job as certification
 from dpdist.certification import table_reader
-from dpdist.certification.certificate import ABSTAIN, Certificate, Counter, SampledPlace
+from dpdist.certification.certificate import (
+    ABSTAIN,
+    Certificate,
+    CertificateTable,
+    Counter,
+    SampledPlace,
+)
 from dpdist.certification.cohen import predict
 from dpdist.certification.inference import ClassifierSpec, quiet_threads, stated_form
 from dpdist.certification.reexecution import Reexecution, RowChoice, alone_by
@@ -555,7 +561,7 @@ class Check(Attacking):
         return rows
 
 
-def _refuse_others(found: table_reader.CertificateTable, model_folder: Path, dataset: Data) -> None:
+def _refuse_others(found: CertificateTable, model_folder: Path, dataset: Data) -> None:
     path, about = found.path, found.about
     if "classifier" not in about or not about.get("settings"):
         raise UserError(f"{path}: does not say what it was computed from")
@@ -578,8 +584,8 @@ def _refuse_others(found: table_reader.CertificateTable, model_folder: Path, dat
 
 
 def _claimed(
-    found: table_reader.CertificateTable, claim: str | None
-) -> tuple[table_reader.CertificateTable, list[dict[str, Any]], bool]:
+    found: CertificateTable, claim: str | None
+) -> tuple[CertificateTable, list[dict[str, Any]], bool]:
     """Return the table and its rows, with another column's sizes and classes for radius and
     prediction, and whether that column speaks of votes."""
     rows = found.table.to_pylist()

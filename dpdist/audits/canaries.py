@@ -165,7 +165,8 @@ def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarra
     after = models.load_network(folder.model, trusted_factory=recipe.model.name)
     if options.in_sums:
         moved = (_flat(recipe, before) - _flat(recipe, after)).numpy()
-        return moved[places(options.canaries, len(moved))]
+        result: np.ndarray = moved[places(options.canaries, len(moved))]
+        return result
     inputs, labels = dataset.planted_rows  # type: ignore[attr-defined]
     if options.replaces:
         recipe.method.constraint(before)()
@@ -220,7 +221,8 @@ def _towards_first(
     towards -= (towards @ basis) @ basis.T
     gram = towards @ towards.T
     gram += torch.eye(len(gram)).to(gram) * gram.diagonal().mean().clamp(min=1e-300) * _RIDGE
-    return torch.linalg.solve(gram, towards @ moved.double()).numpy()
+    result: np.ndarray = torch.linalg.solve(gram, towards @ moved.double()).numpy()
+    return result
 
 
 def _likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:

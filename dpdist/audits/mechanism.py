@@ -135,7 +135,8 @@ def _fitted_ratio(inside: Array, outside: Array) -> Callable[[Array], Array]:
             -0.5 * (np.einsum("ni,ij,nj->n", units - m, inverse, units - m) + size)
             for m, inverse, size in fitted
         ]
-        return logs[0] - logs[1]
+        result: Array = logs[0] - logs[1]
+        return result
 
     return ratio
 
@@ -223,7 +224,8 @@ def play(
 
 def _along(seen: np.ndarray) -> np.ndarray:
     """A release along each record's gradient, in units of the clip."""
-    return seen.sum(0) / math.sqrt(2)
+    result: np.ndarray = seen.sum(0) / math.sqrt(2)
+    return result
 
 
 def _canaries(
@@ -282,7 +284,10 @@ def _shared_coin_ratio(canary: np.ndarray, witness: np.ndarray) -> np.ndarray:
         return -((canary - a) ** 2 + (witness - b) ** 2) / (2 * _SAMPLING**2)
 
     none = log_density(0, 0)
-    return np.logaddexp(log_density(1, 1), none) - np.logaddexp(log_density(0, 1), none)
+    result: np.ndarray = np.logaddexp(log_density(1, 1), none) - np.logaddexp(
+        log_density(0, 1), none
+    )
+    return result
 
 
 @cache
@@ -337,7 +342,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
     def pieces(todo: StepPlan) -> Driven:
         clipping = clipping_for(privacy.clipping, todo.clip_norm)
         driven = Driven(todo, clipping, options.workers, derive_key(key, repr(todo)))
-        driven.noise_there = target.recipe.resources.noise == "device"
+        driven.step.noise_on_device = target.recipe.resources.noise == "device"
         return driven
 
     seed = int.from_bytes(derive_key(key, "coins")[:8], "big")

@@ -106,7 +106,8 @@ class Coins(Game):
     nominal = True
 
     def members(self, key: bytes, model: int, records: int) -> Bits:
-        return words(derive_key(key, "coins", model), 0, records) >> np.uint64(63) == 1
+        result: Bits = words(derive_key(key, "coins", model), 0, records) >> np.uint64(63) == 1
+        return result
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,8 @@ def rmia(
     least = np.finfo(float).tiny
     ratio = p[target] / np.maximum(usual, least)
     ratio_z = np.sort(p_z[target] / np.maximum(usual_z, least))
-    return np.searchsorted(ratio_z, ratio / gamma, side="right") / len(ratio_z)
+    result: Array = np.searchsorted(ratio_z, ratio / gamma, side="right") / len(ratio_z)
+    return result
 
 
 def _sides(

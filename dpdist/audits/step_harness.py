@@ -1,8 +1,8 @@
 """Drive the real pieces of a training step on an audit's own records, and compare exact replays.
 
-The harness is the loop's own mechanism: keyed sampling, clipped sums by the engine, the reducer,
-noise, rounding and division. Replaced are the model, by the cheapest that has two tensors; the
-records; and the network between the workers, which take their turns in one process. The replay
+The harness drives the `PrivateStep` of a training: keyed sampling, clipped sums by the engine, the
+reducer, noise, rounding and division. Replaced are the model, by the cheapest that has two tensors;
+the records; and the network between the workers, which take their turns in one process. The replay
 checks need no statistics: the same thing is done twice, and compared to the last bit.
 """
 
@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpdist.gradients.clipping import Clipping
-from dpdist.gradients.engine import GradientEngine, Task
+from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import StepPlan
 from dpdist.training.collectives import Reducer, Shards
-from dpdist.training.worker import Mechanism, shards_of
+from dpdist.training.private_step import PrivateStep, shards_of
 
 # --- the harness ------------------------------------------------------------------------------
 
@@ -41,7 +42,8 @@ class Taps(nn.Module):
         self.second = nn.Linear(WIDTH, 1, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.first(inputs) + self.second(inputs)
+        output: Tensor = self.first(inputs) + self.second(inputs)
+        return output
 
 
 @dataclass(frozen=True)
@@ -76,43 +78,44 @@ class InTurn(Reducer):
             buffer += torch.cat([rows.reshape(-1), torch.tensor([1.0, 0.0], dtype=torch.float64)])
 
 
-class Driven(Mechanism):
-    """One worker's mechanism. todo: the step that is done again and again, each time under the next
-    step's keys."""
+class Driven:
+    """One worker's private step on records of the audit's own.
 
-    attempt = "audit"
+    todo: the step that is done again and again, each time under the next step's keys. kind: whose
+    code is driven.
+    """
+
+    kind: ClassVar[type[PrivateStep]] = PrivateStep
 
     def __init__(self, todo: StepPlan, clipping: Clipping, workers: int, key: bytes) -> None:
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             return gain * outputs[:, 0]
 
         gain = _GAIN * todo.clip_norm
-        self.todo, self.key, self.workers = todo, key, workers
-        self.task = Task()
-        self.engine = GradientEngine(Taps(), loss, clipping=clipping, micro_batch=2 * WIDTH)
-        self.dataset = Records(np.arange(0))
-        self.reducer = InTurn(workers, self.others)
-        self.now = 0
+        self.todo, self.workers, self.now = todo, workers, 0
+        engine = GradientEngine(Taps(), loss, clipping=clipping, micro_batch=2 * WIDTH)
+        reducer = InTurn(workers, self.others)
+        self.step = self.kind(engine, Records(np.arange(0)), key, "audit", reducer=reducer)
 
     def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
         """What a step on these records releases: (2, WIDTH) in units of the clip, the division
         undone. None where nothing is released."""
-        self.dataset, self.now = Records(coordinates), step
-        self.shards = self.shard(0)
-        noisy, *_ = self.gradient(step, self.todo)
+        self.step.data, self.now = Records(coordinates), step
+        self.step.shards = self.shard(0)
+        noisy, *_ = self.step.gradient(step, self.todo)
         return noisy.numpy().reshape(2, WIDTH) * (self.todo.expected_batch / self.todo.clip_norm)
 
     def shard(self, rank: int) -> Shards:
         planned = round(self.todo.expected_batch / self.todo.sample_rate)
         place = Reducer(rank, self.workers, torch.device("cpu"))
-        return shards_of(len(self.dataset), planned, place, False)
+        return shards_of(len(self.step.data), planned, place, False)
 
     def others(self) -> list[Tensor]:
         """What the other workers add."""
         parts = []
         for rank in range(1, self.workers):
-            self.shards = self.shard(rank)
-            parts.append(self._clipped_sums(self.now, self.todo)[0])
+            self.step.shards = self.shard(rank)
+            parts.append(self.step._clipped_sums(self.now, self.todo)[0])
         return parts
 
 
@@ -129,7 +132,7 @@ def reuses_noise(driven: Driven, steps: int = 4) -> bool:
     difference of two such releases is noise-free. Without records all is noise."""
     released = []
     for attempt in ("audit/0", "audit/1"):
-        driven.attempt = attempt
+        driven.step.attempt = attempt
         released += [driven.seen(np.arange(0), step) for step in range(steps)]
     noise = np.concatenate([seen.ravel() for seen in released if seen is not None])
     return len(noise) - len(np.unique(noise)) >= _COMMON

@@ -192,7 +192,7 @@ class Trainings:
         its copies share one."""
         last = len(self._labels)
         rows = [np.minimum(m, last) if seen else m[m < last] for m in members]
-        widest = max(1, max(map(len, rows)))
+        widest = max(1, *map(len, rows))
         index = torch.zeros(len(rows), widest, dtype=torch.int64)
         real = torch.zeros(len(rows), widest)
         for place, chosen in enumerate(rows):
@@ -216,7 +216,8 @@ class Trainings:
         finite = squared.isfinite()
         factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)
         weights = ((factors * finite)[0] * real).to(gradients)
-        return (weights @ gradients.nan_to_num(0.0, 0.0, 0.0)).double()
+        result: Tensor = (weights @ gradients.nan_to_num(0.0, 0.0, 0.0)).double()
+        return result
 
     def _loss(self, flat: Tensor, example: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         outputs = self._forward(flat, example[None])
@@ -228,7 +229,8 @@ class Trainings:
             name: piece.view(p.shape)
             for (name, p), piece in zip(self._named.items(), pieces, strict=True)
         }
-        return torch.func.functional_call(self._model, values, (inputs,))
+        result: Tensor = torch.func.functional_call(self._model, values, (inputs,))
+        return result
 
     def odds(self, flat: Tensor, example: Tensor, label: int) -> np.ndarray:
         """Every model's log-odds of an example's label: (M,)."""

@@ -307,7 +307,8 @@ class Certificate(Section):
     @classmethod
     def mode_name(cls) -> str:
         """What tables and folders call it."""
-        return cls.model_fields["mode"].default if "mode" in cls.model_fields else cls.mode  # type: ignore[attr-defined]
+        result: str = cls.model_fields["mode"].default if "mode" in cls.model_fields else cls.mode  # type: ignore[attr-defined]
+        return result
 
     # ---- where the randomness is, and what is drawn
 
@@ -336,7 +337,8 @@ class Certificate(Section):
     def label(self, counter: Any, x: Tensor, index: int, batch: int, place: Any) -> int:
         """The class alone, -1 where it is undecided; as sure as a certificate."""
         whole = self.work(counter, x, index, 0, self.units(batch), batch, place)
-        return self.verdict([whole], place).prediction
+        result: int = self.verdict([whole], place).prediction
+        return result
 
     def certify_other(
         self, counter: Any, x: Tensor, index: int, than: int, batch: int, place: Any
@@ -554,7 +556,8 @@ class CertificateTable:
     @property
     def correct(self) -> np.ndarray:
         """Whether the certified answer is the label; an abstention is not."""
-        return self.prediction == self.label
+        result: np.ndarray = self.prediction == self.label
+        return result
 
     @cached_property
     def sizes(self) -> tuple[CertifiedSizes, ...]:
@@ -652,7 +655,8 @@ def sample(counter: Counter, x: Tensor, index: int, block: int, batch: int, n: i
 
 def selected_by(partials: Sequence[Partial]) -> int:
     """The class that the first unit chose."""
-    return next(partial["selected"] for partial in partials if "selected" in partial)
+    result: int = next(partial["selected"] for partial in partials if "selected" in partial)
+    return result
 
 
 def counted(histogram: np.ndarray, draws: int) -> Partial:
@@ -668,7 +672,7 @@ def counted(histogram: np.ndarray, draws: int) -> Partial:
 def totals(partials: Sequence[Partial], name: str, n: int | None = None) -> np.ndarray:
     """The sum of a count over all units. Raises ValueError unless it is of n draws, those without
     a class included."""
-    total = np.sum([partial[name] for partial in partials], axis=0)
+    total: np.ndarray = np.sum([partial[name] for partial in partials], axis=0)
     if n is not None:
         draws = int(total.sum()) + sum(partial.get(_UNDEFINED, [0])[0] for partial in partials)
         if draws != n:
@@ -694,7 +698,8 @@ def selected_hits(table: pa.Table, histogram: np.ndarray) -> np.ndarray:
     inside = (selected >= 0) & (selected < histogram.shape[1])
     hits = histogram[np.arange(len(k)), np.where(inside, selected, 0)]
     counts = (histogram >= 0).all(1) & (histogram.sum(1) <= n)
-    return inside & counts & (hits == k) & (n == cap) & (looks == 1)
+    valid: np.ndarray = inside & counts & (hits == k) & (n == cap) & (looks == 1)
+    return valid
 
 
 def join(first: Partial, second: Partial) -> Partial:

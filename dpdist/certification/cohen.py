@@ -143,7 +143,10 @@ class Smoothing(Certificate):
         """Of the classes over all n draws, whatever the mode: int64 (classes,). Draws without a
         class are in none of them."""
         blocks = range(-(-self.n // batch))
-        return np.sum([sample(counter, x, index, b, batch, self.n) for b in blocks], axis=0)
+        result: np.ndarray = np.sum(
+            [sample(counter, x, index, b, batch, self.n) for b in blocks], axis=0
+        )
+        return result
 
     def row(self, index: int, label: int, verdict: Verdict, place: SampledPlace) -> dict[str, Any]:
         return {
@@ -329,7 +332,8 @@ class Cohen(Smoothing):
         selected = select(counter, self.n0, x, index)
         if selected == than:
             return Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)
-        return super().certify_other(counter, x, index, than, batch, place)
+        result: Verdict = super().certify_other(counter, x, index, than, batch, place)
+        return result
 
     @classmethod
     def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Cohen, SmoothedPlace]:

@@ -211,7 +211,8 @@ class ExpectedScores(OfHiddenNoise):
         n = table["n"].to_numpy()
         sound = selected_hits(table, votes) & (n >= 2) & (n <= MOST_DRAWS)
         sound &= (sums >= 0).all(1) & (sums.sum(1) <= n * SCORE_UNIT)
-        return sound & ((squares >= 0) & (squares <= sums * SCORE_UNIT)).all(1)
+        result: np.ndarray = sound & ((squares >= 0) & (squares <= sums * SCORE_UNIT)).all(1)
+        return result
 
     @classmethod
     def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
@@ -243,7 +244,8 @@ class ExpectedScores(OfHiddenNoise):
 
     @classmethod
     def by_votes(cls, table: pa.Table) -> bool:
-        return table["bound"][0].as_py() == COUNTS
+        result: bool = table["bound"][0].as_py() == COUNTS
+        return result
 
     @classmethod
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:

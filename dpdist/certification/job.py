@@ -33,7 +33,9 @@ from dpdist.cluster.resumable_job import (
     Work,
     run,
 )
-from dpdist.cluster.resumable_job import Piece as Interval
+from dpdist.cluster.resumable_job import (
+    Piece as Interval,
+)
 from dpdist.core.errors import UserError
 from dpdist.core.files import parse_any_json, read_text, reason, shown, write_atomic, write_json
 from dpdist.randomness import keys
@@ -44,18 +46,22 @@ _TIMINGS = "timings.csv"
 
 
 class Data(Protocol):
-    """What is needed of a data set: ``dpdist.data.Dataset`` has it."""
+    """The part of a data set that a certification reads: ``dpdist.data.Dataset`` has it."""
 
     @property
-    def classes(self) -> int: ...
+    def classes(self) -> int:
+        """Return the number of classes."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Return the hash that identifies the records."""
 
     @property
-    def labels(self) -> np.ndarray: ...
+    def labels(self) -> np.ndarray:
+        """Return the labels: int (N,)."""
 
-    def batch(self, indices: np.ndarray | slice) -> Any: ...
+    def batch(self, indices: np.ndarray | slice) -> Any:
+        """Return the inputs of these indices as a tensor (B, ...)."""
 
 
 def certify(
@@ -71,20 +77,51 @@ def certify(
     gpus: float | None = None,
     say: Callable[[str], None] | None = None,
 ) -> pa.Table:
-    """Certify the inputs that ``settings`` names; return the table, sorted by index.
+    """Certify inputs with an existing model on Ray actors; return the table, sorted by index.
 
-    ``output`` receives certificates.parquet, timings.csv and what
-    `dpdist.cluster.resumable_job.run` says, which names the other arguments and what is raised.
-    progress(inputs done, in all, draws per second).
-    gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the cluster
-    has them. A certification stays on the kind of device that it began on. say: is told of GPUs.
+    The table is the same to the byte on any number of actors, and the same call continues an
+    interrupted certification. A certification stays on the kind of device that it began on.
+
+    Args:
+        model_folder: model.json and model.safetensors.
+        dataset: the labelled inputs, such as `dpdist.data.load` returns.
+        settings: the certificate, and which inputs are certified.
+        output: receives certificates.parquet, timings.csv, settings and the journal.
+        actors: number of actors; None for as many as fit.
+        progress: called with inputs done, inputs in all, and draws per second.
+        trusted_factory: "package.module:factory" that may be imported to build the model.
+        chunk_seconds: the work that an actor gets at a time.
+        gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the
+            cluster has them.
+        say: is told of GPUs.
+
+    Returns:
+        One row per input: label, prediction (-1 for ABSTAIN), counts, bound and radius.
+
+    Raises:
+        UserError: settings, model and data do not fit, or `output` holds another certification.
+        ClusterError: the actors failed for good.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> from dpdist.data import Source, load
+        >>> from pathlib import Path
+        >>> settings = dpdist.settings_of({"sigma": 0.5, "n": 100, "max_inputs": 3})
+        >>> test = load(Source("digits", classes=10), "test")
+        >>> model = dpdist.read_facts("small").folder.model
+        >>> with dpdist.connect(cpus=2):
+        ...     table = dpdist.certify(model, test, settings, Path("certified"), actors=1)
+        >>> table.num_rows, table["sigma"][0].as_py()
+        (3, 0.5)
     """
     work = Certification(model_folder, dataset, settings, trusted_factory, gpus, say)
     return run(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
 
 
 def timings(output: Path) -> dict[int, float]:
-    """Seconds of computing per input, from the sidecar file; empty when there is none."""
+    """Return the seconds of computing per input, from the sidecar file; empty without one."""
     path = output / _TIMINGS
     if not path.exists():
         return {}
@@ -96,7 +133,7 @@ def timings(output: Path) -> dict[int, float]:
 
 
 class Certification(Work):
-    """The certification of a data set, as a bulk job."""
+    """The certification of a data set, as a resumable job."""
 
     file, key, columns = TABLE, tables.KEY, tables.COLUMNS
 
@@ -124,6 +161,7 @@ class Certification(Work):
         )
 
     def identity(self) -> dict[str, Any]:
+        """Return the entries of settings.json that a continued certification must equal."""
         assignment = self._assignment
         return {
             "settings": assignment.settings.identity,
@@ -134,6 +172,7 @@ class Certification(Work):
         }
 
     def begin(self, output: Path) -> dict[str, Any]:
+        """Choose device and executed classifier; return the entries that settings.json pins."""
         gpus = self._gpus
         if gpus is None:
             gpus = 1.0 if actor_pool.gpus() >= 1 else 0.0
@@ -151,6 +190,7 @@ class Certification(Work):
         }
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
+        """Return the task for what settings.json pins."""
         return Inputs(self._pinned(about, output), self._dataset, self._indices)
 
     def _pinned(self, about: dict[str, Any], output: Path) -> Assignment:
@@ -165,7 +205,7 @@ class Certification(Work):
         )
 
     def _gpus_for(self, spec: ClassifierSpec, output: Path) -> float:
-        """Of each actor, on the kind of device that is pinned; one kind counts all."""
+        """Return the GPUs of each actor on the pinned kind of device; without one, of any kind."""
         if spec.device == CPU.type:
             if self._gpus:
                 raise UserError(
@@ -188,6 +228,7 @@ class Certification(Work):
         return gpus
 
     def finish(self, book: Book, output: Path) -> list[Row]:
+        """Write timings.csv and return the rows of the table."""
         rows = super().finish(book, output)
         file = io.StringIO(newline="")
         writer = csv.writer(file, lineterminator="\n")
@@ -255,7 +296,10 @@ class Inputs(Task):
         self.units, self.gpus = assignment.units, assignment.gpus
 
     def cut(self, seconds: float) -> Cut:
-        """By the rate that the probe found; silence is ten times the longest honest chunk."""
+        """Return chunks sized by the rate that the probe found.
+
+        Silence is ten times the longest honest chunk.
+        """
         spec, settings = self._assignment.executed, self._settings
         # A sequential test usually needs a small part of its cap; counting it as a twentieth keeps
         # chunks near the wanted size. Its silence counts the whole, on a slower machine.
@@ -270,6 +314,7 @@ class Inputs(Task):
         return Cut(budget, min(budget, BLOCKS_PER_PIECE) if bank else budget, silence, across=bank)
 
     def chunk(self, pieces: list[Interval]) -> tuple[str, list[Piece]]:
+        """Return name and payload of a chunk of intervals."""
         inputs = self._dataset.batch(np.asarray([piece.item for piece in pieces])).numpy()
         payload = [
             Piece(int(piece.item), piece.low, piece.high, np.array(x))
@@ -278,19 +323,24 @@ class Inputs(Task):
         return f"inputs {pieces[0].item}.. units {pieces[0].low}..", payload
 
     def entries(self, name: str, answer: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        """Return the journal's entries of an answer."""
         return answer
 
     def read(self, entry: dict[str, Any]) -> tuple[Interval, Partial]:
+        """Return the interval and the counts of a journal's entry."""
         return Interval(entry["index"], entry["low"], entry["high"]), entry["partial"]
 
     def join(self, first: Partial, second: Partial) -> Partial:
+        """Return the counts of two intervals that touch."""
         return join(first, second)
 
     def rows(self, item: Item, partial: Partial) -> list[Row]:
+        """Return the input's row of the table."""
         index, verdict = int(item), self._assignment.verdict(partial)
         return [
             self._settings.row(index, int(self._labels[index]), verdict, self._assignment.place)
         ]
 
     def effort(self, piece: Interval, partial: Partial) -> int:
+        """Return the number of draws of an interval."""
         return partial["n"] if "n" in partial else sum(partial["histogram"])

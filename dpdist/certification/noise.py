@@ -68,7 +68,8 @@ def gaussian_probability_for_radius(radius: ArrayLike, sigma: ArrayLike) -> Radi
     r = np.asarray(radius, dtype=np.float64)
     if not np.all(r >= 0):
         raise ValueError(f"radius must not be negative, got {radius!r}")
-    return scipy.special.ndtr(r / _positive(sigma, "sigma"))
+    result: Radius = scipy.special.ndtr(r / _positive(sigma, "sigma"))
+    return result
 
 
 def laplace_l1_radius(p_lower: ArrayLike, scale: ArrayLike) -> Radius:

@@ -1,4 +1,4 @@
-"""The registry of certificates. To add one, write its class and list it here."""
+"""List the certificates. To add one, write its class and list it here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _SAYS_NOTHING = {
 
 
 def _own(section: Any) -> Any:
-    """Return the section without what says nothing. Raises ValueError for what is another's."""
+    """Return the section without empty options.
+
+    Raises ValueError for options of another certificate.
+    """
     if not isinstance(section, Mapping):
         return section
     kind = BY_MODE[_mode(section)]
@@ -53,13 +56,13 @@ def _own(section: Any) -> Any:
 
 
 def _modes(section: Mapping[str, Any]) -> list[str]:
-    """What `mode` may be in the section."""
+    """Return the values that `mode` may have in the section."""
     named = (k.mode_name() for k in CERTIFICATES if "mode" in k.model_fields)
     return [mode for mode in named if BY_MODE[mode].fits({**section, "mode": mode})]
 
 
 def _mode(section: Any) -> str:
-    """Which certificate a section asks for; the first in the list where none does."""
+    """Return the certificate's mode that a section asks for; the first in the list by default."""
     if isinstance(section, Certificate):
         return type(section).mode_name()
     fitting = (k for k in CERTIFICATES if isinstance(section, Mapping) and k.fits(section))
@@ -83,16 +86,25 @@ AnyCertificate = Annotated[
 def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) -> Certificate:
     """Return the certificate that settings ask for.
 
-    Smoothing of the inputs when ``sigma`` is given (``mode`` says how), else expected scores of the
-    model's own noise.
+    It smooths the inputs when ``sigma`` is given (``mode`` says how), else it is the certificate by
+    expected scores of the model's own noise.
 
     Args:
-        section: settings by name; None is as good as not given.
+        section: settings by name, as in a recipe's section `certify`; None is as good as not given.
         usual: gives those that are not given, such as the recipe's. Where another kind of
             certificate is asked for, its defaults that this kind does not have are left out.
 
+    Returns:
+        The checked settings, an instance of the certificate's class.
+
     Raises:
         UserError: a value cannot be used, or belongs to another certificate.
+
+    Example:
+        >>> import dpdist
+        >>> settings = dpdist.settings_of({"sigma": 0.25, "n": 1000})
+        >>> settings.mode, settings.alpha
+        ('fixed', 0.001)
     """
     given = asked = {name: value for name, value in section.items() if value is not None}
     if usual is not None:
@@ -121,7 +133,10 @@ def _complaint(item: Any) -> str:
 
 
 def kind_of(table: pa.Table, where: object = "the table") -> type[Certificate]:
-    """The certificate that a table is of. Raises UserError when there is none such, or several."""
+    """Return the certificate of a table.
+
+    Raises UserError when there is none such, or several.
+    """
     modes = table["mode"].unique().to_pylist()
     if modes == [_REMOVED]:
         raise UserError(

@@ -176,7 +176,8 @@ class ScoreBounds:
 
     @property
     def _label(self) -> np.ndarray:
-        return np.argmax(self.lower, -1, keepdims=True)
+        result: np.ndarray = np.argmax(self.lower, -1, keepdims=True)
+        return result
 
     def _one(self, values: np.ndarray) -> Any:
         """As a number, of one input."""
@@ -309,7 +310,7 @@ def _largest_sizes(
         # A hair below equality: the condition is strict.
         left = p_a[:, None] - np.exp(2 * epsilons) * p_b[:, None]
         deltas = left / (1 + np.exp(epsilons)) * (1 - 1e-12)
-        found = np.zeros_like(epsilons)
+        found: np.ndarray = np.zeros_like(epsilons)
         usable = (deltas > 1e-300) & (deltas < 1)
         if usable.any():
             scales = scale(epsilons[usable], deltas[usable])
@@ -334,7 +335,7 @@ def _bounds(interval: tuple[Bound, Bound]) -> ScoreBounds:
 
 
 def _scale(mechanism: Callable[..., np.ndarray]) -> Scale:
-    return lambda epsilons, deltas: mechanism(epsilons, deltas)
+    return lambda epsilons, deltas: mechanism(epsilons, deltas)  # noqa: PLW0108
 
 
 def _error(confidence: float) -> float:
@@ -366,12 +367,14 @@ def log_capital(counts: np.ndarray, scores: np.ndarray, mean: float) -> np.ndarr
     a number or (K,)."""
     stakes = _stakes()
     growth = np.log1p(stakes[:, None] * (scores / mean - 1))
-    return np.logaddexp.reduce(growth @ counts) - math.log(len(stakes))
+    result: np.ndarray = np.logaddexp.reduce(growth @ counts) - math.log(len(stakes))
+    return result
 
 
 @cache
 def _stakes() -> np.ndarray:
-    return scipy.special.expit(np.linspace(-9, 7, 48))
+    result: np.ndarray = scipy.special.expit(np.linspace(-9, 7, 48))
+    return result
 
 
 def means_above(counts: np.ndarray, scores: np.ndarray, mean: float, alpha: float) -> np.ndarray:
@@ -477,7 +480,8 @@ def leads(scores: np.ndarray, leader: int) -> np.ndarray:
     """(1 + its score - the other's) / 2 over each other class, rounded down: scores in [0, 1] that
     are never below the leader's own. int64 (n, K) in units to (n, K - 1)."""
     others = np.delete(scores, leader, axis=1)
-    return (SCORE_UNIT + scores[:, [leader]] - others) // 2
+    result: np.ndarray = (SCORE_UNIT + scores[:, [leader]] - others) // 2
+    return result
 
 
 def binned(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

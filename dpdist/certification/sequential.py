@@ -194,7 +194,8 @@ def beta_mixture_log_evidence(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) 
     with np.errstate(divide="ignore", invalid="ignore"):
         above = np.log(scipy.special.betaincc(k + 1, n - k + 1, p)) - np.log1p(-p)
         null = scipy.special.xlogy(k, p) + scipy.special.xlog1py(n - k, -p)
-    return scipy.special.betaln(k + 1, n - k + 1) + above - null
+    result: np.ndarray = scipy.special.betaln(k + 1, n - k + 1) + above - null
+    return result
 
 
 def beta_mixture_rejects(
@@ -203,7 +204,8 @@ def beta_mixture_rejects(
     """Whether p <= p0 is rejected now; the error over all numbers of draws is at most alpha."""
     # The slack covers the rounding of ln beta, which grows with the counts.
     limit = np.log(1 / alpha) + 1e-9 + 1e-14 * np.asarray(draws, dtype=np.float64)
-    return beta_mixture_log_evidence(hits, draws, p0) >= limit
+    result: np.ndarray = beta_mixture_log_evidence(hits, draws, p0) >= limit
+    return result
 
 
 def anytime_lower(hits: ArrayLike, draws: ArrayLike, alpha: float) -> np.ndarray:
@@ -333,7 +335,9 @@ class TargetRadius(_Sequential):
         """Counts at the looks that were planned; earlier versions kept the last look's alone."""
         looks = _planned(table)
         k, n, number, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
-        inside = (number >= 1) & (number <= len(looks)) & (table["selected"].to_numpy() >= 0)
+        inside: np.ndarray = (
+            (number >= 1) & (number <= len(looks)) & (table["selected"].to_numpy() >= 0)
+        )
         inside &= (cap == looks[-1]) & (looks[np.clip(number, 1, len(looks)) - 1] == n) & (k <= n)
         steps = np.diff(looks, prepend=0)
         for place, hits in enumerate(_hits(table)):
@@ -408,7 +412,8 @@ def blocks_hold(table: pa.Table) -> np.ndarray:
     k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
     batch = executed_batch(table)
     blocks = (looks == -(-n // batch)) & (n == np.minimum(looks * batch, cap)) & (n >= 1)
-    return blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
+    result: np.ndarray = blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
+    return result
 
 
 def _planned(table: pa.Table) -> np.ndarray:
@@ -422,7 +427,8 @@ def _hits(table: pa.Table) -> list[list[int] | None]:
     """Counts of each row at its looks; None where an earlier version did not keep them."""
     if HITS not in table.column_names:
         return [None] * table.num_rows
-    return table[HITS].to_pylist()
+    result: list[list[int] | None] = table[HITS].to_pylist()
+    return result
 
 
 def _possible(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Statements about fresh inputs and comparisons of two runs, from tables of certificates.
+"""Bound accuracies on fresh inputs and compare two runs, from tables of certificates.
 
 **Fresh inputs.** Claimed of the population that the table's inputs are an independent sample of,
 and of this trained model: A(r), the probability that the smoothed classifier is right on a fresh
@@ -81,7 +81,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Share of the second less that of the first."""
+        """Return the share of the second less that of the first."""
         return (self.only_second - self.only_first) / self.inputs
 
 
@@ -108,7 +108,9 @@ def compare(first: np.ndarray, second: np.ndarray, error: float = ERROR) -> Comp
 
 
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
-    """Exact two-sided p value that both succeed equally often, from the discordant counts.
+    """Return the exact two-sided p value that both succeed equally often.
+
+    It is computed from the discordant counts.
 
     Of a number of inputs fixed in advance. At most u with probability at most u, whatever the share
     of discordant inputs: the test is Binomial(discordant, 1/2), given how many there are.
@@ -119,7 +121,9 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
 def difference_interval(
     only_first: int, only_second: int, inputs: int, error: float = ERROR
 ) -> tuple[float, float]:
-    """Interval of the second's share less the first's, wrong with probability at most ``error``.
+    """Return an interval of the second's share less the first's.
+
+    It is wrong with probability at most ``error``.
 
     The difference is d (2 s - 1), with d the share of discordant inputs and s the second's share of
     those. Clopper-Pearson intervals of d (a tenth of the error) and of s given their number (nine
@@ -141,7 +145,7 @@ def difference_interval(
 
 
 def anytime_p_value(first: np.ndarray, second: np.ndarray) -> float:
-    """p value that both succeed equally often, valid however often one looks.
+    """Return the p value that both succeed equally often, valid however often one looks.
 
     bool (N,) each, in the order in which inputs are added. If both succeed equally often, the
     probability that it is *ever* at most u, as inputs are added without end, is at most u.
@@ -157,7 +161,9 @@ def anytime_p_value(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p value, corrected for all of them: that one at most u is false, at probability <= u.
+    """Return each p value, corrected for all of them (Holm).
+
+    That at least one p value of a true hypothesis is at most u has probability at most u.
 
     Whatever their dependence. Source: Holm, Scandinavian Journal of Statistics 1979.
     """
@@ -165,7 +171,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = np.argsort(p, kind="stable")
     corrected = np.empty_like(p)
     corrected[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    return np.minimum(corrected, 1.0).tolist()
+    bounded: list[float] = np.minimum(corrected, 1.0).tolist()
+    return bounded
 
 
 # --- fresh inputs -----------------------------------------------------------------------------
@@ -176,7 +183,7 @@ _ROUNDING = 1e-12  # outwards
 
 @dataclass(frozen=True)
 class OfPopulation:
-    """At one radius: low <= A(radius), and C(radius) <= certifiable.
+    """Bounds at one radius: low <= A(radius), and C(radius) <= certifiable.
 
     So at least 1 - certifiable of the population cannot be certified by certificates of this kind,
     with any number of draws. None where the counts of all classes were not kept. As in a band of
@@ -191,18 +198,31 @@ class OfPopulation:
 def population_bounds(
     found: CertificateTable, at: Sequence[float] | None = None, error: float = ERROR
 ) -> list[OfPopulation]:
-    """Return what holds, with probability at least 1 - error, of all radii and bounds together.
+    """Bound from below the certified accuracy on the population that the inputs were drawn from.
 
-    Over the choice of inputs and all their draws. Each bound has an equal part of the error (union
-    bound).
+    The bounds of all radii hold together, with probability at least 1 - error over the choice of
+    inputs and all their draws. Each bound has an equal part of the error (union bound).
 
     Args:
+        found: a table of certificates, as `dpdist.read_facts` reads it.
         at: radii, not chosen by the results. By default all that are printed of the table, so that
             every place states the same.
-        error: of all of them together.
+        error: of all bounds together.
+
+    Returns:
+        One entry per radius: `low`, a lower bound of the certified accuracy there, and where votes
+        are counted `certifiable`, an upper bound of what more draws could certify.
 
     Raises:
         UserError: the inputs share one noise bank, so their draws are not independent.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> (table,) = dpdist.read_facts("small").tables
+        >>> [bounds.radius for bounds in dpdist.population_bounds(table, at=[0.0, 0.25])]
+        [0.0, 0.25]
     """
     at = found.shown_radii if at is None else at
     if found.terms["noise_bank"]:
@@ -225,7 +245,7 @@ def population_bounds(
 
 
 def line(found: CertificateTable) -> tuple[str, str]:
-    """Return name and value of a summary's line: certified accuracy of the population, at least."""
+    """Return name and value of a summary's line with a lower bound of the population's accuracy."""
     name = "of the population, at least"
     if found.terms["noise_bank"]:
         return name, "nothing is stated: the inputs share one noise bank"
@@ -242,9 +262,12 @@ CELLS = 64
 
 @dataclass(frozen=True, eq=False)
 class CurveDifference:
-    """For every size in (knots[j], knots[j + 1]], the first with 0 itself, the population's
-    difference is at least low[j] and at most high[j], all of them together. knots: (J + 1,)
-    ascending; low, high: (J,)."""
+    """A band of the difference of two certified accuracies at every size, all sizes together.
+
+    For every size in (knots[j], knots[j + 1]], the first with 0 itself, the population's
+    difference is at least low[j] and at most high[j]. knots: (J + 1,) ascending; low, high:
+    (J,).
+    """
 
     knots: np.ndarray
     low: np.ndarray
@@ -252,11 +275,12 @@ class CurveDifference:
 
     @property
     def ahead(self) -> list[tuple[float, float]]:
-        """Stretches of sizes, (above, up to), at which the later run is better."""
+        """Return the stretches of sizes, (above, up to), at which the later run is better."""
         return self._stretches(self.low > 0)
 
     @property
     def behind(self) -> list[tuple[float, float]]:
+        """Return the stretches of sizes, (above, up to), at which the later run is worse."""
         return self._stretches(self.high < 0)
 
     def _stretches(self, cells: np.ndarray) -> list[tuple[float, float]]:
@@ -268,7 +292,9 @@ class CurveDifference:
 def curve_difference(
     first: np.ndarray, second: np.ndarray, largest: float, error: float = ERROR, cells: int = CELLS
 ) -> CurveDifference:
-    """Certified sizes of the same inputs by two runs, float64 (N,) each, compared up to `largest`.
+    """Return the band of the difference of two runs' certified sizes, up to `largest`.
+
+    The sizes are of the same inputs, float64 (N,) each.
 
     Wrong at any size with probability at most `error`, over the choice of inputs; `largest` must
     not be chosen by the results. Certificates are taken as made.
@@ -283,7 +309,9 @@ def curve_difference(
 
 
 def _at_least(first: np.ndarray, second: np.ndarray, error: float) -> np.ndarray:
-    """Lower bounds of the second's share less the first's, each wrong with probability <= error.
+    """Return lower bounds of the second's share less the first's.
+
+    Each is wrong with probability at most ``error``.
 
     bool (J, N) each, float64 (J,). As `paired.difference_interval`, on one side.
     """

@@ -370,13 +370,14 @@ class BankSampler:
     def behind_first(self, noise: Tensor, inputs: Tensor) -> Tensor:
         """What the first layer makes of inputs + noise, (B, ...) each: (B, *hidden)."""
         with torch.inference_mode():
-            return self._first(noise) + (self._first(inputs) - self._zero)
+            result: Tensor = self._first(noise) + (self._first(inputs) - self._zero)
+            return result
 
     def _hidden(self, key: bytes, rows: int) -> Tensor:
         if key in self._kept:
             return self._kept[key]
         noise = torch.empty(rows, *self._shape, device=self._stream.device)
-        hidden = self._first(self._stream.fill(self._noise, key, noise))
+        hidden: Tensor = self._first(self._stream.fill(self._noise, key, noise))
         if self._kept_bytes + hidden.nbytes > _CACHE_BYTES and self._evict:
             self._kept.clear()
             self._kept_bytes = 0

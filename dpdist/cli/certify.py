@@ -39,6 +39,7 @@ from dpdist.cli.options import (
     file_path,
     flag,
     kind,
+    need_label,
     need_numbers,
     numbers,
     option,
@@ -601,6 +602,7 @@ def predict_command(
         folder.require_trained()
         recipe = folder.read_recipe()
         need_numbers(recipe, "predict")
+        need_label(recipe, "predict")
         from dpdist.evaluation import load_model  # only now: what is refused needs no data
 
         names = tuple(recipe.data.class_names)

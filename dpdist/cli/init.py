@@ -172,7 +172,8 @@ def _delta(records: int) -> float:
 
 def _batch(records: int) -> int:
     """A power of two, about an eighth of the records, at most 2,048."""
-    return 2 ** max(0, min(11, math.floor(math.log2(max(records, 8) / 8))))
+    result: int = 2 ** max(0, min(11, math.floor(math.log2(max(records, 8) / 8))))
+    return result
 
 
 # --- dpdist data ------------------------------------------------------------------------------

@@ -240,6 +240,7 @@ def recipe_of(folder: RunFolder, data_root: Path | None, command: str) -> Recipe
     folder.require_trained()
     recipe = resolve(folder.read_recipe(), data_root=data_root)
     need_numbers(recipe, command)
+    need_label(recipe, command)
     return recipe
 
 

@@ -9,7 +9,7 @@ denoiser before a run's. recipes: list the included ones, show one complete with
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -227,7 +227,7 @@ def _means(text: str) -> tuple[int, ...]:
     return tuple(int(mean) for mean in numbers(text, "--trials", Trials) or ())
 
 
-def _show(recipe: Recipe, records: int, noise: float, rows: list) -> None:
+def _show(recipe: Recipe, records: int, noise: float, rows: list[Any]) -> None:
     from dpdist.privacy.guarantee import format_epsilon
 
     target = recipe.privacy.epsilon

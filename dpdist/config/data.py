@@ -1,4 +1,4 @@
-"""The recipe's `data` section: which records, and in which columns they lie."""
+"""Define the recipe's `data` section: which records are read, and from which columns."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ BUILT_IN = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without fi
 
 
 class ColumnNames(Section):
-    """Which Parquet columns hold the record; `features` replaces the image column, and
-    may say mean_* for all columns that it fits."""
+    """Names of the Parquet columns that hold a record.
+
+    `features` replaces the image column, and may say mean_* for all columns that the pattern
+    fits.
+    """
 
     image: Text = "image"
     label: Text = "label"
@@ -52,10 +55,12 @@ class ColumnNames(Section):
 
 
 class TextRecipe(Section):
-    """Records are texts: at most `length` tokens of each, from its beginning. tokenizer: a
-    tokenizer.json. words: so many of words.txt, which lies beside the files. Without either the
-    tokens are bytes, of which there are 258. predict: what is learned of a document: its label, or
-    after each of its tokens the next one."""
+    """Settings for records that are texts: at most `length` tokens of each, from its beginning.
+
+    tokenizer: a tokenizer.json. words: number of words taken from words.txt, which lies beside
+    the files. Without either the tokens are bytes, of which there are 258. predict: the label
+    of a document, or after each of its tokens the next one.
+    """
 
     column: Text = "text"
     length: Annotated[int, Number, Field(ge=4, le=2**16)] = 128
@@ -71,17 +76,18 @@ class TextRecipe(Section):
 
     @property
     def following(self) -> bool:
-        """Whether the next tokens are learned, and no label is read."""
+        """Return whether the next tokens are learned, and no label is read."""
         return self.predict == "next"
 
 
 class DataRecipe(Section):
-    """The data set: a built-in name (digits, strokes, scenes), or a folder NAME of Parquet files
-    in `root`.
+    """The data set.
 
-    classes: of the files. names: of the classes, by number; a label column of text holds these.
-    labels: use the records of these alone, renumbered in this order. text: one document is one
-    record.
+    A built-in name (digits, strokes, scenes), or a folder NAME of Parquet files in `root`.
+
+    classes: of the files; of targets that are no classes, how many a record has. names: of the
+    classes, by number; a label column of text holds these. labels: use the records of these alone,
+    renumbered in this order. text: one document is one record.
     """
 
     conditions = (
@@ -106,6 +112,10 @@ class DataRecipe(Section):
     )  # fmt: skip
 
     name: DataName
+    targets: Literal["class", "number", "labels"] = Field(
+        default="class",
+        description="the label column: one of the classes; number(s); a 0 or 1 for each label",
+    )
     root: FilePath | None = None
     classes: Classes = 10
     names: list[Line] = Field(default=[], max_length=100_000)
@@ -137,6 +147,12 @@ class DataRecipe(Section):
         if isinstance(names, list) and names and "classes" not in value:
             return {**value, "classes": len(names)}
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_output(cls, value: Any) -> Any:
+        given = isinstance(value, dict) and value.get("targets") in ("number", "labels")
+        return {**value, "classes": 1} if given and "classes" not in value else value
 
     @model_validator(mode="before")
     @classmethod
@@ -180,20 +196,33 @@ class DataRecipe(Section):
             raise of_key("names, labels", "leave them out: with text.predict: next there are none")
         return self
 
+    @model_validator(mode="after")
+    def _targets_fit(self) -> DataRecipe:
+        if self.targets == "class":
+            return self
+        if self.root is None and self.name in BUILT_IN:
+            raise of_key("targets", f"must be class: {self.name} is built in; give data.root")
+        if self.names or self.labels or (self.text is not None and self.text.following):
+            raise of_key("names, labels, text.predict", f"not beside targets: {self.targets}")
+        return self
+
     @property
     def following(self) -> bool:
-        """Whether a record has many targets, its own next tokens."""
+        """Return whether a record has many targets, its own next tokens."""
         return self.text is not None and self.text.following
 
     @property
     def unit(self) -> str:
-        """What the guarantee is about."""
+        """Return the unit of privacy that the guarantee protects, in words."""
         return "one record" if self.text is None else "one document, a row of the table"
 
     @property
     def assumed(self) -> list[str]:
-        """What the guarantee rests on and nobody could check: a vocabulary that was learned from
-        private documents would move the tokens of all others."""
+        """Return the unchecked assumptions of the guarantee.
+
+        A vocabulary that was learned from private documents would move the tokens of all
+        others.
+        """
         if self.text is None or (self.text.tokenizer is None and self.text.words is None):
             return []
         name = "the list of words"
@@ -202,31 +231,38 @@ class DataRecipe(Section):
         return [f"no private document is among what {name} was learned from"]
 
     def refused(self, what: str) -> str | None:
-        """Why `what`, which needs inputs that are numbers, is refused; None where it is not."""
+        """Return why `what`, which needs numeric inputs, is refused; None when it is allowed."""
         if self.text is None:
             return None
         return f"{what}: is for inputs that are numbers; those of data.text are tokens"
 
     def without_label(self, what: str) -> str | None:
         """Why `what`, which asks about a record's one label, is refused; None where it is not."""
-        if not self.following:
+        if self.following:
+            why = "data.text.predict: next there is none"
+        elif self.targets != "class":
+            why = f"data.targets: {self.targets} there is none"
+        else:
             return None
-        return f"{what}: is for records of one label; with data.text.predict: next there is none"
+        return f"{what}: is for records of one label; with {why}"
 
     @property
     def told_apart(self) -> int:
-        """How many classes a model of these records has."""
+        """Return the number of classes of a model of these records."""
         return len(self.labels) or self.classes
 
     @property
     def class_names(self) -> list[str]:
-        """Of the classes that a model of these records has; their numbers where nobody says."""
+        """Return the names of the classes of a model of these records; their numbers by default."""
         names = self.names or [str(number) for number in range(self.classes)]
         return [names[label] for label in self.labels] or names
 
     @property
     def chosen_by_content(self) -> str | None:
-        """A field that takes or leaves a record by what is in it; None where all are taken."""
+        """Return the field that takes or leaves a record by its content.
+
+        None where all are taken.
+        """
         fields = ("labels", "max_train", "drop_test_records", "public", "hold_out")
         found = next((name for name in fields if getattr(self, name)), None)
         return "fraction" if found is None and self.fraction < 1 else found

@@ -60,14 +60,14 @@ class Domain(Section):
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """Every listed value, or the two ends of the range."""
+        """Return every listed value, or the two ends of the range."""
         found = self.choice or self.integer or self.uniform or self.log_uniform
         assert found is not None
         return found
 
     @property
     def in_words(self) -> str:
-        """The values, for a reader."""
+        """Return the values for a reader."""
         if self.choice is not None:
             text = f"one of {', '.join(map(str, self.choice))}"
         else:
@@ -106,7 +106,7 @@ class LawRecipe(Section):
 
     @property
     def secret(self) -> SelectionLaw | None:
-        """The law of a secret number of trials; None where it is fixed and public."""
+        """Return the law of a secret number of trials; None where it is fixed and public."""
         if self.mean is None:
             return None
         if self.name == "binomial":
@@ -116,18 +116,18 @@ class LawRecipe(Section):
 
     @property
     def expected(self) -> float:
-        """The mean number of trials."""
+        """Return the mean number of trials."""
         return self.mean or float(self.runs or 1)
 
     @property
     def in_words(self) -> str:
-        """For law fixed the number of trials is public."""
+        """Return the law in words; with law fixed the number of trials is public."""
         secret = self.secret
         return f"fixed, {self.runs} trials" if secret is None else secret.describe()
 
     @property
     def in_full(self) -> str:
-        """Also how many trials hardly any search falls short of."""
+        """Return the law in words, with a number of trials that is hardly ever exceeded."""
         secret = self.secret
         if secret is None:
             return self.in_words
@@ -137,8 +137,10 @@ class LawRecipe(Section):
 
 
 class PublicData(Section):
-    """Named public records to score on, free of charge: a built-in name or a folder of Parquet
-    files."""
+    """Named public records to score on, free of charge.
+
+    A built-in name or a folder of Parquet files.
+    """
 
     name: Text
     root: FilePath | None = Field(default=None, description="default: data.root")
@@ -147,7 +149,7 @@ class PublicData(Section):
 
 
 class ScoreRecipe(Section):
-    """How a trial is scored: by public records, or by a noisy count over held-out private ones.
+    """The score of a trial: by public records, or by a noisy count over held-out private ones.
 
     objectives: weights of accuracy, certified-accuracy (at L2 `radius`) and average-radius (cut at
     `radius_cap`); the certified ones use certify.sigma and `draws` noisy copies of each record,
@@ -200,7 +202,7 @@ class ScoreRecipe(Section):
         return f"public records ({self.public.name}/{self.public.split})"
 
     def describe(self) -> str:
-        """The objective in words."""
+        """Return the objective of the search in words."""
         names = {
             "accuracy": "accuracy",
             "certified-accuracy": f"certified accuracy at radius {self.radius or 0:g}",
@@ -213,8 +215,11 @@ class ScoreRecipe(Section):
 
 
 class AshaRecipe(Section):
-    """Early stopping (ASHA): scored at `rungs` points of training, each reduction_factor times the
-    last; every rung of every trial is charged beforehand."""
+    """Early stopping (ASHA): trials are scored at `rungs` points of training.
+
+    Each point is reduction_factor times the last; every rung of every trial is charged
+    beforehand.
+    """
 
     rungs: Annotated[int, Number, Field(ge=2, le=100)] = 3
     reduction_factor: Annotated[int, Number, Field(ge=2, le=100)] = 3
@@ -267,5 +272,5 @@ class TuneRecipe(Section):
 
     @property
     def rungs(self) -> int:
-        """How often each trial is scored."""
+        """Return how often each trial is scored."""
         return 1 if self.asha is None else self.asha.rungs

@@ -43,7 +43,10 @@ _EVERY_SUM = "every noisy sum, knowing the records and which of them joined each
 
 
 class AuditOptions(Section):
-    """What every kind has. alpha: the error of all `audits` audits of one run together."""
+    """Options that every kind of audit has.
+
+    alpha: the error of all `audits` audits of one run together.
+    """
 
     kind: str
     alpha: Probability = 0.05
@@ -54,23 +57,26 @@ class AuditOptions(Section):
 
     @property
     def folder_name(self) -> str:
-        """Where its result goes by default: what tells two audits of one run apart."""
+        """Return the default folder of the result; its name tells two audits of one run apart."""
         return self.kind
 
     @property
     def sees(self) -> str:
-        """What the adversary sees, in words."""
+        """Return the adversary's view of the run, in words."""
         raise NotImplementedError
 
     @property
     def private(self) -> bool:
-        """Whether its result says more of the records than a run's guarantee covers: it then lies
-        where no report, card, release, fetch or archive without private state looks."""
+        """Return whether the result says more of the records than a run's guarantee covers.
+
+        Such a result lies where no report, card, release, fetch or archive without private
+        state looks.
+        """
         return False
 
     @property
     def planted(self) -> CanaryAudit | None:
-        """What a training with this section has behind its records, if anything."""
+        """Return the canaries that a training with this section has behind its records, or None."""
         return None
 
     def check(self, recipe: Sections) -> None:
@@ -78,8 +84,10 @@ class AuditOptions(Section):
 
 
 class MechanismAudit(AuditOptions):
-    """The pieces of a training step, driven with canaries: sampling, clipped sum, reduction, noise,
-    rounding, division. No record of the run is read.
+    """An audit of the pieces of a training step, driven with canaries.
+
+    The pieces are sampling, clipped sum, reduction, noise, rounding and division. No record of
+    the run is read.
 
     releases: with the canary, and as many without. workers: how many add up the sum. seed: of the
     keys.
@@ -96,7 +104,8 @@ class MechanismAudit(AuditOptions):
 
 
 class ManyRunsAudit(AuditOptions):
-    """The recipe's training, done anew again and again, with a canary and without; small models.
+    """An audit by many trainings of the recipe, with a canary and without; for small models.
+
     Its counts are made of so many models of the private records, and stay private as they do.
 
     trainings: in all, every second with the canary. canary: an input unlike all others (the
@@ -113,7 +122,7 @@ class ManyRunsAudit(AuditOptions):
 
     @property
     def every_step(self) -> bool:
-        """Whether the adversary sees every step, and the plan says what scores to expect."""
+        """Return whether the adversary sees every step, and the plan predicts the scores."""
         return self.canary == "gradient"
 
     @property
@@ -130,8 +139,10 @@ class ManyRunsAudit(AuditOptions):
 
 
 class CanaryAudit(AuditOptions):
-    """One training with canaries behind its records, each in or out by its own secret coin; the
-    adversary guesses coins. The trained model is never released.
+    """An audit by one training with canaries behind its records.
+
+    Each canary is in or out by its own secret coin, and the adversary guesses coins. The
+    trained model is never released.
 
     canary: gradient (white box: as much as the clip lets through, on a coordinate of its own),
     mislabelled (a public input under a wrong label), blank (a constant input) or pair (a random
@@ -157,22 +168,25 @@ class CanaryAudit(AuditOptions):
 
     @property
     def guessed(self) -> int:
-        """How many coins are guessed: an even number."""
+        """Return the number of coins that are guessed, which is even."""
         return 2 * round(0.04 * self.canaries) if self.guesses is None else self.guesses // 2 * 2
 
     @property
     def in_sums(self) -> bool:
-        """Whether they are gradients in the clipped sums, and not records."""
+        """Return whether the canaries are gradients in the clipped sums rather than records."""
         return self.canary == "gradient"
 
     @property
     def replaces(self) -> bool:
-        """Whether, under replace-one, a coin replaces a record, or its gradient, by another."""
+        """Return whether a coin replaces a record, or its gradient, under replace-one."""
         return self.in_sums or self.canary == "pair"
 
     @property
     def every_step(self) -> bool:
-        """Whether the adversary sees every step: of canaries in the sums, unless told otherwise."""
+        """Return whether the adversary sees every step.
+
+        By default this holds for canaries in the sums.
+        """
         return self.in_sums and self.view != "final"
 
     @property
@@ -190,7 +204,7 @@ class CanaryAudit(AuditOptions):
         return self
 
     def words(self, records: int) -> str:
-        """How a report marks the run. records: all that the plan counts."""
+        """Return the mark of the run in a report. records: all that the plan counts."""
         coin = "under label 0 or 1" if self.canary == "pair" else "in or out"
         return (
             f"not for release: {self.canaries:,} of its {records:,} records are {self.canary} "
@@ -213,7 +227,7 @@ class CanaryAudit(AuditOptions):
 
 
 def _kind(section: Any) -> str:
-    """The kind that a section names; `mechanism` where it names none."""
+    """Return the kind that a section names; `mechanism` where the section names none."""
     if isinstance(section, AuditOptions):
         return section.kind
     return str(section.get("kind", "mechanism")) if isinstance(section, Mapping) else "mechanism"
@@ -273,12 +287,12 @@ class ModelRecipe(Section):
 
     @property
     def title(self) -> str:
-        """What answers."""
+        """Return a name of the model for readers."""
         return averaged(self.name, self.shifts, self.mirrored)
 
     @property
     def key_of_average(self) -> str | None:
-        """Which of its keys asks for an average over views."""
+        """Return the key that asks for an average over views, or None."""
         return "shifts" if self.shifts else "mirrored" if self.mirrored else None
 
     @field_validator("initial", "classifier", "denoiser", mode="before")
@@ -301,21 +315,24 @@ class ModelRecipe(Section):
     def pretrained(
         self,
     ) -> tuple[Literal["initial", "classifier", "denoiser"], PretrainedRecipe] | None:
-        """What others trained (initial, classifier or denoiser), and where it lies; or None."""
+        """Return the pretrained part (initial, classifier, denoiser) and its location, or None."""
         if self.initial is not None:
             return "initial", self.initial
         return self.frozen
 
     @property
     def frozen(self) -> tuple[Literal["classifier", "denoiser"], PretrainedRecipe] | None:
-        """Which part is frozen, and where it comes from; None when there is none."""
+        """Return the frozen part of the model and its origin; None when nothing is frozen."""
         if self.classifier is not None:
             return "classifier", self.classifier
         return None if self.denoiser is None else ("denoiser", self.denoiser)
 
 
 class PrivacyRecipe(Section):
-    """The target: either epsilon (the noise is calibrated, never above it) or noise_multiplier."""
+    """The privacy target: either epsilon or noise_multiplier.
+
+    With epsilon the noise is calibrated, so that the guarantee is never above the target.
+    """
 
     conditions = (
         OnlyWith(("clip_norm",), "where gradients are clipped", lambda it: it.clipping != "none"),
@@ -382,7 +399,10 @@ class PrivacyRecipe(Section):
 
     @property
     def sensitivity(self) -> float:
-        """The most that one record adds to a sum: the clip norm, infinite without clipping."""
+        """Return the most that one record adds to a sum.
+
+        The clip norm, infinite without clipping.
+        """
         return math.inf if self.clipping == "none" else self.clip_norm
 
 
@@ -394,8 +414,9 @@ class DenoiserRecipe(Section):
 
 
 class PublicRecipe(Section):
-    """What `dpdist pretrain` trains WITHOUT privacy, on public records: initial weights of the
-    model, or its frozen part.
+    """Settings of `dpdist pretrain`, which trains WITHOUT privacy, on public records.
+
+    It makes initial weights of the model, or its frozen part.
 
     data: another data set, all of whose training split is public (images are resized), beside the
     recipe's own where it has no root; for initial weights also of other classes (the head then
@@ -437,7 +458,7 @@ class PublicRecipe(Section):
 
 
 class Sections(Section):
-    """A whole recipe, with whatever method: what a method's rules may ask of the rest."""
+    """A whole recipe, with whatever method: everything a method's rules may ask of the rest."""
 
     name: RunName
     data: DataRecipe
@@ -528,16 +549,49 @@ class Sections(Section):
             "training.crop, flip": self.training.augmented,
             f"method {self.method.name}": not self.method.takes_tokens,
         }
-        of_labels = {"tune": self.tune is not None, "audit": self.audit is not None}
+        of_labels = {
+            "tune": self.tune is not None,
+            "audit": self.audit is not None,
+            "certify": self.certify is not None,
+            "public": self.public is not None,
+        }
         why = [self.data.refused(what) for what, given in asked.items() if given]
         why += [self.data.without_label(what) for what, given in of_labels.items() if given]
         for found in filter(None, why):
             raise ValueError(f"{found}: leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _loss_fits(self) -> Sections:
+        loss, targets = self.training.loss, self.data.targets
+        if loss == "cross-entropy" and targets == "class":
+            return self
+        if not self.method.takes_losses:
+            raise ValueError(
+                f"training.loss: must be cross-entropy with method {self.method.name}, which says "
+                "itself what is learned; leave it out, or take method dp-sgd"
+            )
+        if self.audit is not None:
+            raise ValueError(
+                "audit: is for training.loss cross-entropy, which its canaries are made for; leave "
+                "it out"
+            )
+        fitting = {
+            "class": ("cross-entropy",), "number": ("mse", "huber"),
+            "labels": ("bce", "multi-label-bce"),
+        }  # fmt: skip
+        if not self.training.own_loss and loss not in fitting[targets]:
+            named = " or ".join((*fitting[targets], "a function of yours"))
+            raise ValueError(
+                f"training.loss: must be {named} with data.targets: {targets}, got {loss}"
+            )
+        if loss == "bce" and self.data.classes != 1:
+            raise ValueError("data.classes: must be 1 with training.loss bce, or multi-label-bce")
+        return self
+
     @property
     def planted(self) -> CanaryAudit | None:
-        """What an audited training has behind its records."""
+        """Return the canaries behind the records of an audited training, or None."""
         return None if self.audit is None else self.audit.planted
 
     @model_validator(mode="after")

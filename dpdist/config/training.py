@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from dpdist.core.fields import (
     Count,
@@ -28,15 +28,20 @@ from dpdist.core.fields import (
 # --- training ---------------------------------------------------------------------------------
 
 
+LOSSES = ("cross-entropy", "bce", "multi-label-bce", "mse", "huber")
 CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
 
 
 class TrainingRecipe(Section):
-    """The loop. batch_size is the expected batch L; the Poisson batch varies around it.
+    """Settings of the training loop.
+
+    batch_size is the expected batch L; the Poisson batch varies around it.
 
     schedule: what the learning rate is multiplied by; step: by `factor` at each of the milestones,
     which are fractions of all steps. weight_decay: times the parameters is added to the gradient,
-    as in torch's SGD and Adam. crop, flip: every draw of a record sees its image moved by up to so
+    as in torch's SGD and Adam; with adamw it shrinks the parameters, times the learning rate. loss:
+    a name (`dpdist.gradients.objective`), or package.module:function, of the module and a batch to
+    one value a record. crop, flip: every draw of a record sees its image moved by up to so
     many pixels in each direction (black comes in at the rim), mirrored with probability 1/2.
     """
 
@@ -47,7 +52,8 @@ class TrainingRecipe(Section):
     batch_size: Count
     steps: Steps | None = None
     epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    loss: str = Field(default="cross-entropy", description="a name, or package.module:function")
     learning_rate: Positive
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     milestones: list[Probability] = Field(default=[], max_length=100)
@@ -69,6 +75,18 @@ class TrainingRecipe(Section):
         description="bit-identical on any number of workers (canonical shards, slower)",
     )
 
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str) -> str:
+        if value in LOSSES or re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", value):
+            return value
+        raise ValueError(f"must be {', '.join(LOSSES)} or package.module:function")
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return self.loss not in LOSSES
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainingRecipe:
         if (self.steps is None) == (self.epochs is None):
@@ -86,12 +104,14 @@ class TrainingRecipe(Section):
 
     @property
     def augmented(self) -> bool:
-        """Whether records are seen changed at random."""
+        """Return whether records are changed at random before each use."""
         return self.crop > 0 or self.flip
 
 
 class AugmentRecipe(Section):
-    """How public images are deformed at random; the defaults turn 8 x 8 digits into pen strokes.
+    """Random deformations of public images.
+
+    The defaults turn 8 x 8 digits into pen strokes.
 
     Angles in radians; lengths in half widths of the canvas. scale: width and height of the whole
     image on the canvas, drawn apart. elastic: standard deviation of the displacements on a 5 x 5
@@ -119,7 +139,7 @@ class AugmentRecipe(Section):
 
 
 class WorkerRange(Section):
-    """As many training workers as the cluster has room for, more or fewer as hosts come and go."""
+    """A range of training workers: as many as the cluster has room for, as hosts come and go."""
 
     min: Processes
     max: Processes
@@ -142,7 +162,7 @@ AnyWorkers = Annotated[
 
 
 class ResourcesRecipe(Section):
-    """Where and how it runs; may change between a run and its continuation."""
+    """Settings of the machines and processes of a run; they may change when a run is continued."""
 
     workers: AnyWorkers = Field(
         default=1, description="or {min: 1, max: 8}: as many as there is room for at any time"
@@ -201,12 +221,12 @@ class ResourcesRecipe(Section):
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of training workers may change while they train."""
+        """Return whether the number of training workers may change while they train."""
         return isinstance(self.workers, WorkerRange)
 
     @property
     def least(self) -> int:
-        """The number of training workers without which nothing is trained."""
+        """Return the least number of training workers with which the training proceeds."""
         return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
@@ -215,10 +235,10 @@ class ResourcesRecipe(Section):
 
     @property
     def span(self) -> str:
-        """How many training workers, in words."""
+        """Return the number of training workers, in words."""
         return f"{self.least:,} to {self.most:,}" if self.elastic else f"{self.most:,}"
 
     @property
     def cpus(self) -> float:
-        """CPUs without which nothing is trained."""
+        """Return the number of CPUs without which nothing is trained."""
         return self.least * self.cpus_per_worker

@@ -19,7 +19,9 @@ Bound = np.ndarray | np.float64
 
 
 def clopper_pearson_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
-    """One-sided lower confidence bound of a probability, from ``hits`` successes in ``draws``.
+    """Return the one-sided lower confidence bound of a probability.
+
+    The bound is from ``hits`` successes in ``draws``.
 
     The largest p with Pr[Binomial(draws, p) >= hits] <= alpha; 0 when hits = 0. The true
     probability lies below it with probability at most alpha. Exact for counts up to 1e9 and more.
@@ -32,7 +34,10 @@ def clopper_pearson_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -
 
 
 def clopper_pearson_upper(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
-    """One-sided upper confidence bound; 1 when hits = draws. See ``clopper_pearson_lower``."""
+    """Return the one-sided upper confidence bound of a probability; 1 when hits = draws.
+
+    See ``clopper_pearson_lower``.
+    """
     k, n, a = _counts(hits, draws, alpha)
     return _lower(n - k, n, a)[1][()]
 
@@ -40,13 +45,16 @@ def clopper_pearson_upper(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -
 def clopper_pearson_interval(
     hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike
 ) -> tuple[Bound, Bound]:
-    """Two-sided interval with error at most alpha in all: alpha / 2 on each side."""
+    """Return a two-sided confidence interval of a probability.
+
+    Its error is at most alpha in all, alpha / 2 on each side.
+    """
     half = np.asarray(alpha, dtype=np.float64) / 2
     return clopper_pearson_lower(hits, draws, half), clopper_pearson_upper(hits, draws, half)
 
 
 def two_sided_p_value(hits: int, draws: int) -> float:
-    """p value of hits or more extreme under Binomial(draws, 1/2)."""
+    """Return the p value of hits or more extreme under Binomial(draws, 1/2)."""
     most = max(hits, draws - hits)
     if draws == 0 or 2 * most == draws:
         return 1.0
@@ -54,7 +62,10 @@ def two_sided_p_value(hits: int, draws: int) -> float:
 
 
 def check_alpha(alpha: ArrayLike) -> np.ndarray:
-    """alpha as a float64 array; ValueError unless every entry lies strictly between 0 and 1."""
+    """Return alpha as a float64 array.
+
+    Raises ValueError unless every entry lies strictly between 0 and 1.
+    """
     a = np.asarray(alpha, dtype=np.float64)
     if not np.all((a > 0) & (a < 1)):
         raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha!r}")
@@ -77,7 +88,7 @@ def _counts(
 
 
 def _lower(k: np.ndarray, n: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(p_lower rounded down, 1 - p_lower rounded up), the second exact even when it is tiny."""
+    """Return p_lower rounded down and 1 - p_lower rounded up, exact even when tiny."""
     positive = np.maximum(k, 1)
     p = scipy.special.betaincinv(positive, n - positive + 1, a)
     q = scipy.special.betainccinv(n - positive + 1, positive, a)

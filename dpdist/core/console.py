@@ -21,13 +21,15 @@ from typing import Any, SupportsFloat
 
 
 def say(text: str) -> None:
-    """A line about what is going on (standard error: standard output is for results)."""
+    """Print a line about a command's progress to standard error; results go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """A result on standard output, as one line of JSON. A number that is not finite, which JSON
-    cannot hold, becomes its name: "inf"."""
+    """Print a result on standard output, as one line of JSON.
+
+    A number that is not finite, which JSON cannot hold, becomes its name: "inf".
+    """
     print(json.dumps(_finite(value), allow_nan=False), flush=True)
 
 
@@ -43,7 +45,7 @@ def _finite(value: Any) -> Any:
 def progress(
     title: str, unit: str, rate_unit: str | None = None
 ) -> Iterator[Callable[[int, int, float], None]]:
-    """A callback (done, total, rate) that keeps one line up to date.
+    """Yield a callback (done, total, rate) that keeps one line of the terminal up to date.
 
     rate: of `unit` per second, unless `rate_unit` names what it counts; the time left is then
     taken from the pace so far.
@@ -91,7 +93,7 @@ def _clock(seconds: float) -> str:
 
 
 def table(rows: Sequence[tuple[str, str]], title: str = "") -> str:
-    """Two aligned columns under a title, plain text."""
+    """Return two aligned columns under a title, as plain text."""
     width = max(len(name) for name, _ in rows)
     lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
     rule = "-" * max(len(line) for line in [*lines, title])
@@ -99,7 +101,7 @@ def table(rows: Sequence[tuple[str, str]], title: str = "") -> str:
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; a long last column is wrapped to the terminal."""
+    """Return aligned columns; a long last column is wrapped to the terminal."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
     indent = sum(widths) + 2 * len(widths)
     room = max(40, shutil.get_terminal_size().columns - indent)
@@ -178,7 +180,7 @@ def confidence(error: SupportsFloat) -> str:
 
 
 def _rounded(number: Decimal, digits: int, up: bool) -> str:
-    """A number as it is written: 0.29 is 29 %, not a hair below."""
+    """Return a number as people write it: 0.29 is 29 %, not a hair below."""
     if not number.is_finite():
         return str(float(number))
     step = Decimal(1).scaleb(-digits)

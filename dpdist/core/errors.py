@@ -7,13 +7,31 @@ import errno
 
 
 class UserError(Exception):
-    """Something the user can mend. The message says what was wrong, where, and what would be
-    right."""
+    """Something that the user can mend.
+
+    The message names the key or file, says what it must be and what it is, and then what to do. A
+    command prints it in one line and ends with exit code 2.
+
+    Example:
+        >>> import dpdist
+        >>> try:
+        ...     dpdist.load("no-such-folder")
+        ... except dpdist.UserError as error:
+        ...     print(error)
+        no-such-folder: no such folder
+    """
 
 
 class ClusterError(Exception):
-    """A cluster that cannot do what was asked. The message says what, where, and what would be
-    right."""
+    """A fault of the cluster or of Ray rather than of an input.
+
+    The message says the fault, its place and a remedy; the same command may be run again.
+
+    Example:
+        >>> import dpdist
+        >>> issubclass(dpdist.ClusterError, dpdist.UserError)
+        False
+    """
 
 
 class Interrupted(Exception):
@@ -21,17 +39,18 @@ class Interrupted(Exception):
 
 
 class InvalidResults(UserError):
-    """Work that found out that all its results so far are worthless: it is neither tried again nor
-    continued."""
+    """Work that found all its results so far worthless: it is neither tried again nor continued."""
 
 
 class NoRoom(UserError):
-    """A disk that is full, over its quota or read-only, or a limit on the size of files: the user
-    makes room and goes on."""
+    """A disk that is full, over its quota or read-only, or a limit on the size of files.
+
+    The user makes room and runs the command again.
+    """
 
 
 def no_room(error: BaseException | None) -> bool:
-    """Whether this is, or was caused by, a full disk: a repetition would only meet it again."""
+    """Return whether a full disk caused the error, so that a repetition would fail again."""
     while error is not None:
         if isinstance(error, NoRoom) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
             return True
@@ -43,7 +62,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def is_refused(error: OSError) -> bool:
-    """Whether the machine refuses something, by permissions or limits, whoever it was asked by."""
+    """Return whether the machine refuses an operation by permissions or limits, for any caller."""
     return error.errno in _REFUSED
 
 

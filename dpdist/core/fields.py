@@ -28,7 +28,7 @@ from dpdist.core.files import shown, usable_path
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """A condition of some options.
+    """A condition under which options of a section apply.
 
     keys: below the section that states it, dotted. words: when they apply, behind "only applies".
     holds: whether they do, for a section; without it they never do.
@@ -46,8 +46,11 @@ def conditions_of(kind: type[BaseModel]) -> list[OnlyWith]:
 
 
 def unused(section: BaseModel, where: str = "") -> Iterator[str]:
-    """Yield a complaint about each option of a section that differs from its default and that
-    nothing uses, those of the sections in it, too. where: begins each key."""
+    """Yield a complaint about each option of a section that is set and that nothing uses.
+
+    An option is set when it differs from its default. Sections inside the section count too.
+    where: begins each key.
+    """
     yield from complaints(conditions_of(type(section)), section, where)
     for name in type(section).model_fields:
         inner = getattr(section, name)
@@ -70,8 +73,7 @@ def complaints(
 
 
 def _value(section: BaseModel, key: str) -> tuple[Any, Any]:
-    """Return an option's value and its default; nothing twice where a section around it is not
-    there."""
+    """Return an option's value and its default; (None, None) where its section is missing."""
     *path, name = key.split(".")
     for part in path:
         found = getattr(section, part)
@@ -95,7 +97,7 @@ LEAST_DELTA = 1e-30
 
 
 class Section(BaseModel):
-    """One section of a recipe: no unknown keys, never changed, no number but finite ones."""
+    """One section of a recipe: no unknown keys, never changed, only finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -125,7 +127,7 @@ def _whole_above_one(value: float) -> float:
 
 
 def _path(value: Path) -> Path:
-    """Absolute: a run is continued, certified and charged from any directory and on any host."""
+    """Return the absolute path, so that a run continues from any directory and on any host."""
     try:
         return usable_path(value).resolve()
     except (UserError, OSError, RuntimeError) as error:  # the last: links in a circle
@@ -139,7 +141,7 @@ def _one_line(value: str) -> str:
 
 
 def _json(value: Any, room: int = 8) -> Any:
-    """`value` when it is made of JSON types, at most 8 deep and 1,000 values wide."""
+    """Return `value` when it is made of JSON types, at most 8 deep and 1,000 values wide."""
     inner: list[Any] = []
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         inner = list(value.values())
@@ -159,7 +161,7 @@ def _json(value: Any, room: int = 8) -> Any:
 
 
 def check_run_name(name: object) -> str:
-    """The name of a run, which is that of its folder too. Raises ValueError."""
+    """Return the name of a run, which is also that of its folder. Raises ValueError."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError(
             "must be letters, digits, '.', '_' and '-', at most 100 (it names the run folder)"
@@ -168,7 +170,7 @@ def check_run_name(name: object) -> str:
 
 
 def check_hex_key(value: str) -> str:
-    """A key as text. Raises ValueError."""
+    """Return a key as hexadecimal text. Raises ValueError."""
     if not re.fullmatch(r"[0-9a-f]{64}", value):
         raise ValueError("must be 64 lower-case hex digits")
     return value
@@ -214,7 +216,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
 
 
 def of_key(key: str, rule: str) -> PydanticCustomError:
-    """What a rule of a whole section says about one of its keys: to be raised by a validator."""
+    """Return the error of a section's rule about one of its keys, for a validator to raise."""
     return PydanticCustomError("of_key", "{key}: {rule}", {"key": key, "rule": rule})
 
 
@@ -235,16 +237,17 @@ _RULES = {
 
 
 def rule_of(item: Any) -> str:
-    """What a value that pydantic refused (an entry of its `errors()`) would have to be."""
+    """Return the rule that a value broke, from an entry of pydantic's `errors()`."""
     rule = _RULES.get(item["type"])
     if rule is not None:
         return rule.format(**item.get("ctx", {}))
     said = item["msg"].removeprefix("Value error, ")
-    return said[:1].lower() + said[1:]
+    text: str = said[:1].lower() + said[1:]
+    return text
 
 
 def validated(section: type[Section], value: Any) -> Section:
-    """`value` as a section that is only known at run time; for use in a validator."""
+    """Return `value` as a section that is only known at run time; for use in a validator."""
     try:
         return section.model_validate(value)
     except ValidationError as error:
@@ -252,10 +255,23 @@ def validated(section: type[Section], value: Any) -> Section:
 
 
 def each(error: ValidationError) -> Iterator[Any]:
-    """The entries of its `errors()`, those of sections known at run time (`validated`) too."""
+    """Yield the entries of pydantic's `errors()`, including those of sections known at run time.
+
+    See `validated`.
+    """
     for item in error.errors():
         for inner in item.get("ctx", {}).get("errors", [{**item, "loc": ()}]):
             yield {**inner, "loc": (*item["loc"], *inner["loc"])}
+
+
+# --- measures of what is no class -------------------------------------------------------------
+
+
+# By data.targets: of numbers, over all of a record's; of labels, shares of labels and of records.
+MEASURES = {
+    "number": ("mean squared error", "mean absolute error"),
+    "labels": ("labels right", "records with all labels right"),
+}
 
 
 # --- token numbers ----------------------------------------------------------------------------
@@ -268,7 +284,7 @@ PADDING = -1  # is no token, whatever the tokenizer
 
 
 def vocabulary_of(words: int | None) -> int:
-    """How many tokens there are: begin, end, unknown and so many words; None: bytes."""
+    """Return the number of tokens: begin, end, unknown and so many words; None means bytes."""
     return BYTES if words is None else words + FIRST_WORD
 
 
@@ -279,13 +295,13 @@ MOST_SHIFTS = 8  # pixels by which an image is moved
 
 
 def shifts_within(reach: int) -> list[tuple[int, int]]:
-    """(0, 0), then every distance up to `reach`, down, up, right and left."""
+    """Return (0, 0), then every distance up to `reach`, down, up, right and left."""
     ways = ((1, 0), (-1, 0), (0, 1), (0, -1))
     return [(0, 0)] + [(d * y, d * x) for d in range(1, reach + 1) for y, x in ways]
 
 
 def averaged(name: str, reach: int, mirrored: bool) -> str:
-    """What a model of that name is, with its average."""
+    """Return the name of a model together with its average over views."""
     over = [f"{len(shifts_within(reach))} shifts"] if reach else []
     over += ["the image and its mirror image"] if mirrored else []
     return f"{name}, averaged over {', each of '.join(over)}" if over else name
@@ -303,7 +319,10 @@ INDEPENDENCE = {
 
 
 def weakest(found: Iterable[str]) -> str:
-    """Return the least sure of several; of a word that is none of the three, SCREENED."""
+    """Return the least sure of several statements of independence.
+
+    A word that is none of the three counts as SCREENED.
+    """
     order = list(INDEPENDENCE)
     places = [order.index(each) if each in order else 0 for each in found]
     return order[min(places, default=0)]

@@ -48,7 +48,7 @@ class NoSuchFile(UserError):
 
 
 def usable_path(path: str | Path) -> Path:
-    """`path` with ~ expanded. Raises UserError for one that no file system could hold."""
+    """Return `path` with ~ expanded. Raises UserError for a path that no file system could hold."""
     text = str(path)
     if any(ord(letter) < 32 or letter == "\x7f" for letter in text):
         raise UserError(f"{shown(text)}: a path without control characters is needed")
@@ -63,7 +63,9 @@ def usable_path(path: str | Path) -> Path:
 
 
 def check_text_name(name: str | Path, context: str = "") -> None:
-    """Raise UserError for a name of bytes that are not UTF-8: Arrow, recipes and tables hold none.
+    """Raise UserError for a name of bytes that are not UTF-8.
+
+    Arrow, recipes and tables hold no such name.
 
     Args:
         name: a file's path, or any other name.
@@ -76,7 +78,7 @@ def check_text_name(name: str | Path, context: str = "") -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether something lies at `path` that is no folder; False too where nobody could look."""
+    """Return whether a file lies at `path`; False for a folder, and where nobody could look."""
     try:
         return path.exists() and not path.is_dir()
     except (OSError, ValueError):
@@ -84,7 +86,7 @@ def is_file(path: Path) -> bool:
 
 
 def regular_file(path: str | Path, most: int | None = None) -> Path:
-    """`path`, when a regular file of at most `most` bytes lies there.
+    """Return `path` when a regular file of at most `most` bytes lies there.
 
     Raises NoSuchFile, and UserError for anything else.
     """
@@ -118,7 +120,7 @@ def not_blocking(path: str | Path) -> None:
 
 
 def read_bytes(path: str | Path, most: int | None = None) -> bytes:
-    """The content of a regular file. Raises as `regular_file`."""
+    """Return the content of a regular file. Raises as `regular_file`."""
     path = regular_file(path, most)
     try:
         return path.read_bytes()
@@ -127,7 +129,7 @@ def read_bytes(path: str | Path, most: int | None = None) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
-    """The content of a regular UTF-8 file. Raises as `regular_file`."""
+    """Return the content of a regular UTF-8 file. Raises as `regular_file`."""
     try:
         return read_bytes(path, most).decode()
     except UnicodeDecodeError as error:
@@ -135,7 +137,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: str | Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A JSON object. shape: dotted keys that must be there, with the type of each value.
+    """Return the JSON object in a file. shape: required dotted keys, with the type of each.
 
     Raises NoSuchFile, and UserError for what is not JSON (NaN, an endless number or a key given
     twice included) or has another shape.
@@ -146,7 +148,7 @@ def read_json(path: str | Path, shape: Mapping[str, Any] | None = None) -> dict[
 def parse_json(
     text: str | bytes, where: str, shape: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`read_json` of text that came otherwise; `where` begins the complaints."""
+    """Return the JSON object in a text, as `read_json`; `where` begins the complaints."""
     value = parse_any_json(text, where)
     if not isinstance(value, dict):
         raise UserError(f"{where}: damaged: must be an object of keys, got {shown(value)}")
@@ -154,7 +156,7 @@ def parse_json(
 
 
 def parse_any_json(text: str | bytes, where: str) -> Any:
-    """Any JSON value, at most 100 deep. Raises as `parse_json`."""
+    """Return any JSON value, at most 100 deep. Raises as `parse_json`."""
     try:
         value = json.loads(
             text, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_unique
@@ -166,8 +168,10 @@ def parse_any_json(text: str | bytes, where: str) -> Any:
 
 
 def check_shape(value: dict[str, Any], where: str, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """`value`, when each dotted key of `shape` leads to a value of its type. A whole number is a
-    float as well. Raises UserError."""
+    """Return `value` when each dotted key of `shape` leads to a value of its type.
+
+    A whole number is a float as well. Raises UserError.
+    """
     for key, kind in shape.items():
         found: Any = value
         for part in key.split("."):
@@ -189,7 +193,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """A value for a message: one short line, whatever it is."""
+    """Return a value as one short line for a message, whatever the value is."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an endless number, endless nesting
@@ -198,7 +202,7 @@ def shown(value: Any, most: int = 80) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An error's text in one line."""
+    """Return an error's text in one line."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -253,8 +257,10 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
 
 
 def write_together(files: Mapping[Path, str]) -> None:
-    """Replace files that belong together: all are written aside before the first takes its place,
-    so that a full disk leaves the old ones as they are. The first of them is replaced last."""
+    """Replace files that belong together, so that a full disk leaves the old ones as they are.
+
+    All are written aside before the first takes its place. The first of them is replaced last.
+    """
     with ExitStack() as stack:
         for path, text in files.items():
             remove_leftovers(path.parent, of=path.name)
@@ -263,7 +269,7 @@ def write_together(files: Mapping[Path, str]) -> None:
 
 @contextmanager
 def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """A path beside `path` to write a file at, which then takes its place as in `write_atomic`."""
+    """Yield a path to write a file at, which then replaces `path` as in `write_atomic`."""
     make_folder(path.parent)
     aside = _aside(path)
     try:
@@ -292,8 +298,10 @@ def write_result(path: Path, data: bytes | str) -> None:
 
 
 def write_once(path: Path, text: str) -> None:
-    """Write a secret at `path`, whole and durable, readable by its owner only, unless something is
-    there: of two processes at once, the first one's stays for both."""
+    """Write a secret at `path`, whole, durable and for its owner only, unless a file exists.
+
+    Of two processes at once, the first one's secret stays for both.
+    """
     if os.path.lexists(path):
         return
     aside = _aside(path)
@@ -319,7 +327,7 @@ def sync(path: Path) -> None:
 
 
 def _aside(path: Path) -> Path:
-    """A name beside `path` that no other process takes: hosts that share a disk share numbers."""
+    """Return a name beside `path` that no other process takes, even on hosts sharing the disk."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -378,7 +386,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def remove_temporary(root: Path, prefix: str) -> None:
-    """Remove the folders of this user below `root`, of names with this prefix, that nobody holds.
+    """Remove this user's folders below `root` whose names have this prefix and that nobody holds.
 
     One without a lock is left alone: it is being made, or is none of ours.
     """
@@ -392,20 +400,22 @@ def remove_temporary(root: Path, prefix: str) -> None:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """`write_atomic` of JSON, sorted and indented. Raises ValueError for a number that is not
-    finite, which JSON cannot hold."""
+    """Write JSON, sorted and indented, as `write_atomic`.
+
+    Raises ValueError for a number that is not finite, which JSON cannot hold.
+    """
     text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     write_atomic(path, text, durable=durable)
 
 
 def json_number(value: float) -> float | None:
-    """A measured number as JSON can hold it: null for one that is not finite."""
+    """Return a measured number as JSON can hold it: null for one that is not finite."""
     return value if math.isfinite(value) else None
 
 
 @contextmanager
 def built_aside(folder: Path, *, replace: bool = False, first: bool = False) -> Iterator[Path]:
-    """A path beside `folder` to build it at, moved there at the end: whole or not there.
+    """Yield a path to build `folder` at, which is moved to `folder` at the end: whole or not there.
 
     replace: a folder that is there already makes room for the new one, and only when that is whole.
     first: one that another process put there meanwhile stays, instead of an OSError.
@@ -430,7 +440,7 @@ def built_aside(folder: Path, *, replace: bool = False, first: bool = False) -> 
 
 @contextmanager
 def moved_in(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to build files in, which then take their places below it.
+    """Yield a folder beside `folder` to build files in, which then take their places below it.
 
     A folder that was not there is whole or not there. One that was keeps its other files, and all
     of them when a place is taken (ValueError, as of `dpdist.core.files.place`).
@@ -467,8 +477,10 @@ def move_together(files: Sequence[Path], folder: Path) -> list[Path]:
 
 @contextmanager
 def _beside(folder: Path) -> Iterator[Path]:
-    """A path beside `folder`, where nothing is; what is there at the end is removed, and so are
-    the folders above that were made for it and stayed empty."""
+    """Yield a free path beside `folder`, and remove everything that is left there at the end.
+
+    Folders above that were made for it and stayed empty are removed, too.
+    """
     aside = _aside(folder)
     made = [above for above in folder.parents if not above.exists()]
     try:
@@ -482,8 +494,9 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Create a folder, and those above it, so that their names survive a crash: a file that was
-    synced is lost with the name of a folder around it.
+    """Create a folder, and those above it, so that their names survive a crash.
+
+    A file that was synced is lost with the name of a folder around it.
 
     mode: of `path` itself, if it is new.
     """
@@ -494,7 +507,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, created for its owner only (mode 0700)."""
+    """Return `path`, created for its owner only (mode 0700)."""
     make_folder(path)
     path.chmod(0o700)
     return path
@@ -507,7 +520,7 @@ _LONGEST = 255  # bytes of one part of a path, on the usual file systems
 
 
 def check_path(name: object, what: str = "path") -> str:
-    """`name`, which is a path below a folder, its parts separated by single slashes.
+    """Return `name` when it is a path below a folder, its parts separated by single slashes.
 
     Raises ValueError for anything absolute, with '.' or '..' or empty parts, a backslash, a drive,
     or a character that does not print.
@@ -524,7 +537,7 @@ def check_path(name: object, what: str = "path") -> str:
 
 
 def check_paths(names: Iterable[object], what: str = "path") -> list[str]:
-    """All of `names`, each as in `check_path`, no two of which would be one file anywhere.
+    """Return all of `names`, each as in `check_path`, no two of which would be one file anywhere.
 
     Raises ValueError also when two differ only by case or by how a character is composed, and when
     one is a folder of another.
@@ -546,7 +559,7 @@ def check_paths(names: Iterable[object], what: str = "path") -> list[str]:
 
 
 def place(folder: Path, path: str) -> Path:
-    """Where a file of `path` (as in `check_path`) lies below `folder`; nothing is made.
+    """Return the path of the file `path` (as in `check_path`) below `folder`; nothing is made.
 
     Raises ValueError when a link on the way leads elsewhere, or something else has the place.
     """
@@ -573,8 +586,10 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|\binf(?:inite|inity)
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal but for the last bits of numbers, in which machines
-    differ."""
+    """Return whether two JSON values are equal but for the last bits of numbers.
+
+    Machines differ in these bits.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same_json(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -591,8 +606,11 @@ def numbers_in(text: str) -> list[str]:
 
 
 def without_words(value: Any) -> Any:
-    """Return a JSON value with every text replaced by the numbers in it, and lists of texts by the
-    numbers of all of them: what is left when the same is said in other words."""
+    """Return a JSON value with every text replaced by the numbers in it.
+
+    Lists of texts are replaced by the numbers of all of them. The result is the same when a
+    statement is made in other words.
+    """
     if isinstance(value, dict):
         return {key: without_words(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -646,7 +664,7 @@ def open_parquet(path: str | Path) -> pq.ParquetFile:
 
 
 def parquet_errors() -> tuple[type[Exception], ...]:
-    """Return what pyarrow raises for a Parquet file that is damaged."""
+    """Return the exceptions that pyarrow raises for a Parquet file that is damaged."""
     import pyarrow as pa
 
     return (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException)
@@ -658,12 +676,14 @@ def count_values(reader: pq.ParquetFile) -> int:
     groups = [about.row_group(number) for number in range(about.num_row_groups)]
     columns = range(about.num_columns)
     stated = sum(group.column(column).num_values for group in groups for column in columns)
-    return max(stated, about.num_rows)
+    values: int = max(stated, about.num_rows)
+    return values
 
 
 def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
-    """A Parquet table of at least one row. columns: those that must be there, each filled, with the
-    kind and the least of its values.
+    """Return a Parquet table of at least one row.
+
+    columns: those that must be there, each filled, with the kind and the least of its values.
 
     Raises dpdist.core.files.NoSuchFile, and UserError naming column and row for what does not
     fit.
@@ -728,7 +748,7 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
 def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
-    """The documents of a YAML file, as plain dicts, lists, strings, numbers, booleans and None.
+    """Return the documents of a YAML file, as dicts, lists, strings, numbers, booleans and None.
 
     other_bases: read 010 and 1:30 as YAML does, as 8 and 90, which nobody else does; cluster files
     hold modes so.
@@ -740,12 +760,12 @@ def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
 
 
 def parse_yaml(text: str, where: str, *, other_bases: bool = False) -> list[Any]:
-    """`read_yaml` of text that came otherwise; `where` begins the complaints."""
+    """Return the documents of a YAML text, as `read_yaml`; `where` begins the complaints."""
     loader = None
     try:
         loader = _Loader(text, other_bases)
         documents = []
-        while loader.check_data():
+        while loader.check_data():  # type: ignore[no-untyped-call]
             documents.append(loader.get_data())
         return documents
     except UserError as error:
@@ -758,7 +778,7 @@ def parse_yaml(text: str, where: str, *, other_bases: bool = False) -> list[Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader, without dates (they stay text), that refuses what the module says."""
+    """SafeLoader without dates (they stay text) that refuses the constructs the module names."""
 
     def __init__(self, text: str, other_bases: bool) -> None:
         super().__init__(text)
@@ -768,7 +788,7 @@ class _Loader(yaml.SafeLoader):
         self._height: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         alias = isinstance(event, yaml.AliasEvent)
         line = event.start_mark.line + 1
         if not alias and event.tag is not None and event.tag != "!":

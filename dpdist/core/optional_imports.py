@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpdist.core.errors import UserError
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def library(name: str, extra: str, key: str) -> ModuleType:
-    """The module `name`. key: of the recipe that needs it. Raises UserError when it is missing."""
+    """Return the module `name`.
+
+    key: the recipe's key that needs it. Raises UserError when it is missing.
+    """
     install_torchvision_hook()  # what it imports may import torchvision
     try:
         return importlib.import_module(name)
@@ -43,7 +47,7 @@ _library = None  # torch.library definitions vanish with their object: keep it
 
 
 def torchvision(submodule: str = "") -> ModuleType:
-    """The module torchvision, or one of its submodules ("datasets", "models", ...)."""
+    """Return the module torchvision, or one of its submodules ("datasets", "models", ...)."""
     name = f"torchvision.{submodule}" if submodule else "torchvision"
     try:
         return importlib.import_module(name)
@@ -57,7 +61,7 @@ def torchvision(submodule: str = "") -> ModuleType:
 
 
 def _define_schemas() -> None:
-    global _library
+    global _library  # noqa: PLW0603
     if _library is None:
         import torch
 
@@ -69,9 +73,9 @@ def _define_schemas() -> None:
 
 
 class _Mender(MetaPathFinder):
-    """Whoever imports torchvision first (an unpickled model, a library) gets the mended one."""
+    """An import hook that gives the mended torchvision to any library that imports it first."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             torchvision()
@@ -80,7 +84,7 @@ class _Mender(MetaPathFinder):
 
 
 def install_torchvision_hook() -> None:
-    """Worker process setup hook: costs nothing until torchvision is imported."""
+    """Install the import hook in a worker process, at no cost until torchvision is imported."""
     if "torchvision" not in sys.modules and not any(isinstance(f, _Mender) for f in sys.meta_path):
         sys.meta_path.insert(0, _Mender())
 
@@ -89,7 +93,7 @@ def install_torchvision_hook() -> None:
 
 
 def tensor_of(array: np.ndarray) -> Tensor:
-    """Return an array as a tensor: on the same memory, or a copy where that must not be written.
+    """Return an array as a tensor: on the same memory, or a copy if that must not be written.
 
     Arrays that come out of Ray's object store or of a mapped file are read-only, of which torch
     warns on the user's terminal.

@@ -18,6 +18,7 @@ import numpy as np
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.core.optional_imports import tensor_of
+from dpdist.data.protocol import Records, fingerprint_of
 from dpdist.data.record_hashes import as_model_sees, check_sealed, damaged, positions, stored_hashes
 from dpdist.data.text import following
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Records):
     """A split stored as inputs.npy, labels.npy and meta.json in `folder`, or a part of its records;
     only the path is pickled.
 
@@ -39,7 +40,8 @@ class Dataset:
     [low, high); without: leave out the records whose inputs are stored in that folder; kept: of
     what is left, by place, in packed bits.
     largest_group: most records of one group, when a group column is named. read: how texts became
-    inputs. following: the targets of a record are its own next tokens, not its label.
+    inputs. following: the targets of a record are its own next tokens, not its label. target_kind:
+    "class"; or "number" and "labels", whose labels are float32 (N, classes).
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class Dataset:
     kept: bytes | None = None
     read: str = ""
     following: bool = False
+    target_kind: str = "class"
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -71,6 +74,7 @@ class Dataset:
             largest_group=meta.get("largest_group"),
             read=meta.get("read", ""),
             following=meta.get("following", False),
+            target_kind=meta.get("target_kind", "class"),
         )
 
     def first(self, limit: int | None) -> Dataset:
@@ -115,6 +119,10 @@ class Dataset:
         digest.update(self.hashes.tobytes() + self.read.encode())
         digest.update(np.ascontiguousarray(self.labels).tobytes())
         return digest.hexdigest()
+
+    def keyed_fingerprint(self, key: bytes) -> str:
+        """Return a MAC of `fingerprint`, which stands for the records."""
+        return fingerprint_of(key, self, iter([self.fingerprint]))
 
     @cached_property
     def _stored(self) -> np.ndarray:
@@ -172,7 +180,7 @@ class Dataset:
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         """What a model should say, int64: labels (B,), or the tokens that follow (B, T), below
-        0 where none does."""
+        0 where none does; of targets that are no classes, float32 (B, classes)."""
         import torch
 
         if self.following:

@@ -355,7 +355,9 @@ class Columns:
 
     features: column names, or empty when there is an image column or a text; a pattern (mean_*)
     stands for all columns that it fits but label and group. group: whom a record belongs to; only
-    the size of the largest group is kept. Raises UserError when a column would be read twice.
+    the size of the largest group is kept. targets: of a record, "class", one of the classes;
+    "number", a number or a list; "labels", a 0 or 1 or a list. Raises UserError when a column would
+    be read twice.
     """
 
     image: str = "image"
@@ -363,6 +365,7 @@ class Columns:
     features: tuple[str, ...] = ()
     group: str | None = None
     text: TextColumn | None = None
+    targets: str = "class"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -466,6 +469,8 @@ def _stamp(
 def _described(columns: Columns) -> dict[str, Any]:
     """What is read of a file, a tokenizer by its content."""
     named = asdict(columns)
+    if columns.targets == "class":
+        del named["targets"]
     if columns.text is None:
         del named["text"]
     else:
@@ -488,7 +493,8 @@ def _decode(
     total = sum(reader.metadata.num_rows for reader in readers)
     if total == 0:
         raise UserError(f"{files[0]}: no records")
-    arrays = _Arrays(out, total)
+    numbers = columns.targets != "class"
+    arrays = _Arrays(out, total, classes[0] if numbers else None)
     hashes = bytearray()
     groups: Counter[object] = Counter()
     for file, reader in zip(files, readers, strict=True):
@@ -496,7 +502,9 @@ def _decode(
         for first_row, table in read_rows(file, reader, wanted):
             rows = _inputs(table, file, first_row, columns)
             marks = np.zeros(len(rows), dtype=np.int64)
-            if columns.labelled:
+            if numbers:
+                marks = _numbers(table, file, first_row, columns, classes[0])
+            elif columns.labelled:
                 marks = _labels(table, file, first_row, columns.label, *classes)
             if columns.group is not None:
                 groups.update(_groups(table, file, first_row, columns.group))
@@ -513,17 +521,21 @@ def _decode(
         "largest_group": max(groups.values()) if groups else None,
         "read": "" if columns.text is None else json.dumps(columns.text.described),
         "following": not columns.labelled,
+        **({"target_kind": columns.targets} if numbers else {}),
     }
     (out / "meta.json").write_text(json.dumps(meta))
     seal(out)
 
 
 class _Arrays:
-    """Memory-mapped inputs and labels of `total` records, filled from the first to the last."""
+    """Memory-mapped inputs and labels of `total` records, filled from the first to the last.
 
-    def __init__(self, out: Path, total: int) -> None:
+    numbers: how many floats a record's target has; None: it is a whole number."""
+
+    def __init__(self, out: Path, total: int, numbers: int | None = None) -> None:
         self._out, self._total, self._position = out, total, 0
-        self._labels = self._allocate("labels.npy", np.int64, (total,))
+        kind, shape = (np.int64, ()) if numbers is None else (np.float32, (numbers,))
+        self._labels = self._allocate("labels.npy", kind, (total, *shape))
         self._inputs: np.ndarray | None = None
         self._digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
 
@@ -689,6 +701,34 @@ def _labels(
             f"(data.classes is {classes})"
         )
     return labels
+
+
+def _numbers(
+    table: pa.Table, file: Path, first_row: int, columns: Columns, count: int
+) -> np.ndarray:
+    """Return targets that are no classes, float32 (rows, count)."""
+    column = columns.label
+    values = table[column].combine_chunks()
+    lengths = np.ones(len(values), dtype=np.int64)
+    if is_list(values.type):
+        lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+        values = values.flatten()
+    kind = values.type
+    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        raise UserError(f"{file}: label column {column!r} is {kind}, must be numeric")
+    if (lengths != count).any() or values.null_count:
+        raise UserError(
+            f"{file} from row {first_row}: label column {column!r} must hold {count} numbers for "
+            "each record, none empty (data.classes says how many)"
+        )
+    with np.errstate(over="ignore"):
+        found = values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, count)
+    fits = np.isfinite(found) if columns.targets == "number" else (found == 0) | (found == 1)
+    if not fits.all():
+        row = first_row + int(np.flatnonzero(~fits.all(axis=1))[0])
+        rule = "finite as float32" if columns.targets == "number" else "0 or 1"
+        raise UserError(f"{file} row {row}: label column {column!r} must be {rule}")
+    return found
 
 
 def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np.ndarray:

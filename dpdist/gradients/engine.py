@@ -35,11 +35,27 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BY_STRUCTURE, ISOLATED, PADDING, SCREENED
 from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_slack
-from dpdist.gradients.hooks import Layer, Objective, OnCall, find_layers, run_pass
+from dpdist.gradients.hooks import (
+    Inputs,
+    Layer,
+    Losses,
+    Objective,
+    OnCall,
+    OwnLoss,
+    device_of,
+    each_tensor,
+    find_layers,
+    per_example_losses,
+    rows_of,
+    run_pass,
+    take,
+    tensors_of,
+)
 from dpdist.gradients.per_example import Dense, LayerCall, PerExampleGradient
 from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
 from dpdist.gradients.row_independence import EXAMPLES, INVENTED_KEY, mixing_operation, row_classes
 from dpdist.gradients.sampling import Blocks, padded, slots_of
+from dpdist.gradients.validation import EXAMPLES as SCREENED_EXAMPLES
 from dpdist.gradients.validation import invented, refuse_mixing_layers, self_check
 from dpdist.randomness.noisy_modules import changed
 
@@ -93,7 +109,8 @@ class GradientEngine:
 
     model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; `screen`
     refuses other mixing, before the first sum and on no record). Its parameters are only read.
-    objective: per-example losses (B,). clipping: see `dpdist.gradients.clipping`. draws: K
+    objective: per-example losses (B,), of outputs and targets, or of the model and a batch
+    (`dpdist.gradients.hooks.OwnLoss`). clipping: see `dpdist.gradients.clipping`. draws: K
     perturbed passes whose gradients are averaged before the clip; None is plain DP-SGD.
     micro_batch: examples per physical pass at most; None chooses it from the model's activation
     sizes for invented inputs, never from a record or load. blocks: with them (and record ids and a
@@ -155,6 +172,7 @@ class GradientEngine:
         )
         self._checked = isolate  # nothing to look for then
         self._alike: dict[Any, np.ndarray | None] = {}  # by the kind of pass
+        self._screened: tuple[Inputs, Tensor] | None = None
 
     @property
     def draws(self) -> Draws:
@@ -179,7 +197,7 @@ class GradientEngine:
 
     def clipped_sum(
         self,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         *,
         draw_key: bytes = b"",
@@ -188,18 +206,17 @@ class GradientEngine:
     ) -> ClippedSum:
         """Sum over the batch of clipped per-example gradients.
 
-        inputs (B, ...), targets (B, ...), B >= 0. draw_key: 32 bytes, new for every step; needed
+        inputs (B, ...), also a tuple or dict of such tensors for a loss of one's own, targets
+        (B, ...), B >= 0. draw_key: 32 bytes, new for every step; needed
         when there are draws or blocks. record_ids (B,): distinct non-negative ids that key
         per-example draws and blocks. out: float64 (size,) of zeros, where the sum is made.
         Raises UserError.
         """
-        batch = len(inputs)
+        batch = rows_of(inputs)
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
         if not (self._checked and self.micro_batch):
-            with _same_random_state(inputs.device):
-                example = invented(self.model, inputs, targets)  # of their shapes and types alone
-            self.screen(*example)
+            self.screen(*self._invented(inputs, targets, SCREENED_EXAMPLES))
         flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
@@ -213,9 +230,7 @@ class GradientEngine:
 
         for rows, real in self.passes(batch, draw_key, record_ids, classes, self.micro_batch):
             ids = None if record_ids is None else record_ids[rows]
-            seen = inputs[rows]
-            if self._channels_last and seen.dim() == 4:
-                seen = seen.to(memory_format=torch.channels_last)
+            seen = self._laid_out(take(inputs, rows))
             gradients, losses = self._per_example_gradients(
                 seen, targets[rows], draw_key, ids, perturbed
             )
@@ -260,15 +275,15 @@ class GradientEngine:
                     real if isinstance(real, slice) else torch.from_numpy(real),
                 )
 
-    def _row_classes(self, rows: int, inputs: Tensor, targets: Tensor) -> np.ndarray | None:
+    def _row_classes(self, rows: int, inputs: Inputs, targets: Tensor) -> np.ndarray | None:
         """Return which rows of a pass give a record's gradient the same bits; asked once a shape,
         of invented examples."""
 
-        def run(some: Tensor, labels: Tensor) -> list[Tensor]:
-            if self._channels_last and some.dim() == 4:
-                some = some.to(memory_format=torch.channels_last)
-            ids = torch.zeros(rows, dtype=torch.int64, device=some.device)
-            gradients, _ = self._per_example_gradients(some, labels, INVENTED_KEY, ids, {})
+        def run(some: Inputs, labels: Tensor) -> list[Tensor]:
+            ids = torch.zeros(rows, dtype=torch.int64, device=device_of(some))
+            gradients, _ = self._per_example_gradients(
+                self._laid_out(some), labels, INVENTED_KEY, ids, {}
+            )
             return [piece for gradient in gradients for piece in gradient.pieces()]
 
         return self.row_classes("gradients", run, rows, inputs, targets)
@@ -276,9 +291,9 @@ class GradientEngine:
     def row_classes(
         self,
         name: str,
-        run: Callable[[Tensor, Tensor], Sequence[Tensor]],
+        run: Callable[[Any, Tensor], Sequence[Tensor]],
         rows: int,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
     ) -> np.ndarray | None:
         """Return `kernel_rows.row_classes` of invented examples, found once for each kind of pass.
@@ -289,15 +304,37 @@ class GradientEngine:
             rows: of the pass.
             inputs, targets: (B, ...), of which shapes and types are looked at alone.
         """
-        kind = (
-            name, rows, inputs.shape[1:], inputs.dtype, targets.shape[1:],
-            type(self.draws), self.draws.count,
-        )  # fmt: skip
+        shapes = tuple((each.shape[1:], each.dtype) for each in tensors_of(inputs))
+        kind = name, rows, shapes, targets.shape[1:], type(self.draws), self.draws.count
         if kind not in self._alike:
-            with _same_random_state(inputs.device):
-                examples = invented(self.model, inputs, targets, EXAMPLES)
+            with _same_random_state(device_of(inputs)):
+                examples = self._invented(inputs, targets, EXAMPLES)
                 self._alike[kind] = row_classes(run, *examples, rows)
         return self._alike[kind]
+
+    def _invented(self, inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
+        """Return examples of the shapes and types of these: those that were screened where there
+        are such, because only who declared them knows what a loss of one's own can take."""
+        if self._screened is not None:
+            known, wanted = self._screened
+            alike = [t.shape[1:] for t in tensors_of(known)] == [
+                t.shape[1:] for t in tensors_of(inputs)
+            ]
+            if alike and rows_of(known) >= count:
+                some = slice(count)
+                return take(known, some), wanted[some]
+        with _same_random_state(device_of(inputs)):
+            return invented(self.model, inputs, targets, count)
+
+    def _laid_out(self, inputs: Inputs) -> Inputs:
+        """Return inputs in the memory format that the model's convolutions are fast in."""
+        if not self._channels_last:
+            return inputs
+
+        def lay_out(tensor: Tensor) -> Tensor:
+            return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+        return each_tensor(lay_out, inputs)
 
     def _blocked(self, draw_key: bytes, record_ids: Tensor | None) -> Blocks | None:
         return self.blocks if draw_key and record_ids is not None else None
@@ -360,7 +397,7 @@ class GradientEngine:
 
     def _per_example_gradients(
         self,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         draw_key: bytes,
         record_ids: Tensor | None,
@@ -369,7 +406,7 @@ class GradientEngine:
         """Sums over the draws (not yet weighted but by their shares), one entry per parameter;
         mean losses (B,)."""
         draws, gradients = self.draws, self._empty_gradients()
-        total = torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device)
+        total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
         for draw in range(draws.count):
             seen = self.seen(inputs, record_ids, draw_key, draw)
             share = None if draws.shares is None else draws.shares[draw]
@@ -391,7 +428,7 @@ class GradientEngine:
             total += losses.double() * (1.0 if share is None else share * draws.count)
         return gradients, total / draws.count
 
-    def seen(self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int) -> Tensor:
+    def seen(self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int) -> Inputs:
         """Inputs (B, ...) as a draw has them: augmented, then perturbed."""
         if self.augmentation is not None:
             if record_ids is None:
@@ -411,7 +448,7 @@ class GradientEngine:
 
     def _isolated_pass(
         self,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         draw_key: bytes,
         record_ids: Tensor | None,
@@ -435,21 +472,23 @@ class GradientEngine:
             name: p.detach() for name, p in self.model.named_parameters() if name not in values
         }
 
-        def loss(own: dict[str, Tensor], example: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-            everything = {**own, **frozen}
-            output = torch.func.functional_call(self.model, everything, (example.unsqueeze(0),))
-            value = self.objective(output, target.unsqueeze(0))[0]
+        def loss(own: dict[str, Tensor], example: Inputs, target: Tensor) -> tuple[Tensor, Tensor]:
+            alone, everything = take(example, None), {**own, **frozen}
+            value = per_example_losses(self.model, self.objective, everything, alone, target[None])[
+                0
+            ]
             return value if share is None else share * value, value.detach()
 
         per_example = torch.func.vmap(
             torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0)
         )
+        losses: Tensor
         grads, losses = per_example(values, inputs, targets)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(Dense(grads[name]))
         return losses
 
-    def screen(self, inputs: Tensor, targets: Tensor) -> None:
+    def screen(self, inputs: Inputs, targets: Tensor) -> None:
         """Refuse a model that mixes these examples or whose gradients the hooks miss, and choose
         the micro-batch.
 
@@ -465,14 +504,16 @@ class GradientEngine:
             UserError: the model mixes examples, a parameter cannot be followed, or fewer than two
                 examples have a finite gradient.
         """
-        with _same_random_state(inputs.device):
+        if isinstance(self.objective, OwnLoss):
+            self._screened = inputs, targets
+        with _same_random_state(device_of(inputs)):
             if not self._checked:
                 self_check(self.model, self.objective, self._empty_gradients, inputs, targets)
                 self._checked = True
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
 
-    def kept_apart(self, inputs: Tensor, targets: Tensor) -> str:
+    def kept_apart(self, inputs: Inputs, targets: Tensor) -> str:
         """Return how records are kept apart in passes of this shape (`dpdist.core.fields`).
 
         inputs (B, ...), targets (B, ...): public or invented, as many as a pass has rows.
@@ -482,10 +523,10 @@ class GradientEngine:
         why = mixing_operation(self.model, self.objective, inputs, targets)
         return BY_STRUCTURE if why is None else SCREENED
 
-    def _choose_micro_batch(self, inputs: Tensor, targets: Tensor) -> int:
+    def _choose_micro_batch(self, inputs: Inputs, targets: Tensor) -> int:
         """From the bytes one example keeps alive, found with a pass over two examples."""
         if self.isolate or self.draws.per_example:
-            example = 16 * self.size + 64 * inputs[0].numel()
+            example = 16 * self.size + 64 * sum(each[0].numel() for each in tensors_of(inputs))
             return max(1, _MICRO_BATCH_BYTES // example)
         probe, pair = 2, slice(2)
         saved = kept = 0
@@ -508,7 +549,7 @@ class GradientEngine:
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             run_pass(
-                self.model, self._layers, self.objective, inputs[pair], targets[pair],
+                self.model, self._layers, self.objective, take(inputs, pair), targets[pair],
                 self._trainable(), watch,
             )  # fmt: skip
         kept += sum(gradient.nbytes() for gradient in gradients)
@@ -579,7 +620,7 @@ class Task:
     what the outputs are compared with; row b depends on record b, the key and the model.
     """
 
-    losses: Objective = cross_entropy
+    losses: Losses = cross_entropy
     part: str | None = None
     targets: Targets = the_labels
 

@@ -19,7 +19,101 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.layer_rules import Rule, per_example, rule_for
 from dpdist.gradients.per_example import LayerCall
 
-Objective = Callable[[Tensor, Tensor], Tensor]
+# --- losses and batches -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A loss that runs the forward passes itself.
+
+    function: of the module and a batch to losses (B,), one value a record. The batch is
+    `(inputs, targets)`, `(*inputs, targets)` where a record has several inputs, or the dict of its
+    fields.
+    """
+
+    function: Callable[[nn.Module, Any], Tensor]
+
+
+Losses = Callable[[Tensor, Tensor], Tensor]  # of the model's outputs and the targets
+Objective = Losses | OwnLoss
+Inputs = Any  # (B, ...): a tensor, or a tuple or dict of tensors, all with B first
+
+
+class _WithLoss(nn.Module):
+    """A model and a loss of the user's as one module, so that parameters can be replaced in it."""
+
+    def __init__(self, model: nn.Module, loss: OwnLoss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, inputs: Inputs, targets: Tensor) -> Tensor:
+        if isinstance(inputs, dict):
+            return self.loss.function(self.model, inputs)
+        several = inputs if isinstance(inputs, tuple) else (inputs,)
+        return self.loss.function(self.model, (*several, targets))
+
+
+def per_example_losses(
+    model: nn.Module,
+    objective: Objective,
+    values: Mapping[str, Tensor],
+    inputs: Inputs,
+    targets: Tensor,
+) -> Tensor:
+    """Compute the losses (B,) of a model with these parameters in place of its own.
+
+    Raises:
+        UserError: the objective does not return one value a record.
+    """
+    if isinstance(objective, OwnLoss):
+        named = {f"model.{name}": value for name, value in values.items()}
+        losses = torch.func.functional_call(_WithLoss(model, objective), named, (inputs, targets))
+    else:
+        losses = objective(torch.func.functional_call(model, dict(values), (inputs,)), targets)
+    count = rows_of(inputs)
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise UserError(
+            f"the objective must return one loss per example, shape ({count},), got {got}: use "
+            "reduction='none'"
+        )
+    return losses
+
+
+def followed_by(objective: Objective, then: Callable[[Tensor], Tensor]) -> Objective:
+    """Return an objective whose losses go through `then`."""
+    if isinstance(objective, OwnLoss):
+        own = objective.function
+        return OwnLoss(lambda module, batch: then(own(module, batch)))
+    return lambda outputs, targets: then(objective(outputs, targets))
+
+
+def each_tensor(function: Callable[[Tensor], Any], inputs: Inputs) -> Inputs:
+    """Return inputs of the same kind with the function's result for each tensor."""
+    return function(inputs) if isinstance(inputs, Tensor) else pytree.tree_map(function, inputs)
+
+
+def take(inputs: Inputs, rows: Any) -> Inputs:
+    """Return these rows of the inputs."""
+    return each_tensor(lambda tensor: tensor[rows], inputs)
+
+
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """Return the tensors of the inputs, in order."""
+    return [inputs] if isinstance(inputs, Tensor) else pytree.tree_leaves(inputs)
+
+
+def rows_of(inputs: Inputs) -> int:
+    """Return how many examples the inputs are of."""
+    return len(tensors_of(inputs)[0])
+
+
+def device_of(inputs: Inputs) -> torch.device:
+    """Return where the inputs lie."""
+    return tensors_of(inputs)[0].device
+
+
+# --- layers -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -147,7 +241,7 @@ def run_pass(
     model: nn.Module,
     layers: list[Layer],
     objective: Objective,
-    inputs: Tensor,
+    inputs: Inputs,
     targets: Tensor,
     values: Mapping[str, Tensor],
     on_call: OnCall,
@@ -162,16 +256,11 @@ def run_pass(
     examples apart.
     """
     everything = {name: p.detach() for name, p in model.named_parameters()} | dict(values)
-    anchor = torch.zeros(0, device=inputs.device, requires_grad=True)
-    current = _Pass(len(inputs), everything, anchor, on_call)
+    anchor = torch.zeros(0, device=device_of(inputs), requires_grad=True)
+    current = _Pass(rows_of(inputs), everything, anchor, on_call)
     with _hooked(layers, current), torch.enable_grad():
-        outputs = torch.func.functional_call(model, everything, (inputs.detach(),))
-        losses = objective(outputs, targets)
-        if losses.shape != (len(inputs),):
-            raise UserError(
-                f"the objective must return one loss per example, shape ({len(inputs)},), got "
-                f"{tuple(losses.shape)}: use reduction='none'"
-            )
+        seen = each_tensor(Tensor.detach, inputs)
+        losses = per_example_losses(model, objective, everything, seen, targets)
         if losses.requires_grad:
             (losses if weights is None else losses * weights).sum().backward()
         with torch.no_grad():
@@ -218,7 +307,7 @@ def _forward_hook(layer: Layer, current: _Pass) -> Callable[..., Any]:
             if leaves[position]._is_view():  # a hook on a view is lost if it is changed in place
                 leaves[position] = leaves[position].clone()
             if not leaves[position].requires_grad:
-                leaves[position] = _Attach.apply(leaves[position], current.anchor)
+                leaves[position] = _Attach.apply(leaves[position], current.anchor)  # type: ignore[no-untyped-call]
         if len(wanted) == 1:
             leaves[wanted[0]].register_hook(
                 lambda signal: current.deliver(layer, args, kwargs, [signal])
@@ -239,7 +328,10 @@ def _detached(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return (args[0].detach(),), kwargs
-    return pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+    result: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        Tensor, Tensor.detach, (args, kwargs)
+    )
+    return result
 
 
 def _store(signals: list[Tensor | None], order: int) -> Callable[[Tensor], None]:

@@ -359,7 +359,8 @@ def per_example(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
             return float_tensors(result)
 
         pullback = torch.func.vjp(outputs, wanted)[1]
-        return pullback([signal.unsqueeze(0) for signal in signals])[0]
+        answer: dict[str, Tensor] = pullback([signal.unsqueeze(0) for signal in signals])[0]
+        return answer
 
     tensors = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
     grads = torch.func.vmap(one_example)(tensors, list(call.backsignals))

@@ -545,7 +545,8 @@ class LayerCall:
     @property
     def input(self) -> Tensor:
         """The one tensor input of the common layers."""
-        return self.inputs[0] if self.inputs else self.kwargs["input"]
+        result: Tensor = self.inputs[0] if self.inputs else self.kwargs["input"]
+        return result
 
     @property
     def backsignal(self) -> Tensor:

@@ -43,7 +43,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from dpdist.core.version import PACKAGE
-from dpdist.gradients.hooks import Layer, Objective, find_layers, run_pass
+from dpdist.gradients.hooks import (
+    Inputs,
+    Layer,
+    Objective,
+    device_of,
+    each_tensor,
+    find_layers,
+    followed_by,
+    per_example_losses,
+    rows_of,
+    run_pass,
+    tensors_of,
+)
 from dpdist.gradients.per_example import LayerCall
 from dpdist.gradients.row_operations import METADATA, PUBLIC, Mark, Mixes, Operation, Place
 
@@ -192,7 +204,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def row_classes(
-    run: Callable[[Tensor, Tensor], Sequence[Tensor]], inputs: Tensor, targets: Tensor, rows: int
+    run: Callable[[Any, Tensor], Sequence[Tensor]], inputs: Inputs, targets: Tensor, rows: int
 ) -> np.ndarray | None:
     """Sort the rows of a pass into classes that give one example the same bits.
 
@@ -210,7 +222,7 @@ def row_classes(
         The class of each row, int64 (rows,); None where all rows are alike.
     """
     classes, seen = np.zeros(rows, np.int64), 0
-    for number in range(len(inputs)):
+    for number in range(len(targets)):
         if number >= _LEAST and seen >= _NUMBERS:
             break
         found = run(_filled(inputs, number, rows), _filled(targets, number, rows))
@@ -220,8 +232,11 @@ def row_classes(
     return classes if classes.any() else None
 
 
-def _filled(examples: Tensor, number: int, rows: int) -> Tensor:
-    return examples[number : number + 1].repeat(rows, *[1] * (examples.dim() - 1))
+def _filled(examples: Inputs, number: int, rows: int) -> Inputs:
+    def fill(tensor: Tensor) -> Tensor:
+        return tensor[number : number + 1].repeat(rows, *[1] * (tensor.dim() - 1))
+
+    return each_tensor(fill, examples)
 
 
 def _refined(classes: np.ndarray, tensor: Tensor) -> np.ndarray:
@@ -247,7 +262,7 @@ _ROWS: Place = (0, 1)  # record i in row i
 
 
 def mixing_operation(
-    model: nn.Module, objective: Objective, inputs: Tensor, targets: Tensor
+    model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor
 ) -> str | None:
     """Return the first operation of a pass that is not known to treat each record alone, or None.
 
@@ -275,14 +290,15 @@ def mixing_operation(
     Example: `mixing_operation(nn.Linear(4, 2), losses, torch.rand(8, 4), labels)` is None; behind
     a module that subtracts `x.mean(0)` it is "aten.mean.dim takes the dimension of the records".
     """
-    if len(inputs) < 2:
+    if rows_of(inputs) < 2:
         return None
-    tracer = _Tracer(model, len(inputs))
-    devices = [inputs.device] if inputs.device.type == "cuda" else []
+    tracer, device = _Tracer(model, rows_of(inputs)), device_of(inputs)
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.autograd.set_multithreading_enabled(False):
         for _ in range(2):  # the second one would read what the first one left behind
             try:
-                _trace(model, objective, inputs.clone(), targets.clone(), tracer)
+                copied = each_tensor(Tensor.clone, inputs)
+                _trace(model, objective, copied, targets.clone(), tracer)
             except Exception as error:  # whatever a user's module does
                 tracer.refuse(f"the pass cannot be followed ({type(error).__name__})")
     tracer.check_left(model)
@@ -290,14 +306,13 @@ def mixing_operation(
 
 
 def _trace(
-    model: nn.Module, objective: Objective, inputs: Tensor, targets: Tensor, tracer: _Tracer
+    model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor, tracer: _Tracer
 ) -> None:
     """One pass as the engine runs it, and one that differentiates the inputs."""
     values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    tracer.begin([inputs, targets], values.values())
+    tracer.begin([*tensors_of(inputs), targets], values.values())
 
-    def followed(outputs: Tensor, wanted: Tensor) -> Tensor:
-        losses = objective(outputs, wanted)
+    def checked(losses: Tensor) -> Tensor:
         with unwatched():
             tracer.check(losses, _ROWS, "the losses")
             # What adds the losses up is the engine, and only their gradients go on from there.
@@ -305,16 +320,24 @@ def _trace(
             tracer.mark(summed, PUBLIC)
         return summed
 
+    followed = followed_by(objective, checked)
     with tracer, watched(tracer.read, tracer.unseen):
         run_pass(model, find_layers(model), followed, inputs, targets, values, tracer.check_call)
-        if inputs.is_floating_point():
-            seen = inputs.detach().requires_grad_()
+        if any(each.is_floating_point() for each in tensors_of(inputs)):
+            seen = each_tensor(_differentiable, inputs)
+            floating = [each for each in tensors_of(seen) if each.requires_grad]
             with torch.enable_grad():
-                losses = followed(torch.func.functional_call(model, values, (seen,)), targets)
+                losses = per_example_losses(model, followed, values, seen, targets)
                 if losses.requires_grad:
-                    found = torch.autograd.grad(losses.sum(), [seen], allow_unused=True)
+                    found = torch.autograd.grad(losses.sum(), floating, allow_unused=True)
                     with unwatched():
-                        tracer.check(found[0], _ROWS, "the gradient of the inputs")
+                        for gradient in found:
+                            tracer.check(gradient, _ROWS, "the gradient of the inputs")
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.requires_grad_() if detached.is_floating_point() else detached
 
 
 class _Tracer(TorchDispatchMode):
@@ -324,7 +347,7 @@ class _Tracer(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, count: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reason: str | None = None
         self._count, self._turn = count, 0
         self._marks: Any = WeakTensorKeyDictionary()  # and the layout of that time
@@ -357,6 +380,7 @@ class _Tracer(TorchDispatchMode):
 
     def _known(self, tensor: Tensor) -> Mark | None:
         """Its mark. Refuses what holds other memory than when it was marked: no operation does."""
+        mark: Mark | None
         mark, layout = self._marks.get(tensor, (None, None))
         if mark is not None and layout != _layout(tensor):
             self.refuse("the numbers of a tensor were exchanged (data)")
@@ -479,7 +503,8 @@ class _Tracer(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    result: int = tensor.untyped_storage()._cdata
+    return result
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,19 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpdist.core.errors import UserError
-from dpdist.gradients.hooks import Layer, Objective, find_layers, run_pass
+from dpdist.gradients.hooks import (
+    Inputs,
+    Layer,
+    Objective,
+    device_of,
+    each_tensor,
+    find_layers,
+    per_example_losses,
+    rows_of,
+    run_pass,
+    take,
+    tensors_of,
+)
 from dpdist.gradients.per_example import LayerCall, PerExampleGradient
 
 _FEW = 4  # examples whose signals and gradients are compared with autograd's
@@ -49,14 +61,14 @@ def refuse_mixing_layers(model: nn.Module) -> None:
 
 
 def invented(
-    model: nn.Module, inputs: Tensor, targets: Tensor, count: int = EXAMPLES
-) -> tuple[Tensor, Tensor]:
+    model: nn.Module, inputs: Inputs, targets: Tensor, count: int = EXAMPLES
+) -> tuple[Inputs, Tensor]:
     """Invent examples of the shapes and types of these, whose values are never looked at.
 
     Args:
-        inputs: (B, ...), B >= 0. Numbers are invented in [0, 1), for a quarter of the examples far
-            away; tokens below the model's vocabulary (its attribute of that name, or its smallest
-            embedding).
+        inputs: (B, ...), B >= 0, or several such tensors. Numbers are invented in [0, 1), for a
+            quarter of the examples far away; tokens below the model's vocabulary (its attribute of
+            that name, or its smallest embedding).
         targets: (B, ...). Whole numbers are invented below the number of classes, which is the last
             dimension of the model's outputs (dimension 1 where targets have all others).
 
@@ -65,18 +77,25 @@ def invented(
     """
     generator = torch.Generator().manual_seed(0)
     tokens = _vocabulary(model)
-    shape = (count, *inputs.shape[1:])
-    if tokens is not None or not inputs.is_floating_point():
-        found = torch.randint(tokens or 2, shape, generator=generator)
-    else:
+    several = not isinstance(inputs, Tensor)
+
+    def invent(like: Tensor) -> Tensor:
+        shape = (count, *like.shape[1:])
+        if not like.is_floating_point() or (tokens is not None and not several):
+            # Of several whole numbers some are no tokens: only 0 and 1 fit all of them.
+            most = 2 if several else tokens or 2
+            return torch.randint(most, shape, generator=generator).to(like)
         found = torch.rand(shape, generator=generator)
         far = count - count // 4
         found[far:] = 10 * found[far:] + 3
-    found = found.to(inputs)
+        return found.to(like)
+
+    found = each_tensor(invent, inputs)
     shape = (count, *targets.shape[1:])
     if targets.is_floating_point():
         return found, torch.rand(shape, generator=generator).to(targets)
-    classes = 2 if targets.dtype == torch.bool else _classes(model, found[:2], targets)
+    known = 2 if several or targets.dtype == torch.bool else None
+    classes = known or _classes(model, found[:2], targets)
     return found, torch.randint(classes, shape, generator=generator).to(targets)
 
 
@@ -91,8 +110,11 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _classes(model: nn.Module, inputs: Tensor, targets: Tensor) -> int:
-    with torch.no_grad():
-        outputs = model(inputs)
+    try:
+        with torch.no_grad():
+            outputs = model(inputs)
+    except Exception:  # a model that a loss of the user's calls in a way of its own
+        return 2
     shape = outputs.shape if isinstance(outputs, Tensor) and outputs.dim() > 1 else (0, 2)
     last = targets.shape[1:] in (shape[1:-1], ())
     return max(1, shape[-1 if last else 1])
@@ -102,7 +124,7 @@ def self_check(
     model: nn.Module,
     objective: Objective,
     make_gradients: Callable[[], list[PerExampleGradient]],
-    inputs: Tensor,
+    inputs: Inputs,
     targets: Tensor,
 ) -> None:
     """Check on examples that they do not mix and that no parameter's gradient is missed.
@@ -128,12 +150,14 @@ def self_check(
     Raises:
         UserError: the check failed, or too few gradients are finite.
     """
-    own = _Screen(model, objective, make_gradients, inputs[:EXAMPLES], targets[:EXAMPLES], False)
+    some = slice(EXAMPLES)
+    own = _Screen(model, objective, make_gradients, take(inputs, some), targets[some], False)
     try:
         with torch.no_grad():
             wide = copy.deepcopy(model).double()
             _wake(wide)
-        screen = _Screen(wide, objective, make_gradients, _wide(own.inputs), _wide(own.targets))
+        widened = each_tensor(_wide, own.inputs)
+        screen = _Screen(wide, objective, make_gradients, widened, _wide(own.targets))
         screen.run()
     except UserError:
         raise
@@ -149,12 +173,12 @@ class _Screen:
         model: nn.Module,
         objective: Objective,
         make_gradients: Callable[[], list[PerExampleGradient]],
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         exact: bool = True,
     ) -> None:
         self.model, self.objective, self.make_gradients = model, objective, make_gradients
-        self.inputs, self.targets = inputs, targets
+        self.inputs, self.targets, self.device = inputs, targets, device_of(inputs)
         self.layers = find_layers(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -163,13 +187,13 @@ class _Screen:
         )  # fmt: skip
 
     def run(self) -> None:
-        state = _random_state(self.inputs.device)
+        state = _random_state(self.device)
         self._finite_first()
         few = slice(_FEW)
-        _restore(state, self.inputs.device)
-        self._no_signal_crosses(self.inputs[few], self.targets[few])
-        _restore(state, self.inputs.device)
-        self._nothing_is_missed(self.inputs[few], self.targets[few], state)
+        _restore(state, self.device)
+        self._no_signal_crosses(take(self.inputs, few), self.targets[few])
+        _restore(state, self.device)
+        self._nothing_is_missed(take(self.inputs, few), self.targets[few], state)
         self._company_does_not_matter()
 
     def _finite_first(self) -> None:
@@ -185,16 +209,16 @@ class _Screen:
                 "(model.isolate)"
             )
         order = finite.int().argsort(descending=True, stable=True)
-        self.inputs, self.targets = self.inputs[order], self.targets[order]
+        self.inputs, self.targets = take(self.inputs, order), self.targets[order]
 
     def _squares(self, gradients: list[PerExampleGradient], count: int) -> list[Tensor]:
         """Squared norms of each example's gradient by parameter: float64 (B,)."""
-        zero = torch.zeros(count, dtype=torch.float64, device=self.inputs.device)
+        zero = torch.zeros(count, dtype=torch.float64, device=self.device)
         found = [gradient.squared_norms() for gradient in gradients]
         return [zero if each is None else each.double() for each in found]
 
     def _gradients(
-        self, inputs: Tensor, targets: Tensor, values: Mapping[str, Tensor] | None = None
+        self, inputs: Inputs, targets: Tensor, values: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, list[PerExampleGradient]]:
         gradients = self.make_gradients()
 
@@ -208,9 +232,9 @@ class _Screen:
         )  # fmt: skip
         return losses, gradients
 
-    def _no_signal_crosses(self, inputs: Tensor, targets: Tensor) -> None:
+    def _no_signal_crosses(self, inputs: Inputs, targets: Tensor) -> None:
         mixed: list[str] = []
-        first_only = torch.zeros(len(inputs), device=inputs.device)
+        first_only = torch.zeros(rows_of(inputs), device=self.device)
         first_only[0] = 1
 
         def watch(layer: Layer, call: LayerCall) -> None:
@@ -229,7 +253,7 @@ class _Screen:
             where = f"at or after layer {mixed[0]}" if mixed else "before the first trained layer"
             raise UserError(f"the model mixes examples {where}: one example's loss {_MIXES}")
 
-    def _nothing_is_missed(self, inputs: Tensor, targets: Tensor, state: Tensor) -> None:
+    def _nothing_is_missed(self, inputs: Inputs, targets: Tensor, state: Tensor) -> None:
         """Compared with the sum of the examples' norms, which does not cancel, and with that of the
         whole gradient: of a parameter without effect (a bias before a normalisation) both ways
         leave rounding only."""
@@ -241,10 +265,10 @@ class _Screen:
                     f"buffer {name} changed in a forward pass: statistics of private data would be "
                     "stored without noise"
                 )
-        _restore(state, inputs.device)
+        _restore(state, self.device)
         with torch.enable_grad():
-            total_loss = self.objective(self.model(inputs), targets).sum()
-        norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(inputs))]
+            total_loss = per_example_losses(self.model, self.objective, {}, inputs, targets).sum()
+        norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(targets))]
         whole = math.hypot(*norms)
         named = list(self.parameters.items())
         for group in _groups([parameter.numel() for parameter in self.parameters.values()]):
@@ -256,7 +280,7 @@ class _Screen:
                         "noise and learn nothing; freeze it (requires_grad_(False)) or use it"
                     )
                 size = max(norms[slot], float(grad.norm()))
-                _add_sum(gradients[slot], grad.neg_(), slice(None), len(inputs))
+                _add_sum(gradients[slot], grad.neg_(), slice(None), len(targets))
                 difference = float(grad.norm())
                 allowed = max(max(self.tolerance, 1e-4) * size, self.dust * whole)
                 if not difference <= allowed:
@@ -281,7 +305,7 @@ class _Screen:
         allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
         allowed += 4 * moved.nan_to_num(0.0, 0.0, 0.0)
         allowed += torch.finfo(torch.float32).tiny  # below it both precisions run out of digits
-        others = [row for row in range(len(self.inputs)) if row != first]
+        others = [row for row in range(len(self.targets)) if row != first]
         for size in sizes:
             rows = [others[(size + place) % len(others)] for place in range(size)]
             rows[size // 2] = first
@@ -304,7 +328,7 @@ class _Screen:
     ) -> Tensor:
         """Loss, norm of the gradient and, by parameter, its norm and one projection: of the example
         at `place` among these rows."""
-        losses, gradients = self._gradients(self.inputs[rows], self.targets[rows], values)
+        losses, gradients = self._gradients(take(self.inputs, rows), self.targets[rows], values)
         found = []
         for gradient, parameter in zip(gradients, self.parameters.values(), strict=True):
             one = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
@@ -361,19 +385,25 @@ def _inputs_mix(
     model: nn.Module,
     objective: Objective,
     values: Mapping[str, Tensor],
-    inputs: Tensor,
+    inputs: Inputs,
     targets: Tensor,
 ) -> bool:
     """Whether the first loss depends on the other examples' (floating-point) inputs."""
-    if not inputs.is_floating_point():
+
+    def leaf(tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone()
+        return copied.requires_grad_() if copied.is_floating_point() else copied
+
+    seen = each_tensor(leaf, inputs)
+    floating = [each for each in tensors_of(seen) if each.requires_grad]
+    if not floating:
         return False
-    seen = inputs.detach().clone().requires_grad_()
     with torch.enable_grad():
-        losses = objective(torch.func.functional_call(model, dict(values), (seen,)), targets)
+        losses = per_example_losses(model, objective, values, seen, targets)
         if not losses.requires_grad:
             return False
-        (grad,) = torch.autograd.grad(losses[0], [seen], allow_unused=True)
-    return grad is not None and _reaches(grad[1:])
+        found = torch.autograd.grad(losses[0], floating, allow_unused=True)
+    return any(grad is not None and _reaches(grad[1:]) for grad in found)
 
 
 def _reaches(others: Tensor) -> bool:

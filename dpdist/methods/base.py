@@ -228,8 +228,8 @@ class Run(Protocol):
 class Worker(Protocol):
     """A training in the hands of one worker, from its newest checkpoint on.
 
-    It is `dpdist.training.worker.Loop`, whose other parts (dataset, model, engine, fixed, release,
-    save) are there for methods that do not take steps.
+    It is `dpdist.training.worker.Loop`, whose other parts (step, model, fixed, flat, save) are
+    there for methods that make releases of their own: `step` is the `PrivateStep`.
     """
 
     def steps(self) -> None:
@@ -294,6 +294,12 @@ class Method(Section):
     @property
     def takes_tokens(self) -> bool:
         """Whether a record may be tokens (data.text): to these nothing can be added."""
+        return False
+
+    @property
+    def takes_losses(self) -> bool:
+        """Whether training.loss may be another than cross-entropy: the method then says nothing of
+        what is learned."""
         return False
 
     @property

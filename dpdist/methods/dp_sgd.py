@@ -51,6 +51,10 @@ class DPSGD(Method):
     def takes_tokens(self) -> bool:
         return True
 
+    @property
+    def takes_losses(self) -> bool:
+        return True
+
     def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
         from dpdist.gradients.perturbations import Draws
 
@@ -82,6 +86,10 @@ class InputNoise(Method):
     @property
     def together(self) -> bool:
         return self.consistency > 0
+
+    @property
+    def takes_losses(self) -> bool:
+        return not self.consistency
 
     def task(self) -> Task:
         from dpdist.gradients.engine import Task, agreed_targets, weighted_cross_entropy
@@ -122,6 +130,10 @@ class DPlis(Method):
     @property
     def takes_tokens(self) -> bool:
         return not self.sigma
+
+    @property
+    def takes_losses(self) -> bool:
+        return True
 
     def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
         from dpdist.gradients.perturbations import ParameterDraws

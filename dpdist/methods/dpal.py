@@ -158,5 +158,5 @@ class DPAL(Method):
         plan, steps = worker.job.plan, Steps(self, worker)
         for step in range(worker.start, worker.last):
             steps.take(step)
-        if worker.reducer.rank == 0 and worker.last == plan.steps:
+        if worker.step.reducer.rank == 0 and worker.last == plan.steps:
             measure_accuracy(self, worker)

@@ -94,7 +94,8 @@ def classification(head: nn.Linear, last: Tensor, labels: Tensor, noise: Tensor)
     """
     z = head(last)
     own = z.gather(1, labels[:, None]).sum() + len(last) * (noise * head.weight).sum()
-    return (z / 2 + z.square() / 8).sum() - own
+    result: Tensor = (z / 2 + z.square() / 8).sum() - own
+    return result
 
 
 class _FromNoisy(nn.Module):
@@ -161,26 +162,26 @@ class Steps:
         network.hidden_noise.copy_(laplace(key, "chi_2", network.hidden_noise.shape, 2 * scale))
         out = method.output_sensitivity / (method.epsilon_2 * batch)
         self._chi_3 = laplace(key, "chi_3", network.head.weight.shape, out).to(network.input_noise)
-        records = len(worker.dataset)
+        records = len(worker.step.data)
         rank = np.argsort(np.argsort(words(derive_key(key, "batches"), 0, records), kind="stable"))
         self._batch_of, self._batches = rank // batch, max(1, records // batch)
 
     def take(self, step: int) -> None:
         """A step on batch `step`, and on adversarial examples of the next one."""
         worker = self._worker
-        rows = worker.flat.new_zeros(worker.shards.rows, len(worker.flat)).double()
-        for row, begin, end in worker.shards.mine:
+        rows = worker.flat.new_zeros(worker.step.shards.rows, len(worker.flat)).double()
+        for row, begin, end in worker.step.shards.mine:
             for noisy, labels in self._records(step, begin, end):
                 rows[row] += self._gradient(step, noisy, labels, 1.0)
             if step < self._method.pretraining or not self._method.xi:
                 continue
-            key = derive_key(worker.key, "draw", worker.attempt_of(step), step, row)
+            key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step, row)
             for place, (noisy, labels) in enumerate(self._records(step + 1, begin, end)):
                 adversarial = adversarial_examples(
                     self._network, noisy, self._method, derive_key(key, "pass", place)
                 )
                 rows[row] += self._gradient(step, adversarial, labels, self._method.xi)
-        total, _ = worker.release(step, rows, 0.0)
+        total, _ = worker.step.release(step, rows, 0.0)
         gradient = (total / self._batch).to(worker.flat)
         worker.optimizer.update(worker.flat, gradient, step)
         worker.constrain()
@@ -192,12 +193,12 @@ class Steps:
         """This shard's part of the step's batch, in passes: inputs with their noise, labels."""
         worker, network = self._worker, self._network
         joined = self._batch_of[begin:end] == step % self._batches
-        members = worker.canaries.fed(begin + np.flatnonzero(joined))
+        members = worker.step.canaries.fed(begin + np.flatnonzero(joined))
         found = []
         for start in range(0, len(members), _PASS):
             some = members[start : start + _PASS]
-            inputs = worker.dataset.batch(some).to(network.input_noise)
-            labels = worker.canaries.labelled(some, worker.dataset.targets(some))
+            inputs = worker.step.data.batch(some).to(network.input_noise)
+            labels = worker.step.canaries.labelled(some, worker.step.data.targets(some))
             found.append((2 * inputs - 1 + network.input_noise, labels.to(inputs.device)))
         return found
 
@@ -211,10 +212,10 @@ class Steps:
             last = network.last(code.detach())
             share = weight / (1 + self._method.xi)
             loss = loss + share * classification(network.head, last, labels, self._chi_3)
-        parts = torch.autograd.grad(loss, worker.engine.parameters, allow_unused=True)
+        parts = torch.autograd.grad(loss, worker.step.engine.parameters, allow_unused=True)
         return torch.cat([
             (torch.zeros_like(p) if g is None else g).double().flatten()
-            for g, p in zip(parts, worker.engine.parameters, strict=True)
+            for g, p in zip(parts, worker.step.engine.parameters, strict=True)
         ])  # fmt: skip
 
 

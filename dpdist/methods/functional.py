@@ -265,8 +265,8 @@ class Functional(Method):
         """A checkpoint after each release; worker 0 makes what follows from it."""
         from dpdist.models import last_linear
 
-        plan, reducer = worker.job.plan, worker.reducer
-        check_room(worker.job.recipe, len(worker.dataset))
+        plan, reducer = worker.job.plan, worker.step.reducer
+        check_room(worker.job.recipe, len(worker.step.data))
         centre, curvature = worker.slots[CENTRE], worker.slots[CURVATURE]
         head, sums = last_linear(worker.model), None
         for step in range(worker.start, worker.last):
@@ -274,7 +274,7 @@ class Functional(Method):
             if stage >= 0 and sums is None:
                 sums = self._sums(worker)
             rows = self._rows(worker, sums, step)
-            noisy, _ = worker.release(step, rows, todo.noise_std)
+            noisy, _ = worker.step.release(step, rows, todo.noise_std)
             released = noisy.to(centre)
             if stage == 0:
                 assert sums is not None
@@ -307,7 +307,7 @@ class Functional(Method):
         example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
         scales, records = worker.fixed.tensors.get(SCALES), worker.job.plan.records
         most = check_room(worker.job.recipe, records)
-        example = example.to(worker.reducer.device)
+        example = example.to(worker.step.reducer.device)
         sums = Sums(self, worker.model, example, records, scales, most)
         if worker.job.kept is not None and not self.encoder:  # whose filters no two trainings share
             sums.kept = worker.job.kept
@@ -324,11 +324,11 @@ class Functional(Method):
         """This worker's part of a sum: float64 (rows, size), PRIVATE. sums: None for that of the
         encoder."""
         found = []
-        for row, begin, end in worker.shards.mine:
-            members = worker.canaries.fed(np.arange(begin, end))
+        for row, begin, end in worker.step.shards.mine:
+            members = worker.step.canaries.fed(np.arange(begin, end))
             copies = self._copies(worker, step, members)
             found.append((row, self._sum(worker, sums, self._stage(step), copies)))
-        rows = found[0][1].new_zeros(worker.shards.rows, len(found[0][1]))
+        rows = found[0][1].new_zeros(worker.step.shards.rows, len(found[0][1]))
         for row, total in found:
             rows[row] = total
         return rows
@@ -339,14 +339,14 @@ class Functional(Method):
 
         todo, fresh = worker.job.plan.step(step), self.sigma > 0 and self.noise == "fresh"
         draws = self.perturbation(todo, 1.0, worker.fixed)
-        key = derive_key(worker.key, "draw", worker.attempt_of(step), step)
+        key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step)
         for start in range(0, len(members), PASS):
             rows = members[start : start + PASS]
-            targets = worker.canaries.labelled(rows, worker.dataset.targets(rows))
+            targets = worker.step.canaries.labelled(rows, worker.step.data.targets(rows))
             for draw in range(draws.count):
                 noisy = partial(self._noisy, worker, draws, key, rows, draw)
                 place = None if fresh else (int(rows[0]), draw)
-                yield noisy, targets.to(worker.reducer.device), 1 / draws.count, place
+                yield noisy, targets.to(worker.step.reducer.device), 1 / draws.count, place
 
     def _noisy(self, worker: Any, draws: Draws, key: bytes, rows: np.ndarray, draw: int) -> Tensor:
         """A noisy copy of these records."""
@@ -355,12 +355,14 @@ class Functional(Method):
         from dpdist.data.record_hashes import hashes_of
         from dpdist.randomness.keys import derive_key
 
-        inputs, names = worker.dataset.batch(rows), rows
+        inputs, names = worker.step.data.batch(rows), rows
         if self.noise == "own":  # a function of the record, which everybody may know
             key = derive_key(bytes(32), "functional", "noise")
             hashes = np.frombuffer(hashes_of(inputs.numpy()).tobytes(), dtype="<u8")
             names = (hashes[::2] >> np.uint64(1)).astype(np.int64)
-        return draws.inputs(inputs.to(worker.reducer.device), torch.from_numpy(names), key, draw)
+        return draws.inputs(
+            inputs.to(worker.step.reducer.device), torch.from_numpy(names), key, draw
+        )
 
     def _sum(self, worker: Any, sums: Sums | None, stage: int, copies: Iterator[Copy]) -> Tensor:
         from dpdist.methods.functional_sums import of_moments

@@ -84,7 +84,8 @@ def clipped_to(vectors: Tensor, norm: float) -> Tensor:
     """Each row scaled back to `norm`; a row that is not finite becomes 0."""
     finite = vectors.isfinite().all(1, keepdim=True)
     vectors = torch.where(finite, vectors, 0.0)
-    return vectors * (norm / vectors.norm(dim=1, keepdim=True).clamp(min=norm))
+    result: Tensor = vectors * (norm / vectors.norm(dim=1, keepdim=True).clamp(min=norm))
+    return result
 
 
 def packed(matrix: Tensor) -> Tensor:
@@ -274,7 +275,8 @@ class Sums:
     def refined(self, noisy: Tensor, weights: Tensor, curvature: Tensor) -> Tensor:
         """Better weights: a Newton step on the loss expanded at them, of noisy residuals."""
         change = torch.linalg.solve(curvature, noisy.view(self.size, -1))
-        return weights + self.method.step * change
+        result: Tensor = weights + self.method.step * change
+        return result
 
     def head(self, weights: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
         """The same head on f, (classes, D) and (classes,). Beyond the radius it goes on

@@ -155,7 +155,8 @@ def gradient_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: flo
     hidden = split.first(inputs).detach().requires_grad_()
     loss = nn.functional.cross_entropy(split.rest(hidden), labels, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, hidden)
-    return gradient.abs().pow(beta)
+    result: Tensor = gradient.abs().pow(beta)
+    return result
 
 
 def mean_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
@@ -178,7 +179,8 @@ def clipped_powers(
     # A record without a finite gradient counts as zero.
     powers[~norms.isfinite()] = 0
     factors = (clip_norm / norms.nan_to_num(posinf=1.0).clamp(min=1e-300)).clamp(max=1)
-    return powers * factors.view(-1, *[1] * (powers.dim() - 1))
+    result: Tensor = powers * factors.view(-1, *[1] * (powers.dim() - 1))
+    return result
 
 
 def noised_powers(

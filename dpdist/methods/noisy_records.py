@@ -68,7 +68,8 @@ class NoisyRecordsMethod(Method):
     def noise_std(self, plan: PrivacyPlan) -> float:
         """Standard deviation of the noise on an input."""
         phase: Any = plan.phases[0]
-        return phase.noise_multiplier * self.input_norm
+        result: float = phase.noise_multiplier * self.input_norm
+        return result
 
     def assumed(self, recipe: Sections) -> list[str]:
         return [f"every input is clipped to L2 norm {self.input_norm:g} before it is noised"]
@@ -98,15 +99,18 @@ class Noised:
 
     @property
     def name(self) -> str:
-        return self._records.name
+        result: str = self._records.name
+        return result
 
     @property
     def classes(self) -> int:
-        return self._records.classes
+        result: int = self._records.classes
+        return result
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return self._records.input_shape
+        result: tuple[int, ...] = self._records.input_shape
+        return result
 
     def __len__(self) -> int:
         return len(self._records)

@@ -131,7 +131,8 @@ def _features(name: str, public: Dataset) -> Callable[[Tensor], np.ndarray]:
 
     def transform(batch: Tensor) -> np.ndarray:
         with torch.inference_mode():
-            return module(batch).double().numpy()
+            result: np.ndarray = module(batch).double().numpy()
+            return result
 
     return transform
 
@@ -169,7 +170,8 @@ def spread(
     given[asked, told] = 1.0
     system = sparse.identity(count, format="csr") - alpha * graph
     columns = [cg(system, given[:, each], rtol=_TOLERANCE)[0] for each in range(classes)]
-    return np.maximum(np.stack(columns, axis=1), 0.0)
+    result: np.ndarray = np.maximum(np.stack(columns, axis=1), 0.0)
+    return result
 
 
 # --- PATE -------------------------------------------------------------------------------------
@@ -409,7 +411,9 @@ class PATE(Method):
 
         path = run.job.folder.private / VOTES
         if not path.exists():
-            votes = counted(run.teachers(self.teachers, self.teaching.sections).scores(inputs))
+            votes: np.ndarray = counted(
+                run.teachers(self.teachers, self.teaching.sections).scores(inputs)
+            )
             buffer = io.BytesIO()
             np.save(buffer, votes)
             write_atomic(path, buffer.getvalue())

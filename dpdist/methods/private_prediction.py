@@ -90,7 +90,8 @@ class PrivatePrediction(Method):
     def noise_std(self, plan: PrivacyPlan, teachers: int) -> float:
         """Standard deviation of the noise on each logit of an answer."""
         phase: Any = next(phase for phase in plan.phases if phase.pays_for)
-        return phase.noise_multiplier * 2 * self.logit_bound / teachers
+        result: float = phase.noise_multiplier * 2 * self.logit_bound / teachers
+        return result
 
     def measured(self, private: Path) -> list[tuple[str, str]]:
         from dpdist.privacy.ledger import Ledger
@@ -128,4 +129,6 @@ def bounded(scores: np.ndarray, bound: float) -> np.ndarray:
     centred = known / largest - (known / largest).mean(axis=1, keepdims=True)
     norms = np.linalg.norm(centred, axis=1, keepdims=True)
     # Below the bound by more than the rounding of the norm and of this product.
-    return centred * np.minimum(largest, bound * (1 - 1e-9) / np.maximum(norms, 1e-300))
+    factors = np.minimum(largest, bound * (1 - 1e-9) / np.maximum(norms, 1e-300))
+    clipped: np.ndarray = centred * factors
+    return clipped

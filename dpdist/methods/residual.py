@@ -172,7 +172,7 @@ class ResidualPerturbation(Method):
         """Worker 0 measures the assumptions of the claim before the steps and after them, on test
         images: how many private inputs are within the norm is a secret of theirs."""
         plan, path = worker.job.plan, worker.job.folder.private / _MEASURED
-        here = _ordinary(plan) and worker.reducer.rank == 0
+        here = _ordinary(plan) and worker.step.reducer.rank == 0
         if here and worker.start == 0:
             self._measure(worker, path, "before")
         worker.steps()
@@ -188,7 +188,7 @@ class ResidualPerturbation(Method):
         from dpdist.randomness.keys import derive_key
 
         test = data.load(worker.job.source, "test")
-        images = test.batch(slice(0, _IMAGES)).to(worker.reducer.device)
+        images = test.batch(slice(0, _IMAGES)).to(worker.step.reducer.device)
         key = derive_key(worker.fixed.key, "residual", when)
         found: dict[str, Any] = {"images": len(test), "within": 0}
         if when == "after":

@@ -65,7 +65,8 @@ class AdversarialDraws(BlockDraws):
         """Of all balls of a step."""
         low, high = self.method.size
         (word,) = words(derive_key(draw_key, "stobatch/size"), 0, 1).tolist()
-        return low + (high - low) * word / 2**64
+        result: float = low + (high - low) * word / 2**64
+        return result
 
     def members(self, record_ids: Tensor, draw_key: bytes) -> Tensor:
         """int64 (B,): which attack of the ensemble each record gets in this step."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import Clipping
 from dpdist.gradients.engine import ClippedSum, GradientEngine, squared_error
-from dpdist.gradients.hooks import Objective
+from dpdist.gradients.hooks import Losses
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import InputDraws
 from dpdist.privacy.mechanisms import mixed_gaussian_added_std
@@ -44,7 +44,7 @@ class MixedJacobian:
     """
 
     def __init__(
-        self, model: nn.Module, objective: Objective, inputs: Tensor, targets: Tensor
+        self, model: nn.Module, objective: Losses, inputs: Tensor, targets: Tensor
     ) -> None:
         named = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         self._parameters = {name: value.clone().requires_grad_() for name, value in named.items()}
@@ -137,7 +137,7 @@ def smallest_eigenvalue(
 
 
 def settled_by_symmetry(
-    network: nn.Module, objective: Objective, inputs: Tensor
+    network: nn.Module, objective: Losses, inputs: Tensor
 ) -> SmallestEigenvalue | None:
     """S_min = 0 for a network whose parameters can move without effect; None for others.
 

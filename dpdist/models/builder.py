@@ -209,7 +209,7 @@ def _network(spec: ModelSpec, weights: int | None = None) -> nn.Module:
     try:
         if spec.name in ZOO:
             _check_size(spec, factory, weights)
-        network = _called(factory, spec)
+        network: nn.Module = _called(factory, spec)
     except UserError:
         raise
     except Exception as error:  # whatever a user's factory does

@@ -190,7 +190,8 @@ def _source(spec: ModuleSpec) -> bytes | None:
     if not spec.has_location or spec.origin is None:
         return b"" if spec.submodule_search_locations is not None else None
     try:
-        return spec.loader.get_data(spec.origin)  # type: ignore[union-attr]
+        result: bytes | None = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]
+        return result
     except (AttributeError, OSError):
         return None
 

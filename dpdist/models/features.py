@@ -88,7 +88,8 @@ class Patches(nn.Module):
         moduli = (code.square() + _TINY).sqrt()
         parts = torch.cat([moduli + code, moduli - code], 1)
         features = nn.functional.avg_pool2d(parts, self.pool).flatten(1)
-        return features / features.norm(dim=1, keepdim=True).clamp(min=_TINY)
+        output: Tensor = features / features.norm(dim=1, keepdim=True).clamp(min=_TINY)
+        return output
 
     def moments(self, inputs: Tensor) -> Tensor:
         """Of each record, the mean over its patches p of p p', p without its channels' means and
@@ -130,7 +131,8 @@ def _cosines(channels: int, side: int) -> Tensor:
     def rows(count: int) -> Tensor:
         places = torch.from_numpy(np.arange(count) + 0.5)
         found = torch.stack([(math.pi / count * places * row).cos() for row in range(count)])
-        return found / found.norm(dim=1, keepdim=True)
+        result: Tensor = found / found.norm(dim=1, keepdim=True)
+        return result
 
     depth, line = rows(channels), rows(side)
     order = [(c, u, v) for c in range(channels) for u in range(side) for v in range(side) if u or v]
@@ -193,10 +195,12 @@ class Scattering(nn.Module):
             moduli = (parts.unflatten(1, (-1, 2)).square().sum(2) + _TINY_MODULUS).sqrt()
             maps.append(self._low(moduli, "coarse"))
         features = torch.cat(maps, 1).unflatten(0, (-1, self.channels)).flatten(1)
-        return features / features.norm(dim=1, keepdim=True).clamp(min=_TINY_MODULUS)
+        output: Tensor = features / features.norm(dim=1, keepdim=True).clamp(min=_TINY_MODULUS)
+        return output
 
     def _low(self, maps: Tensor, size: str) -> Tensor:
-        return getattr(self, f"{size}_rows") @ maps @ getattr(self, f"{size}_columns")
+        result: Tensor = getattr(self, f"{size}_rows") @ maps @ getattr(self, f"{size}_columns")
+        return result
 
 
 def _morlets(width: float, angles: int) -> Tensor:
@@ -222,7 +226,8 @@ def _lowest(side: int, count: int) -> Tensor:
     """The first rows of the orthonormal cosine transform: float32 (count, side)."""
     places = torch.from_numpy(np.arange(side) + 0.5)
     rows = torch.stack([(math.pi / side * places * row).cos() for row in range(count)])
-    return (rows / rows.norm(dim=1, keepdim=True)).float()
+    result: Tensor = (rows / rows.norm(dim=1, keepdim=True)).float()
+    return result
 
 
 def scattering(

@@ -101,7 +101,8 @@ class ViewAverage(nn.Module):
         total, views = network(x).log_softmax(1), 1
         for view in self._others(x):
             total, views = total + network(view).log_softmax(1), views + 1
-        return total / views
+        mean: Tensor = total / views
+        return mean
 
     def _others(self, x: Tensor) -> Iterator[Tensor]:
         """The views but x itself, one at a time: a batch of them all would be many."""

@@ -105,7 +105,8 @@ def factory_of(name: str) -> Callable[..., Any]:
     if package == __package__:
         module = f"{package}.{_MOVED.get(last, last)}"
     try:
-        return getattr(importlib.import_module(module), attribute)
+        result: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        return result
     except Exception as error:  # whatever a user's module does when it is imported
         raise UserError(f"model.name: cannot import {name!r}: {error}") from error
 
@@ -183,6 +184,7 @@ def _renamed(base: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
 
     from dpdist.models.transformers import bare
 
+    made: nn.Module
     try:
         with torch.random.fork_rng(devices=[]):
             made, found = type(base).from_pretrained(

@@ -129,7 +129,8 @@ class Transformer(nn.Module):
             states = self.base(
                 input_ids=tokens, attention_mask=self._mask(real, dtype)
             ).last_hidden_state
-        return self.head(_pooled(states.to(self.head.weight.dtype), real, self.pool))
+        output: Tensor = self.head(_pooled(states.to(self.head.weight.dtype), real, self.pool))
+        return output
 
     def _mask(self, real: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What is added to scores of attention: (B, 1, T, T). A causal base, filled up behind the
@@ -203,7 +204,8 @@ def _base(family: Family, values: Mapping[str, Any]) -> nn.Module:
         **given, use_cache=False, attn_implementation="eager"
     )
     make = getattr(transformers, f"{family.name}Model")
-    return make(config, **bare(make))
+    result: nn.Module = make(config, **bare(make))
+    return result
 
 
 def bare(base: type) -> dict[str, bool]:
@@ -215,7 +217,10 @@ def bare(base: type) -> dict[str, bool]:
 def known_settings(model_type: str) -> dict[str, Any]:
     """The settings of a family of bases, and their defaults."""
     made = getattr(_transformers(), f"{_family(model_type).name}Config")
-    return made().to_dict() | dict.fromkeys(made.attribute_map) | {"model_type": model_type}
+    result: dict[str, Any] = (
+        made().to_dict() | dict.fromkeys(made.attribute_map) | {"model_type": model_type}
+    )
+    return result
 
 
 def _family(model_type: object) -> Family:

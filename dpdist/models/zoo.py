@@ -72,7 +72,8 @@ class Normalised(nn.Module):
         self.register_buffer("std", std, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.network((x - self.mean) / self.std)
+        output: Tensor = self.network((x - self.mean) / self.std)
+        return output
 
 
 # --- classifiers and language models ----------------------------------------------------------
@@ -256,7 +257,8 @@ class _Tokens(nn.Module):
         self.vocabulary = vocabulary
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.embedding(x.long().clamp(min=0))  # behind the end nothing is asked
+        output: Tensor = self.embedding(x.long().clamp(min=0))  # behind the end nothing is asked
+        return output
 
 
 class _Windows(nn.Module):
@@ -280,7 +282,8 @@ class _States(nn.Module):
         self.lstm = nn.LSTM(width, units, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
+        output: Tensor = self.lstm(x)[0]
+        return output
 
 
 class NextWord(nn.Sequential):
@@ -348,7 +351,8 @@ class _PostActivation(ResidualBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu1(self.norm1(self.conv1(x)))
-        return self.relu2(self.norm2(self.conv2(out)) + self.skip(x))
+        output: Tensor = self.relu2(self.norm2(self.conv2(out)) + self.skip(x))
+        return output
 
 
 class _PreActivation(ResidualBlock):
@@ -370,7 +374,8 @@ class _PreActivation(ResidualBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.residual(x)
-        return out if self.skip is None else self.skip(x) + out
+        output: Tensor = out if self.skip is None else self.skip(x) + out
+        return output
 
 
 class _Ensemble(nn.Module):
@@ -454,7 +459,8 @@ class Residual(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        return x - self.network(x)
+        output: Tensor = x - self.network(x)
+        return output
 
 
 def conv_autoencoder(
@@ -501,7 +507,8 @@ class _Level(nn.Module):
         seen = self.down(x).relu()
         if self.inner is not None:
             seen = (seen + self.inner(seen)).relu()
-        return self.up((seen + self.same(seen)).relu())
+        output: Tensor = self.up((seen + self.same(seen)).relu())
+        return output
 
 
 def unet(
@@ -609,21 +616,25 @@ class DPALNetwork(nn.Module):
 
     def code(self, noisy: Tensor) -> Tensor:
         """h-bar (B, filters, H', W') of noisy inputs."""
-        return self.encoder(noisy) + self.hidden_noise
+        result: Tensor = self.encoder(noisy) + self.hidden_noise
+        return result
 
     def decoded(self, code: Tensor) -> Tensor:
         """theta_1 h-bar: what the code says of its input, (B, C, H, W)."""
         shape = (len(code), *self.input_noise.shape)
         stride, padding = self.encoder.stride, self.encoder.padding
-        return grad.conv2d_input(shape, self.encoder.weight, code, stride, padding)
+        result: Tensor = grad.conv2d_input(shape, self.encoder.weight, code, stride, padding)
+        return result
 
     def last(self, code: Tensor) -> Tensor:
         """h_pi, the last hidden layer: (B, dense) in [-1, 1]."""
-        return self.rest(code)
+        result: Tensor = self.rest(code)
+        return result
 
     def answer(self, noisy: Tensor, besides: Tensor | float = 0.0) -> Tensor:
         """Logits of inputs that have their noise. besides: more noise on the code."""
-        return self.head(self.last(self.code(noisy) + besides))
+        result: Tensor = self.head(self.last(self.code(noisy) + besides))
+        return result
 
     def forward(self, x: Tensor) -> Tensor:
         return self.answer(x + self.input_noise)

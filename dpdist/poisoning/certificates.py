@@ -203,7 +203,8 @@ class Bagged:
         fewer = np.log1p(-self._size / (self._records - i)).cumsum()
         more = -np.log1p(-self._size / (self._records + 1 + i)).cumsum()
         with np.errstate(over="ignore"):  # infinitely many: nothing is left of an answer
-            return np.exp(np.concatenate([fewer[::-1], [0.0], more]))
+            result: np.ndarray = np.exp(np.concatenate([fewer[::-1], [0.0], more]))
+            return result
 
 
 # --- the table of votes -----------------------------------------------------------------------
@@ -243,7 +244,8 @@ class Votes:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return self.about.get("settings", {})
+        result: dict[str, Any] = self.about.get("settings", {})
+        return result
 
     def counts(self, models: slice) -> NDArray[np.int64]:
         """How many of these models vote for each class: int64 (N, classes)."""

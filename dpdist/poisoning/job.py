@@ -31,8 +31,8 @@ from dpdist.randomness.keys import ESTIMATE, UnitSource, derive_key
 from dpdist.randomness.noise_location import place_of
 from dpdist.runs.recipe import Recipe
 from dpdist.training.ensembles import ManyTrainings, plan_of_shard, shards_by_hash, trained_here
-from dpdist.training.model_setup import Diverged
 from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.worker import Diverged
 
 # --- the worker -------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ QUICK_ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256, 512)
 
 
 def _in_units_of(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
-    """The event with its noise in units of the relation's sensitivity, for the library's RDP."""
+    """Return the event with noise in units of the relation's sensitivity, for the library's RDP."""
     if isinstance(event, dpa.GaussianDpEvent):
         return dpa.GaussianDpEvent(event.noise_multiplier / sensitivity)
     if isinstance(event, dpa.LaplaceDpEvent):
@@ -68,9 +68,8 @@ def _in_units_of(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
     )
 
 
-class _Renyi(RdpAccountant):
-    """The library's accountant, and what it lacks: pointwise maxima, negative shapes of a search's
-    law."""
+class _Renyi(RdpAccountant):  # type: ignore[misc]
+    """The library's accountant with pointwise maxima and negative shapes of a search's law."""
 
     def _maybe_compose(self, event: dpa.DpEvent, count: int, do_compose: bool) -> Any:
         negative = isinstance(event, RepeatAndSelectDpEvent) and event.shape < 0
@@ -103,7 +102,7 @@ class _Renyi(RdpAccountant):
 
 
 def best_of_runs(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float) -> np.ndarray:
-    """Renyi curve of the best of K runs, K truncated negative binomial with any shape > -1.
+    """Return the Renyi curve of the best of K runs, K truncated negative binomial, any shape > -1.
 
     orders: > 1, ascending. rdp: of one run at these orders. Papernot and Steinke 2022, Theorem 2;
     a curve does not fall with its order, so a bound at a higher order holds at the lower ones.
@@ -115,7 +114,7 @@ def best_of_runs(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float)
 
 
 def _hardly_more(event: dpa.DpEvent) -> dpa.DpEvent:
-    """The event with one release of very much noise in each run of a search: an upper bound."""
+    """Return the event with a very noisy release added to each run of a search: an upper bound."""
     if isinstance(event, RepeatAndSelectDpEvent):
         inner = dpa.ComposedDpEvent([_hardly_more(event.event), dpa.GaussianDpEvent(1e6)])
         return RepeatAndSelectDpEvent(inner, event.mean, event.shape)
@@ -131,7 +130,10 @@ def _hardly_more(event: dpa.DpEvent) -> dpa.DpEvent:
 def compose_rdp(
     event: dpa.DpEvent, neighbours: Neighbours, orders: Sequence[float] | None = None
 ) -> RdpAccountant:
-    """The library's RDP accountant after composing `event`. Raises Unsupported with the reason."""
+    """Return the library's RDP accountant after composing `event`.
+
+    Raises Unsupported with the reason.
+    """
     relation(neighbours)
     event = _in_units_of(event, 2.0 if neighbours == "replace-one" else 1.0)
     accountant = _Renyi(orders)
@@ -155,7 +157,9 @@ def compose_rdp(
 
 
 def grid_for(event: dpa.DpEvent, neighbours: Neighbours) -> float:
-    """The finest grid (1e-4 times a power of ten) on which the composed loss has a workable size.
+    """Return the finest grid on which the composed loss has a workable size.
+
+    A grid is 1e-4 times a power of ten.
 
     A coarser grid stays an upper bound. It depends only on the event, so that a calibration and the
     guarantee it promised use the same one. Raises LossTooLarge above a loss of a million.
@@ -170,8 +174,10 @@ def grid_for(event: dpa.DpEvent, neighbours: Neighbours) -> float:
 
 
 def _untruncated(event: dpa.DpEvent) -> dpa.DpEvent:
-    """An event near it that has Renyi curves, without caps on the batch: no bound, only the order
-    of magnitude of its losses."""
+    """Return a similar event that has Renyi curves, without caps on the batch.
+
+    It is no bound, only the order of magnitude of the losses.
+    """
     if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
         inner = dpa.GaussianDpEvent(event.noise_multiplier)
         return dpa.PoissonSampledDpEvent(event.sampling_probability, inner)
@@ -192,7 +198,7 @@ def _untruncated(event: dpa.DpEvent) -> dpa.DpEvent:
 
 
 def _selects(event: dpa.DpEvent) -> bool:
-    """Whether the event holds a search: neither bound of its price is always the smaller one."""
+    """Return whether the event holds a search: neither bound of its price is always smaller."""
     if isinstance(event, RepeatAndSelectDpEvent):
         return True
     if isinstance(event, dpa.SelfComposedDpEvent):
@@ -208,7 +214,7 @@ def _worst(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Paths:
-    """Events, which have no hash of their own: what they print as says all of them."""
+    """Hashable events: their printed form is the key, because events themselves have no hash."""
 
     text: str
     events: Sequence[dpa.DpEvent] = field(compare=False)
@@ -217,7 +223,7 @@ class _Paths:
 def epsilon(
     alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> tuple[float, str]:
-    """(epsilon, accountant's name) at `delta`: the worst of the paths a record may take.
+    """Return (epsilon, accountant's name) at `delta`: the worst of the paths a record may take.
 
     alternatives: one event per part of the data a record may lie in (one event: no parallel parts).
     PLD is used when it covers every alternative, RDP otherwise, and where it is the smaller bound:
@@ -260,7 +266,9 @@ def _epsilon(paths: _Paths, delta: float, neighbours: Neighbours) -> tuple[float
 def losses_of(
     alternatives: Sequence[dpa.DpEvent], neighbours: Neighbours, coarser: int = 1
 ) -> tuple[list[float], list[Loss]]:
-    """Grids and losses, one per alternative: what its price is computed from. Raises Unsupported.
+    """Return grids and losses, one per alternative, from which a price is computed.
+
+    Raises Unsupported.
 
     coarser: how many times the price's grid.
     """
@@ -275,7 +283,7 @@ def rdp_epsilon(
     neighbours: Neighbours,
     orders: Sequence[float] | None = None,
 ) -> float:
-    """Epsilon by RDP at these orders (None: all of the library's). Raises Unsupported."""
+    """Return epsilon by RDP at these orders (None: all of the library's). Raises Unsupported."""
     accountants = [compose_rdp(event, neighbours, orders) for event in alternatives]
     return _worst([accountant.get_epsilon(delta) for accountant in accountants])
 
@@ -283,8 +291,11 @@ def rdp_epsilon(
 def near_epsilon(
     alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> float:
-    """About epsilon, by Renyi orders that are quick to compute, to start a search from: no bound
-    where they bound only something near (`_untruncated`); infinity where they do not apply."""
+    """Return an approximate epsilon, by Renyi orders that are quick, to start a search from.
+
+    It is no bound where the orders bound only a similar event (`_untruncated`), and infinity
+    where they do not apply.
+    """
     near = [_untruncated(event) for event in alternatives]
     try:
         return rdp_epsilon(near, delta, neighbours, QUICK_ORDERS)
@@ -295,7 +306,7 @@ def near_epsilon(
 def coarse_epsilon(
     alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> float:
-    """An upper bound on epsilon from a grid ten times coarser: for curves and searches.
+    """Return an upper bound on epsilon from a grid ten times coarser: for curves and searches.
 
     Raises Unsupported where there is no PLD or it does not resolve `delta`.
     """
@@ -313,7 +324,10 @@ def _coarse_epsilon(paths: _Paths, delta: float, neighbours: Neighbours) -> floa
 def delta_profile(
     alternatives: Sequence[dpa.DpEvent], neighbours: Neighbours
 ) -> Callable[[float], float]:
-    """epsilon -> the smallest proved delta, by the accountants that `epsilon` would use."""
+    """Return the function from epsilon to the smallest proved delta.
+
+    It uses the accountants that `epsilon` would use.
+    """
 
     @cache
     def accountants() -> list[RdpAccountant]:
@@ -341,17 +355,17 @@ def delta_profile(
 
 
 def library_version() -> str:
-    """Name and version of the accounting library."""
+    """Return name and version of the accounting library."""
     from importlib.metadata import version
 
     return f"dp-accounting {version('dp-accounting')}"
 
 
 def pld_name(grid: float, search: bool = False) -> str:
-    """How a PLD result names its accountant; search: it holds the best of K runs."""
+    """Return the accountant's name in a PLD result. search: the result is the best of K runs."""
     return f"PLD{' of best-of-K' if search else ''} (grid {grid:g}, {library_version()})"
 
 
 def rdp_name() -> str:
-    """How an RDP result names its accountant."""
+    """Return the accountant's name in an RDP result."""
     return f"RDP ({library_version()})"

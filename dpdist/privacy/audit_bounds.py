@@ -53,19 +53,26 @@ _LARGEST = 600.0  # losses beyond say nothing that a float64 could hold
 
 
 def gaussian_curve(mu: ArrayLike) -> Curve:
-    """Of mu-Gaussian DP: Phi(Phi^-1(x) - mu). mu >= 0, broadcast with x."""
+    """Return the trade-off curve of mu-Gaussian DP: Phi(Phi^-1(x) - mu).
+
+    mu >= 0, broadcast with x.
+    """
     shift = np.asarray(mu, float)
     return lambda x: ndtr(ndtri(np.clip(x, 0.0, 1.0)) - shift)
 
 
 def approximate_dp_curve(epsilon: ArrayLike, delta: ArrayLike = 0.0) -> Curve:
-    """Of (epsilon, delta)-DP: the larger of e^-epsilon (x - delta) and 1 - delta - e^epsilon
-    (1 - x), and at least 0. Broadcast with x."""
+    """Return the trade-off curve of (epsilon, delta)-DP.
+
+    It is the larger of e^-epsilon (x - delta) and 1 - delta - e^epsilon (1 - x), and at least
+    0. Broadcast with x.
+    """
     grown, lost = np.exp(np.minimum(epsilon, _LARGEST)), np.asarray(delta, float)
 
     def curve(x: Array) -> Array:
         x = np.clip(x, 0.0, 1.0)
-        return np.maximum(0.0, np.maximum((x - lost) / grown, 1 - lost - grown * (1 - x)))
+        level: Array = np.maximum(0.0, np.maximum((x - lost) / grown, 1 - lost - grown * (1 - x)))
+        return level
 
     return curve
 
@@ -73,8 +80,10 @@ def approximate_dp_curve(epsilon: ArrayLike, delta: ArrayLike = 0.0) -> Curve:
 def of_losses(
     alternatives: Sequence[PrivacyLossDistribution], slack: float = 0.0, directed: bool = False
 ) -> Curve:
-    """Of a mechanism with one of these privacy losses, in both directions; directed: with the
-    record for P and without for Q only, which says more where it is known who is who.
+    """Return the trade-off curve of a mechanism with one of these privacy losses.
+
+    It holds in both directions. directed: with the record for P and without for Q only, which
+    says more when it is known which is which.
 
     P(S) <= e^l Q(S) + delta(l) for every loss l, so B(x) is the largest of e^-l (x - delta(l)).
     With the maximum of all profiles for delta it is the greatest convex function below the curves
@@ -86,14 +95,17 @@ def of_losses(
 
 
 def by_direction(loss: PrivacyLossDistribution, slack: float = 0.0) -> tuple[Curve, Curve]:
-    """Of a loss in one direction each: from data with the record (or group) to data without, and
-    from data without it to data with it. slack: as in `of_losses`."""
+    """Return the two trade-off curves of a loss, one for each direction.
+
+    The first is from data with the record (or group) to data without, the second the reverse.
+    slack: as in `of_losses`.
+    """
     found = directions(loss)
     return _below(found[:1], slack), _below(found[-1:], slack)
 
 
 def _below(found: Sequence[Losses], slack: float) -> Curve:
-    """The greatest convex curve below those of all these. Raises ValueError for several grids."""
+    """Return the greatest convex curve below all these. Raises ValueError for several grids."""
     grid = found[0].grid
     if any(one.grid != grid for one in found):
         raise ValueError("losses on one grid are needed")
@@ -107,14 +119,18 @@ def _below(found: Sequence[Losses], slack: float) -> Curve:
     def curve(x: Array) -> Array:
         x = np.clip(x, 0.0, 1.0)
         above = len(meets) - np.searchsorted(meets[::-1], x, side="right")
-        return np.clip(slopes[above] * (x - deltas[above]), 0.0, x)
+        level: Array = np.clip(slopes[above] * (x - deltas[above]), 0.0, x)
+        return level
 
     return curve
 
 
 def of_plan(plan: PrivacyPlan, directed: bool = False) -> Curve | None:
-    """Of whatever the plan proves. None where there is no distribution of its loss (no noise, or
-    Renyi DP alone): there is no curve that an audit could refute."""
+    """Return the trade-off curve that the plan proves, or None.
+
+    None where its loss has no distribution (no noise, or Renyi DP alone): there is no curve
+    that an audit could refute.
+    """
     from dpdist.privacy import accounting
     from dpdist.privacy.pld import Unsupported, loss_of
 
@@ -132,14 +148,17 @@ def of_plan(plan: PrivacyPlan, directed: bool = False) -> Curve | None:
 
 
 def _steps(found: Sequence[Losses], grid: float) -> NDArray[np.int64]:
-    """All losses that occur, in steps of the grid, and their opposites."""
+    """Return all losses that occur, in steps of the grid, and their opposites."""
     ends = [abs(end) for one in found for end in (one.first, one.first + len(one.probabilities))]
     most = min(max(1, *ends), math.floor(_LARGEST / grid))
     return np.arange(-most, most + 1)
 
 
 def of_group(curve: Curve, size: int) -> Curve:
-    """Of data sets that differ in up to `size` records: the curve, `size` times over."""
+    """Return the trade-off curve of data sets that differ in up to `size` records.
+
+    It is the curve, composed `size` times.
+    """
     if size < 1:
         raise ValueError(f"a group has at least one record, got {size}")
 
@@ -152,7 +171,7 @@ def of_group(curve: Curve, size: int) -> Curve:
 
 
 def curve_ceiling(curve: Curve, false_positives: ArrayLike) -> Array:
-    """The largest true positive rate that any attack can have at these false positive rates."""
+    """Return the largest true positive rate of any attack at these false positive rates."""
     return 1 - curve(1 - np.asarray(false_positives, float))
 
 
@@ -163,8 +182,11 @@ _MOST = 64.0  # no count refutes a larger epsilon or mu
 
 
 def shared_alpha(alpha: float, audits: int) -> float:
-    """The error of each of several audits of one run, so that all together err with probability
-    alpha (Bonferroni). An audit beyond those counted beforehand is exploratory: no statement."""
+    """Return the error of each of several audits of one run (Bonferroni).
+
+    All together then err with probability alpha. An audit beyond those counted beforehand is
+    exploratory: no statement.
+    """
     if audits < 1:
         raise ValueError(f"at least one audit is made, got {audits}")
     return float(check_alpha(alpha)) / audits
@@ -175,8 +197,10 @@ def shared_alpha(alpha: float, audits: int) -> float:
 
 @dataclass(frozen=True)
 class Trials:
-    """One score a run. runs (n,): the runs' ids, all different; present (n,): whether the canary
-    was in; scores (n,): larger where it seems to be in.
+    """Scores of many runs, one score a run.
+
+    runs (n,): the runs' ids, all different; present (n,): whether the canary was in; scores
+    (n,): larger where it seems to be in.
 
     Raises ValueError for scores of one run: its canaries share noise and model, so pooling them
     into binomial bounds accuses correct code far more often than alpha.
@@ -202,13 +226,13 @@ class Trials:
 
     @property
     def sides(self) -> tuple[Array, Array]:
-        """The scores with the canary, and those without."""
+        """Return the scores with the canary, and those without."""
         present = np.asarray(self.present, bool)
         return self.scores[present], self.scores[~present]
 
     @classmethod
     def of(cls, inside: ArrayLike, outside: ArrayLike) -> Trials:
-        """Of runs that each made one score: with the canary, and without."""
+        """Return the trials of runs that each made one score: with the canary, and without."""
         scores = np.concatenate([np.asarray(inside, float), np.asarray(outside, float)])
         present = np.arange(len(scores)) < np.size(inside)
         return cls(np.arange(len(scores)), present, scores)
@@ -239,8 +263,10 @@ class ManyRuns:
         curve: Curve | None = None,
         pilot: Trials | None = None,
     ) -> ManyRuns:
-        """The threshold is fixed by the first `fix` of the runs of either kind, the others count;
-        or by a `pilot`, trials that are none of these, and all count.
+        """Return the counts, with a threshold that is fixed by runs that do not count.
+
+        These are the first `fix` of the runs of either kind; or a `pilot`, trials that are
+        none of these, and then all runs count.
 
         It is the one that promises the largest epsilon at `delta`, to go farthest beyond a `curve`,
         or, without either, the largest mu. The order of the runs decides, which must not depend on
@@ -260,7 +286,7 @@ class ManyRuns:
 
     @cached_property
     def rates(self) -> tuple[float, float]:
-        """A lower bound of the true positive rate and an upper one of the false positive rate."""
+        """Return a lower bound of the true positive rate and an upper bound of the false one."""
         half = self.alpha / 2
         return (
             float(clopper_pearson_lower(self.hits, self.inside, half)),
@@ -268,12 +294,12 @@ class ManyRuns:
         )
 
     def rejects(self, curve: Curve) -> bool:
-        """Whether the rates are impossible for a mechanism with this trade-off curve."""
+        """Return whether the rates are impossible for a mechanism with this trade-off curve."""
         low, high = self.rates
         return bool(curve(np.asarray(low)) > high)
 
     def epsilon(self, delta: float = 0.0, size: int = 1) -> float:
-        """The largest epsilon that is rejected with this delta; size: copies of the canary.
+        """Return the largest epsilon that is rejected with this delta; size: copies of the canary.
 
         For one copy max(ln((TPR - delta) / FPR), ln((1 - FPR - delta) / (1 - TPR))).
         """
@@ -281,12 +307,12 @@ class ManyRuns:
         return float(_largest(rejects, 0.0, _MOST))
 
     def mu(self, size: int = 1) -> float:
-        """The largest rejected mu of Gaussian DP: (Phi^-1(TPR) - Phi^-1(FPR)) / size."""
+        """Return the largest rejected mu of Gaussian DP: (Phi^-1(TPR) - Phi^-1(FPR)) / size."""
         low, high = self.rates
         return max(0.0, float(ndtri(low) - ndtri(high)) / size) if low > 0 and high < 1 else 0.0
 
     def gaussian_epsilon(self, delta: float, size: int = 1) -> float:
-        """epsilon at delta of the largest rejected mu: a bound if the mechanism is Gaussian."""
+        """Return epsilon at delta of the largest rejected mu; a bound for Gaussian mechanisms."""
         return epsilon_of_mu(self.mu(size), delta)
 
 
@@ -303,7 +329,7 @@ def _threshold(
     delta: float | None,
     curve: Curve | None,
 ) -> float:
-    """sizes: of how many runs of either kind the bounds will be."""
+    """Return the threshold for counts. sizes: number of runs of either kind behind the bounds."""
     pooled = np.concatenate([inside, outside])
     candidates = np.unique(np.quantile(pooled, np.linspace(0, 1, 257), method="lower"))
     shares = [
@@ -330,8 +356,10 @@ def _threshold(
 
 @dataclass(frozen=True)
 class OneRun:
-    """Guesses in one run. canaries m, each in or out by its own fair coin (or, of each of m pairs,
-    one by its own fair coin); guesses r <= m, made without the coins; right: how many were.
+    """Guesses in one run.
+
+    canaries m, each in or out by its own fair coin (or, of each of m pairs, one by its own fair
+    coin); guesses r <= m, made without the coins; right: the number of right guesses.
 
     The number of guesses is fixed before anything is seen. Under add-or-remove a coin says in or
     out; under replace-one which of a pair.
@@ -352,7 +380,7 @@ class OneRun:
 
     @classmethod
     def of(cls, scores: ArrayLike, present: ArrayLike, guesses: int, alpha: float = 0.05) -> OneRun:
-        """Guesses "in" for the guesses // 2 highest scores and "out" for as many of the lowest.
+        """Guess "in" for the guesses // 2 highest scores and "out" for as many of the lowest.
 
         scores, present (m,). Ties are broken by position, which must not depend on the coins.
         """
@@ -367,8 +395,11 @@ class OneRun:
         return cls(len(scores), 2 * each, right, alpha)
 
     def epsilon(self, delta: float = 0.0, size: int = 1) -> float:
-        """The largest epsilon below which all are rejected by counting (Steinke et al. 2023,
-        Theorem 5.2): no assumption about the mechanism. size: copies of each canary."""
+        """Return the largest epsilon below which all are rejected by counting.
+
+        No assumption about the mechanism is made. size: copies of each canary. Source:
+        Steinke et al. 2023, Theorem 5.2.
+        """
         low, step = 0.0, 0.05  # the p value need not rise everywhere: walk, then refine
         while low < _MOST:
             grid = low + step * np.arange(33)
@@ -381,9 +412,11 @@ class OneRun:
         return float(_largest(rejects, max(first - step, 0.0), first))
 
     def p_values(self, epsilon: ArrayLike, delta: float = 0.0, size: int = 1) -> Array:
-        """The largest probability of so many right guesses under (epsilon, delta)-DP, for each
-        epsilon (n,): Pr[X >= v] + 2 m delta max_i Pr[v - i <= X < v] / i, X ~ Bin(r, e^epsilon /
-        (1 + e^epsilon))."""
+        """Return the largest probability of so many right guesses, for each epsilon (n,).
+
+        Under (epsilon, delta)-DP it is Pr[X >= v] + 2 m delta max_i Pr[v - i <= X < v] / i,
+        X ~ Bin(r, e^epsilon / (1 + e^epsilon)).
+        """
         each, v = np.ravel(epsilon), self.right
         right = expit(size * each)
         values = bdtrc(v - 1, self.guesses, right) if v else np.ones(len(each))
@@ -395,22 +428,24 @@ class OneRun:
         return np.minimum(1.0, values)
 
     def rejects(self, curve: Curve) -> bool:
-        """Whether so many right guesses are impossible at confidence 1 - alpha for a mechanism with
-        this trade-off curve (Mahloujifar et al. 2025, Algorithm 3). Convex curves only: all of
-        ``dpdist.privacy.audit_bounds``."""
+        """Return whether so many right guesses refute a mechanism with this trade-off curve.
+
+        The confidence is 1 - alpha. Convex curves only: all of
+        ``dpdist.privacy.audit_bounds``. Source: Mahloujifar et al. 2025, Algorithm 3.
+        """
         return bool(improbable(self.canaries, self.guesses, self.right, self.alpha, curve))
 
     def mu(self, size: int = 1) -> float:
-        """The largest rejected mu of Gaussian DP."""
+        """Return the largest rejected mu of Gaussian DP."""
         return float(one_run_mu(self.canaries, self.guesses, self.right, self.alpha)) / size
 
     def gaussian_epsilon(self, delta: float, size: int = 1) -> float:
-        """epsilon at delta of the largest rejected mu: a bound if the mechanism is Gaussian."""
+        """Return epsilon at delta of the largest rejected mu; a bound for Gaussian mechanisms."""
         return epsilon_of_mu(self.mu(size), delta)
 
 
 def one_run_mu(canaries: int, guesses: int, right: ArrayLike, alpha: float = 0.05) -> Array:
-    """`OneRun.mu` of many runs at once: right (n,) to (n,)."""
+    """Return `OneRun.mu` of many runs at once: right (n,) to (n,)."""
     right = np.asarray(right)
     rejects = lambda mu: improbable(canaries, guesses, right, alpha, gaussian_curve(mu))  # noqa: E731
     return _largest(rejects, np.zeros(right.shape), np.full(right.shape, _MOST))
@@ -419,9 +454,10 @@ def one_run_mu(canaries: int, guesses: int, right: ArrayLike, alpha: float = 0.0
 def improbable(
     canaries: int, guesses: int, right: ArrayLike, alpha: ArrayLike, curve: Curve
 ) -> np.ndarray:
-    """Whether `right` or more of the guesses are right with probability below alpha, for every
-    mechanism with this curve: bool, element by element of `right` (the curve's own parameters
-    broadcast with it).
+    """Return whether `right` or more right guesses have probability below alpha.
+
+    This is for every mechanism with this curve: bool, element by element of `right` (the
+    curve's own parameters broadcast with it).
 
     From above: r is the share of canaries guessed right, h of those guessed wrong, in runs with at
     least i right ones, if alpha is the probability of `right` or more. The curve bounds h from
@@ -435,15 +471,17 @@ def improbable(
         if i < np.min(right) and np.array_equal(most, h):
             break  # nor do the next ones change anything
         r, h = r + i / (guesses - i) * (most - h), most
-    return r + h > guesses / canaries
+    rejected: np.ndarray = r + h > guesses / canaries
+    return rejected
 
 
 # --- from hypotheses to epsilon ---------------------------------------------------------------
 
 
 def log_likelihood_ratio(sums: ArrayLike, sigma: float, rate: float) -> Array:
-    """How much noisy sums speak for the canary: ln(1 - q + q e^((x - 1/2) / sigma^2)), to be added
-    up over releases.
+    """Return the evidence of noisy sums for the canary: ln(1 - q + q e^((x - 1/2) / sigma^2)).
+
+    The terms are added up over releases.
 
     sums: in units of the clip along the canary. For q < 1 adding up the sums themselves would keep
     only a part of mu (0.43 to 0.76 at usual settings).
@@ -451,17 +489,20 @@ def log_likelihood_ratio(sums: ArrayLike, sigma: float, rate: float) -> Array:
     exponent = (np.asarray(sums, float) - 0.5) / sigma**2
     if rate == 1:
         return exponent
-    return np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+    exponents: Array = np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+    return exponents
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
-    """epsilon at delta of mu-Gaussian DP; 0 for mu 0."""
+    """Return epsilon at delta of mu-Gaussian DP; 0 for mu 0."""
     return float(gaussian_epsilon(delta, 1.0, mu)) if mu > 0 else 0.0
 
 
 def _largest(rejects: Callable[[Array], ArrayLike], low: ArrayLike, high: ArrayLike) -> Array:
-    """By bisection, element by element, the largest rejected value where all below it are rejected
-    as well; 0 where `low` is not."""
+    """Return the largest rejected value where all below it are rejected, by bisection.
+
+    Element by element; 0 where `low` is not rejected.
+    """
     low, high = np.asarray(low, float), np.asarray(high, float)
     none = ~np.asarray(rejects(low))
     for _ in range(40):
@@ -480,8 +521,11 @@ _MOST_POWER, _LEAST_POWER = 350, -140  # powers of it: 32 times the noise, a qua
 
 
 def noise_rejected(run: OneRun | ManyRuns, plan: PrivacyPlan, size: int = 1) -> float:
-    """The largest epsilon of the plan with another noise whose trade-off curve the run rejects (in
-    steps of 1 % of the noise); 0 for none. size: copies of the canary."""
+    """Return the largest epsilon of the plan with another noise that the run rejects.
+
+    The run rejects its trade-off curve; the noise varies in steps of 1 %. 0 for none. size:
+    copies of the canary.
+    """
 
     def rejects(power: int) -> bool:
         curve = _curve(plan, power)
@@ -507,12 +551,12 @@ def _curve(plan: PrivacyPlan, power: int) -> Curve | None:
 
 @lru_cache(maxsize=512)
 def _epsilon(plan: PrivacyPlan, power: int) -> float:
-    """As the plan's own is computed: rounded otherwise, less than the plan would exceed it."""
+    """Return epsilon of the plan with this noise, rounded as the plan's own guarantee is."""
     return _with_noise(plan, power).guarantee().epsilon
 
 
 def _with_noise(plan: PrivacyPlan, power: int) -> PrivacyPlan:
-    """With _RATIO^power of the noise on its steps."""
+    """Return the plan with _RATIO^power of the noise on its steps."""
     factor = math.pow(_RATIO, power)
     return replace(
         plan,

@@ -61,8 +61,9 @@ _ORDERS = (*range(2, 65), *(2**k for k in range(7, 15)))
 
 @dataclass(frozen=True)
 class RenyiFilter:
-    """Runs whose Renyi divergences at `order` add up to at most `share`, whatever each was chosen
-    by, are together (epsilon, delta)-differentially private.
+    """A Renyi filter: runs whose divergences at `order` add up to at most `share`.
+
+    Together they are (epsilon, delta)-differentially private, whatever each was chosen by.
 
     Feldman and Zrnic 2021 (individual accounting via a Renyi filter), with one order fixed in
     advance: "some order suffices" is no filter. The conversion is Canonne, Kamath and Steinke 2020,
@@ -77,7 +78,7 @@ class RenyiFilter:
 
     @classmethod
     def fixed(cls, epsilon: float, delta: float, neighbours: Neighbours) -> RenyiFilter:
-        """The filter of a ceiling, at the order where most Gaussian noise fits under it.
+        """Return the filter of a ceiling, at the order where most Gaussian noise fits under it.
 
         Raises ValueError for a ceiling that no order reaches.
         """
@@ -90,18 +91,18 @@ class RenyiFilter:
         return cls(epsilon, delta, neighbours, order, share)
 
     def cost(self, phases: Sequence[Phase], records: int) -> float:
-        """Renyi divergence of phases at the filter's order: of the worst path a record may take.
+        """Return the Renyi divergence of phases at the filter's order, on a record's worst path.
 
         Raises dpdist.privacy.accounting.Unsupported when no bound is known.
         """
         return _divergence(tuple(phases), records, self.neighbours, self.order)
 
     def epsilon_of(self, spent: float) -> float:
-        """What a sum fixed in advance at `spent` would promise."""
+        """Return the epsilon that a sum fixed in advance at `spent` would promise."""
         return max(0.0, spent + _conversion(self.order, self.delta))
 
     def guarantee(self, spent: float, size_public: bool) -> Guarantee:
-        """The ceiling: it holds from the first run on, however little is spent.
+        """Return the ceiling, which holds from the first run on, however little is spent.
 
         A sum above the share (restarts cost more than was reserved) is stated as it is.
         """
@@ -127,7 +128,7 @@ class RenyiFilter:
         return f"epsilon {self.epsilon!r} at delta {self.delta!r}, {self.neighbours}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; the fields are the arguments."""
+        """Return the filter as plain JSON types; the fields are the arguments."""
         return asdict(self)
 
 
@@ -146,7 +147,7 @@ def _divergence(
 
 
 def _conversion(order: int, delta: float) -> float:
-    """epsilon - Renyi divergence."""
+    """Return epsilon minus the Renyi divergence."""
     return math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
 
 
@@ -163,8 +164,10 @@ class BudgetExceeded(ValueError):
 
 
 def run_id(key_name: str, plan: PrivacyPlan) -> str:
-    """Return the id of a run's charges, made of its key's public name and its plan. What each
-    process of the run, or of a copy of its folder, has released stands in the charge (`Lineage`).
+    """Return the id of a run's charges, made of its key's public name and its plan.
+
+    The charge holds the releases of each process of the run, or of a copy of its folder
+    (`Lineage`).
     """
     return f"{key_name}-{plan.fingerprint()[:8]}"
 
@@ -174,7 +177,7 @@ Counts = tuple[int, ...]  # units (`Phase.units`) of each of a plan's phases; 1:
 
 @dataclass(frozen=True)
 class Lineage:
-    """What the processes of one run, and of copies of its folder, have released and may yet.
+    """Releases made and still allowed of the processes of one run and of copies of its folder.
 
     planned: the plan's phases. place: where the ledger lies that says so. made: by the nonce of a
     process, what it released first. open: by the nonce of a process that may be under way, what it
@@ -198,15 +201,17 @@ class Lineage:
         left: Counts = (),
         alone: bool = False,
     ) -> Lineage:
-        """What one ledger says. going_on: the process that may release what is left; None where
-        nobody will."""
+        """Return the lineage that one ledger records.
+
+        going_on: the process that may release the rest; None when no process will.
+        """
         where = str(place.resolve())
         still = {} if going_on is None or not any(left) else {going_on: (left, where)}
         return cls(planned, where, made, still, alone)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """All of it, charged: the plan's phases in their order."""
+        """Return the charged phases: the plan's phases in their order."""
         counts = [*self.made.values(), *(left for left, _ in self.open.values())]
         units = [sum(each) for each in zip(*counts, strict=True)] or [0] * len(self.planned)
         found = [at for phase, n in zip(self.planned, units, strict=True) for at in phase.at(n)]
@@ -215,7 +220,7 @@ class Lineage:
         return tuple(found)
 
     def joined(self, before: Lineage) -> Lineage:
-        """Return what is on record and what the writer of this one knows.
+        """Return the union of the recorded lineage and the writer's own.
 
         A process that this ledger knows of has ended, unless it belongs to another copy of the
         folder that is still there. What it released is at least what either side says: its steps
@@ -233,13 +238,13 @@ class Lineage:
         return replace(self, made=made, open=kept | dict(self.open))
 
     def foreign(self, own: Lineage) -> bool:
-        """Whether processes that `own` does not know of have released anything, or may."""
+        """Return whether processes unknown to `own` have released anything, or may."""
         others = [made for nonce, made in self.made.items() if nonce not in own.made]
         others += [left for nonce, (left, _) in self.open.items() if nonce not in own.open]
         return any(map(any, others))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the lineage as plain JSON types."""
         return {
             "planned": [phase.to_dict() for phase in self.planned],
             "place": self.place,
@@ -250,7 +255,7 @@ class Lineage:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Lineage:
-        """Inverse of `to_dict`."""
+        """Return the lineage that `to_dict` wrote."""
         return cls(
             phases_from(record["planned"]),
             record["place"],
@@ -268,8 +273,11 @@ def _larger(one: Counts | None, other: Counts | None) -> Counts:
 
 @dataclass(frozen=True)
 class Charge:
-    """What one run or search costs. phases: in the order they ran; those of its lineage, where it
-    has one. records, nominal: its plan's."""
+    """The cost of one run or search.
+
+    phases: in the order they ran; those of its lineage, where it has one. records, nominal: its
+    plan's.
+    """
 
     run: str
     name: str
@@ -288,7 +296,7 @@ class Charge:
         phases: Sequence[Phase],
         lineage: Lineage | None = None,
     ) -> Charge:
-        """A reservation for `phases`, or for those of a lineage, on the records of `plan`."""
+        """Return a reservation for `phases`, or those of a lineage, on the records of `plan`."""
         phases = phases if lineage is None else lineage.phases
         return cls(run, name, plan.records, tuple(phases), "reserved", plan.nominal, lineage)
 
@@ -300,7 +308,7 @@ class Charge:
         return replace(self, lineage=lineage, phases=lineage.phases)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the charge as plain JSON types."""
         lineage = {} if self.lineage is None else {"lineage": self.lineage.to_dict()}
         return {
             "run": self.run,
@@ -314,7 +322,7 @@ class Charge:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Charge:
-        """Inverse of `to_dict`."""
+        """Return the charge that `to_dict` wrote."""
         fields = dict(record)
         fields["phases"] = phases_from(fields["phases"])
         if "lineage" in fields:
@@ -324,22 +332,25 @@ class Charge:
 
 @dataclass(frozen=True)
 class Terms:
-    """How a budget counts, fixed when it is opened. ceiling: None for plain composition."""
+    """The rules by which a budget counts, fixed when it is opened.
+
+    ceiling: None for plain composition.
+    """
 
     ceiling: RenyiFilter | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the terms as plain JSON types."""
         return {"ceiling": None if self.ceiling is None else self.ceiling.to_dict()}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Terms:
-        """Inverse of `to_dict`."""
+        """Return the terms that `to_dict` wrote."""
         ceiling = record["ceiling"]
         return cls(None if ceiling is None else RenyiFilter(**ceiling))
 
     def same(self, other: Terms) -> bool:
-        """Whether both promise the same."""
+        """Return whether both terms promise the same."""
         return str(self) == str(other)
 
     def __str__(self) -> str:
@@ -349,7 +360,9 @@ class Terms:
 def composed_guarantee(
     charges: Sequence[Charge], delta: float, neighbours: Neighbours = "add-or-remove-one"
 ) -> Guarantee:
-    """All charges together for any one record, if none was chosen by the results of another.
+    """Return the guarantee of all charges together for any one record.
+
+    No charge may have been chosen by the results of another.
 
     Raises dpdist.privacy.accounting.Unsupported when no theorem covers the composition.
     """
@@ -368,7 +381,7 @@ def composed_guarantee(
 
 
 class DataBudget(OnJournal):
-    """One budget. `dpdist.privacy.budget` opens it to charge it, `read` is for looking at it."""
+    """One budget. `dpdist.privacy.budget` opens it to charge it, `read` only looks at it."""
 
     def __init__(self, journal: ChainedJournal) -> None:
         header = journal.header
@@ -386,8 +399,11 @@ class DataBudget(OnJournal):
 
     @classmethod
     def create(cls, folder: Path, name: str, terms: Terms, hashed: str, key_id: str) -> DataBudget:
-        """A new budget, open for writing. name: a public name of the data. hashed: the type of its
-        records' hashes. key_id: of the key under which they are kept."""
+        """Return a new budget, open for writing.
+
+        name: a public name of the data. hashed: the type of its records' hashes. key_id: of
+        the key under which they are kept.
+        """
         header = {"format": _FORMAT, "name": name, "terms": terms.to_dict(), "hashed": hashed}
         header["key"] = key_id
         path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
@@ -405,7 +421,7 @@ class DataBudget(OnJournal):
 
     @property
     def charges(self) -> list[Charge]:
-        """The last charge of every run, in the order the runs first appeared."""
+        """Return the last charge of every run, in the order the runs first appeared."""
         latest: dict[str, Charge] = {}
         for record in self._journal.records:
             if "run" in record:
@@ -415,7 +431,7 @@ class DataBudget(OnJournal):
 
     @cached_property
     def known(self) -> NDArray[np.uint64]:
-        """The records on this budget, as `dpdist.privacy.budget` recognises them: sorted."""
+        """Return the records on this budget, as `dpdist.privacy.budget` recognises them: sorted."""
         parts = [
             np.frombuffer(base64.b64decode(record["known"]), "<u8")
             for record in self._journal.records
@@ -425,7 +441,10 @@ class DataBudget(OnJournal):
 
     @property
     def spent(self) -> float:
-        """Sum of all charges' Renyi divergences at the filter's order; 0 without a ceiling."""
+        """Return the sum of all charges' Renyi divergences; 0 without a ceiling.
+
+        They are at the filter's order.
+        """
         ceiling = self.terms.ceiling
         if ceiling is None:
             return 0.0
@@ -434,7 +453,7 @@ class DataBudget(OnJournal):
     def guarantee(
         self, delta: float | None = None, neighbours: Neighbours = "add-or-remove-one"
     ) -> Guarantee:
-        """What is proved for the records: the ceiling where there is one, whatever the arguments.
+        """Return the proved guarantee of the records: the ceiling if there is one.
 
         Otherwise the composition of all charges at `delta`, see `composed_guarantee`.
         """
@@ -455,7 +474,7 @@ class DataBudget(OnJournal):
             self.__dict__.pop("known", None)
 
     def charge_of(self, run: str) -> Charge | None:
-        """What is on record for this run or search."""
+        """Return the recorded charge of this run or search, or None."""
         return next((charge for charge in self.charges if charge.run == run), None)
 
     def record(self, charge: Charge) -> None:
@@ -528,13 +547,13 @@ _KEY_BYTES = 32
 
 
 def budgets_in(folder: str | Path) -> list[DataBudget]:
-    """Every budget in a folder, by file name. Raises JournalError if one is damaged."""
+    """Return every budget in a folder, by file name. Raises JournalError if one is damaged."""
     return [DataBudget.read(path) for path in _files(Path(folder))]
 
 
 def reserve(
     folder: str | Path,
-    records: NDArray | None,
+    records: NDArray[np.integer] | None,
     charge: Charge,
     terms: Terms,
     neighbours: Neighbours,
@@ -625,7 +644,7 @@ def _check_fits(
 def settle(
     folder: str | Path, run: str, phases: Sequence[Phase], lineage: Lineage | None = None
 ) -> bool:
-    """Replace a reservation by what was really released (`Ledger.phases`); may be repeated.
+    """Replace a reservation by the releases really made (`Ledger.phases`); may be repeated.
 
     lineage: says by whom; what it has not in common with what is on record is added. False for a
     run that was never reserved. Raises JournalError.
@@ -648,7 +667,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
-    """The folder's key and all its budgets, for one process at a time."""
+    """Yield the folder's key and all its budgets, for one process at a time."""
     make_folder(folder, 0o700)
     not_blocking(folder / _KEY)
     descriptor = os.open(folder / _KEY, os.O_RDWR | os.O_CREAT, 0o600)
@@ -687,7 +706,7 @@ def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
 
 
 def _key_id(key: bytes) -> str:
-    """Return what a budget keeps of its folder's key to know it again; the key stays secret."""
+    """Return the identification of a folder's key that a budget keeps; the key stays secret."""
     return hashlib.blake2b(key=key, digest_size=8, person=b"dpdist.budget.id").hexdigest()
 
 
@@ -696,8 +715,8 @@ def _close(budgets: list[DataBudget]) -> None:
         budget.close()
 
 
-def _recognisable(key: bytes, records: NDArray) -> NDArray[np.uint64]:
-    """Keyed hashes of the records' own, sorted and each once: uint64."""
+def _recognisable(key: bytes, records: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """Return keyed hashes of the records' own, sorted and each once: uint64."""
     if records.ndim != 1 or not len(records):
         raise ValueError(f"one hash for each record is needed, got shape {records.shape}")
     raw, size = np.ascontiguousarray(records).tobytes(), records.dtype.itemsize

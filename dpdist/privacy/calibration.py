@@ -45,7 +45,9 @@ def _largest(
     whole: bool,
     stride: float = 1.2,
 ) -> float | None:
-    """The largest x in `limits` (up to tolerance) with cost(x) <= target; None if there is none.
+    """Return the largest x in `limits` (up to tolerance) with cost(x) <= target.
+
+    None if there is none.
 
     cost must not decrease. Brackets from `start` in growing strides, then interpolates in
     logarithms. whole: search whole numbers only.
@@ -86,8 +88,11 @@ def _bracket(
     snap: Callable[[float], float],
     stride: float,
 ) -> tuple[Point | None, Point | None]:
-    """(x, cost(x)) at most and above the target, from `start` in growing strides. Without the
-    first there is no such x in the limits; without the second the first is the largest."""
+    """Return (x, cost(x)) at most and above the target, from `start` in growing strides.
+
+    Without the first there is no such x in the limits; without the second the first is the
+    largest.
+    """
     x = snap(start)
     inside: Point | None = None
     outside: Point | None = None
@@ -111,7 +116,10 @@ def _bracket(
 def _between(
     inside: tuple[float, float], outside: tuple[float, float], target: float | None
 ) -> float:
-    """Where the cost is about the target, by a line through logarithms; None: the middle."""
+    """Return an estimate of the value that costs the target, by a line through logarithms.
+
+    None means the middle.
+    """
     low, high = math.log(inside[0]), math.log(outside[0])
     fraction = 0.5
     if target is not None and inside[1] > 0 and math.isfinite(outside[1]):
@@ -127,7 +135,7 @@ def _two_grids(
     limits: tuple[float, float],
     whole: bool,
 ) -> float | None:
-    """`_largest` on the plan's guarantee; most of the search runs on a coarser, faster grid."""
+    """Return `_largest` on the plan's guarantee, searching mostly on a coarser, faster grid."""
     from dpdist.privacy import accounting
 
     @cache
@@ -157,7 +165,7 @@ def _two_grids(
 def calibrate_noise(
     plan_with: Callable[[float], PrivacyPlan], epsilon: float, start: float = 1.0
 ) -> float:
-    """The smallest noise multiplier s for which plan_with(s).guarantee() is within `epsilon`.
+    """Return the smallest noise multiplier s for which plan_with(s) is within `epsilon`.
 
     plan_with: any plan whose cost does not rise with s (several phases, a search, ...).
     Raises Unreachable when no noise up to 1e6 is enough, ValueError for a bad target.
@@ -182,7 +190,7 @@ def _near_epsilon(plan: PrivacyPlan) -> float:
 
 
 def least_noise(plan_with: Callable[[float], PrivacyPlan], epsilon: float) -> float:
-    """The smallest noise multiplier s at which plan_with(s) costs at most `epsilon`.
+    """Return the smallest noise multiplier s at which plan_with(s) costs at most `epsilon`.
 
     Raises Unreachable, or what plan_with raises.
     """
@@ -208,7 +216,7 @@ def noise_multiplier_for(
     neighbours: Neighbours = "add-or-remove-one",
     batch_cap: int | None = None,
 ) -> float:
-    """The smallest noise multiplier at which these DP-SGD steps cost at most `epsilon`.
+    """Return the smallest noise multiplier at which these DP-SGD steps cost at most `epsilon`.
 
     Raises Unreachable, or ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
     """
@@ -238,7 +246,7 @@ def steps_for(
     batch_cap: int | None = None,
     most: int = 10_000_000,
 ) -> int:
-    """The largest number of steps, at most `most`, that cost at most `epsilon` (up to 0.1 %).
+    """Return the largest number of steps <= `most` that cost at most `epsilon` (up to 0.1 %).
 
     Raises Unreachable when one step already costs more.
     """
@@ -274,7 +282,7 @@ def batch_size_for(
     delta: float,
     neighbours: Neighbours = "add-or-remove-one",
 ) -> int:
-    """The largest expected batch size, at most `records`, that costs at most `epsilon`.
+    """Return the largest expected batch size, at most `records`, that costs at most `epsilon`.
 
     Raises Unreachable when batches of one record already cost more.
     """
@@ -352,9 +360,10 @@ def search_guarantee(
     delta: float,
     neighbours: Neighbours = "add-or-remove-one",
 ) -> Guarantee:
-    """What a search with a secret K costs: the smaller of two bounds, from the loss distribution of
-    one run (`dpdist.privacy.pld`) and by Renyi DP (Papernot and Steinke 2022, Theorems 2 and
-    6); its source says which.
+    """Return the guarantee of a search with a secret K: the smaller of two bounds.
+
+    One is from the loss distribution of one run (`dpdist.privacy.pld`), the other by Renyi DP
+    (Papernot and Steinke 2022, Theorems 2 and 6); the result's source says which.
 
     Raises dpdist.privacy.accounting.Unsupported when a run has neither.
     """
@@ -370,7 +379,10 @@ def fixed_runs_guarantee(
     delta: float,
     neighbours: Neighbours = "add-or-remove-one",
 ) -> Guarantee:
-    """What a fixed, public number of runs costs: plain composition; all runs may be shown."""
+    """Return the guarantee of a fixed, public number of runs, by plain composition.
+
+    All runs may be shown.
+    """
     if runs < 1:
         raise ValueError(f"the number of runs must be at least 1, got {runs}")
     return PrivacyPlan(records, tuple(phases) * runs, delta, neighbours=neighbours).guarantee()

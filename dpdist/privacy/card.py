@@ -39,7 +39,7 @@ _AUDIT_SHAPE = {
 
 @dataclass(frozen=True)
 class Audited:
-    """epsilon: the lower bound at `delta`, too large with probability at most alpha.
+    """The result of an audit. epsilon: the lower bound at `delta`, wrong with probability <= alpha.
 
     kind: of audit; method: the theorem. view: what the adversary saw. neighbours: which data sets
     it told apart. trials: runs, releases or guesses that were counted. rule: threshold or guesses,
@@ -76,7 +76,7 @@ class Audited:
 
     @property
     def bug(self) -> bool:
-        """Whether it contradicts what is proved: code or proof is wrong."""
+        """Return whether the result contradicts the proved guarantee: code or proof is wrong."""
         return not self.exploratory and (self.curve_rejected or self.epsilon > self.proved)
 
     @property
@@ -88,7 +88,7 @@ class Audited:
 
     @property
     def line(self) -> str:
-        """The audit in one line."""
+        """Return the audit in one line."""
         verdict = "exploratory, no statement" if self.exploratory else self.verdict
         return (
             f"epsilon >= {format_epsilon(self.epsilon, lower_bound=True)} at delta = "
@@ -98,14 +98,14 @@ class Audited:
 
     @property
     def short(self) -> str:
-        """For a table: the bound, how it was made, and what is wrong if anything is."""
+        """Return the bound and its method for a table, with a note if it contradicts the proof."""
         bound = format_epsilon(self.epsilon, lower_bound=True)
         wrong = "" if self.verdict == CONSISTENT else f": {self.verdict}"
         return f">= {bound} ({self.kind}){wrong}"
 
     @property
     def three(self) -> str:
-        """Claimed, proved and audited side by side."""
+        """Return the claimed, proved and audited epsilon side by side."""
         claimed = "nothing" if self.claimed is None else format_epsilon(self.claimed)
         proved = "nothing" if math.isinf(self.proved) else format_epsilon(self.proved)
         audited = format_epsilon(self.epsilon, lower_bound=True)
@@ -113,7 +113,7 @@ class Audited:
         return f"claimed {claimed}, proved {proved}, audited >= {audited} {at}"
 
     def write(self, path: Path) -> None:
-        """Into one JSON file; `read` inverts it."""
+        """Write the result into one JSON file; `read` inverts it."""
         record = {**asdict(self), "verdict": self.verdict}
         del record["path"]
         record["proved"] = "inf" if math.isinf(self.proved) else self.proved
@@ -122,7 +122,10 @@ class Audited:
 
     @classmethod
     def read(cls, path: Path) -> Audited:
-        """Raises UserError when it is damaged, or its verdict is not that of its numbers."""
+        """Return the result in a JSON file.
+
+        Raises UserError when it is damaged, or its verdict is not that of its numbers.
+        """
         record = read_json(path, _AUDIT_SHAPE)
         said = record.pop("verdict")
         try:
@@ -162,7 +165,7 @@ def card(
     notes: Sequence[str] = (),
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The card as JSON types.
+    """Return the privacy card as JSON types.
 
     ledger: what was really released; without it the plan is taken as executed. private: False for a
     run with a fixed key or without noise, which the card then says. show_records: False keeps the
@@ -216,7 +219,7 @@ def card(
 
 
 def _line(text: Any) -> Any:
-    """A text in one line: on a page, none passes for another part of it."""
+    """Return a text in one line, so that on a page none passes for another part of it."""
     return " ".join(text.splitlines()) if isinstance(text, str) else text
 
 
@@ -235,8 +238,10 @@ _ROUNDING = 1e-3  # relative: of what two accountants make of the same
 
 
 def accounted(described: dict[str, Any], where: str) -> PrivacyPlan:
-    """The phases that a card from elsewhere speaks of, as a plan. Raises UserError for a card that
-    is damaged, or names none."""
+    """Return the phases that a card from elsewhere names, as a plan.
+
+    Raises UserError for a card that is damaged, or names none.
+    """
     check_shape(described, where, _CARD_SHAPE)
     for name in ("mechanism", "released_besides", "assumptions", "notes"):
         if not all(isinstance(line, str) for line in described[name]):
@@ -249,7 +254,7 @@ def accounted(described: dict[str, Any], where: str) -> PrivacyPlan:
 
 
 def _check_stated(described: dict[str, Any], where: str) -> None:
-    """Whether what a card states in numbers can be, and does not contradict itself."""
+    """Raise UserError unless the numbers of a card are possible and consistent."""
     own, delta = _stated(described, "guarantee", where)
     if described["private"] and math.isinf(own):
         raise UserError(f"{where}: calls private what has an infinite epsilon")
@@ -269,7 +274,7 @@ def _check_stated(described: dict[str, Any], where: str) -> None:
 
 
 def _stated(described: dict[str, Any], name: str, where: str) -> tuple[float, float]:
-    """Epsilon and delta of a guarantee as it is stated. Raises UserError for what is none."""
+    """Return epsilon and delta of a guarantee as stated. Raises UserError for invalid numbers."""
     shape = {f"{name}.epsilon": float | str, f"{name}.delta": float}
     stated = check_shape(described, where, shape)[name]
     try:
@@ -284,7 +289,7 @@ def _stated(described: dict[str, Any], name: str, where: str) -> tuple[float, fl
 
 
 def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any]:
-    """A card again, from the phases that it speaks of (`accounted`), by this project's accounting.
+    """Return the card again, from its phases (`accounted`), by this project's accounting.
 
     What does not follow from them is taken from the card: whether the run key was fixed, what all
     runs on the data set cost, notes. Raises UserError when no theorem covers the phases.
@@ -306,7 +311,7 @@ def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any
 
 
 def _terms(described: Mapping[str, Any]) -> list[str]:
-    """Rows of the card's first table."""
+    """Return the rows of the card's first table."""
     rows = {
         "unit": described["unit"],
         "neighbouring relation": described["relation"],
@@ -332,7 +337,7 @@ def no_epsilon(described: Mapping[str, Any]) -> str | None:
 
 
 def card_markdown(described: Mapping[str, Any]) -> str:
-    """The card as a page of Markdown."""
+    """Return the card as a page of Markdown."""
     guarantee = described["guarantee"]
     lines = ["# Privacy card", ""]
     if (why := no_epsilon(described)) is not None:

@@ -43,7 +43,7 @@ class Claim:
 
     @property
     def claimed_text(self) -> str:
-        """The theorem's value, and the printed one where it differs by more than 1 %."""
+        """Return the theorem's value, and the printed one where it differs by more than 1 %."""
         if self.claimed is None:
             return "no formula" if self.printed is None else f"prints {self.printed:.4g}"
         text = format_epsilon(self.claimed.epsilon)
@@ -53,7 +53,7 @@ class Claim:
 
     @property
     def line(self) -> str:
-        """What is claimed and what holds of it, in one line."""
+        """Return the claim and its verdict in one line."""
         if self.claimed is None:
             return f"{self.claimed_text}: {self.verdict}: {self.reason}"
         return (
@@ -64,11 +64,11 @@ class Claim:
 
     @property
     def proved_text(self) -> str:
-        """The proved epsilon."""
+        """Return the proved epsilon."""
         return format_epsilon(self.proved.epsilon)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the claim as plain JSON types."""
         return {
             "system": self.system,
             "setting": self.setting,
@@ -81,7 +81,7 @@ class Claim:
 
 
 def unproved(delta: float, why: str, neighbours: Neighbours = "add-or-remove-one") -> Guarantee:
-    """Epsilon infinity: nothing is proved, and why."""
+    """Return a guarantee with epsilon infinity: nothing is proved, with the reason."""
     return Guarantee(math.inf, delta, neighbours, "proved", f"none: {why}")
 
 
@@ -97,7 +97,9 @@ def _claimed(
 def classic_rdp_epsilon(
     sample_rate: float, noise_multiplier: float, steps: int, delta: float, highest_order: int = 256
 ) -> float:
-    """Poisson-subsampled Gaussian RDP at whole orders with epsilon = RDP + ln(1/delta)/(order - 1).
+    """Return epsilon of the Poisson-subsampled Gaussian by RDP at whole orders.
+
+    The conversion is epsilon = RDP + ln(1/delta)/(order - 1).
 
     The accountant of DPlis and of Abadi-era code (moments up to `highest_order`).
     """
@@ -116,7 +118,10 @@ def classic_rdp_epsilon(
 def dplis_claim(
     records: int, batch_size: int, noise_multiplier: float, steps: int, delta: float = 1e-5
 ) -> Guarantee:
-    """DPlis (PoPETs 2021): DP-SGD's guarantee; smoothing before the clip costs nothing."""
+    """Return the claim of DPlis: DP-SGD's guarantee; smoothing before the clip costs nothing.
+
+    Source: PoPETs 2021.
+    """
     return _claimed(
         classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta),
         delta,
@@ -129,7 +134,10 @@ def dplis_claim(
 def secure_sgd_claim(
     records: int, batch_size: int, noise_multiplier: float, steps: int, delta: float = 1e-5
 ) -> Guarantee:
-    """Secure-SGD (HGM, IJCAI 2019, Algorithm 1): DP-SGD's guarantee by the moments accountant."""
+    """Return the claim of Secure-SGD: DP-SGD's guarantee by the moments accountant.
+
+    Source: HGM, IJCAI 2019, Algorithm 1.
+    """
     return _claimed(
         classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta, 65),
         delta,
@@ -140,7 +148,10 @@ def secure_sgd_claim(
 
 
 def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.0) -> Guarantee:
-    """HGM Theorem 3 solved for epsilon: the extended Gaussian at the weighted sensitivity."""
+    """Return HGM's Theorem 3 solved for epsilon.
+
+    It is the extended Gaussian at the weighted sensitivity.
+    """
     value = mechanisms.extended_gaussian_epsilon(delta, noise_scale, weighted_sensitivity)
     return _claimed(
         float(value), delta, "replace-one", "HGM Theorem 3", ("r > 0, fixed in advance",)
@@ -150,7 +161,10 @@ def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.
 def dpal_gammas(
     encoder_sensitivity: float, batch_size: float, weight_norm: float
 ) -> tuple[float, float]:
-    """(gamma, gamma_x) of DPAL Theorem 4: 2 Delta_R / (m ||theta_1^T||_{1,1}) and Delta_R / m."""
+    """Return (gamma, gamma_x) of DPAL Theorem 4.
+
+    2 Delta_R / (m ||theta_1^T||_{1,1}) and Delta_R / m.
+    """
     return (
         2 * encoder_sensitivity / (batch_size * weight_norm),
         encoder_sensitivity / batch_size,
@@ -158,8 +172,10 @@ def dpal_gammas(
 
 
 def dpal_claim(epsilon_1: float, epsilon_2: float, gamma: float, gamma_x: float) -> Guarantee:
-    """DPAL / StoBatch (ICML 2020) Theorem 4: pure epsilon_1 (1 + 1/gamma + 1/gamma_x) +
-    epsilon_2."""
+    """Return DPAL's Theorem 4: pure epsilon_1 (1 + 1/gamma + 1/gamma_x) + epsilon_2.
+
+    Source: DPAL / StoBatch, ICML 2020.
+    """
     if min(epsilon_1, epsilon_2, gamma, gamma_x) <= 0:
         raise ValueError("epsilon_1, epsilon_2, gamma and gamma_x must be > 0")
     return _claimed(
@@ -172,12 +188,12 @@ def dpal_claim(epsilon_1: float, epsilon_2: float, gamma: float, gamma_x: float)
 
 
 def dpal_encoder_budget(total: float, epsilon_2: float, gamma: float, gamma_x: float) -> float:
-    """epsilon_1 that makes Theorem 4's sum equal `total`."""
+    """Return the epsilon_1 that makes Theorem 4's sum equal `total`."""
     return (total - epsilon_2) / (1 + 1 / gamma + 1 / gamma_x)
 
 
 def _smallest_residual_epsilon(cost: float, delta: float) -> float:
-    """min over lambda of the epsilon with lambda epsilon = cost * order(lambda, epsilon)."""
+    """Return the smallest epsilon with lambda epsilon = cost * order(lambda, epsilon)."""
     from scipy.optimize import minimize_scalar
 
     log_delta = math.log(1 / delta)
@@ -199,7 +215,7 @@ def residual_claim(
     passes: float,
     delta: float = 1e-5,
 ) -> Guarantee:
-    """Residual perturbation, Strategy I, Theorem 1, solved for the smallest epsilon.
+    """Return residual perturbation's Theorem 1 (Strategy I), solved for the smallest epsilon.
 
     input_noise: pi. residual_noise: gamma. input_norm: R. residual_norm: G. passes: T b / N.
     """
@@ -222,7 +238,7 @@ def residual_black_box_claim(
     blocks: int,
     delta: float = 1e-5,
 ) -> Guarantee:
-    """Residual perturbation, Strategy II, Theorem 2: one prediction, solved for epsilon.
+    """Return residual perturbation's Theorem 2 (Strategy II): one prediction, solved for epsilon.
 
     output_noise: pi. residual_noise: gamma. weight_norm: a bound on ||w||. loss_bound: B.
     floor: eta_0. blocks: M.
@@ -240,7 +256,9 @@ def residual_black_box_claim(
 def residual_input_guarantee(
     input_noise: float, input_norm: float, passes: float, delta: float = 1e-5
 ) -> Guarantee:
-    """What does follow for Strategy I: the noisy input alone, as a Gaussian release per pass.
+    """Return the guarantee that does hold for Strategy I.
+
+    It is that of the noisy input alone, as a Gaussian release per pass.
 
     Inputs at most 2 R apart, exact Gaussian profile. It protects inputs, not labels.
     """
@@ -258,7 +276,7 @@ def residual_input_guarantee(
 def transdenoiser_training_claim(
     xi_up: float, sample_rate: float, steps: int, delta: float = 1e-5, constant: float = 2.0
 ) -> Guarantee:
-    """TransDenoiser Theorem 3: epsilon = c2 q sqrt(T ln(1/delta)) / xi_up.
+    """Return TransDenoiser's Theorem 3: epsilon = c2 q sqrt(T ln(1/delta)) / xi_up.
 
     The paper leaves c2 open; `constant` is our choice, the order of Abadi et al.'s.
     """
@@ -275,7 +293,10 @@ def transdenoiser_training_claim(
 def pate_guarantee(
     queries: int, answers: int, threshold_std: float, vote_std: float, delta: float = 1e-5
 ) -> Guarantee:
-    """PATE with Confident-GNMax: proved, data-independent, both caps fixed beforehand."""
+    """Return the guarantee of PATE with Confident-GNMax.
+
+    Proved, data-independent, both caps fixed beforehand.
+    """
     value = mechanisms.confident_gnmax_epsilon(delta, queries, answers, threshold_std, vote_std)
     return Guarantee(
         value,
@@ -290,8 +311,11 @@ def pate_guarantee(
 def pate_claim(
     queries: int, answers: int, threshold_std: float, vote_std: float, delta: float = 1e-5
 ) -> Guarantee:
-    """Confident-GNMax by Renyi bounds that do not look at votes (Papernot et al. 2018): epsilon =
-    rho + 2 sqrt(rho ln(1/delta)), rho = Q / 2 s1^2 + A / s2^2."""
+    """Return Confident-GNMax's epsilon by Renyi bounds that do not look at votes.
+
+    epsilon = rho + 2 sqrt(rho ln(1/delta)), rho = Q / 2 s1^2 + A / s2^2. Source: Papernot et
+    al. 2018.
+    """
     rho = queries / (2 * threshold_std**2) + answers / vote_std**2
     return _claimed(
         rho + 2 * math.sqrt(rho * math.log(1 / delta)),
@@ -444,7 +468,7 @@ def _others() -> list[Claim]:
 
 
 def published_claims() -> list[Claim]:
-    """One row per published claim, at the settings of the papers."""
+    """Return one row per published claim, at the settings of the papers."""
     return [
         _dplis("MNIST", 60_000, 1.1, 6057, 1.99),
         _dplis("MNIST", 60_000, 1.1, 129_642, 10.0),

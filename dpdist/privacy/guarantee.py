@@ -34,18 +34,34 @@ def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool =
 
 
 def format_delta(delta: float) -> str:
-    """Return a delta with six significant digits, rounded up: with a larger one it holds, too."""
+    """Return a delta with six significant digits, rounded up: the guarantee holds for it, too."""
     return significant(delta, 6)
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """(epsilon, delta)-differential privacy of one mechanism.
+    """(epsilon, delta)-differential privacy of one mechanism, with everything needed to read it.
 
-    kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
-    "audited" a lower bound measured on the trained mechanism.
-    source: accountant or theorem. assumptions: what must hold for the number to be true.
-    size_public: whether the mechanism was told the true number of records.
+    Args:
+        epsilon: >= 0; infinity where nothing is proved.
+        delta: in [0, 1).
+        neighbours: the relation of data sets, "add-or-remove-one" or "replace-one".
+        kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
+            "audited" a lower bound measured on the trained mechanism.
+        source: accountant or theorem.
+        assumptions: what must hold for the number to be true.
+        size_public: whether the mechanism was told the true number of records.
+
+    Raises:
+        ValueError: epsilon or delta is out of range.
+
+    Example:
+        >>> import dpdist
+        >>> guarantee = dpdist.Guarantee(1.5, 1e-5, "add-or-remove-one", "proved", "PLD")
+        >>> guarantee.relation
+        'add-or-remove-one at a fixed number of records (zero-out)'
+        >>> print(guarantee)
+        (1.5, 1e-05)-DP, add-or-remove-one at a fixed number of records (zero-out), proved by PLD
     """
 
     epsilon: float
@@ -64,7 +80,7 @@ class Guarantee:
 
     @property
     def relation(self) -> str:
-        """The neighbouring relation in words.
+        """Return the neighbouring relation in words.
 
         A sampling rate or divisor made from the true number of records does not follow when a
         record comes or goes: what is then proved is that a record may be blanked out, the number
@@ -75,7 +91,7 @@ class Guarantee:
         return self.neighbours
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; an infinite epsilon becomes the string "inf"."""
+        """Return the guarantee as plain JSON types; an infinite epsilon becomes "inf"."""
         record = asdict(self)
         record["assumptions"] = list(self.assumptions)
         record["relation"] = self.relation
@@ -84,7 +100,7 @@ class Guarantee:
         return record
 
     def facts(self) -> dict[str, Any]:
-        """What a command prints of it as JSON."""
+        """Return the entries that a command prints as JSON."""
         return {
             "epsilon": self.epsilon,
             "delta": self.delta,

@@ -68,7 +68,10 @@ class JournalCut(JournalError):
 
 @dataclass(frozen=True)
 class Anchor:
-    """Names a state of a journal. records: its lines, header included. check: the last one's."""
+    """The name of a journal's state.
+
+    records: number of its lines, header included. check: the check of the last line.
+    """
 
     records: int
     check: str
@@ -80,27 +83,27 @@ class Anchor:
 
     @classmethod
     def of(cls, raw: bytes) -> Anchor:
-        """The anchor of a journal's whole lines."""
+        """Return the anchor of a journal's whole lines."""
         return cls(raw.count(b"\n"), json.loads(raw.splitlines()[-1])["check"])
 
     @classmethod
     def from_line(cls, line: str) -> Anchor:
-        """Inverse of `line`. Raises ValueError."""
+        """Return the anchor that `line` wrote. Raises ValueError."""
         records, _, check = line.removesuffix("\n").partition(" ")
         return cls(int(records), check)
 
     @property
     def line(self) -> str:
-        """As it stands in the file: always of the same length, so that it is replaced in place."""
+        """Return the anchor's line of the file, always of one length, to be replaced in place."""
         return f"{self.records:012d} {self.check}\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the anchor as plain JSON types."""
         return asdict(self)
 
 
 def anchor_path(path: Path) -> Path:
-    """Where the anchor of the journal `path` lies."""
+    """Return the path of the anchor of the journal `path`."""
     return path.with_suffix(".anchor")
 
 
@@ -113,7 +116,7 @@ def _encode(record: dict[str, Any]) -> str:
 
 
 def _parse(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], list[str], int]:
-    """(records, their checks, length in bytes of the intact part); drops a torn last line.
+    """Return (records, their checks, length in bytes of the intact part); drop a torn last line.
 
     A last line is torn when its newline is missing or a crash left zero bytes in it. Raises
     JournalError for any other damage.
@@ -177,7 +180,10 @@ def _reaches(checks: list[str], anchor: Anchor) -> bool:
 
 
 class ChainedJournal:
-    """The records of a file. `open` to append, `read` to look; `records` excludes the header."""
+    """The records of a file, chained by checksums.
+
+    `open` to append, `read` to look; `records` excludes the header.
+    """
 
     def __init__(
         self, path: Path, records: list[dict[str, Any]], checks: list[str], file: IO[bytes] | None
@@ -191,11 +197,11 @@ class ChainedJournal:
 
     @property
     def anchor(self) -> Anchor:
-        """What is in the file now; to be kept by whoever relies on all of it."""
+        """Return the anchor of the file's present state, for a reader that relies on it."""
         return Anchor(len(self._checks), self._checks[-1])
 
     def reaches(self, anchor: Anchor) -> bool:
-        """Whether everything is still there that was when `anchor` was taken."""
+        """Return whether the file still holds everything that it held when `anchor` was taken."""
         return _reaches(self._checks, anchor)
 
     @classmethod
@@ -293,7 +299,10 @@ class ChainedJournal:
         sync(self.path.parent)
 
     def _write_anchor(self, file: IO[bytes]) -> None:
-        """Not synced for each line: an anchor that a power cut leaves behind the file is lawful."""
+        """Write the anchor without a sync, because an anchor behind the file is lawful.
+
+        A power cut may leave it behind.
+        """
         try:
             os.pwrite(file.fileno(), self.anchor.line.encode(), 0)
         except OSError as error:  # the line itself is durable: nothing is forgotten
@@ -309,7 +318,7 @@ class ChainedJournal:
 
 
 class OnJournal:
-    """Base of what keeps its records in a journal: a context manager that releases its lock."""
+    """Base of classes that keep records in a journal: a context manager that releases its lock."""
 
     _journal: ChainedJournal
 
@@ -330,8 +339,10 @@ def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
 
 
 def check_free(path: Path, seconds: float) -> None:
-    """Wait until no other process is writing the journal at `path`, if there is one; writes
-    nothing. Raises JournalBusy when one still is after so many seconds, OSError."""
+    """Wait until no other process is writing the journal at `path`; write nothing.
+
+    Raises JournalBusy when one still is after so many seconds, OSError.
+    """
     try:
         file = path.open("r+b", buffering=0)
     except FileNotFoundError:
@@ -341,7 +352,7 @@ def check_free(path: Path, seconds: float) -> None:
 
 
 def _lock(file: IO[bytes], path: Path, seconds: float | None = None) -> None:
-    """One writer at a time; a process that dies loses its lock."""
+    """Lock the file for one writer at a time; a process that dies loses its lock."""
     deadline = time.monotonic() + (_LOCK_SECONDS if seconds is None else seconds)
     while True:
         try:
@@ -361,7 +372,10 @@ _KIND = "plan"
 
 
 class ReplayConflict(LedgerError):
-    """Same epoch and step, different sum: the same noise would be added to it. Take a new epoch."""
+    """The same epoch and step with another sum, to which the same noise would be added.
+
+    Take a new epoch.
+    """
 
 
 class NoAnswersLeft(LedgerError):
@@ -374,7 +388,7 @@ def new_nonce() -> str:
 
 
 class Ledger(OnJournal):
-    """What was released under one plan. Use `open` to write, `read` to look at it."""
+    """The record of all releases under one plan. Use `open` to write, `read` to look at it."""
 
     def __init__(self, journal: ChainedJournal) -> None:
         self.path = journal.path
@@ -448,7 +462,7 @@ class Ledger(OnJournal):
         self._apply(record)
 
     def begin_attempt(self, identity: dict[str, str]) -> int:
-        """The attempt epoch for a start or restart with this identity.
+        """Return the attempt epoch for a start or restart with this identity.
 
         Same identity as the last attempt: same epoch, steps may be replayed exactly. Otherwise the
         next epoch, recorded durably. Identity: all that can change the floating-point sum.
@@ -460,7 +474,10 @@ class Ledger(OnJournal):
         return self._epoch
 
     def new_epoch(self, reason: str) -> int:
-        """Force the next epoch, e.g. after a ReplayConflict. LedgerError before any attempt."""
+        """Begin the next epoch, e.g. after a ReplayConflict.
+
+        Raises LedgerError before any attempt.
+        """
         if self._epoch is None:
             raise LedgerError("begin_attempt comes before new_epoch")
         self._new_attempt(self._identity, reason)
@@ -474,13 +491,16 @@ class Ledger(OnJournal):
 
     @property
     def nonce(self) -> str:
-        """The random label of this process, in the keys of all that it releases anew."""
+        """Return the random label of this process, part of the keys of all its new releases."""
         if self._nonce is None:
             self._nonce = new_nonce()
         return self._nonce
 
     def announce_process(self) -> str:
-        """Return `nonce`, durably on record: what is recorded from now on is drawn under it."""
+        """Put `nonce` durably on record and return it.
+
+        Everything recorded from now on is drawn under it.
+        """
         if self.nonce not in self._nonces[-1:]:
             self._append({"kind": "process", "nonce": self.nonce})
         return self.nonce
@@ -502,8 +522,9 @@ class Ledger(OnJournal):
         return found
 
     def record(self, step: int, release_id: str) -> Literal["new", "replay"]:
-        """Announce the release of `step` (from 0) in the current epoch; durable when this returns,
-        behind the nonce of the process that takes a new step.
+        """Announce the release of `step` (from 0) in the current epoch; durable on return.
+
+        The entry stands behind the nonce of the process that takes a new step.
 
         release_id: hex, at least 64 digits, a hash of key id, epoch, step, world size and the bytes
         of the pre-noise sum. Returns "replay" if exactly this release is on record already.
@@ -528,8 +549,10 @@ class Ledger(OnJournal):
         return "new"
 
     def ask(self, question: str, plan: PrivacyPlan) -> int:
-        """Count an answer before its noise is drawn: its number, from 0; durable when this returns,
-        and counted whatever happens next. question: as an id in `record`.
+        """Count an answer before its noise is drawn and return its number, from 0.
+
+        Durable on return, and counted whatever happens next. question: as an id in
+        `record`.
 
         Raises NoAnswersLeft, and counts nothing, beyond those that the plan pays for; LedgerError
         if it cannot be made durable.
@@ -549,54 +572,59 @@ class Ledger(OnJournal):
 
     @property
     def asked(self) -> int:
-        """Answers that were counted."""
+        """Return the number of counted answers."""
         return len(self._asked)
 
     def answer(self, question: str) -> list[float] | None:
-        """The answer that was given to this question, or None."""
+        """Return the answer that was given to this question, or None."""
         return self._answers.get(question)
 
     def asked_under(self, question: str) -> str | None:
-        """The nonce under which an answer to this question was counted first, kept or lost; None
-        where none was."""
+        """Return the nonce under which an answer to this question was counted first, or None.
+
+        The answer may be kept or lost.
+        """
         return next((nonce for asked, nonce in self._asked if asked == question), None)
 
     @property
     def answers(self) -> tuple[list[float], ...]:
-        """Those that were kept."""
+        """Return the kept answers."""
         return tuple(self._answers.values())
 
     @property
     def anchor(self) -> Anchor:
-        """Names everything on record now: kept with what is made of these releases."""
+        """Return the anchor of everything on record, to be kept with results of these releases."""
         return self._journal.anchor
 
     def reaches(self, anchor: Anchor) -> bool:
-        """Whether everything on record when `anchor` was taken still is."""
+        """Return whether everything on record when `anchor` was taken still is."""
         return self._journal.reaches(anchor)
 
     @property
     def epoch(self) -> int | None:
-        """The current attempt epoch; None before the first attempt."""
+        """Return the current attempt epoch; None before the first attempt."""
         return self._epoch
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Every attempt: epoch, identity, reason."""
+        """Return every attempt: epoch, identity, reason."""
         return [dict(attempt) for attempt in self._attempts]
 
     @property
     def releases(self) -> dict[int, int]:
-        """step -> number of distinct releases (one per epoch in which it was announced)."""
+        """Return the number of distinct releases of each step, one per epoch that announced it."""
         return dict(self._per_step)
 
     def steps_of(self, epoch: int) -> set[int]:
-        """The steps that were released in one attempt epoch."""
+        """Return the steps that were released in one attempt epoch."""
         return {step for of, step in self._releases if of == epoch}
 
     def repeats(self, step: int, identity: dict[str, str] | None = None) -> int:
-        """Steps on record, from `step` on, that are charged again when an attempt of that identity
-        (default: the current one) takes them; an exact replay is not."""
+        """Return the number of recorded steps, from `step` on, that would be charged again.
+
+        This is for an attempt of that identity (default: the current one); an exact replay
+        is not charged again.
+        """
         later = {done for done in self._per_step if done >= step}
         if self._epoch is None or identity not in (None, self._identity):
             return len(later)
@@ -604,12 +632,13 @@ class Ledger(OnJournal):
 
     @property
     def processes(self) -> tuple[str, ...]:
-        """The nonces of all processes that wrote here, in order, each once."""
+        """Return the nonces of all processes that wrote here, in order, each once."""
         return tuple(dict.fromkeys(self._nonces))
 
     def made(self, plan: PrivacyPlan) -> dict[str, tuple[int, ...]]:
-        """Return what each process released first, by its nonce: how many units (`Phase.units`) of
-        each of the plan's phases.
+        """Return the first releases of each process, by its nonce.
+
+        They are counted in units (`Phase.units`) of each of the plan's phases.
 
         What is charged at once is 1 for the process under whose nonce it was drawn: votes when they
         were counted, all else in the first attempt. Steps that are free behind it are not counted.
@@ -632,7 +661,7 @@ class Ledger(OnJournal):
         return {nonce: tuple(counts) for nonce, counts in found.items()}
 
     def left(self, plan: PrivacyPlan) -> tuple[int, ...]:
-        """Return how many units of each of the plan's phases nobody has released yet."""
+        """Return the number of units of each of the plan's phases that are not released yet."""
         done = [sum(counts) for counts in zip(*self.made(plan).values(), strict=True)]
         done = done or [0] * len(plan.phases)
         for step, releases in self._per_step.items():
@@ -643,11 +672,11 @@ class Ledger(OnJournal):
 
     @property
     def superseded(self) -> int:
-        """Releases charged beyond the first of each step."""
+        """Return the number of releases charged beyond the first of each step."""
         return sum(self._per_step.values()) - len(self._per_step)
 
     def phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
-        """What was released, as phases: the plan's with their real counts.
+        """Return the releases as phases: the plan's with their real counts.
 
         Raises LedgerError if the ledger was written under another plan.
         """
@@ -659,11 +688,14 @@ class Ledger(OnJournal):
         return plan.with_counts(counts)
 
     def event(self, plan: PrivacyPlan) -> dpa.DpEvent:
-        """The dp_accounting event of everything on record (the worst path, with parallel parts)."""
+        """Return the dp_accounting event of everything on record.
+
+        It is that of the worst path, with parallel parts.
+        """
         return plan.worst_of(plan.alternatives(self.phases(plan)))
 
     def guarantee(self, plan: PrivacyPlan, delta: float | None = None) -> Guarantee:
-        """What is proved for everything on record, superseded attempts included.
+        """Return the proved guarantee of everything on record, superseded attempts included.
 
         Each distinct (epoch, step) is one release with that step's parameters; equal to
         plan.guarantee(steps=n) after n undisturbed steps.

@@ -1,4 +1,4 @@
-"""Single mechanisms: noise scale from guarantee, guarantee from noise scale, delta(epsilon).
+"""Compute guarantees of single mechanisms from their noise, noise from guarantees, delta(epsilon).
 
 Everything is float64 and broadcasts over array arguments. Noise scales are standard deviations
 (Gaussian) or Laplace parameters b, in the units of the sensitivity. A value that is found
@@ -37,15 +37,16 @@ def _check(epsilon: ArrayLike | None = None, delta: ArrayLike | None = None) -> 
 
 
 def _scales(noise_scale: ArrayLike, sensitivity: ArrayLike) -> Array:
-    """sensitivity / noise_scale, both positive."""
+    """Return sensitivity / noise_scale, both positive."""
     noise, reach = np.asarray(noise_scale, float), np.asarray(sensitivity, float)
     if not (np.all(noise > 0) and np.all(reach > 0)):
         raise ValueError("noise scale and sensitivity must be > 0")
-    return reach / noise
+    scales: Array = reach / noise
+    return scales
 
 
 def _largest(holds: Callable[[Array], NDArray[np.bool_]], low: Array, high: Array) -> Array:
-    """Element-wise bisection: the largest x in [low, high] with holds(x), true at low."""
+    """Return the largest x in [low, high] with holds(x), true at low, by element-wise bisection."""
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         inside = holds(middle)
@@ -61,7 +62,7 @@ def _largest(holds: Callable[[Array], NDArray[np.bool_]], low: Array, high: Arra
 def gaussian_delta(
     epsilon: ArrayLike, noise_scale: ArrayLike, sensitivity: ArrayLike = 1.0
 ) -> Array:
-    """The exact delta(epsilon) of the Gaussian mechanism (Balle and Wang 2018, Theorem 8).
+    """Return the exact delta(epsilon) of the Gaussian mechanism (Balle and Wang 2018, Theorem 8).
 
     With m = sensitivity / noise_scale: Phi(m/2 - epsilon/m) - e^epsilon Phi(-m/2 - epsilon/m),
     epsilon >= 0. Evaluated through Mills' ratio, so that tiny deltas keep their digits.
@@ -80,14 +81,15 @@ def gaussian_delta(
 
 
 def _mills(t: Array) -> Array:
-    """(1 - Phi(t)) / phi(t) for t >= 0."""
-    return math.sqrt(math.pi / 2) * scipy.special.erfcx(t / math.sqrt(2))
+    """Return (1 - Phi(t)) / phi(t) for t >= 0."""
+    ratio: Array = math.sqrt(math.pi / 2) * scipy.special.erfcx(t / math.sqrt(2))
+    return ratio
 
 
 def gaussian_epsilon(
     delta: ArrayLike, noise_scale: ArrayLike, sensitivity: ArrayLike = 1.0
 ) -> Array:
-    """The smallest epsilon >= 0 with gaussian_delta <= delta (rounded up in the last bits)."""
+    """Return the smallest epsilon >= 0 with gaussian_delta <= delta, rounded up."""
     _check(delta=delta)
     m = _scales(noise_scale, sensitivity)
     m, target = np.broadcast_arrays(m, np.asarray(delta, float))
@@ -103,8 +105,10 @@ def gaussian_epsilon(
 def analytic_gaussian_scale(
     epsilon: ArrayLike, delta: ArrayLike, sensitivity: ArrayLike = 1.0
 ) -> Array:
-    """The smallest noise scale for (epsilon, delta): exact for every epsilon > 0 (Balle and
-    Wang)."""
+    """Return the smallest noise scale for (epsilon, delta), exact for every epsilon > 0.
+
+    Source: Balle and Wang 2018.
+    """
     _check(epsilon, delta)
     epsilon, target = np.broadcast_arrays(np.asarray(epsilon, float), np.asarray(delta, float))
     low = 1.0 / extended_gaussian_scale(epsilon, target)  # safe; the exact m is a little larger
@@ -120,19 +124,20 @@ def analytic_gaussian_scale(
 def classical_gaussian_formula(
     epsilon: ArrayLike, delta: ArrayLike, sensitivity: ArrayLike = 1.0
 ) -> Array:
-    """sqrt(2 ln(1.25/delta)) * sensitivity / epsilon, wherever one plugs it in.
+    """Return sqrt(2 ln(1.25/delta)) * sensitivity / epsilon, for any epsilon.
 
     A theorem only for epsilon <= 1; see `classical_gaussian_scale`.
     """
     _check(epsilon, delta)
     factor = np.sqrt(2 * np.log(1.25 / np.asarray(delta, float)))
-    return factor * np.asarray(sensitivity, float) / np.asarray(epsilon, float)
+    scale: Array = factor * np.asarray(sensitivity, float) / np.asarray(epsilon, float)
+    return scale
 
 
 def classical_gaussian_scale(
     epsilon: ArrayLike, delta: ArrayLike, sensitivity: ArrayLike = 1.0
 ) -> Array:
-    """The classical Gaussian mechanism (Dwork and Roth 2014, Theorem A.1).
+    """Return the scale of the classical Gaussian mechanism (Dwork and Roth 2014, Theorem A.1).
 
     Raises ValueError for epsilon > 1, where the formula is not a theorem (at delta 1e-5 it first
     fails near epsilon 8.4, at delta 0.3 near 5).
@@ -153,7 +158,9 @@ def _extended_s(delta: ArrayLike) -> Array:
 def extended_gaussian_scale(
     epsilon: ArrayLike, delta: ArrayLike, sensitivity: ArrayLike = 1.0
 ) -> Array:
-    """Extended Gaussian mechanism, any epsilon > 0 (HGM, IJCAI 2019, Theorem 2).
+    """Return the scale of the extended Gaussian mechanism for any epsilon > 0.
+
+    Source: HGM, IJCAI 2019, Theorem 2.
 
     sqrt(2) (sqrt(s) + sqrt(s + epsilon)) / (2 epsilon) * sensitivity, s = ln(sqrt(2/pi) / delta):
     the constant of the proof (the theorem's statement prints sqrt(2)/pi). Sound but loose.
@@ -161,13 +168,14 @@ def extended_gaussian_scale(
     _check(epsilon, delta)
     epsilon, s = np.asarray(epsilon, float), _extended_s(delta)
     unit = (np.sqrt(s) + np.sqrt(s + epsilon)) / (math.sqrt(2) * epsilon)
-    return unit * np.asarray(sensitivity, float)
+    scale: Array = unit * np.asarray(sensitivity, float)
+    return scale
 
 
 def extended_gaussian_epsilon(
     delta: ArrayLike, noise_scale: ArrayLike, sensitivity: ArrayLike = 1.0
 ) -> Array:
-    """Inverse of `extended_gaussian_scale` in closed form: m sqrt(2 s) + m^2 / 2."""
+    """Return the inverse of `extended_gaussian_scale` in closed form: m sqrt(2 s) + m^2 / 2."""
     _check(delta=delta)
     m = _scales(noise_scale, sensitivity)
     return m * np.sqrt(2 * _extended_s(delta)) + m**2 / 2
@@ -177,7 +185,7 @@ def extended_gaussian_epsilon(
 
 
 def redistribution(weights: ArrayLike, floor: float = 1e-3) -> Array:
-    """A redistribution vector r > 0 with sum 1 from non-negative weights, shape (K,).
+    """Return a redistribution vector r > 0 with sum 1 from non-negative weights, shape (K,).
 
     floor: smallest share, relative to the uniform 1/K; the theorem's r_i = 0 would leave an output
     without noise. The vector must not depend on private records, or the noise leaks them.
@@ -193,7 +201,10 @@ def redistribution(weights: ArrayLike, floor: float = 1e-3) -> Array:
 
 
 def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
-    """max || (A(D) - A(D')) / sqrt(K r) ||_2 from bounds on |A(D) - A(D')| per component.
+    """Return max .
+
+     (A(D) - A(D')) / sqrt(K r) ||_2 from bounds of each component.||The bounds are on |A(D) -
+    A(D')|.
 
     HGM Theorem 3. component_bounds: shape (K,) and jointly attainable in the worst case.
     Raises ValueError unless r > 0 and sums to 1.
@@ -209,7 +220,7 @@ def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
 def mixed_gaussian_added_std(
     xi_low: float, xi_up: float, s_min: float, sigma: float, steps: int = 1
 ) -> float:
-    """The noise MMGA adds to the transformed noise (TransDenoiser, Algorithm 1).
+    """Return the noise MMGA adds to the transformed noise (TransDenoiser, Algorithm 1).
 
     xi_up when sqrt(steps S_min) sigma < xi_low, nothing when it reaches xi_up, the missing variance
     in between. steps = 1 is the reading without the unjustified factor.
@@ -226,18 +237,19 @@ def mixed_gaussian_added_std(
 
 
 def laplace_scale(epsilon: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
-    """b = l1_sensitivity / epsilon: pure epsilon-DP (Dwork et al. 2006)."""
+    """Return b = l1_sensitivity / epsilon, for pure epsilon-DP (Dwork et al. 2006)."""
     _check(epsilon)
-    return np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
+    scale: Array = np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
+    return scale
 
 
 def dpal_encoder_sensitivity(inputs: int, hidden: int) -> int:
-    """DPAL's Delta_R = d (beta + 2) as printed: 25 * (14^2 + 2) = 4,950 on MNIST."""
+    """Return DPAL's Delta_R = d (beta + 2) as printed: 25 * (14^2 + 2) = 4,950 on MNIST."""
     return inputs * (hidden + 2)
 
 
 def dpal_output_sensitivity(last_hidden: int) -> int:
-    """DPAL's Delta_L2 = 2 |h_pi| as printed: 512 on MNIST."""
+    """Return DPAL's Delta_L2 = 2 |h_pi| as printed: 512 on MNIST."""
     return 2 * last_hidden
 
 
@@ -247,7 +259,7 @@ def dpal_output_sensitivity(last_hidden: int) -> int:
 def confident_gnmax_epsilon(
     delta: float, queries: int, answers: int, threshold_std: float, vote_std: float
 ) -> float:
-    """Data-independent epsilon of PATE's Confident-GNMax (Papernot et al. 2018).
+    """Return the data-independent epsilon of PATE's Confident-GNMax (Papernot et al. 2018).
 
     One record moves one teacher's vote: L2 sensitivity 1 in the threshold test (paid for every one
     of `queries`), sqrt(2) in the noisy vote (paid for `answers`). The caps on both are fixed before
@@ -266,7 +278,7 @@ _POINTS = 20_001
 
 
 def shuffled_delta_lower_bound(epsilon: float, noise_multiplier: float, steps: int) -> float:
-    """delta that one shuffled epoch of `steps` batches has at least, at `epsilon`.
+    """Return a lower bound of delta for one shuffled epoch of `steps` batches, at `epsilon`.
 
     All records but one pull one way, the remaining one the other way (or is blanked out); the event
     is that some batch's noisy sum exceeds a threshold, and the best threshold on a grid is taken.
@@ -285,7 +297,7 @@ def shuffled_delta_lower_bound(epsilon: float, noise_multiplier: float, steps: i
 
 
 def shuffled_epsilon_lower_bound(delta: float, noise_multiplier: float, steps: int) -> float:
-    """epsilon that one shuffled epoch costs at least, at `delta`; 0 if the bound says nothing."""
+    """Return a lower bound of epsilon for one shuffled epoch, at `delta`; 0 if it says nothing."""
     check_delta(delta)
     low, high = 0.0, 1.0
     if shuffled_delta_lower_bound(low, noise_multiplier, steps) <= delta:

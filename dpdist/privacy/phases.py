@@ -1,4 +1,4 @@
-"""Phases of a privacy plan: every operation that reads the private records, and its price.
+"""Define the phases of a privacy plan: every operation on private records, and its price.
 
 A phase's class says how it is stored, which dp_accounting events price it, which conditions make
 that price true and how a privacy card describes it. Phases release noisy sums one after the other,
@@ -48,16 +48,19 @@ class Phase(ABC):
 
     @abstractmethod
     def events(self, records: int) -> list[dpa.DpEvent]:
-        """One event per path that a record may take through it, in a data set of `records`."""
+        """Return one event per path of a record through the phase, in a data set of `records`."""
 
     @property
     def inner(self) -> Sequences:
-        """The sequences of phases it is made of, if it is made of phases."""
+        """Return the sequences of phases that the phase is made of, if any."""
         return ()
 
     @property
     def settings(self) -> Sequences:
-        """The sequences of which one is run in its place; most phases are their only setting."""
+        """Return the sequences of which one is run in its place.
+
+        Most phases are their only setting.
+        """
         return ((self,),)
 
     @property
@@ -66,56 +69,72 @@ class Phase(ABC):
 
     @property
     def priced_by_profile(self) -> bool:
-        """Whether its price is computed from nothing but its hockey-stick profile, so that it
-        covers every mechanism whose profile does not rise above."""
+        """Return whether the price depends on the hockey-stick profile alone.
+
+        It then covers every mechanism whose profile does not rise above.
+        """
         return False
 
     @property
     def loop(self) -> GaussianSteps | None:
-        """What of it the training loop executes; None: it is charged in full from the start."""
+        """Return the part that the training loop executes, or None.
+
+        A phase without such a part is charged in full from the start.
+        """
         return None
 
     def taken(self, steps: int) -> tuple[Phase, ...]:
-        """What was released of it when the training loop took so many of its steps."""
+        """Return the released part when the training loop took so many of its steps."""
         loop = self.loop
         return (replace(loop, steps=steps),) if loop is not None and steps else ()
 
     @property
     def pays_for(self) -> int:
-        """How many answers it pays for beside the loop, one at a time (votes before it, what models
-        are asked after it): the ledger counts each before its noise is drawn."""
+        """Return the number of answers that the phase pays for beside the loop, one at a time.
+
+        These are votes before it, or questions after it: the ledger counts each before its
+        noise is drawn.
+        """
         return 0
 
     @property
     def units(self) -> int | None:
-        """How many releases it plans that are charged one by one; None: it is charged at once."""
+        """Return the number of planned releases that are charged one by one.
+
+        None: the phase is charged at once.
+        """
         return None
 
     def at(self, units: int) -> tuple[Phase, ...]:
-        """What was released of it: so many units, or all of it so many times."""
+        """Return the released part: so many units, or all of the phase so many times."""
         return self.times(units) if units else ()
 
     @property
     def unproved(self) -> str | None:
-        """Why no theorem covers it; None where one does."""
+        """Return the reason why no theorem covers the phase; None where one does."""
         return None
 
     def refused(self, neighbours: Neighbours) -> str | None:
-        """Why it cannot be accounted under this relation; None where it can."""
+        """Return the reason why this relation cannot be accounted; None where it can."""
         return None
 
     def times(self, runs: int) -> tuple[Phase, ...]:
-        """It, `runs` times over."""
+        """Return the phase `runs` times over."""
         return (self,) * runs
 
     def at_most(self, other: Phase) -> bool:
-        """Whether it is a post-processing of `other`: every accountant then agrees that it costs no
-        more."""
+        """Return whether the phase is a post-processing of `other`.
+
+        Every accountant then agrees that it costs no more.
+        """
         return self == other
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        """The exact loss of `size` records that come or go together, and the number of releases
-        composed in it; None where no exact one is known."""
+        """Return the exact loss of `size` records that come or go together, or None.
+
+        Returned with the number of releases composed in it; None where no exact loss is
+        known.
+        """
         return None
 
     # --- its words
@@ -123,24 +142,29 @@ class Phase(ABC):
     @property
     @abstractmethod
     def words(self) -> str:
-        """It in a sentence, for readers of a card: nothing that must stay secret."""
+        """Return the phase in a sentence, for readers of a card, without anything secret."""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What must hold for its price to be true, besides what must hold for its inner phases."""
+        """Return the conditions of the price, besides those of its inner phases."""
         return ()
 
     # --- JSON
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `phase_from_dict` inverts it. Infinity becomes "inf"."""
+        """Return the phase as plain JSON types; `phase_from_dict` inverts it.
+
+        Infinity becomes "inf".
+        """
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
         return {"kind": self.kind, **values}
 
     @classmethod
     def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
-        """From its fields in JSON. phases: reads a list of phases. Raises ValueError, TypeError or
-        KeyError."""
+        """Return the phase from its fields in JSON. phases: reads a list of phases.
+
+        Raises ValueError, TypeError or KeyError.
+        """
         return cls(**values)
 
 
@@ -156,7 +180,7 @@ def _plain(value: Any) -> Any:
 
 
 def walk(phases: Sequence[Phase]) -> Iterator[Phase]:
-    """Every phase, after the phases that it is made of."""
+    """Yield every phase, after the phases that it is made of."""
     for phase in phases:
         for sequence in phase.inner:
             yield from walk(sequence)
@@ -164,14 +188,17 @@ def walk(phases: Sequence[Phase]) -> Iterator[Phase]:
 
 
 def sequence_alternatives(phases: Sequence[Phase], records: int) -> list[dpa.DpEvent]:
-    """Paths through phases that run one after the other (adaptively) on the same data."""
+    """Return the paths through phases that run one after the other on the same data.
+
+    The composition is adaptive.
+    """
     return compose_alternatives([phase.events(records) for phase in phases])
 
 
 def data_alternatives(
     phases: Sequence[Phase], records: int, neighbours: Neighbours
 ) -> list[dpa.DpEvent]:
-    """Paths through phases for a data set of `records` records and every neighbour of it.
+    """Return the paths through phases for `records` records and every neighbour of the data set.
 
     The loss of a capped batch depends on the number of OTHER records: one fewer than `records` when
     a record is removed, all of them when one is added. Raises dpdist.privacy.pld.Unsupported for
@@ -189,7 +216,7 @@ def data_alternatives(
 
 
 def compose_alternatives(choices: Sequence[Sequence[dpa.DpEvent]]) -> list[dpa.DpEvent]:
-    """Every way of choosing one event per entry, each composed in order."""
+    """Return every way of choosing one event per entry, each composed in order."""
     import dp_accounting as dpa
 
     return [
@@ -220,7 +247,9 @@ def check_release(noise_multiplier: float, sample_rate: float) -> None:
 
 @dataclass(frozen=True)
 class GaussianSteps(Phase):
-    """`steps` releases of a clipped sum over a Poisson batch plus N(0, (noise_multiplier * C)^2).
+    """`steps` releases of a clipped sum over a Poisson batch plus Gaussian noise.
+
+    The noise is N(0, (noise_multiplier * C)^2).
 
     sample_rate: each record's probability of joining a step; 1.0 means full batches.
     batch_cap: hard cap on the physical batch; above it a uniformly random subset of that size is
@@ -277,7 +306,7 @@ class GaussianSteps(Phase):
         return (replace(self, steps=self.steps * runs),)
 
     def at_most(self, other: Phase) -> bool:
-        """No more steps, joined no more often, with no less noise."""
+        """Return whether the steps are no more, joined no more often, with no less noise."""
         if not isinstance(other, GaussianSteps) or self.capped or other.capped:
             return self == other
         return (
@@ -287,7 +316,10 @@ class GaussianSteps(Phase):
         )
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        """Mixtures of Gaussians (Ganesh 2024): each record joins a step independently."""
+        """Return a mixture of Gaussians, since each record joins a step independently.
+
+        Source: Ganesh 2024.
+        """
         from dp_accounting.pld import privacy_loss_distribution as library
         from scipy.stats import binom
 
@@ -342,7 +374,7 @@ class _Releases(Phase):
 
     @abstractmethod
     def _one(self) -> dpa.DpEvent:
-        """A release without sampling."""
+        """Return the event of a release without sampling."""
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         import dp_accounting as dpa
@@ -431,7 +463,7 @@ class GaussianAnswers(GaussianReleases):
         return (replace(self, count=units),) if units else ()
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        """`size` records change at most so many models."""
+        """Return the loss when `size` records change at most so many models."""
         from dp_accounting.pld import privacy_loss_distribution as library
 
         if self.sample_rate < 1 or self.noise_multiplier == 0:
@@ -443,8 +475,10 @@ class GaussianAnswers(GaussianReleases):
 
 
 class AtOnce(Phase):
-    """A phase whose `steps` steps have no noise of their own: all of it is charged from the
-    beginning, and no more for steps that were taken again."""
+    """A phase whose `steps` steps have no noise of their own.
+
+    All of it is charged from the beginning, and no more for steps that were taken again.
+    """
 
     steps: int
     sample_rate: float
@@ -460,7 +494,7 @@ class AtOnce(Phase):
 
 @dataclass(frozen=True)
 class NoisyRecords(AtOnce):
-    """Every record released once, with noise of its own, before `steps` steps on nothing else.
+    """Every record released once, with noise of its own, before `steps` steps on these alone.
 
     An input is clipped to some L2 norm c and gets Gaussian noise of noise_multiplier * c; a label
     is released by a mechanism of pure label_epsilon. The steps are post-processing, and free.
@@ -511,7 +545,7 @@ def _sampled(event: dpa.DpEvent, sample_rate: float) -> dpa.DpEvent:
 
 @dataclass(frozen=True)
 class NonPrivate(Phase):
-    """Something computed from the records that no theorem covers: epsilon is infinite."""
+    """A computation on the records that no theorem covers: epsilon is infinite."""
 
     kind: ClassVar[str] = "non-private"
     reason: str
@@ -562,8 +596,10 @@ class TrainedElsewhere(Phase):
 
 @dataclass(frozen=True)
 class FixedBatches(AtOnce):
-    """`steps` steps on disjoint batches that stay the same, each a share sample_rate of the
-    records, which no theorem covers: epsilon is infinite."""
+    """`steps` steps on disjoint batches that stay the same: epsilon is infinite.
+
+    Each batch is a share sample_rate of the records; no theorem covers the steps.
+    """
 
     kind: ClassVar[str] = "fixed-batches"
     steps: int
@@ -665,7 +701,7 @@ class RepeatAndSelect(Phase):
 
     @property
     def words(self) -> str:
-        """A search's own number of runs stays secret; only its law is told."""
+        """Return the search in a sentence with its law; the number of runs itself stays secret."""
         law = SelectionLaw(self.mean, self.shape).describe()
         return f"the best of a secret random number of runs ({law}) of: {_either(self.inner)}"
 
@@ -742,7 +778,7 @@ def _either(sequences: Sequences) -> str:
 
 @dataclass(frozen=True)
 class NoisyVotes(AtOnce):
-    """Votes of models that are never released, released once, before `steps` steps on nothing else.
+    """Votes of unreleased models, released once, before `steps` steps on these alone.
 
     The models are trained on disjoint shards, and each has at most one vote on each of `queries`
     questions. Of every question the most votes for a class are released with Gaussian noise of
@@ -771,14 +807,17 @@ class NoisyVotes(AtOnce):
 
     @property
     def screen_noise(self) -> float:
-        """Standard deviation, in votes; infinite where nothing is screened."""
+        """Return the standard deviation of the screening noise, in votes.
+
+        Infinite without screening.
+        """
         if not self.screening:
             return math.inf
         return self.noise_multiplier * math.sqrt(self.queries / self.screening)
 
     @property
     def vote_noise(self) -> float:
-        """Standard deviation, in votes."""
+        """Return the standard deviation of the noise on votes, in votes."""
         return self.noise_multiplier * math.sqrt(2 * self.answers / (1 - self.screening))
 
     def events(self, records: int) -> list[dpa.DpEvent]:
@@ -791,11 +830,11 @@ class NoisyVotes(AtOnce):
         return 1
 
     def at_most(self, other: Phase) -> bool:
-        """No less noise, however it is split."""
+        """Return whether the noise is no less, however it is split."""
         return isinstance(other, NoisyVotes) and self.noise_multiplier >= other.noise_multiplier
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        """`size` records change at most so many models."""
+        """Return the loss when `size` records change at most so many models."""
         from dp_accounting.pld import privacy_loss_distribution as library
 
         if self.noise_multiplier == 0:
@@ -845,7 +884,10 @@ KINDS: dict[str, type[Phase]] = {phase.kind: phase for phase in _CLASSES}
 
 
 def phase_from_dict(record: dict[str, Any]) -> Phase:
-    """Inverse of `Phase.to_dict`. Raises ValueError for an unknown kind or missing field."""
+    """Return the phase that `Phase.to_dict` wrote.
+
+    Raises ValueError for an unknown kind or missing field.
+    """
     values = dict(record)
     kind = values.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
@@ -857,5 +899,5 @@ def phase_from_dict(record: dict[str, Any]) -> Phase:
 
 
 def phases_from(records: Sequence[dict[str, Any]]) -> tuple[Phase, ...]:
-    """`phase_from_dict` of each."""
+    """Return the phases that `Phase.to_dict` wrote, in order."""
     return tuple(map(phase_from_dict, records))

@@ -1,4 +1,4 @@
-"""The privacy plan: sampling, clipping, noise and steps in one frozen object, and its guarantee.
+"""Define the privacy plan: sampling, clipping, noise and steps in one frozen object.
 
 The training loop takes its sampling rate, clip norm, noise multiplier and step count from here and
 nowhere else, and the guarantee is computed from the same object, so the accounted mechanism is the
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one training step executes. expected_batch: the fixed divisor of the noisy sum."""
+    """The settings of one training step. expected_batch: the fixed divisor of the noisy sum."""
 
     noise_multiplier: float
     sample_rate: float
@@ -50,20 +50,40 @@ class StepPlan:
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on the sum; without noise the clip may be infinite."""
+        """Return the standard deviation of the noise on the sum; 0 without noise, for any clip."""
         return self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
 
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """Everything the privacy of a training run depends on.
+    """Everything that the privacy of a training run depends on.
 
-    records: number of training records N, treated as public. nominal: it was declared instead, and
-    nothing follows from the true number, which stays private. phases: run in order; the training
-    loop executes the steps (`Phase.loop`), other phases are charged in full from the beginning.
-    clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It is
-    infinite (no clip) only where no step has noise: nothing is then proved.
-    delta: the delta at which `guarantee` is stated.
+    The plan that is executed is the plan that is accounted: the training loop takes sampling rate,
+    clip, noise and steps from `step` and nowhere else.
+
+    Args:
+        records: number of training records N, treated as public.
+        phases: run in order; the training loop executes the steps (`Phase.loop`), other phases are
+            charged in full from the beginning.
+        delta: the delta at which `guarantee` is stated.
+        clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It
+            is infinite (no clip) only where no step has noise: nothing is then proved.
+        neighbours: the relation of data sets, "add-or-remove-one" or "replace-one".
+        nominal: whether the number of records was declared instead, so that nothing follows from
+            the true number, which stays private.
+
+    Raises:
+        ValueError: a value is out of range, or a phase cannot be accounted under the relation.
+
+    Example:
+        >>> import dpdist
+        >>> plan = dpdist.PrivacyPlan.dp_sgd(
+        ...     records=60_000, batch_size=600, noise_multiplier=1.1, steps=1_000, delta=1e-5
+        ... )
+        >>> plan.step(0).sample_rate
+        0.01
+        >>> round(plan.guarantee().epsilon, 3)
+        1.515
     """
 
     records: int
@@ -100,7 +120,24 @@ class PrivacyPlan:
         neighbours: Neighbours = "add-or-remove-one",
         batch_cap: int | None = None,
     ) -> PrivacyPlan:
-        """One phase of Poisson-sampled steps; batch_size is the EXPECTED batch L, rate L / N."""
+        """Return the plan of DP-SGD: one phase of Poisson-sampled steps with Gaussian noise.
+
+        Args:
+            records: number of training records N.
+            batch_size: the EXPECTED batch L; each record joins a step with probability L / N.
+            noise_multiplier: standard deviation of the noise in units of the clip norm.
+            steps: number of steps.
+            delta: the delta at which the guarantee is stated.
+            clip_norm: L2 bound on a record's clipped gradient.
+            neighbours: the relation of data sets.
+            batch_cap: a batch beyond it is cut to a random subset of this size; None for no cap.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
         check_count("records", records)
         check_count("batch_size", batch_size)
         if batch_size > records:
@@ -114,23 +151,23 @@ class PrivacyPlan:
 
     @property
     def steps(self) -> int:
-        """Number of steps the training loop executes."""
+        """Return the number of steps that the training loop executes."""
         return sum(phase.steps for phase in self._loops)
 
     @property
     def answers(self) -> int:
-        """Number of answers that may be given beside the loop."""
+        """Return the number of answers that may be given beside the loop."""
         return sum(phase.pays_for for phase in self.phases)
 
     @property
     def clips(self) -> bool:
-        """Whether a price rests on clipped contributions of records to steps."""
+        """Return whether a price rests on clipped contributions of records to steps."""
         loops = (phase.loop for phase in walk(self.phases))
         steps = any(loop is not None and loop.noise_multiplier > 0 for loop in loops)
         return steps and math.isfinite(self.clip_norm)
 
     def phase_of(self, step: int) -> int:
-        """Index of the phase, among those of the loop, that step 0 <= step < steps belongs to."""
+        """Return the index of a step's phase among those of the loop, 0 <= step < steps."""
         if step >= 0:
             end = 0
             for index, phase in enumerate(self._loops):
@@ -140,12 +177,12 @@ class PrivacyPlan:
         raise ValueError(f"the plan has steps 0 to {self.steps - 1}, got step {step}")
 
     def place_of(self, step: int) -> int:
-        """Index among all phases of the one that step 0 <= step < steps belongs to."""
+        """Return the index of a step's phase among all phases, 0 <= step < steps."""
         places = [place for place, phase in enumerate(self.phases) if phase.loop is not None]
         return places[self.phase_of(step)]
 
     def step(self, t: int) -> StepPlan:
-        """What step t executes, 0 <= t < steps. Raises ValueError outside that range."""
+        """Return the settings of step t, 0 <= t < steps. Raises ValueError outside that range."""
         phase = self._loops[self.phase_of(t)]
         return StepPlan(
             noise_multiplier=phase.noise_multiplier,
@@ -157,7 +194,7 @@ class PrivacyPlan:
 
     @property
     def largest_batch(self) -> float:
-        """The largest expected batch of any step; 0 without steps."""
+        """Return the largest expected batch of any step; 0 without steps."""
         return max(map(self._expected_batch, self._loops), default=0.0)
 
     def _expected_batch(self, phase: GaussianSteps) -> float:
@@ -168,7 +205,7 @@ class PrivacyPlan:
     # --- accounting
 
     def counts(self, steps: int | None = None) -> list[int]:
-        """Executed steps of each phase of the loop after the first `steps` (default: all)."""
+        """Return the executed steps of each phase of the loop after `steps` (default: all)."""
         left = self.steps if steps is None else steps
         if not 0 <= left <= self.steps:
             raise ValueError(f"steps must be between 0 and {self.steps}, got {steps}")
@@ -179,8 +216,7 @@ class PrivacyPlan:
         return counts
 
     def with_counts(self, counts: Sequence[int]) -> tuple[Phase, ...]:
-        """The plan's phases as released with counts[j] steps taken of the j-th that the loop
-        executes."""
+        """Return the phases as released with counts[j] steps taken of the j-th one of the loop."""
         given = iter(counts)
         phases: list[Phase] = []
         for phase in self.phases:
@@ -188,21 +224,21 @@ class PrivacyPlan:
         return tuple(phases)
 
     def alternatives(self, phases: Sequence[Phase]) -> list[dpa.DpEvent]:
-        """One event per path that a record may take through phases run on this plan's data."""
+        """Return one event per path of a record through phases run on this plan's data."""
         return data_alternatives(phases, self.records, self.neighbours)
 
     def _first(self, steps: int | None) -> list[dpa.DpEvent]:
         return self.alternatives(self.with_counts(self.counts(steps)))
 
     def event(self, steps: int | None = None) -> dpa.DpEvent:
-        """The dp_accounting event of the first `steps` steps (default: all).
+        """Return the dp_accounting event of the first `steps` steps (default: all).
 
         With parallel parts, the event of the part that costs most at the plan's delta.
         """
         return self.worst_of(self._first(steps))
 
     def worst_of(self, paths: Sequence[dpa.DpEvent]) -> dpa.DpEvent:
-        """Of several paths the one that costs most at the plan's delta."""
+        """Return the path that costs most at the plan's delta."""
         from dpdist.privacy import accounting
 
         if len(paths) == 1:
@@ -211,11 +247,23 @@ class PrivacyPlan:
         return paths[costs.index(max(costs))]
 
     def guarantee(self, steps: int | None = None, delta: float | None = None) -> Guarantee:
-        """What is proved for the first `steps` steps (default: all) at `delta` (the plan's)."""
+        """Return the proved guarantee of the first steps.
+
+        Args:
+            steps: how many steps were taken; None for all.
+            delta: where to state it; None for the plan's delta.
+
+        Returns:
+            The worst guarantee over the paths that a record may take; epsilon is infinite where no
+            theorem covers the plan.
+
+        Raises:
+            ValueError: there are fewer steps than asked for.
+        """
         return self.guarantee_of(self._first(steps), delta)
 
     def guarantee_of(self, paths: Sequence[dpa.DpEvent], delta: float | None = None) -> Guarantee:
-        """The guarantee of given paths under this plan's neighbouring relation.
+        """Return the guarantee of given paths under this plan's neighbouring relation.
 
         Raises dpdist.privacy.accounting.Unsupported when no implemented theorem covers them.
         """
@@ -230,7 +278,7 @@ class PrivacyPlan:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What must hold for the guarantee to be true; the training loop sees to each."""
+        """Return the conditions of the guarantee; the training loop sees to each."""
         if self.trained_elsewhere:
             return ()
         lines = []
@@ -250,11 +298,11 @@ class PrivacyPlan:
 
     @property
     def unproved(self) -> list[str]:
-        """Why no theorem covers the plan; empty where one does."""
+        """Return the reasons why no theorem covers the plan; empty where one does."""
         return [why for phase in walk(self.phases) if (why := phase.unproved) is not None]
 
     def epsilon_curve(self, points: int = 50) -> list[tuple[int, float]]:
-        """(step, epsilon at the plan's delta) at up to `points` step counts, the last is all.
+        """Return (step, epsilon at the plan's delta) at up to `points` step counts, ending at all.
 
         Computed on a ten times coarser grid than `guarantee` and capped by the guarantee of the
         whole plan, an upper bound for every prefix: non-decreasing, and it ends there.
@@ -280,7 +328,10 @@ class PrivacyPlan:
     # --- identity
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, exact (floats round-trip); `from_dict` inverts it."""
+        """Return the plan as plain JSON types, exact (floats round-trip).
+
+        `from_dict` inverts it.
+        """
         record = {
             "records": self.records,
             "phases": [phase.to_dict() for phase in self.phases],
@@ -293,7 +344,7 @@ class PrivacyPlan:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> PrivacyPlan:
-        """Inverse of `to_dict`. Raises ValueError on unknown or missing fields."""
+        """Return the plan that `to_dict` wrote. Raises ValueError on unknown or missing fields."""
         fields = dict(record)
         try:
             phases = phases_from(fields.pop("phases"))
@@ -303,13 +354,13 @@ class PrivacyPlan:
             raise ValueError(f"not a privacy plan: {error}") from error
 
     def fingerprint(self) -> str:
-        """64 hex digits; equal exactly for equal plans."""
+        """Return 64 hex digits, equal exactly for equal plans."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.blake2b(text.encode(), digest_size=32, person=b"dpdist.plan").hexdigest()
 
 
 def plan_of(record: Any, where: str) -> PrivacyPlan:
-    """A plan from its JSON form. Raises UserError when it is none."""
+    """Return the plan of a JSON form. Raises UserError for a form that is none."""
     try:
         return PrivacyPlan.from_dict(record)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -323,7 +374,7 @@ _GROUP_GRID = 1e-3  # the library builds mixtures point by point
 
 
 def lemma_delta(epsilon: float, delta: float, size: int) -> float:
-    """delta of k-record groups at k * epsilon: delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
+    """Return delta of k-record groups at k epsilon: delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
     if epsilon == 0:
         return size * delta
     exponent = (size - 1) * epsilon
@@ -334,7 +385,7 @@ def lemma_delta(epsilon: float, delta: float, size: int) -> float:
 
 
 def lemma_epsilon(record_delta: Callable[[float], float], delta: float, size: int) -> float:
-    """k * epsilon for the smallest record-level epsilon whose group delta is at most `delta`.
+    """Return k * epsilon for the smallest record-level epsilon with a group delta at most `delta`.
 
     record_delta: epsilon -> delta of one record. Infinity if no epsilon up to 50 will do (the
     accountant's resolution in delta ends the search: the lemma multiplies delta by e^((k-1)
@@ -356,7 +407,7 @@ def lemma_epsilon(record_delta: Callable[[float], float], delta: float, size: in
 
 @lru_cache(maxsize=100)  # facts, card and whoever verifies the card ask for it
 def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) -> Guarantee:
-    """The plan's guarantee for groups of up to `size` records; one record gives plan.guarantee().
+    """Return the plan's guarantee for groups of up to `size` records; size 1 is plan.guarantee().
 
     Exact for Poisson-sampled and full-batch Gaussian steps and full Laplace releases under
     add-or-remove, where the k records join or leave together. By the lemma otherwise.
@@ -385,8 +436,11 @@ def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) ->
 
 
 def group_pld(plan: PrivacyPlan, size: int) -> tuple[PrivacyLossDistribution, float] | None:
-    """The exact loss of `size` records that come or go together, in both directions, and what
-    rounding may have lost in delta. None where a phase has none, or nothing is private."""
+    """Return the exact loss of `size` records that come or go together, or None.
+
+    It is given in both directions, with the delta that rounding may have lost. None where a
+    phase has no exact loss, or nothing is private.
+    """
     from dp_accounting.pld import privacy_loss_distribution as library
 
     from dpdist.privacy.pld import rounding

@@ -1,4 +1,4 @@
-"""Privacy loss distributions (PLD) of events, their composition, and bounds on rounding errors.
+"""Compute privacy loss distributions (PLD) of events, their composition, and rounding errors.
 
 Counts are applied here, because the library's PLD accountant ignores the count of some events
 (randomized response): `compose_pld` self-composes every leaf itself. The loss of a step with
@@ -44,9 +44,11 @@ from dpdist.privacy.selection import SelectionLaw
 
 
 @dataclass(frozen=True)
-class WorstOfDpEvent(dpa.DpEvent):
-    """One of `events`, chosen without the data: costs the pointwise maximum of their profiles and
-    of `floor`, or, where that is 0, of their Renyi curves.
+class WorstOfDpEvent(dpa.DpEvent):  # type: ignore[misc]
+    """One of `events`, chosen without the data.
+
+    Costs the pointwise maximum of their profiles and of `floor`, or, where that is 0, of their
+    Renyi curves.
 
     floor: a delta; any mechanism whose profile stays below the maximum is covered as well.
     """
@@ -73,7 +75,7 @@ _LARGEST_EXPONENT = 700.0  # of e, in a float64
 
 
 class Unsupported(ValueError):
-    """No theorem we implement covers this event under this accountant and neighbouring relation."""
+    """No implemented theorem covers this event under this accountant and neighbouring relation."""
 
 
 class LossTooLarge(Unsupported):
@@ -81,7 +83,7 @@ class LossTooLarge(Unsupported):
 
 
 def relation(neighbours: Neighbours) -> dpa.NeighboringRelation:
-    """The library's name of the relation. Raises ValueError for an unknown one."""
+    """Return the library's name of the relation. Raises ValueError for an unknown one."""
     if neighbours not in _RELATIONS:
         raise ValueError(f"neighbours must be one of {sorted(_RELATIONS)}, got {neighbours!r}")
     return _RELATIONS[neighbours]
@@ -89,20 +91,23 @@ def relation(neighbours: Neighbours) -> dpa.NeighboringRelation:
 
 @dataclass(frozen=True)
 class Loss:
-    """The privacy loss of an event. pld: None if it is not private. rounding: of its deltas, which
-    is charged; a delta within ten times of it is hardly resolved, one below it not at all."""
+    """The privacy loss of an event. pld: None if it is not private.
+
+    rounding: the error of its deltas, which is charged; a delta within ten times of it is
+    hardly resolved, one below it not at all.
+    """
 
     pld: PrivacyLossDistribution | None
     rounding: float
 
     def epsilon(self, delta: float) -> float:
-        """The smallest epsilon at `delta`; infinity where rounding leaves nothing of it."""
+        """Return the smallest epsilon at `delta`; infinity where rounding leaves nothing of it."""
         if self.pld is None or delta <= self.rounding:
             return math.inf
         return float(self.pld.get_epsilon_for_delta(delta - self.rounding))
 
     def delta(self, epsilon: float) -> float:
-        """The smallest delta at `epsilon`."""
+        """Return the smallest delta at `epsilon`."""
         if self.pld is None:
             return 1.0
         return min(1.0, float(self.pld.get_delta_for_epsilon(epsilon)) + self.rounding)
@@ -112,17 +117,20 @@ class Loss:
 
 
 def loss_of(event: dpa.DpEvent, neighbours: Neighbours, grid: float) -> Loss:
-    """The loss of one run of `event`, pessimistic at every grid width. Raises Unsupported."""
+    """Return the loss of one run of `event`, pessimistic at every grid width.
+
+    Raises Unsupported.
+    """
     return Loss(compose_pld(event, neighbours, grid), rounding(_releases(event)))
 
 
 def rounding(releases: int) -> float:
-    """What composing so many releases is charged, in delta."""
+    """Return the delta that is charged for the rounding of so many composed releases."""
     return _ROUNDING * releases
 
 
 def _releases(event: dpa.DpEvent) -> int:
-    """How many releases are composed."""
+    """Return the number of composed releases."""
     if isinstance(event, dpa.SelfComposedDpEvent):
         in_one = isinstance(event.event, dpa.GaussianDpEvent)  # see `compose_pld`
         return 1 if in_one else event.count * _releases(event.event)
@@ -131,7 +139,8 @@ def _releases(event: dpa.DpEvent) -> int:
     if isinstance(event, WorstOfDpEvent):
         return max(map(_releases, event.events))
     if isinstance(event, RepeatAndSelectDpEvent):  # an error of one run's delta counts E[K] times
-        return math.ceil(event.mean * _releases(event.event))
+        releases: int = math.ceil(event.mean * _releases(event.event))
+        return releases
     return 1
 
 
@@ -173,7 +182,9 @@ def _laplace_pld(
 def compose_pld(
     event: dpa.DpEvent, neighbours: Neighbours, grid: float = FINEST_GRID, count: int = 1
 ) -> PrivacyLossDistribution | None:
-    """The privacy loss distribution of `count` adaptive runs of `event`; None if it is not private.
+    """Return the privacy loss distribution of `count` adaptive runs of `event`, or None.
+
+    None if the event is not private.
 
     Pessimistic at every grid width. Raises Unsupported where no PLD is known to us.
     """
@@ -228,8 +239,10 @@ def _searched(
 
 
 def _repeated(loss: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution | None:
-    """It, `count` times over; None where hardly anything finite is left, which the library cannot
-    compose."""
+    """Return the distribution composed `count` times, or None.
+
+    None where hardly anything finite is left, which the library cannot compose.
+    """
     lost = max(loss._pmf_remove._infinity_mass, loss._pmf_add._infinity_mass)
     if lost > 1 - 1e-6:
         return None
@@ -237,7 +250,7 @@ def _repeated(loss: PrivacyLossDistribution, count: int) -> PrivacyLossDistribut
 
 
 def self_compose(loss: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution:
-    """`loss.self_compose(count)`, to the last bit but five times as fast."""
+    """Return `loss.self_compose(count)`, to the last bit but five times as fast."""
     sides = [loss._pmf_remove]
     if loss._pmf_add is not loss._pmf_remove:
         sides.append(loss._pmf_add)
@@ -262,7 +275,7 @@ def _self_composed(pmf: pld_pmf.PLDPmf, count: int) -> pld_pmf.PLDPmf:
 
 
 def _chernoff(p: np.ndarray, count: int, outside: float) -> tuple[int, int]:
-    """Indices between which a sum of `count` indices lies but for a probability `outside`."""
+    """Return indices between which a sum of `count` indices lies, up to probability `outside`."""
     low, high = 0, (len(p) - 1) * count
     tilt = np.exp(np.arange(len(p)) / len(p))
     up = down = p
@@ -277,7 +290,7 @@ def _chernoff(p: np.ndarray, count: int, outside: float) -> tuple[int, int]:
 def _mechanism_pld(
     event: dpa.DpEvent, neighbours: Neighbours, grid: float, count: int
 ) -> PrivacyLossDistribution | None:
-    """`compose_pld` of a single mechanism."""
+    """Return `compose_pld` of a single mechanism."""
     identity = pld_library.identity(value_discretization_interval=grid)
     sample_rate, inner = 1.0, event
     if isinstance(event, dpa.PoissonSampledDpEvent):
@@ -320,7 +333,10 @@ def _mechanism_pld(
 
 
 def _amplified(epsilon: np.ndarray, sample_rate: float) -> np.ndarray:
-    """log(1 + (e^epsilon - 1) / q), the loss without subsampling; needs epsilon > log(1 - q)."""
+    """Return log(1 + (e^epsilon - 1) / q), the loss without subsampling.
+
+    Needs epsilon > log(1 - q).
+    """
     epsilon = np.asarray(epsilon, dtype=float)
     if sample_rate == 1:
         return epsilon
@@ -333,7 +349,7 @@ def _amplified(epsilon: np.ndarray, sample_rate: float) -> np.ndarray:
 
 
 def _replace_cutoff(epsilon: np.ndarray, sample_rate: float, sigma: float) -> np.ndarray:
-    """Where the loss of (1-q) N(0) + q N(-1) against (1-q) N(0) + q N(1) equals epsilon.
+    """Return the point of loss epsilon of (1-q) N(0) + q N(-1) against (1-q) N(0) + q N(1).
 
     With a = e^(1/(2 s^2)) (1-q)/q it solves sinh(x/s^2 + epsilon/2) = -a sinh(epsilon/2).
     """
@@ -349,14 +365,15 @@ def _replace_cutoff(epsilon: np.ndarray, sample_rate: float, sigma: float) -> np
     far = far + np.log1p(np.sqrt(1 + np.exp(-2 * far)))
     near = np.arcsinh(np.exp(np.where(large, 0.0, exponent)))
     inverse = -np.sign(epsilon) * np.where(large, far, near)
-    return sigma**2 * (inverse - epsilon / 2)
+    losses: np.ndarray = sigma**2 * (inverse - epsilon / 2)
+    return losses
 
 
-class _SampledGaussianLoss(GaussianPrivacyLoss):
+class _SampledGaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
     """The library's loss at sensitivity 1, with divergences for whole arrays."""
 
     def divergences(self, epsilons: np.ndarray) -> np.ndarray:
-        """Hockey-stick divergence at every epsilon; same shape."""
+        """Return the hockey-stick divergence at every epsilon, in the same shape."""
         q, sigma = self.sampling_prob, self._standard_deviation
         edge = -math.log1p(-q) if q < 1 else math.inf
         if self.adjacency_type == AdjacencyType.REPLACE:
@@ -391,7 +408,7 @@ def _pmf(sigma: float, sample_rate: float, adjacency: AdjacencyType, grid: float
 def sampled_gaussian_pld(
     noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
 ) -> PrivacyLossDistribution:
-    """Pessimistic loss of one Poisson-sampled Gaussian step, 0 < sample_rate <= 1.
+    """Return the pessimistic loss of one Poisson-sampled Gaussian step, 0 < sample_rate <= 1.
 
     Connect-the-dots discretisation (Doroshenko et al. 2022) with spacing `grid`; equal to the
     library's from_gaussian_mechanism up to rounding. Under replace-one the sensitivity is 2.
@@ -416,7 +433,7 @@ def truncated_gaussian_pld(
     neighbours: Neighbours,
     grid: float,
 ) -> PrivacyLossDistribution:
-    """Pessimistic loss of one step whose Poisson batch is cut to a random subset of `batch_cap`.
+    """Return the pessimistic loss of one step whose Poisson batch is cut at random to `batch_cap`.
 
     With probability t (the other records alone fill the cap) a record's presence displaces another
     one: then, with its conditional probability of being kept, the sum moves by up to two bounds,
@@ -445,7 +462,7 @@ _NEGLIGIBLE = 1e-15  # deltas below the accuracy of a composed distribution
 
 
 def best_of(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLossDistribution:
-    """The loss of releasing the best of K runs, each with this loss; an upper bound."""
+    """Return the loss of releasing the best of K runs, each with this loss; an upper bound."""
     sides = directions(loss)
     times = math.ceil(max(len(side.probabilities) for side in sides) / _LOSSES)
     prices = [_Price(side.coarser(times), law) for side in sides]
@@ -466,7 +483,7 @@ class _Price:
             self._turns = np.diff(self._heights) / np.diff(self._slopes)
 
     def deltas(self, steps: np.ndarray) -> np.ndarray:
-        """The bound at epsilon = steps * grid >= 0, not cut at 1: float64, the shape of steps."""
+        """Return the bound at epsilon = steps * grid >= 0, not cut at 1: float64, as steps."""
         p, first = self.losses.probabilities, self.losses.first
         low = int(steps[0]) - first - len(p) + 1
         # H at every difference epsilon - loss that occurs.
@@ -479,7 +496,7 @@ class _Price:
         return found + self.losses.infinite * self.law.mean
 
     def top(self) -> int:
-        """Steps of an epsilon beyond which delta hardly falls."""
+        """Return the steps of an epsilon beyond which delta hardly falls."""
         floor = self.losses.infinite * self.law.mean * (1 + 1e-9) + _NEGLIGIBLE
         last = self.losses.first + len(self.losses.probabilities)
         with np.errstate(divide="ignore"):
@@ -491,7 +508,7 @@ class _Price:
 
 
 def _envelope(losses: Losses, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray]:
-    """Lines a - c b whose maximum bounds phi'(1 - t) - c phi'(1 - G(t)) for all t and c >= 0.
+    """Return lines a - c b whose maximum bounds phi'(1 - t) - c phi'(1 - G(t)), all t and c >= 0.
 
     Between two points t < u the first term is at most phi'(1 - t), the second at least
     c phi'(1 - G(u)): the values at the points alone would be too small. Only lines that are the
@@ -515,7 +532,7 @@ def _envelope(losses: Losses, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray
 
 
 def _evenly_tilted(law: SelectionLaw) -> np.ndarray:
-    """Points from 0 to 1 between which phi'(1 - t) falls by about the same ratio."""
+    """Return points from 0 to 1 between which phi'(1 - t) falls by about the same ratio."""
     rough = np.concatenate([[0.0], np.logspace(-15, 0, 2_000)])
     fallen = -np.log(np.maximum(law.tilt(rough), 1e-9))
     points = np.interp(np.linspace(fallen[0], fallen[-1], _POINTS), fallen, rough)

@@ -1,4 +1,4 @@
-"""Hockey-stick profiles of privacy loss distributions: read them, take their maximum, rebuild them.
+"""Read, maximise and rebuild hockey-stick profiles of privacy loss distributions.
 
 A privacy loss distribution stands for a pair (Q, Q'): the probabilities under Q of the losses ln
 q/q' on a grid, and the mass at an infinite loss. Its profile epsilon -> sup_S Q(S) - e^epsilon
@@ -42,17 +42,19 @@ class Losses:
 
     @property
     def steps(self) -> np.ndarray:
-        """The losses in steps of the grid: int64 (n,)."""
+        """Return the losses in steps of the grid: int64 (n,)."""
         return np.arange(self.first, self.first + len(self.probabilities))
 
     @cached_property
     def other(self) -> np.ndarray:
-        """Probabilities of the same losses under Q': float64 (n,). They may add up to less than 1:
-        the deficit lies where Q has nothing."""
+        """Return the probabilities of the same losses under Q': float64 (n,).
+
+        They may add up to less than 1: the deficit lies where Q has nothing.
+        """
         return self.probabilities * np.exp(-np.clip(self.steps * self.grid, -700, 700))
 
     def coarser(self, times: int) -> Losses:
-        """The losses on a grid so many times as wide, of a pair that dominates this one.
+        """Return the losses on a grid so many times as wide, of a pair that dominates this one.
 
         Each probability goes to the two nearest losses so that Q and Q' keep their mass: the
         profile stays where it is there, and between them becomes the chord in e^epsilon.
@@ -66,7 +68,7 @@ class Losses:
         return Losses(self.grid * times, self.first // times, kept, self.infinite)
 
     def profile(self) -> np.ndarray:
-        """The profile at every one of the losses: float64 (n,)."""
+        """Return the profile at every one of the losses: float64 (n,)."""
         # From the top: D_j = (1 - e^-g) P(L > l_j) + e^-g D_{j+1}, sums of positive terms only.
         above = np.append(np.cumsum(self.probabilities[::-1])[::-1][1:], 0.0)
         from scipy.signal import lfilter
@@ -74,10 +76,11 @@ class Losses:
         shrink = math.exp(-self.grid)
         terms = -math.expm1(-self.grid) * above
         values = self.infinite + lfilter([1.0], [1.0, -shrink], terms[::-1])[::-1]
-        return np.minimum(values, 1.0)
+        profile: np.ndarray = np.minimum(values, 1.0)
+        return profile
 
     def at(self, steps: np.ndarray) -> np.ndarray:
-        """The profile at losses steps * grid, also outside of its own: float64 (m,)."""
+        """Return the profile at losses steps * grid, also outside of its own: float64 (m,)."""
         index = steps - self.first
         inside = np.clip(index, 0, len(self.probabilities) - 1)
         values = np.where(index >= len(self.probabilities), self.infinite, self.profile()[inside])
@@ -87,7 +90,7 @@ class Losses:
 
 
 def directions(loss: PrivacyLossDistribution) -> list[Losses]:
-    """The loss of a removal and, when it differs, that of an addition."""
+    """Return the loss of a removal and, when it differs, that of an addition."""
     found = [loss._pmf_remove]
     if loss._pmf_add is not loss._pmf_remove:
         found.append(loss._pmf_add)
@@ -95,8 +98,10 @@ def directions(loss: PrivacyLossDistribution) -> list[Losses]:
 
 
 def _dense(pmf: pld_pmf.PLDPmf) -> pld_pmf.DensePLDPmf:
-    """It with all losses between its least and its largest; the library has none for a loss that
-    is always infinite."""
+    """Return the distribution with all losses between its least and its largest.
+
+    The library has none for a loss that is always infinite.
+    """
     from dp_accounting.pld import pld_pmf
 
     if isinstance(pmf, pld_pmf.SparsePLDPmf) and not pmf._loss_probs:
@@ -123,7 +128,7 @@ def _losses(pmf: pld_pmf.DensePLDPmf) -> Losses:
 def from_profiles(
     grid: float, steps: np.ndarray, sides: Sequence[np.ndarray]
 ) -> PrivacyLossDistribution:
-    """The distribution with these profiles, one for each direction, made convex from below.
+    """Return the distribution with these profiles, one for each direction, made convex from below.
 
     steps (m,): from 0, ascending. Each side (m,): an upper bound of a true profile at epsilon =
     steps * grid. Below zero the other direction says the rest: H_x(Q, Q') = 1 - x + x H_{1/x}(Q',
@@ -144,8 +149,11 @@ def from_profiles(
 
 
 def _connected(grid: float, steps: np.ndarray, values: np.ndarray) -> pld_pmf.PLDPmf:
-    """The distribution of which these values at steps * grid, in e^epsilon on their chords between,
-    are the profile (Doroshenko et al. 2022, Algorithm 1)."""
+    """Return the distribution whose profile these values at steps * grid are.
+
+    Between them it follows their chords in e^epsilon. Source: Doroshenko et al. 2022, Algorithm
+    1.
+    """
     from dp_accounting.pld import pld_pmf
 
     falls, gaps = -np.diff(values), np.diff(steps) * grid
@@ -161,7 +169,9 @@ def _connected(grid: float, steps: np.ndarray, values: np.ndarray) -> pld_pmf.PL
 
 
 def upper_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Indices of the vertices of the least concave function above the points, x strictly ascending.
+    """Return the indices of the vertices of the least concave function above the points.
+
+    x is strictly ascending.
 
     What lies on or below a chord of two others is no vertex: all that are found so are left out at
     once, then what lies around them is tried again, by chords of several lengths.
@@ -187,7 +197,7 @@ def upper_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def maximum(
     losses: Sequence[PrivacyLossDistribution], floor: float = 0.0
 ) -> PrivacyLossDistribution:
-    """The loss whose profile is the pointwise maximum of these and of `floor`, in each direction.
+    """Return the loss whose profiles are the pointwise maxima of these and of `floor`.
 
     It dominates a mechanism that runs any one of them, chosen without the data (the profile of the
     mixture lies below the mixture of the profiles), and any that does not exceed it (`exceeds`).
@@ -205,7 +215,7 @@ def maximum(
 def exceeds(
     loss: PrivacyLossDistribution, limit: PrivacyLossDistribution, margin: float = 0.0
 ) -> bool:
-    """Whether a profile rises above that of `limit`, less a margin, anywhere in a direction.
+    """Return whether a profile rises above that of `limit`, less a margin, anywhere in a direction.
 
     False proves that `limit` dominates whatever has this loss: both profiles are linear in
     e^epsilon between the points of their one grid, so they are compared at these points; below

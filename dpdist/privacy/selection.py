@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def mean_of(shape: float, log_gamma: float) -> float:
-    """E[K] of the truncated negative binomial with ln(gamma) < 0 (Definition 1 there)."""
+    """Return E[K] of the truncated negative binomial with ln(gamma) < 0 (Definition 1 there)."""
     if shape == 0:
         return math.expm1(-log_gamma) / -log_gamma
     return shape * math.expm1(-log_gamma) / -math.expm1(shape * log_gamma)
@@ -45,20 +45,22 @@ class SelectionLaw:
 
     @property
     def chances(self) -> int | None:
-        """The largest K of a binomial law; None for the others."""
+        """Return the largest K of a binomial law; None for the others."""
         return int(-self.shape) if self.shape <= -1 else None
 
     @property
     def none(self) -> float:
-        """P(K = 0)."""
+        """Return P(K = 0)."""
         if self.chances is not None:
             return (1 - self.mean / self.chances) ** self.chances
         return math.exp(-self.mean) if math.isinf(self.shape) else 0.0
 
     @cached_property
     def log_gamma(self) -> float:
-        """ln of the parameter gamma that gives this mean; 0 for mean 1 (K is 1). Shapes eta > -1
-        only."""
+        """Return ln of the parameter gamma that gives this mean; 0 for mean 1 (K is 1).
+
+        Shapes eta > -1 only.
+        """
         if math.isinf(self.shape) or self.chances is not None:
             raise ValueError("only truncated negative binomial laws have a gamma")
         if self.mean == 1:
@@ -76,11 +78,11 @@ class SelectionLaw:
 
     @property
     def gamma(self) -> float:
-        """The parameter itself, rounded: 1 - gamma is exact only by `log_gamma`."""
+        """Return the parameter gamma, rounded: 1 - gamma is exact only by `log_gamma`."""
         return math.exp(self.log_gamma)
 
     def tilt(self, t: np.ndarray) -> np.ndarray:
-        """phi'(1 - t) at 0 <= t <= 1, phi the generating function of K: falls from the mean.
+        """Return phi'(1 - t) at 0 <= t <= 1, phi the generating function of K: falls from the mean.
 
         The density of the best of K runs is that of one run times the tilt at the probability of
         a better one.
@@ -95,7 +97,7 @@ class SelectionLaw:
         return self.mean * (1 + math.expm1(-self.log_gamma) * t) ** -(1 + self.shape)
 
     def log_pmf(self, runs: int) -> float:
-        """ln P(K = runs)."""
+        """Return ln P(K = runs)."""
         from scipy.special import gammaln
 
         if self.chances is not None:
@@ -120,7 +122,7 @@ class SelectionLaw:
         return float(log_rest + ways - log_norm)
 
     def at_least(self, runs: int) -> float:
-        """P(K >= runs)."""
+        """Return P(K >= runs)."""
         if self.chances is not None:
             from scipy.stats import binom
 
@@ -151,7 +153,7 @@ class SelectionLaw:
         return float(betainc(runs, self.shape, -math.expm1(self.log_gamma))) / untruncated
 
     def _head(self, runs: int) -> float:
-        """P(1 <= K < runs) for a negative shape, from the ratio of neighbouring probabilities."""
+        """Return P(1 <= K < runs) for a negative shape, by ratios of neighbouring probabilities."""
         import numpy as np
 
         k = np.arange(1, runs - 1)
@@ -159,7 +161,7 @@ class SelectionLaw:
         return float(math.exp(self.log_pmf(1)) * (1 + np.cumprod(ratios).sum()))
 
     def quantile(self, probability: float) -> int:
-        """The smallest k with P(K <= k) >= probability, 0 <= probability < 1.
+        """Return the smallest k with P(K <= k) >= probability, 0 <= probability < 1.
 
         Drawing the probability uniformly (from secret randomness) draws K.
         """
@@ -178,7 +180,7 @@ class SelectionLaw:
         return high
 
     def describe(self) -> str:
-        """The law in words."""
+        """Return the law in words."""
         if self.mean == self.chances:
             return f"fixed, unshown, {self.chances}"
         among = "" if self.chances is None else f" of {self.chances} chances"
@@ -186,7 +188,7 @@ class SelectionLaw:
 
     @property
     def family(self) -> str:
-        """The name of all laws of this shape."""
+        """Return the name of all laws of this shape."""
         if self.chances is not None:
             return "binomial"
         names = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}

@@ -45,7 +45,7 @@ KNOWN = (
 
 
 def philox(counter: tuple[Any, ...], key: tuple[int, int]) -> tuple[Any, ...]:
-    """Four words from four words of counter: integers in [0, 2^32), or int64 tensors of such."""
+    """Return four words from four words of counter: integers in [0, 2^32), or int64 tensors."""
     a, b, c, d = counter
     low, high = key
     for _ in range(_ROUNDS):
@@ -56,15 +56,20 @@ def philox(counter: tuple[Any, ...], key: tuple[int, int]) -> tuple[Any, ...]:
 
 
 def _product(word: Any, which: int) -> tuple[Any, Any]:
-    """Upper and lower half of word times factor. The factor less 2^32 is negative and of 31 bits,
-    so that nothing exceeds 63 bits and a sign."""
+    """Return the upper and lower half of word times factor.
+
+    The factor less 2^32 is negative and of 31 bits, so that nothing exceeds 63 bits and a sign.
+    """
     product = word * (_FACTORS[which] - (1 << 32))
     return (product >> 32) + word, product & _WORD
 
 
 def words_on(key: bytes, first: int, count: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Four words, int64 (count,) each, of the places from `first` in the key's stream, which has
-    2^32 places. Keys that differ in `KEY_BYTES` have streams without a place in common."""
+    """Return four words, int64 (count,) each, of the places from `first` in the key's stream.
+
+    A stream has 2^32 places. Keys that differ in `KEY_BYTES` have streams without a place in
+    common.
+    """
     if first < 0 or first + count > 1 << 32:
         raise ValueError(f"a stream has 2^32 places, not {first + count}")
     low, high, *above = struct.unpack("<5I", key[:PHILOX_KEY_BYTES])
@@ -94,7 +99,7 @@ _CHECKED = (0, 1037), (_SIGN - 3, 7), (_BLOCKS - 2, 2)  # first block and how ma
 
 
 class KeyBlocks:
-    """Room on a device for so many blocks of words, and for what is made on the way."""
+    """Buffers on a device for so many blocks of words, and for intermediate results."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.count, self.device = count, device
@@ -103,9 +108,11 @@ class KeyBlocks:
         self._words = torch.empty(WORDS, count, dtype=torch.int32, device=device)
 
     def fill(self, key: bytes, first: int) -> Tensor:
-        """The blocks from number `first`: int32 (16, count), overwritten by the next call. Word w
-        of block b is bits 32 w to 32 w + 31 of it, as a signed number. Raises ValueError beyond
-        the stream's 2^32 blocks: its counter would begin again."""
+        """Return the blocks from number `first`: int32 (16, count), overwritten by the next call.
+
+        Word w of block b is bits 32 w to 32 w + 31 of it, as a signed number. Raises
+        ValueError beyond the stream's 2^32 blocks: its counter would begin again.
+        """
         if first < 0 or first + self.count > _BLOCKS:
             raise ValueError(f"a key's stream has 2^32 blocks, not {first + self.count}")
         start = self._start(key)
@@ -125,7 +132,7 @@ class KeyBlocks:
         return self._words
 
     def _start(self, key: bytes) -> Tensor:
-        """What every block begins with, its counter left out: int32 (16, 1)."""
+        """Return the first state of every block, its counter left out: int32 (16, 1)."""
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, got {len(key)}")
         numbers = [*_CONSTANTS, *struct.unpack("<8i", key), 0, 0, 0, 0]
@@ -133,7 +140,7 @@ class KeyBlocks:
 
 
 def _quarter_round(a: Tensor, b: Tensor, c: Tensor, d: Tensor, free: Tensor) -> tuple[Tensor, ...]:
-    """Section 2.1, of four columns (4, count) at once; and a tensor that is free again."""
+    """Return the quarter round (section 2.1) of four columns (4, count), and a free tensor."""
     for left, right in ((16, 12), (8, 7)):
         a += b
         d ^= a
@@ -145,8 +152,11 @@ def _quarter_round(a: Tensor, b: Tensor, c: Tensor, d: Tensor, free: Tensor) -> 
 
 
 def _rotated(row: Tensor, left: int, out: Tensor) -> Tensor:
-    """`row`, each word rotated. Words are signed: a shift to the right brings in their sign, which
-    is cut off; what a product or a sum has beyond 32 bits is lost, as `check` makes sure."""
+    """Return `row` with each word rotated.
+
+    Words are signed: a shift to the right brings in their sign, which is cut off; the part of a
+    product or sum beyond 32 bits is lost, as `check` makes sure.
+    """
     torch.bitwise_right_shift(row, 32 - left, out=out)
     out &= (1 << left) - 1
     return out.add_(row, alpha=1 << left)
@@ -154,8 +164,10 @@ def _rotated(row: Tensor, left: int, out: Tensor) -> Tensor:
 
 @cache
 def check_aes(device: torch.device) -> None:
-    """Raise UserError unless the device gives the words that the CPU's cipher gives, at the
-    beginning, in the middle and at the end of a stream."""
+    """Raise UserError unless the device gives the words that the CPU's cipher gives.
+
+    They are compared at the beginning, in the middle and at the end of a stream.
+    """
     key = bytes(range(KEY_BYTES))
     for first, count in _CHECKED:
         made = KeyBlocks(count, device).fill(key, first).T.contiguous().cpu().numpy()

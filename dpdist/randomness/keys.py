@@ -32,17 +32,17 @@ _BLOCK = 64  # bytes per ChaCha20 block; one block per counter value
 
 
 def new_run_key() -> bytes:
-    """A fresh 32-byte key from the operating system's generator."""
+    """Return a fresh 32-byte key from the operating system's generator."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def key_id(key: bytes) -> str:
-    """A public name for a key that does not reveal it (hex, 16 characters)."""
+    """Return a public name for a key that does not reveal it (hex, 16 characters)."""
     return hashlib.blake2b(key, digest_size=8, person=b"dpdist.keyid").hexdigest()
 
 
 def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
-    """A 32-byte key for one purpose; distinct label sequences give independent keys.
+    """Return a 32-byte key for one purpose; distinct label sequences give independent keys.
 
     Each label is length-prefixed, so that ("ab", "c") and ("a", "bc") differ.
     """
@@ -57,7 +57,7 @@ def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
 
 
 def words(key: bytes, start: int, count: int) -> np.ndarray:
-    """Words number `start` to `start + count - 1` of the key's stream: uint64, shape (count,).
+    """Return words number `start` to `start + count - 1` of the key's stream: uint64, (count,).
 
     Every key is used for one stream only, so the nonce is constant. A stream ends after 2**35 words
     (the cipher's 32-bit block counter); asking for more raises ValueError.
@@ -68,8 +68,10 @@ def words(key: bytes, start: int, count: int) -> np.ndarray:
 
 
 class WordReader:
-    """Words `start` to `start + count - 1` of the key's stream, read in order, at most `most` at
-    once, into one buffer."""
+    """A reader of words `start` to `start + count - 1` of the key's stream, in order.
+
+    It reads at most `most` at once, into one buffer.
+    """
 
     def __init__(self, key: bytes, start: int, count: int, most: int) -> None:
         self._left, self._stream = count, _stream(key, start)
@@ -78,7 +80,7 @@ class WordReader:
         self._words = np.frombuffer(self._raw, dtype="<u8", count=most)
 
     def read(self) -> np.ndarray:
-        """The next ones: uint64; overwritten by the next call."""
+        """Return the next words: uint64; overwritten by the next call."""
         size = min(self._left, len(self._words))
         self._left -= size
         self._stream.update_into(self._zeros[: size * 8], self._raw)
@@ -86,7 +88,7 @@ class WordReader:
 
 
 def _stream(key: bytes, start: int) -> CipherContext:
-    """The cipher, before word number `start`: it turns zeros into words."""
+    """Return the cipher, before word number `start`: it turns zeros into words."""
     first_block, skip = divmod(start * 8, _BLOCK)
     # The 16-byte nonce begins with the initial block counter, little-endian.
     nonce = first_block.to_bytes(8, "little") + bytes(8)
@@ -106,7 +108,7 @@ _ZEROS = memoryview(bytes(1 << 16))  # what is enciphered at a time; it stays in
 
 @dataclass(frozen=True)
 class UnitSource:
-    """Names of random units of one run. seed: drawn after the model was frozen, any string."""
+    """Keys of the random units of one run. seed: drawn after the model was frozen, any string."""
 
     purpose: str
     seed: str
@@ -116,7 +118,7 @@ class UnitSource:
     sigma: float
 
     def key(self, index: int | None, stage: str, block: int) -> bytes:
-        """32 bytes for one block of one input; index None is the shared noise bank."""
+        """Return 32 bytes for one block of one input; index None is the shared noise bank."""
         digest = hashlib.blake2b(digest_size=32, person=b"dpdist.certify.1")
         for part in (
             self.purpose,
@@ -141,7 +143,7 @@ class RandomWords:
         self._raw = bytearray(_PAD)
 
     def fill(self, key: bytes, count: int) -> np.ndarray:
-        """That many words, uniform on [-2^31, 2^31); the next call overwrites them."""
+        """Return so many words, uniform on [-2^31, 2^31); the next call overwrites them."""
         size = 4 * count
         if len(self._raw) < size + _PAD:
             self._raw = bytearray(size + _PAD)

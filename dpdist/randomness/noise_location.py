@@ -1,4 +1,4 @@
-"""Where a model is random at prediction: nowhere, on its input, behind its first layer, in modules.
+"""Describe the location of a model's noise at prediction: input, first layer, modules or none.
 
 The model's own forward pass draws nothing. One draw of the randomised classifier takes standard
 normals, independent for every record, and every user makes it in the same way: evaluation and
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoiseCut:
-    """A network at its noise: one draw is rest(first(x) + std * normals).
+    """A network split at its noise: one draw is rest(first(x) + std * normals).
 
     first: None where the noise is on the input itself. std: one number, or float32 of the shape of
     one example's noise.
@@ -36,7 +36,7 @@ class NoiseCut:
 
 
 class Place:
-    """Where a classifier is random at prediction.
+    """The location of a classifier's noise at prediction.
 
     kind: names it in tables and keys. certified_as: the kind of the place that a certificate of the
     same classifier names. random: whether there is noise at all. smoothing: standard deviation of
@@ -57,46 +57,58 @@ class Place:
         return None
 
     def smoothed(self, sigma: float) -> Place:
-        """With Gaussian noise of that sigma on the input, in place of what is there."""
+        """Return the location with Gaussian noise of that sigma on the input, replacing its own."""
         return OnInput(sigma)
 
     def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
-        """Raises UserError for a model without such a place."""
+        """Return the model split at its noise.
+
+        Raises UserError for a model without such a location.
+        """
         raise NotImplementedError
 
     def normals_shape(
         self, model: nn.Module, input_shape: tuple[int, ...]
     ) -> tuple[int, ...] | None:
-        """Of the standard normals of one draw for one record; None when nothing is random."""
+        """Return the shape of one draw's standard normals for one record; None without noise."""
         raise NotImplementedError
 
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
-        """(B, classes) for inputs (B, ...) and normals (B, *normals_shape); without them, quiet."""
+        """Return logits (B, classes) for inputs (B, ...) and normals (B, *normals_shape).
+
+        Without normals the model is quiet.
+        """
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """As JSON, for keys and tables; a tensor of deviations by its scale and digest."""
+        """Return the location as JSON, for keys and tables.
+
+        A tensor of deviations is given by its scale and digest.
+        """
         return {"kind": self.kind}
 
     def in_modules(self) -> Several:
-        """The same noise, as that of an input and of modules."""
+        """Return the same noise as noise of the input and of modules."""
         return Several({}, input_std=self.smoothing or 0.0)
 
     def behind_first(self) -> BehindLayer:
-        """The noise behind the first layer alone. Raises UserError where it is elsewhere."""
+        """Return the noise behind the first layer alone. Raises UserError where it is elsewhere."""
         raise UserError("the model has no noise of its own; give the sigma of input noise")
 
     def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
-        """What it adds to the outputs of the model's first affine layer; None unless every
-        component gets some, and all that follows sees the input through that layer alone."""
+        """Return the noise on the outputs of the model's first affine layer, or None.
+
+        None unless every component gets some noise, and all that follows sees the input
+        through that layer alone.
+        """
         return None
 
     def attach(self, model: nn.Module) -> None:
-        """Make this the model's own noise. Raises UserError for a model without such a place."""
+        """Make this the model's own noise. Raises UserError for a model without such a location."""
 
     @classmethod
     def words(cls, sigma: float | None) -> str:
-        """What kind of classifier it makes of a network."""
+        """Return the kind of classifier that this noise makes of a network, in words."""
         raise NotImplementedError
 
 
@@ -113,7 +125,8 @@ class Nowhere(Place):
         return None
 
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
-        return model(x)
+        logits: Tensor = model(x)
+        return logits
 
     @classmethod
     def words(cls, sigma: float | None) -> str:
@@ -138,7 +151,8 @@ class OnInput(Place):
         return tuple(input_shape)
 
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
-        return model(x if normals is None else x + self.sigma * normals)
+        logits: Tensor = model(x if normals is None else x + self.sigma * normals)
+        return logits
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "sigma": self.sigma}
@@ -155,7 +169,9 @@ class OnInput(Place):
 
 @dataclass(frozen=True)
 class BehindLayer(Place):
-    """N(0, std^2) on every component of one module's output (PixelDP, HGM-PixelDP, Secure-SGD).
+    """N(0, std^2) on every component of one module's output.
+
+    Used by PixelDP, HGM-PixelDP and Secure-SGD.
 
     module: its name in ``model.named_modules()``; `cut` takes it to be the first affine layer.
     std: float32, the shape of one example's output.
@@ -168,17 +184,17 @@ class BehindLayer(Place):
 
     @property
     def scale(self) -> float:
-        """Root mean square of the deviations: sigma_r, of which std is sigma_r sqrt(K r)."""
+        """Return the root mean square sigma_r of the deviations; std is sigma_r sqrt(K r)."""
         return float(self.std.double().square().mean().sqrt())
 
     @property
     def shares(self) -> Tensor:
-        """K r, float64, mean 1: every component's variance relative to the mean."""
+        """Return K r, float64, mean 1: every component's variance relative to the mean."""
         squares = self.std.double().square()
         return squares / squares.mean()
 
     def smoothed(self, sigma: float) -> Place:
-        """With both noises: its own stays."""
+        """Return the location with both noises: its own stays."""
         return replace(self.in_modules(), input_std=sigma)
 
     def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
@@ -196,11 +212,14 @@ class BehindLayer(Place):
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
         from dpdist.randomness.noisy_modules import changed
 
+        logits: Tensor
         if normals is None:
-            return model(x)
+            logits = model(x)
+            return logits
         std = self.std.to(x.device)
         with changed(model, {self.module: lambda output: output + std * normals}):
-            return model(x)
+            logits = model(x)
+            return logits
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "module": self.module, **_described(self.std)}
@@ -226,8 +245,9 @@ class BehindLayer(Place):
 
 @dataclass(frozen=True)
 class Several(Place):
-    """Noise on the input and on the outputs of modules, in one draw (residual perturbation, sound
-    StoBatch).
+    """Noise on the input and on the outputs of modules, in one draw.
+
+    Used by residual perturbation and sound StoBatch.
 
     stds: deviation by the module's name in ``model.named_modules()``, public; float32 of the shape
     of one example's output where components differ. mode: how a module's output takes its noise
@@ -278,11 +298,14 @@ class Several(Place):
         return (sum(math.prod(shape) for shape in shapes),)
 
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
+        logits: Tensor
         if normals is None:
-            return model(x)
+            logits = model(x)
+            return logits
         cut = self.cut(model, tuple(x.shape[1:]))
         assert cut.first is not None
-        return cut.rest(cut.first(x) + cut.std * normals)
+        logits = cut.rest(cut.first(x) + cut.std * normals)
+        return logits
 
     def describe(self) -> dict[str, Any]:
         stds = {
@@ -330,7 +353,7 @@ PLACES: dict[str, type[Place]] = {
 
 
 def place_of(model: nn.Module) -> Place:
-    """Where a model is random by the noise that it carries."""
+    """Return the location of the noise that a model carries."""
     from dpdist.models import noise as hidden
     from dpdist.models import require_split
 
@@ -349,8 +372,11 @@ def place_of(model: nn.Module) -> Place:
 
 
 def smoothing_of(model: nn.Module, sigma: float | None, where: object) -> float | None:
-    """The input noise to smooth with: what is asked for, or the model's own; None for a model that
-    is random elsewhere. Raises UserError, which names `where`, when there is no noise at all."""
+    """Return the input noise to smooth with: the requested one, or the model's own.
+
+    None for a model that is random elsewhere. Raises UserError, which names `where`, when there
+    is no noise at all.
+    """
     place = place_of(model)
     if sigma is None and not place.random:
         raise UserError(f"{where}: nothing says with what noise to certify; give --sigma")
@@ -364,7 +390,7 @@ def _usable(std: Any) -> bool:
 
 
 def _described(std: Any) -> dict[str, Any]:
-    """A tensor of deviations, by its root mean square and digest."""
+    """Return a tensor of deviations as JSON, by its root mean square and digest."""
     raw = std.detach().float().cpu().contiguous().numpy().tobytes()
     digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
     return {"std": float(std.double().square().mean().sqrt()), "digest": digest}

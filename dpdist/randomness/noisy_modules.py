@@ -1,4 +1,4 @@
-"""Noise on the outputs of modules: how it is applied, and the network cut there.
+"""Apply noise to the outputs of modules, and split a network there.
 
 Several noises of one draw are packed into one row with the input, so that counting, attacking and
 certifying a network with noise in several places works as with noise in one.
@@ -30,7 +30,7 @@ def _multiplicative(output: Tensor, normals: Tensor, std: Std, floor: float) -> 
 
 
 def _relative(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
-    """Of one record's own output, never of the batch's."""
+    """Return the output with noise relative to each record's own deviation, never the batch's."""
     own = output.flatten(1).var(1, correction=0).clamp_min(_TINY).sqrt()
     return output + std * own.view(-1, *[1] * (output.dim() - 1)) * normals
 
@@ -45,7 +45,7 @@ MODES: dict[str, Callable[[Tensor, Tensor, Std, float], Tensor]] = {
 
 
 def perturbed(output: Tensor, normals: Tensor, std: Std, mode: str, floor: float = 0.0) -> Tensor:
-    """Outputs (B, ...) with noise in one of `MODES`; row b depends on row b alone."""
+    """Return outputs (B, ...) with noise in one of `MODES`; row b depends on row b alone."""
     own = std.to(output) if isinstance(std, Tensor) else std
     return MODES[mode](output, normals, own, floor)
 
@@ -60,7 +60,7 @@ def require_modules(model: nn.Module, names: Sequence[str]) -> None:
 
 @contextmanager
 def changed(model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Within it, the outputs of these modules are changed before anybody else sees them."""
+    """Change the outputs of these modules inside the context, before any other hook sees them."""
     with ExitStack() as stack:
         for name, change in changes.items():
             hook = model.get_submodule(name).register_forward_hook(
@@ -73,7 +73,10 @@ def changed(model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]])
 def output_shapes(
     model: nn.Module, names: Sequence[str], input_shape: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Shape of one example's output of each module. Raises UserError unless each runs once."""
+    """Return the shape of one example's output of each module.
+
+    Raises UserError unless each runs once.
+    """
     require_modules(model, names)
     shapes: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
 
@@ -100,8 +103,10 @@ def cut_several(
     input_std: float,
     input_shape: tuple[int, ...],
 ) -> tuple[nn.Module, nn.Module, Tensor]:
-    """A `dpdist.randomness.noise_location.NoiseCut` whose noise is one row: of the input, then of
-    each module in turn."""
+    """Return a `dpdist.randomness.noise_location.NoiseCut` whose noise is one row.
+
+    The row holds the noise of the input, then of each module in turn.
+    """
     shapes = output_shapes(model, tuple(stds), input_shape)
     device = device_of(model)
     there = {n: std.to(device) if isinstance(std, Tensor) else std for n, std in stds.items()}
@@ -113,7 +118,7 @@ def cut_several(
 
 
 class _WithRoom(nn.Module):
-    """Inputs (B, ...) as rows, with zeros where the modules' normals go."""
+    """Inputs (B, ...) as rows, with zeros in place of the modules' normals."""
 
     def __init__(self, room: int) -> None:
         super().__init__()
@@ -155,4 +160,5 @@ class _Inside(nn.Module):
             for (name, std), own in zip(self.stds.items(), normals, strict=True)
         }
         with changed(self.model, changes):
-            return self.model(x)
+            output: Tensor = self.model(x)
+            return output

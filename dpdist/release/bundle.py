@@ -1,4 +1,4 @@
-"""The files of a release: checksums, signature, description, their only reader, and its answers.
+"""Read, check and describe the files of a release: checksums, signature, description, answers.
 
 SHA256SUMS is the file that `sha256sum -c SHA256SUMS` reads. The signature is Ed25519 (RFC 8032)
 over that file, and so over all files that it names:
@@ -85,7 +85,7 @@ _MOST = 2**20  # bytes of a file of sums, of a key
 
 
 class ReleaseError(UserError):
-    """A release that does not hold: files, sums, signature and statements that do not fit."""
+    """A release that is not valid: files, sums, signature or statements that do not fit."""
 
 
 def table_name(number: int) -> str:
@@ -111,19 +111,20 @@ def tables_in(names: Iterable[str]) -> list[str]:
 
 
 def is_release(folder: Path) -> bool:
-    """Whether somebody meant a release to lie there, whole or not."""
+    """Return whether a folder is meant as a release, whole or not."""
     return is_file(folder / SUMS) or (is_file(folder / DESCRIPTION) and is_file(folder / CARD))
 
 
 def sums_of(folder: Path) -> str:
-    """The text of SHA256SUMS for the files in `folder`."""
+    """Return the text of SHA256SUMS for the files in `folder`."""
     tables = tables_in(path.name for path in folder.iterdir())
     return "".join(f"{_digest(folder / name)}  {name}\n" for name in (*SUMMED, *tables))
 
 
 def check_sums(folder: Path) -> dict[str, str]:
-    """Sums by name. Raises ReleaseError unless the files of a release lie there, no others, each
-    with its sum.
+    """Return the checksums by name, checked against the files.
+
+    Raises ReleaseError unless the files of a release lie there, no others, each with its sum.
 
     Names that begin with a dot are not looked at: tools that fetch releases leave such files, and
     nothing reads them.
@@ -149,7 +150,7 @@ def check_sums(folder: Path) -> dict[str, str]:
 
 
 def _stated(path: Path, there: list[str]) -> dict[str, str]:
-    """Return sums by name, of exactly the files that have one.
+    """Return the sums by name, of exactly the files that have one.
 
     Every line ends with a line feed alone, as `sha256sum -c` needs it.
     """
@@ -171,7 +172,10 @@ def _digest(path: Path) -> str:
 
 
 def signature(key: Path, sums: bytes) -> bytes:
-    """64 bytes, by an Ed25519 private key in PEM without a password. Raises UserError."""
+    """Return the signature of 64 bytes, by an Ed25519 private key in PEM without a password.
+
+    Raises UserError.
+    """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -187,8 +191,10 @@ def signature(key: Path, sums: bytes) -> bytes:
 
 
 def check_signature(folder: Path, public: Path) -> None:
-    """Raise ReleaseError unless the release is signed by the private key of `public` (PEM);
-    UserError when that is no Ed25519 public key."""
+    """Raise ReleaseError unless the release is signed by the private key of `public` (PEM).
+
+    Raises UserError when that is no Ed25519 public key.
+    """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -227,10 +233,13 @@ class Tested(Section):
 
 
 class Certified(Section):
-    """Certified accuracy of one certification of test data, as its table says it (`certified_of`).
+    """Certified accuracy of one certification of test data, as its table states it.
+
+    See `certified_of`.
 
     accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
-    of `norm`. alpha: the error of each certificate. sigma: of its noise."""
+    of `norm`. alpha: the error of each certificate. sigma: of its noise.
+    """
 
     title: Line
     norm: Literal["l1", "l2", "linf"]
@@ -260,7 +269,7 @@ def is_share(accuracy: float, inputs: int) -> bool:
 
 
 def certified_of(table: CertificateTable) -> dict[str, Any]:
-    """Return what release.json says of a table of certificates, computed from it (`Certified`)."""
+    """Return the entry of release.json for a table of certificates (`Certified`)."""
     radii = table.shown_radii
     return {
         "title": table.title,
@@ -275,7 +284,7 @@ def certified_of(table: CertificateTable) -> dict[str, Any]:
 
 
 class Description(Section):
-    """All of release.json.
+    """The content of release.json.
 
     model: hash of weights and architecture. tokens: whether inputs are tokens of text. classes:
     their names, in the order of the logits. noise: where the model is random by itself
@@ -316,7 +325,10 @@ class Description(Section):
 
 
 def description_of(record: dict[str, Any], where: str) -> Description:
-    """release.json as read. Raises UserError, in one line, for what it may not say."""
+    """Return the checked content of release.json.
+
+    Raises UserError, in one line, for invalid content.
+    """
     version = record.get("format")
     if isinstance(version, int) and version > FORMAT:
         raise UserError(
@@ -343,10 +355,13 @@ def description_of(record: dict[str, Any], where: str) -> Description:
 
 @dataclass(frozen=True)
 class Answer:
-    """label: index of the class, -1 for ABSTAIN. name: of the class, None for ABSTAIN. radius: no
-    change of the input below it in `norm` changes the answer of the smoothed classifier; wrong with
-    probability at most `alpha`, over the noise drawn for this answer. sigma: of noise on the input;
-    None where the model's own noise certifies."""
+    """The answer to one image.
+
+    label: index of the class, -1 for ABSTAIN. name: of the class, None for ABSTAIN. radius: no
+    change of the input below it in `norm` changes the answer of the smoothed classifier; wrong
+    with probability at most `alpha`, over the noise drawn for this answer. sigma: of noise on
+    the input; None where the model's own noise certifies.
+    """
 
     label: int
     name: str | None
@@ -357,16 +372,20 @@ class Answer:
 
     @property
     def abstain(self) -> bool:
+        """Return whether the answer is ABSTAIN."""
         return self.label == -1
 
     @property
     def as_json(self) -> dict[str, Any]:
+        """Return the answer as JSON types."""
         return asdict(self) | {"abstain": self.abstain}
 
 
 class Answerer:
-    """Answers by one certificate. The noise is drawn afresh for each call and told nobody. Not to
-    be shared by threads."""
+    """Answers by one certificate, with fresh secret noise for each call.
+
+    Not to be shared by threads.
+    """
 
     def __init__(self, release: Release, settings: Certificate) -> None:
         self._release, self._settings = release, settings
@@ -377,8 +396,11 @@ class Answerer:
             raise UserError(f"{release.path}: the model cannot be certified: {error}") from error
 
     def __call__(self, image: np.ndarray) -> Answer:
-        """image: of the model's input shape, uint8 or numbers in [0, 1]. Raises ValueError for
-        anything else."""
+        """Return the answer to one image.
+
+        image: of the model's input shape, uint8 or numbers in [0, 1]. Raises ValueError for
+        anything else.
+        """
         verdict = self._predictor.certify(as_input(image, self._release.spec.input_shape))
         label = int(verdict.prediction)
         settings = self._settings
@@ -397,9 +419,26 @@ class Answerer:
 
 @dataclass(frozen=True)
 class Release:
-    """What lies in a release folder. about: release.json. card: the privacy card, as stated. plan:
-    the phases that the card speaks of. sums: of its files, by name: they tell it from any other.
-    trusted_factory: see `load`."""
+    """A released model with its card and its noise, as `dpdist.load` opened it.
+
+    Args:
+        path: the release's folder.
+        about: the content of release.json.
+        card: the privacy card, as stated.
+        plan: the phases that the card names.
+        sums: checksums of its files, by name: they tell it from any other release.
+        trusted_factory: see `load`.
+
+    Example:
+        After `dpdist.write_release` wrote runs/small/release:
+
+        >>> import dpdist
+        >>> import numpy as np
+        >>> release = dpdist.load("runs/small/release")
+        >>> answer = release.answerer(n=200)
+        >>> answer(np.zeros(release.spec.input_shape)).norm
+        'l2'
+    """
 
     path: Path
     about: Description
@@ -410,11 +449,12 @@ class Release:
 
     @property
     def name(self) -> str:
+        """Return the name that the publisher gave the release."""
         return self.about.name
 
     @property
     def epsilon(self) -> float:
-        """At `delta`, as the card states it; `dpdist verify` computes it again."""
+        """Return epsilon at `delta`, as the card states it; `dpdist verify` computes it again."""
         return float(self.card["guarantee"]["epsilon"])
 
     @property
@@ -424,11 +464,15 @@ class Release:
 
     @property
     def delta(self) -> float:
+        """Return delta of the guarantee that the card states."""
         return self.plan.delta
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The architecture. Raises ReleaseError; UserError for a factory that is not trusted."""
+        """Return the architecture.
+
+        Raises ReleaseError; UserError for a factory that is not trusted.
+        """
         from dpdist import models
 
         with of_release():
@@ -443,9 +487,11 @@ class Release:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The network, in eval mode: float32 inputs (B, *spec.input_shape) in [0, 1] to logits.
-        Noise of its own is not in its forward pass (`dpdist.randomness.noise_location`). Raises as
-        `spec`."""
+        """Return the network, in eval mode.
+
+        float32 inputs (B, *spec.input_shape) in [0, 1] to logits. Noise of its own is not
+        in its forward pass (`dpdist.randomness.noise_location`). Raises as `spec`.
+        """
         from dpdist import models
         from dpdist.randomness.noise_location import place_of
 
@@ -463,15 +509,23 @@ class Release:
         return module
 
     def need_numbers(self) -> None:
-        """Raise UserError where inputs are tokens, which nothing certifies."""
+        """Raise UserError where inputs are tokens or outputs no classes: nothing certifies them."""
         if self.about.tokens:
             raise UserError(f"{self.path}: takes tokens of text, which have no certificate")
+        if (why := self.about.data.without_label(str(self.path))) is not None:
+            raise UserError(f"{why}; call its `model`")
 
     def settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Certificate:
-        """How one input is certified: noise of `sigma` on it (None: what the release says), n draws
-        and error alpha. Raises UserError where there is no noise at all."""
+        """Return the certificate of one input with noise `sigma`, n draws and error alpha.
+
+        None for sigma takes the release's own. Raises UserError where there is no noise at
+        all.
+
+        Noise of `sigma` on it (None: what the release says), n draws and error alpha.
+        Raises UserError where there is no noise at all.
+        """
         from dpdist.certification.registry import settings_of
         from dpdist.randomness.noise_location import smoothing_of
 
@@ -484,21 +538,39 @@ class Release:
     def answerer(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Answerer:
-        """Class and certified radius, or ABSTAIN, of one image after another, by fresh secret
-        noise. Raises as `settings`."""
+        """Return an answerer: class and certified radius, or ABSTAIN, of one image after another.
 
+        The noise is fresh and secret. Raises as `settings`.
+        """
         return Answerer(self, self.settings(sigma, n, alpha))
 
 
 def load(
     folder: str | Path, *, trusted_factory: str | None = None, signer: str | Path | None = None
 ) -> Release:
-    """The release in `folder`, every file and field of it checked; nothing is unpickled.
+    """Open a release, every file and field of it checked; nothing is unpickled.
 
-    trusted_factory: "package.module:factory" that may be imported to build the model; by default
-    only this project's own networks are built. signer: the public key (PEM, Ed25519) that must have
-    signed it; by default a signature is not looked at. Raises ReleaseError (a UserError) for a
-    release that does not hold, UserError where there is none, or no such key.
+    Args:
+        folder: the release's folder, made by `dpdist release` or `dpdist.write_release`.
+        trusted_factory: "package.module:factory" that may be imported to build the model; by
+            default only this project's own networks are built.
+        signer: the public key (PEM, Ed25519) that must have signed it; by default a signature is
+            not looked at.
+
+    Returns:
+        The release, which answers inputs.
+
+    Raises:
+        ReleaseError: the release is not valid (a UserError).
+        UserError: there is no release, or no such key.
+
+    Example:
+        After `dpdist.write_release` wrote runs/small/release:
+
+        >>> import dpdist
+        >>> release = dpdist.load("runs/small/release")
+        >>> release.name, release.epsilon <= 3
+        ('small', True)
     """
     path = usable_path(folder)
     if not path.is_dir():
@@ -526,7 +598,7 @@ def load(
 
 
 def _check_same(card: dict[str, Any], about: Description, path: Path) -> None:
-    """Check that the privacy card speaks of the model that release.json describes."""
+    """Check that the privacy card describes the model that release.json describes."""
     elsewhere = no_epsilon(card) is not None
     extra, trained_on = card["extra"], UNKNOWN_DATA if elsewhere else about.data.name
     same = {
@@ -546,7 +618,7 @@ def _check_same(card: dict[str, Any], about: Description, path: Path) -> None:
 
 @contextmanager
 def of_release() -> Iterator[None]:
-    """Complaints inside are about a release that does not hold, in one line each."""
+    """Turn every UserError inside into a ReleaseError of one line."""
     try:
         yield
     except UserError as error:

@@ -212,7 +212,10 @@ def _in_this_library(card: dict[str, Any]) -> dict[str, Any]:
     """The card as the accounting library of this machine would be named in it."""
     if not re.fullmatch(r"dp-accounting [\w.+-]{1,30}", card["library"]):
         raise ReleaseError(f"the card names {shown(card['library'])}, no library that is known")
-    return json.loads(json.dumps(card).replace(card["library"], library_version()))
+    result: dict[str, Any] = json.loads(
+        json.dumps(card).replace(card["library"], library_version())
+    )
+    return result
 
 
 def _check_pages(release: Release) -> str:

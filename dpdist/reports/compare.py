@@ -84,7 +84,7 @@ def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
     header = ["run", "clean, %", "claimed epsilon", "proved epsilon", "audited epsilon", "verdict"]
     rows = [header]
     for facts in runs:
-        clean = "" if facts.evaluation is None else percent(facts.evaluation["accuracy"])
+        clean = "" if facts.accuracy is None else percent(facts.accuracy)
         claim = facts.claim
         claimed, verdict = "none", "nothing claimed"
         if claim is not None and claim.claimed is not None:
@@ -153,7 +153,7 @@ def picture(runs: Sequence[Facts]) -> bytes:
                     continue
                 shares = 100 * np.arange(len(sizes), 0, -1) / len(curve.sizes)
                 axes.plot(
-                    sizes, shares, curve.line, color=colour, linewidth=1.4,
+                    sizes, shares, curve.line or "", color=colour, linewidth=1.4,
                     label=f"{facts.folder.name}, {curve.title}",
                 )  # fmt: skip
                 widest = max(widest, float(sizes[-1]))
@@ -315,7 +315,7 @@ def _curves_section(
 def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
     two = []
     for facts in (first, later):
-        if not facts.evaluation:
+        if not facts.evaluation or facts.accuracy is None:
             return []
         if "next_tokens" in facts.evaluation:
             notes.append(
@@ -404,7 +404,7 @@ def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedS
         if (mine.label[own] != other.label[others]).any():
             raise UserError(f"{mine.path} and {other.path}: different labels for the same inputs")
         numbers = math.prod(later.input_shape)
-        for norm in NORMS:
+        for norm, printed in NORMS.items():
             two = [table.kind.sizes_in(table.table, norm, numbers) for table in (mine, other)]
             by_name = {theirs.name: theirs for theirs in two[1]}
             for ours in two[0]:
@@ -414,7 +414,7 @@ def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedS
                     continue
                 yield PairedSizes(
                     later.folder.name,
-                    f"{ours.title}, {NORMS[norm]}",
+                    f"{ours.title}, {printed}",
                     norm,
                     ours.certified(mine.label)[own],
                     theirs.certified(other.label)[others],

@@ -22,7 +22,7 @@ from dpdist.certification.evaluation import Evaluation, refuse_decisions
 from dpdist.config.search import TuneRecipe
 from dpdist.core.console import exact, percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import INDEPENDENCE, SCREENED, weakest
+from dpdist.core.fields import INDEPENDENCE, MEASURES, SCREENED, weakest
 from dpdist.core.files import check_shape, read_json
 from dpdist.core.version import __version__
 from dpdist.privacy.budget import budgets_in, run_id
@@ -45,9 +45,12 @@ _TERMS = {"plan": dict, "charge": str, "assumed": list}  # what else it says is 
 
 @dataclass(frozen=True)
 class SearchTerms:
-    """plan: of training and search together. fields: what was searched. law: of the number of
+    """The terms of a private search.
+
+    plan: of training and search together. fields: the searched fields. law: of the number of
     trials. one_training: epsilon of one training with the same noise. charge: id in the budget.
-    assumed: of the public parts that trials may have begun with."""
+    assumed: of the public parts that trials may have begun with.
+    """
 
     plan: PrivacyPlan
     law: str
@@ -67,7 +70,7 @@ class SearchTerms:
 
 
 def read_search(folder: RunFolder) -> SearchTerms | None:
-    """The terms of the search that chose this run; None for a run that nothing chose.
+    """Return the terms of the search that chose this run; None for a run that no search chose.
 
     They are made again from what was asked for and from what a trial may cost. Raises UserError for
     one of its trials, and when they are lost: the ledger alone would prove too small an epsilon,
@@ -142,7 +145,7 @@ def _plan_of_search(
 def described(
     search: SearchTerms | None, folder: RunFolder, whole: Guarantee
 ) -> list[tuple[str, str]]:
-    """Name and value of what was searched and what it cost; nothing where nothing was.
+    """Return name and value of the searched fields and the search's cost; nothing without a search.
 
     whole: of training and search together.
     """
@@ -164,7 +167,7 @@ def described(
 
 
 def released(search: SearchTerms, plan: PrivacyPlan, ledger: Ledger) -> PrivacyPlan:
-    """The search's plan with the superseded releases of the winner's ledger.
+    """Return the search's plan with the superseded releases of the winner's ledger.
 
     plan: of the winner's training, which the search covers once.
     """
@@ -182,13 +185,28 @@ def released(search: SearchTerms, plan: PrivacyPlan, ledger: Ledger) -> PrivacyP
 
 
 _EVALUATION = {"accuracy": float, "inputs": int, "correct": int, "data": str, "fingerprint": str}
+_MEASURED = {"measures": dict, "inputs": int, "data": str, "fingerprint": str}
 MOST_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
 _TABLES = "*/certificates.parquet"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything a report shows, each from a named file of the run folder."""
+    """The facts of a run: guarantee, accuracies, certificates, attacks and audits.
+
+    Each is read from a named file of the run folder by `dpdist.read_facts`; printed, they are the
+    run's summary.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> facts = dpdist.read_facts("small")
+        >>> [table.name for table in facts.tables]
+        ['sigma-0.25-fixed-n-100']
+        >>> str(facts).splitlines()[0]
+        'run small'
+    """
 
     folder: RunFolder
     recipe: Recipe
@@ -205,25 +223,28 @@ class Facts:
 
     @property
     def attacks(self) -> list[AttackTable]:
+        """Return the tables of attacks on the model."""
         return self.evaluations[AttackSettings]
 
     @property
     def checks(self) -> list[dict[str, Any]]:
+        """Return the verdicts of attacks on certificates."""
         return self.evaluations[CheckSettings]
 
     @property
     def audits(self) -> list[Audited]:
+        """Return the results of privacy audits."""
         return self.evaluations[AuditResult]
 
     @property
     def audited_run(self) -> str | None:
-        """Of a run trained with an audit's canaries: that it is one, and not for release."""
+        """Return a note that the run has an audit's canaries and is not for release, or None."""
         planted = self.recipe.planted
         return None if planted is None else planted.words(self.plan.records)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of the model."""
+        """Return the input shape of the model."""
         path = self.folder.model / "model.json"
         shape = read_json(path, {"input_shape": list})["input_shape"]
         numbers_of(shape, path)
@@ -231,10 +252,12 @@ class Facts:
 
     @property
     def fixed_key(self) -> bool:
+        """Return whether the run key is fixed in the recipe, which is for tests only."""
         return self.recipe.privacy.run_key is not None or self.folder.fixed_key.exists()
 
     @property
     def privacy_line(self) -> str:
+        """Return the guarantee in one line, or why the run is not private."""
         if self.fixed_key:
             return "NOT PRIVATE: fixed run key (for tests only)"
         guarantee = self.guarantee
@@ -250,21 +273,23 @@ class Facts:
 
     @property
     def times_hidden(self) -> bool:
-        """Whether nothing may say how long the run took: for a search's trials that is part of what
-        stays secret about it; else it may tell how many records there are. Of a model from
-        elsewhere nobody knows."""
+        """Return whether the run's duration must stay hidden.
+
+        A search's trials keep it secret; it may also tell the number of records. Of a model from
+        elsewhere nobody knows it.
+        """
         return self.search is not None or self.plan.nominal or self.plan.trained_elsewhere
 
     @property
     def budget_lost(self) -> str | None:
-        """Why nothing can be said of all runs on the data set, where a budget was to say it."""
+        """Return why nothing can be said of all runs on the data set, or None."""
         if self.recipe.privacy.budget is None or self.data_set is not None:
             return None
         return "epsilon unknown, the budget that the recipe names is gone or has lost this run"
 
     @property
     def why_not(self) -> str:
-        """Why nothing is proved, where nothing is."""
+        """Return why nothing is proved; empty where a guarantee is."""
         reasons = self.plan.unproved
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
             reasons.append(f"method {self.recipe.method.name}, trained without gradient privacy")
@@ -272,17 +297,17 @@ class Facts:
 
     @property
     def claim(self) -> Claim | None:
-        """What the method's paper claims about this run's privacy."""
+        """Return the privacy claim of the method's paper about this run, or None."""
         return self.recipe.method.claim(self.plan, self.guarantee)
 
     @property
     def measured(self) -> list[tuple[str, str]]:
-        """What the method measured of its own assumptions: name and value."""
+        """Return name and value of the method's measurements of its own assumptions."""
         return self.recipe.method.measured(self.folder.private)
 
     @property
     def parts(self) -> dict[str, str]:
-        """Which part of the model saw which data; empty when all of it began at random."""
+        """Return the data that each pretrained part saw; empty when all of it began at random."""
         if not self.folder.pretrained.exists():
             return {}
         about = read_json(self.folder.pretrained, {"part": str, "saw": str})
@@ -301,8 +326,10 @@ class Facts:
 
     @property
     def independence(self) -> str:
-        """How sure it is that the model treats each record alone, in all starts of the run; ""
-        where no noisy step rests on it."""
+        """Return how sure it is that the model treats each record alone, in all starts of the run.
+
+        Empty where no noisy step rests on it.
+        """
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
             return ""
         return weakest([self.trained.get("independence", SCREENED)])
@@ -314,7 +341,7 @@ class Facts:
 
     @property
     def assumed(self) -> list[str]:
-        """What the guarantee rests on and nobody could check."""
+        """Return the assumptions of the guarantee that nobody could check."""
         about = read_json(self.folder.pretrained) if self.folder.pretrained.exists() else {}
         lines = [about["assumed"]] if about.get("assumed") else []
         lines += [line for line in self.search.assumed if line not in lines] if self.search else []
@@ -326,7 +353,7 @@ class Facts:
         return lines
 
     def card(self) -> dict[str, Any]:
-        """The privacy card, as JSON types."""
+        """Return the privacy card, as JSON types."""
         plan = self.plan
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
@@ -374,13 +401,33 @@ class Facts:
         )
 
     @property
+    def accuracy(self) -> float | None:
+        """Return the share of test inputs answered rightly.
+
+        None where that was not measured, or where records have no class (`measures`).
+        """
+        return (self.evaluation or {}).get("accuracy")
+
+    @property
+    def measures(self) -> dict[str, str]:
+        """What was measured of targets that are no classes, by name, in words."""
+        measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
+        found = {name: measured[name] for name in MEASURES.get(kind, ()) if name in measured}
+        shares = kind == "labels"
+        return {
+            name: "not finite" if value is None
+            else f"{percent(value)} %" if shares else f"{value:.4g}"
+            for name, value in found.items()
+        }  # fmt: skip
+
+    @property
     def next_tokens(self) -> int | None:
-        """How many next tokens the evaluation asked for; None where it asked for labels."""
+        """Return the number of next tokens that the evaluation asked for; None for labels."""
         return (self.evaluation or {}).get("next_tokens")
 
     @property
     def asked(self) -> str:
-        """What the evaluation asked about; the bracket is left open."""
+        """Return the subject of the evaluation; the bracket is left open."""
         about = self.evaluation or {}
         inputs = f"{about['inputs']:,} ({about['data']}"
         return (
@@ -388,7 +435,7 @@ class Facts:
         )
 
     def summary(self) -> list[tuple[str, str]]:
-        """Name and value, as printed at the end of a run."""
+        """Return name and value of each line that a run prints at its end."""
         rows = [("privacy", self.privacy_line)]
         if self.claim is not None:
             rows.append(("claimed, not proved", self.claim.line))
@@ -413,12 +460,10 @@ class Facts:
         if self.evaluation is not None:
             draws = self.evaluation.get("noise_draws")
             how = f", mean scores of {draws} draws of its noise" if draws else ""
-            rows.append(
-                (
-                    "clean accuracy",
-                    f"{percent(self.evaluation['accuracy'])} % of {self.asked}{how})",
-                )
-            )
+            if self.accuracy is not None:
+                said = f"{percent(self.accuracy)} % of {self.asked}{how})"
+                rows.append(("clean accuracy", said))
+            rows += [(name, f"{said} on {self.asked})") for name, said in self.measures.items()]
             if self.next_tokens is not None:
                 rows.append(("perplexity", f"{self.evaluation['perplexity']:.2f} of {self.asked})"))
         for table in self.tables:
@@ -430,13 +475,16 @@ class Facts:
         return rows
 
     def __repr__(self) -> str:
-        """The summary alone: a notebook is handed around, and the files of a run hold more, such as
-        how long a training took whose time is secret."""
+        """Return the summary alone.
+
+        A notebook is handed around, and the files of a run hold more, such as the duration
+        of a training, which may be secret.
+        """
         rows = "".join(f"\n  {name}: {value}" for name, value in self.summary())
         return f"run {self.folder.name}{rows}"
 
     def _repr_html_(self) -> str:
-        """The summary as a table, in a notebook."""
+        """Return the summary as a table, for a notebook."""
         rows = "".join(
             f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
             for name, value in self.summary()
@@ -454,8 +502,25 @@ def _certified_row(table: CertificateTable) -> tuple[str, str]:
 
 
 def read_facts(folder: RunFolder | str | Path) -> Facts:
-    """Read a run whose training has finished: its folder, or its name under runs/. Raises UserError
-    when it has not, or there is none."""
+    """Read what a finished run proves, measured and certified.
+
+    Args:
+        folder: the run's folder, or its name under runs/.
+
+    Returns:
+        Its facts, each from a named file of the folder.
+
+    Raises:
+        UserError: there is no such run, its training has not finished, or a file was changed.
+
+    Example:
+        After `dpdist.run` made runs/small:
+
+        >>> import dpdist
+        >>> facts = dpdist.read_facts("small")
+        >>> facts.plan.steps, facts.guarantee.kind
+        (5, 'proved')
+    """
     if not isinstance(folder, RunFolder):
         folder = open_run(str(folder), Path("runs"))
     trained, search = folder.require_trained(), read_search(folder)
@@ -467,7 +532,9 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     by_run = read_released(folder)
     plan, ledger = by_run.plan, by_run.ledger
     _check_trained_by(folder, ledger)
-    evaluation = _read_evaluation(folder.evaluation) if folder.evaluation.exists() else None
+    evaluation = None
+    if folder.evaluation.exists():
+        evaluation = _read_evaluation(folder.evaluation, recipe.data.targets)
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
     if search is not None:
         whole = released(search, plan, ledger)
@@ -499,14 +566,15 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
 
 
 def _check_trained_by(folder: RunFolder, ledger: Ledger) -> None:
-    """Raise UserError where the recipe, or the search that chose it, was exchanged since the model
-    was trained."""
+    """Raise UserError where the recipe or search was exchanged since the model was trained."""
     last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
     folder.check_trained_by(last.get(BEGUN_WITH))
     folder.check_searched_by(last.get(SEARCHED_BY))
 
 
-def _read_evaluation(path: Path) -> dict[str, Any]:
+def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
+    if targets != "class":
+        return _read_measures(path, targets)
     found = read_json(path, _EVALUATION)
     pairs = found.get("by_class", [])
     sound = 1 <= found["inputs"] <= MOST_INPUTS and 0 <= found["accuracy"] <= 1
@@ -519,8 +587,20 @@ def _read_evaluation(path: Path) -> dict[str, Any]:
     return found
 
 
+def _read_measures(path: Path, targets: str) -> dict[str, Any]:
+    found = read_json(path, _MEASURED)
+    values = found["measures"]
+    sound = sorted(values) == sorted(MEASURES[targets]) and 1 <= found["inputs"] <= MOST_INPUTS
+    most = 1.0 if targets == "labels" else math.inf
+    for value in values.values() if sound else ():
+        sound &= value is None or (isinstance(value, float | int) and 0 <= value <= most)
+    if not sound:
+        raise UserError(f"{path}: damaged: its measures are not those of data.targets: {targets}")
+    return found
+
+
 def _is_pair(value: Any) -> bool:
-    """Whether it is a number of inputs and how many of them were answered rightly."""
+    """Return whether the value is a number of inputs and the number of right answers."""
     whole = isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
     return whole and 0 <= value[1] <= value[0] <= MOST_INPUTS
 
@@ -538,7 +618,7 @@ def _check_models(trained: dict[str, Any], found: list[tuple[Path, str | None]])
 
 
 def _shown(recipe: dict[str, Any], field: str) -> str:
-    """A field's value in few digits."""
+    """Return a field's value in few digits."""
     value: Any = recipe
     for part in field.split("."):
         value = value[part]
@@ -555,7 +635,7 @@ def _group_guarantee(recipe: Recipe, whole: PrivacyPlan) -> Guarantee | None:
 def _data_set_guarantee(
     recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, search: SearchTerms | None
 ) -> Guarantee | None:
-    """What all runs on record have cost the data set, this one included."""
+    """Return the guarantee of all recorded runs on the data set, this one included, or None."""
     if recipe.privacy.budget is None:
         return None
     run = run_id(key_id(folder.read_key()), plan)

@@ -20,6 +20,7 @@ from dpdist.privacy import mechanisms
 
 matplotlib.use("Agg")
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
@@ -62,14 +63,14 @@ def roc_curves(panels: Sequence[tuple[str, Curves, Curves]], form: str = "png") 
     return png(figure, form)
 
 
-def _axes():
+def _axes() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(6.4, 3.8), dpi=110, layout="constrained")
     axes = figure.subplots()
     _house_style(axes)
     return figure, axes
 
 
-def axes_of(panels: int):
+def axes_of(panels: int) -> tuple[Figure, list[Axes]]:
     """A figure with that many panels beside one another, in the house style."""
     figure = Figure(figsize=(5.2 * panels, 4.2), dpi=110, layout="constrained")
     found = list(figure.subplots(1, panels, squeeze=False)[0])
@@ -78,7 +79,7 @@ def axes_of(panels: int):
     return figure, found
 
 
-def _house_style(axes) -> None:
+def _house_style(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -285,7 +285,7 @@ def _commit() -> str:
         return ""
     asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
     return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""
@@ -409,7 +409,7 @@ def _today() -> date:
 
 def _curves(facts: Facts) -> dict[str, Any]:
     """The charts of the whole run, None for one that there is nothing to draw of, and why."""
-    clean = facts.evaluation["accuracy"] if facts.evaluation else None
+    clean = facts.accuracy
     certified = certified_accuracy(facts.tables, clean) if facts.tables else None
     spent, why = None, "no steps were taken"
     if facts.search is not None:
@@ -433,8 +433,8 @@ def _headline(facts: Facts) -> str:
     elif facts.fixed_key or math.isinf(guarantee.epsilon):
         private = "not private"
     right = ""
-    if facts.evaluation is not None:
-        right = f", {percent(facts.evaluation['accuracy'], 1)} % right"
+    if facts.accuracy is not None:
+        right = f", {percent(facts.accuracy, 1)} % right"
     return f"{facts.folder.name}: {private}{right}"
 
 
@@ -455,12 +455,14 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
             "not trained by dpdist" if facts.plan.trained_elsewhere else "not private",
         )
     ]
-    if facts.evaluation is not None:
-        share = f"{percent(facts.evaluation['accuracy'], 1)} %"
+    about = facts.evaluation or {}
+    found += [(n, v, f"on {about['inputs']:,} test inputs") for n, v in facts.measures.items()]
+    if facts.accuracy is not None:
+        share = f"{percent(facts.accuracy, 1)} %"
         sure = f"{clean_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure"
         if facts.next_tokens is not None:
             sure = f"of {facts.next_tokens:,} next tokens"
-            found.append(("perplexity", f"{facts.evaluation['perplexity']:.1f}", sure))
+            found.append(("perplexity", f"{about['perplexity']:.1f}", sure))
         found.append(("right", share, sure))
     table = main_table(facts)
     if table is not None:

@@ -129,7 +129,11 @@ def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
 def _useful(facts: Facts) -> list[tuple[Mood, str]]:
     if facts.evaluation is None:
         return [("caution", "how often the model is right was not measured")]
-    inputs, share = facts.evaluation["inputs"], percent(facts.evaluation["accuracy"], 1)
+    inputs = facts.evaluation["inputs"]
+    if facts.accuracy is None:
+        said = ", ".join(f"{name} {value}" for name, value in facts.measures.items())
+        return [("good", f"on {inputs:,} test inputs: {said}")]
+    share = percent(facts.accuracy, 1)
     if facts.next_tokens is not None:
         said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share} % right"
         return [
@@ -178,10 +182,10 @@ def interval(hits: int, inputs: int) -> str:
 def clean_interval(facts: Facts) -> str | None:
     """Of the accuracy; None where there are many answers to an input, which are no independent
     sample."""
-    if facts.evaluation is None or facts.next_tokens is not None:
+    if facts.evaluation is None or facts.accuracy is None or facts.next_tokens is not None:
         return None
     inputs = facts.evaluation["inputs"]
-    return interval(round(inputs * facts.evaluation["accuracy"]), inputs)
+    return interval(round(inputs * facts.accuracy), inputs)
 
 
 # --- what the numbers mean ----------------------------------------------------------------------
@@ -244,7 +248,9 @@ def _radius(facts: Facts, norm: str) -> str:
 # --- JSON -------------------------------------------------------------------------------------
 
 
-_EVALUATED = ("data", "inputs", "correct", "accuracy", "cross_entropy", "noise_draws")
+_EVALUATED = (
+    "data", "inputs", "correct", "accuracy", "cross_entropy", "measures", "noise_draws",
+)  # fmt: skip
 _OF_NEXT = ("next_tokens", "perplexity")
 
 

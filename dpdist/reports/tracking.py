@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dpdist.core import console
 from dpdist.core.console import exact
 from dpdist.core.errors import UserError
+from dpdist.core.fields import MEASURES
 from dpdist.core.optional_imports import library
 
 if TYPE_CHECKING:
     from dpdist.reports.facts import Facts
     from dpdist.runs.folder import RunFolder
 
+_MEASURED = [name.replace(" ", "_") for names in MEASURES.values() for name in names]
 _PUBLISHED = re.compile(
-    r"privacy/(epsilon|delta)|test/(accuracy|cross_entropy)|certified/[^/]+/[^/]+"
+    rf"privacy/(epsilon|delta)|test/(accuracy|cross_entropy|{'|'.join(_MEASURED)})"
+    r"|certified/[^/]+/[^/]+"
 )
 
 
@@ -76,6 +79,9 @@ def figures(facts: Facts) -> Iterator[tuple[str, float, int]]:
         value = (facts.evaluation or {}).get(name)
         if value is not None:
             yield f"test/{name}", value, steps
+    for name, value in (facts.evaluation or {}).get("measures", {}).items():
+        if value is not None:
+            yield f"test/{name.replace(' ', '_')}", value, steps
     for table in facts.tables:
         for radius in table.shown_radii:
             accuracy = table.certified_accuracy(radius)

@@ -518,7 +518,10 @@ class Archive:
             raw = self.store.get(name)
         except Missing:
             return {}
-        return read_manifest(raw, f"{self.store.url}: {name}", self._number)["files"]
+        result: dict[str, dict[str, Any]] = read_manifest(
+            raw, f"{self.store.url}: {name}", self._number
+        )["files"]
+        return result
 
     def _chosen(self) -> list[str]:
         """Paths of the files to keep, relative to the run folder, the ledger left out."""

@@ -1,4 +1,4 @@
-"""The folder of one run: its files, whether it may be continued, and its verified ledger.
+"""Give access to the folder of one run: its files, its identity, and its verified ledger.
 
     recipe.yaml    the recipe, complete with defaults
     search.yaml    of a private search: its recipe; recipe.yaml then has the chosen values
@@ -62,34 +62,50 @@ _MAY_DIFFER = (
 
 
 class OtherRun(UserError):
-    """A folder that holds a run of another recipe: not the place to begin or continue this one."""
+    """A folder that holds a run of another recipe, so that this run may not use it."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run. Nothing is read or written before a method is called."""
+    """The folder of one run: its files by name, `private/` apart from `release/`.
+
+    Nothing is read or written before a method is called.
+
+    Args:
+        path: the folder, which need not exist yet.
+
+    Example:
+        >>> import dpdist
+        >>> from pathlib import Path
+        >>> folder = dpdist.RunFolder(Path("runs/digits"))
+        >>> folder.name, folder.ledger.as_posix()
+        ('digits', 'runs/digits/private/ledger.jsonl')
+    """
 
     path: Path
 
     @property
     def name(self) -> str:
+        """Return the run's name, which is the folder's."""
         return self.path.name
 
     @property
     def recipe_file(self) -> Path:
+        """Return recipe.yaml: the recipe, complete with defaults."""
         return self.path / "recipe.yaml"
 
     @property
     def private(self) -> Path:
+        """Return the folder that is never published."""
         return self.path / "private"
 
     @property
     def model(self) -> Path:
-        """The trained model; differentially private, but released only by `dpdist release`."""
+        """Return the folder of the trained model; private until `dpdist release` publishes it."""
         return self.private / "model"
 
     def around(self, path: Path) -> RunFolder | None:
-        """The run folder, this or another, in which a path lies; resolved."""
+        """Return the run folder, this or another, in which a path lies; resolved."""
         inside = path.resolve()
         for parent in (inside, *inside.parents):
             if parent == self.path.resolve() or _holds_a_run(parent):
@@ -98,67 +114,82 @@ class RunFolder:
 
     @property
     def holder(self) -> RunFolder | None:
-        """The run in whose private/ this one lies, as a trial of its search does."""
+        """Return the run in whose private/ this one lies, as a trial of its search does."""
         around = self.path.resolve().parents
         found = (p.parent for p in around if p.name == self.private.name and _holds_a_run(p.parent))
         return next(map(RunFolder, found), None)
 
     @property
     def ledger(self) -> Path:
+        """Return the file of the privacy ledger."""
         return self.private / "ledger.jsonl"
 
     @property
     def anchor(self) -> Path:
-        """How far the ledger goes, kept outside it (`dpdist.privacy.ledger`)."""
+        """Return the file with the ledger's anchor, kept outside it (`dpdist.privacy.ledger`)."""
         return anchor_path(self.ledger)
 
     @property
     def run_key(self) -> Path:
+        """Return the file of the secret run key."""
         return self.private / "run.key"
 
     @property
     def fixed_key(self) -> Path:
-        """There when the key was fixed in the recipe, whatever the recipe says now."""
+        """Return the mark of a key fixed in the recipe at the beginning of the run."""
         return self.private / "fixed-key"
 
     @property
     def fixed(self) -> Path:
-        """Tensors that the method made once, before the first step: of hidden noise, at first."""
+        """Return the file of tensors that the method made once, before the first step.
+
+        Hidden noise was the first of them.
+        """
         return self.private / "hidden-noise.safetensors"
 
     @property
     def plan(self) -> Path:
+        """Return the file of the privacy plan."""
         return self.private / "plan.json"
 
     @property
     def begun_with(self) -> Path:
-        """The recipe that the run was begun with, the noise multiplier of its plan, and what a
-        search was asked for: recipe.yaml and search.yaml may be edited, this may not."""
+        """Return the file with the recipe as it was at the beginning of the run.
+
+        It also holds the noise multiplier of the plan, and the terms of a search.
+        recipe.yaml and search.yaml may be edited, this file may not.
+        """
         return self.private / "begun-with.json"
 
     @property
     def asked(self) -> Path:
-        """The recipe with its search; recipe.yaml then has the values that the search chose."""
+        """Return the file of the recipe with its search.
+
+        recipe.yaml then has the values that the search chose.
+        """
         return self.path / "search.yaml"
 
     @property
     def search(self) -> Path:
-        """Of a run that a private search chose: the plan of training and search, and its terms."""
+        """Return the file with plan and terms of the private search that chose the run."""
         return self.private / "search.json"
 
     @property
     def search_terms(self) -> Path:
-        """Of a search: what was fixed before its first trial, such as what a trial may cost."""
+        """Return the file of terms fixed before a search's first trial.
+
+        The price of a trial is one of them.
+        """
         return self.private / "search" / "terms.json"
 
     @property
     def data(self) -> Path:
-        """Fingerprint of the training records."""
+        """Return the file with the fingerprint of the training records."""
         return self.private / "data.json"
 
     @property
     def pretrained(self) -> Path:
-        """Which part of the model others trained, and on what."""
+        """Return the file that names the pretrained part of the model and its data."""
         return self.private / "pretrained.json"
 
     @property
@@ -168,88 +199,96 @@ class RunFolder:
 
     @property
     def planted(self) -> Path:
-        """The audit's section of a run with canaries, as it was before the training."""
+        """Return the file of the audit's section of a run with canaries, as before the training."""
         return self.private / "planted.json"
 
     @property
     def trained(self) -> Path:
-        """Written last by a training that finished."""
+        """Return the file that a finished training writes last."""
         return self.private / "trained.json"
 
     @property
     def progress(self) -> Path:
+        """Return the file in which worker 0 reports its progress."""
         return self.private / "progress.json"
 
     @property
     def failure(self) -> Path:
-        """Left by a training worker for the driver: an error that a restart would only repeat."""
+        """Return the file in which a training worker leaves a lasting error for the driver."""
         return self.private / "failure.json"
 
     @property
     def errors(self) -> Path:
-        """What workers said when they failed; may hold values computed from private records."""
+        """Return the file of workers' errors; it may hold values computed from private records."""
         return self.private / "errors.txt"
 
     @property
     def metrics(self) -> Path:
+        """Return the file of private training metrics."""
         return self.private / "metrics.jsonl"
 
     @property
     def groups(self) -> Path:
-        """With which workers the training went on each time."""
+        """Return the file that records the group of workers of each start."""
         return self.private / "workers.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """Return the folder of training checkpoints."""
         return self.private / "checkpoints"
 
     @property
     def archive(self) -> Path:
-        """Of a run that is archived: where, and the claim by which this folder owns the place."""
+        """Return the file that names the archive and the claim by which this folder owns it."""
         return self.private / "archive.json"
 
     @property
     def permit_asked(self) -> Path:
-        """Which steps the training wants the archive to know of before they are released."""
+        """Return the file of steps that the archive has to know before their release."""
         return self.private / "permit-asked.json"
 
     @property
     def permit(self) -> Path:
-        """Which of them it does know of."""
+        """Return the file of steps that the archive knows."""
         return self.private / "permit.json"
 
     @property
     def log(self) -> Path:
+        """Return the file of Ray's messages."""
         return self.private / "ray.log"
 
     @property
     def baseline(self) -> Path:
-        """Which run without privacy was put beside this one."""
+        """Return the file that names the run without privacy beside this one."""
         return self.private / "baseline.json"
 
     @property
     def beside_baseline(self) -> Path:
-        """The report with that run's figures, which no epsilon covers."""
+        """Return the report with that run's figures, which no epsilon covers."""
         return self.private / "baseline.html"
 
     @property
     def evaluation(self) -> Path:
+        """Return the file of the accuracy on test data."""
         return self.path / "evaluation.json"
 
     @property
     def certificates(self) -> Path:
+        """Return the folder of certifications, one folder each."""
         return self.path / "certificates"
 
     @property
     def release(self) -> Path:
+        """Return the folder that is safe to publish."""
         return self.path / "release"
 
     @property
     def report(self) -> Path:
+        """Return the HTML report."""
         return self.path / "report" / "index.html"
 
     def check_same_recipe(self, recipe: Recipe) -> bool:
-        """Whether the run was begun before; writes nothing.
+        """Return whether the run was begun before; write nothing.
 
         Raises OtherRun when the folder holds another recipe, and UserError when it holds something
         else, or a newer format.
@@ -267,7 +306,10 @@ class RunFolder:
         return False
 
     def begin(self, recipe: Recipe) -> None:
-        """Create the folder, or open it to continue the same recipe. Raises as above."""
+        """Create the folder, or open it to continue the same recipe.
+
+        Raises as `check_same_recipe`.
+        """
         if self.check_same_recipe(recipe):
             return
         with built_aside(self.path, first=True) as path:
@@ -284,7 +326,7 @@ class RunFolder:
         asked: Recipe | None = None,
         trained: RunFolder | None = None,
     ) -> None:
-        """Keep what the run is begun with where nobody edits it.
+        """Keep the recipe and terms of the run's beginning in a file that nobody edits.
 
         noise_multiplier: of its plan; None before there is one. asked: with its search. trained:
         the folder whose training, and ledger, is this one's, where that is another.
@@ -300,7 +342,7 @@ class RunFolder:
         write_json(self.begun_with, {**said, **came, "noise_multiplier": noise_multiplier})
 
     def _read_begun_with(self) -> dict[str, Any]:
-        """Return what `pin_recipe` kept; nothing where nothing is kept."""
+        """Return the content of `begun_with`; nothing where nothing is kept."""
         shape = {"recipe": dict, "asked": dict | None, "noise_multiplier": float | None}
         try:
             return read_json(self.begun_with, shape)
@@ -309,12 +351,13 @@ class RunFolder:
 
     @property
     def begun_noise(self) -> float | None:
-        """The noise multiplier that the run was begun with, calibrated or not."""
-        return self._read_begun_with()["noise_multiplier"]
+        """Return the noise multiplier of the run's beginning, calibrated or not."""
+        noise: float | None = self._read_begun_with()["noise_multiplier"]
+        return noise
 
     @property
     def _trained_by(self) -> dict[str, Any] | None:
-        """The recipe of its training, as it was kept; None where none is."""
+        """Return the kept recipe of the training; None where none is kept."""
         kept = self._read_begun_with()
         found = kept.get("trained") or kept["recipe"]
         if found is not None and not isinstance(found, dict):
@@ -335,22 +378,26 @@ class RunFolder:
 
     @property
     def search_identity(self) -> dict[str, str]:
-        """Return the digest, for its ledger, of the search that this run is a trial of; none where
-        it is no trial (`check_searched_by`)."""
+        """Return the digest, for its ledger, of the search that this run is a trial of.
+
+        None where the run is no trial (`check_searched_by`).
+        """
         whole = self.holder
         return {} if whole is None else whole._search_digest
 
     @property
     def _search_digest(self) -> dict[str, str]:
-        """Return the digest of what this search was asked for and fixed to; none where it is no
-        search. It is one of the files' own text, as in `begun_identity`."""
+        """Return the digest of this search's request and terms; none without a search.
+
+        It is one of the files' own text, as in `begun_identity`.
+        """
         asked = self._read_begun_with()["asked"]
         if asked is None or not self.search_terms.exists():
             return {}
         return {SEARCHED_BY: _digest([asked, self.read_search_terms()])}
 
     def check_searched_by(self, told: str | None) -> None:
-        """Check that the run says by which search it was chosen.
+        """Check that the files of the run name the search that chose it.
 
         Args:
             told: what the winner's ledger keeps of the search; None where it keeps nothing, as in
@@ -367,12 +414,14 @@ class RunFolder:
             )
 
     def read_search_terms(self) -> dict[str, Any]:
-        """Return what was fixed before a search's first trial. Raises UserError where that is
-        damaged or missing."""
+        """Return the terms fixed before a search's first trial.
+
+        Raises UserError where they are damaged or missing.
+        """
         return read_json(self.search_terms, _SEARCH_TERMS)
 
     def check_trained_by(self, told: str | None) -> None:
-        """Raise UserError unless the run says the recipe that it was trained by.
+        """Raise UserError unless the recipe file is the one that the run was trained by.
 
         told: what the ledger's last attempt keeps of it (`begun_identity`); None of an old run.
         """
@@ -394,7 +443,7 @@ class RunFolder:
         )
 
     def _check_as_begun(self, name: str, path: Path, now: Recipe) -> None:
-        """Raise UserError unless a recipe file says what the run was begun with."""
+        """Raise UserError unless a recipe file equals that of the run's beginning."""
         kept = self._read_begun_with()[name]
         changed = kept and parse(kept, str(self.begun_with)).same_experiment(now)
         if changed:
@@ -421,8 +470,11 @@ class RunFolder:
             )
 
     def read_recipe(self) -> Recipe:
-        """The recipe the run was begun with. Raises UserError when it was changed since: its sums
-        and its plan would be those of another one."""
+        """Return the recipe that the run was begun with.
+
+        Raises UserError when it was changed since: its sums and its plan would be those of
+        another one.
+        """
         recipe = load(self.recipe_file)
         if self.planted.exists():
             fixed, now = read_json(self.planted), recipe.planted
@@ -435,14 +487,16 @@ class RunFolder:
         return recipe
 
     def read_asked(self) -> Recipe:
-        """The recipe with its search, before the search chose values. Raises UserError when it was
-        changed since."""
+        """Return the recipe with its search, before the search chose values.
+
+        Raises UserError when it was changed since.
+        """
         asked = load(self.asked)
         self._check_as_begun("asked", self.asked, asked)
         return asked
 
     def require_trained(self) -> dict[str, Any]:
-        """The summary of the finished training. Raises UserError when it never finished."""
+        """Return the summary of the finished training. Raises UserError when it never finished."""
         self.check_format()
         if not self.trained.exists():
             command = f"tune {self.asked}" if self.asked.exists() else f"train {self.recipe_file}"
@@ -453,27 +507,33 @@ class RunFolder:
         return read_json(self.trained, {"steps": int, "fallback_layers": list})
 
     def read_key(self) -> bytes:
-        """The secret run key. Raises UserError when it is missing or damaged."""
+        """Return the secret run key. Raises UserError when it is missing or damaged."""
         text = read_text(self.run_key, 1000)
         if not re.fullmatch(r"[0-9a-fA-F]{64}", text):  # and no less, which is easily guessed
             raise UserError(f"{self.run_key}: damaged: must be 64 hex digits")
         return bytes.fromhex(text)
 
     def read_plan(self) -> PrivacyPlan:
-        """The plan that the run executes. Raises UserError when it is missing or damaged, or is not
-        the one that the recipe makes."""
+        """Return the plan that the run executes.
+
+        Raises UserError when it is missing or damaged, or is not the one that the recipe
+        makes.
+        """
         plan = plan_of(read_json(self.plan), str(self.plan))
         recipe.check_plan(self.read_recipe(), plan, self.begun_noise, str(self.plan))
         return plan
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder` that were written to their end, oldest first."""
+    """Return the checkpoints in `folder` that were written to their end, oldest first."""
     return sorted(path for path in folder.glob("step-*") if (path / "done.json").exists())
 
 
 def open_run(name: str, runs: Path) -> RunFolder:
-    """The run folder given by path or by name under `runs`. Raises UserError when there is none."""
+    """Return the run folder given by path or by name under `runs`.
+
+    Raises UserError when there is none.
+    """
     given = usable_path(name)
     for path in (usable_path(runs) / given, given):
         if _holds_a_run(path):
@@ -550,7 +610,7 @@ class Released:
 
 @dataclass(frozen=True)
 class _Made:
-    """Something made of the releases of steps 0 to `steps` - 1. anchor: of the ledger then."""
+    """A file made of the releases of steps 0 to `steps` - 1. anchor: of the ledger then."""
 
     what: str
     steps: int
@@ -558,8 +618,10 @@ class _Made:
 
 
 def begun(folder: RunFolder) -> bool:
-    """Whether the run may have released anything; its ledger must then be there. A file without a
-    whole line is what a crash or a full disk left of its very first write."""
+    """Return whether the run may have released anything; its ledger must then be there.
+
+    A file without a whole line is left by a crash or a full disk at its very first write.
+    """
     made = (folder.ledger, folder.anchor, folder.trained, folder.groups)
     return any(map(_has_line, made)) or bool(complete_checkpoints(folder.checkpoints))
 
@@ -572,7 +634,7 @@ def _has_line(path: Path) -> bool:
 
 
 def read_released(folder: RunFolder) -> Released:
-    """What a run really released. Raises UserError when its ledger cannot be trusted to say so."""
+    """Return the real releases of a run. Raises UserError when its ledger cannot be trusted."""
     plan = folder.read_plan()
     made = _made(folder)  # first: whoever trains meanwhile only makes the ledger longer
     try:
@@ -586,8 +648,10 @@ def read_released(folder: RunFolder) -> Released:
 
 
 def check_released(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger) -> None:
-    """Raise LedgerError unless the ledger holds every release the run's model was made of, and no
-    step that is not the plan's; UserError for a damaged file beside it."""
+    """Raise LedgerError unless the ledger holds every release the run's model was made of.
+
+    It may hold no step that is not the plan's. Raises UserError for a damaged file beside it.
+    """
     _check(folder, plan, ledger, _made(folder))
 
 

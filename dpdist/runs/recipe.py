@@ -1,4 +1,4 @@
-"""The recipe, one YAML file that describes a run, and the privacy plan that it makes.
+"""Read the recipe, one YAML file that describes a run, and make its privacy plan.
 
 A recipe is validated field by field, without torch or Ray, and is written back into the run folder
 complete with its defaults. Its plan depends on the recipe and the number of records alone:
@@ -38,7 +38,26 @@ _NOT_IN_A_MODEL: Any = {
 
 
 class Recipe(Sections):
-    """A whole run."""
+    """The schema of a recipe: one section a topic, with defaults and checks.
+
+    A recipe is never changed; `dpdist.run` executes it. Sections are `data`, `model`, `method`,
+    `privacy`, `training`, `certify`, `tune`, `public`, `audit` and `resources`.
+
+    Raises:
+        pydantic.ValidationError: a key is unknown, or a value is out of range.
+
+    Example:
+        >>> import dpdist
+        >>> recipe = dpdist.Recipe.model_validate({
+        ...     "name": "tiny",
+        ...     "data": {"name": "digits"},
+        ...     "model": {"name": "linear"},
+        ...     "privacy": {"epsilon": 3, "delta": 1e-4},
+        ...     "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
+        ... })
+        >>> recipe.privacy.clip_norm, recipe.method.name
+        (1.0, 'dp-sgd')
+    """
 
     method: AnyMethod = DEFAULT
 
@@ -53,13 +72,18 @@ class Recipe(Sections):
         return {"name": value} if isinstance(value, str) else value
 
     def to_yaml(self) -> str:
-        """Complete with defaults; reading it back gives an equal recipe."""
+        """Return the recipe as YAML, complete with defaults.
+
+        Reading it back gives an equal recipe.
+        """
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
     @property
     def public_files(self) -> tuple[Path, ...]:
-        """Return the files and folders that others made and that a run reads: public weights of
-        its models, and a tokenizer."""
+        """Return the files and folders made by others that a run reads.
+
+        They are public weights of its models, and a tokenizer.
+        """
         parts = (self.model.initial, self.model.classifier, self.model.denoiser)
         found = [part.folder for part in parts if part is not None]
         text, weights = self.data.text, self.public and self.public.weights
@@ -68,19 +92,21 @@ class Recipe(Sections):
         return tuple(found)
 
     def same_experiment(self, other: Recipe) -> list[str]:
-        """Dotted keys in which two recipes differ, resources left out (they may change on
-        resume)."""
+        """Return the dotted keys in which two recipes differ.
+
+        Resources are left out, since they may change when a run is continued.
+        """
         mine, others = (r.model_dump(mode="json", exclude={"resources"}) for r in (self, other))
         return [name for name, _, _ in differing(mine, others)]
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """All of it that a model trained by it depends on, by dotted key."""
+        """Return all settings that a model trained by it depends on, by dotted key."""
         return dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
 
 
 def find(name: str) -> Path:
-    """The path of a recipe given as a path, or as the bare name of one that comes with dpdist."""
+    """Return the path of a recipe, given as a path or as the name of one that comes with dpdist."""
     path = usable_path(name)
     if path.suffix in (".yaml", ".yml") and is_file(path):
         return path
@@ -93,8 +119,9 @@ def find(name: str) -> Path:
 
 
 def load(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """Read and validate a recipe file; its name is the file's unless it says so. `changes` maps
-    dotted keys to values (from the command line).
+    """Read and validate a recipe file; its name is the file's unless it says so.
+
+    `changes` maps dotted keys to values (from the command line).
 
     Raises UserError with one line per wrong field: "recipes/x.yaml: privacy.delta: must be ...,
     got ...".
@@ -124,7 +151,7 @@ def resolve(
     archive: str | None = None,
     archive_private: bool = False,
 ) -> Recipe:
-    """The recipe, by path, by name or as it is, with what the command line adds.
+    """Return the recipe, by path, by name or as it is, with the changes of the command line.
 
     changes: by dotted key, validated as if the recipe said them. Raises UserError.
     """
@@ -142,8 +169,10 @@ def resolve(
 
 
 def read_changes(given: Sequence[str] | None) -> dict[str, Any]:
-    """What `--set KEY=VALUE` asks for, by dotted key; a value is written as in a recipe. Raises
-    UserError."""
+    """Return the changes of `--set KEY=VALUE`, by dotted key; values are written as in a recipe.
+
+    Raises UserError.
+    """
     changes: dict[str, Any] = {}
     for one in given or ():
         key, equals, text = (part.strip() for part in one.partition("="))
@@ -183,12 +212,12 @@ def refuse_unused(recipe: Recipe, where: str) -> None:
 
 
 def field_error(where: str, key: str, rule: str, got: object) -> UserError:
-    """The complaint about one field that only the data can judge."""
+    """Return the complaint about one field that only the data can judge."""
     return UserError(f"{where}: {key}: {rule}, got {got}")
 
 
 def check_against_data(recipe: Recipe, records: int, where: str) -> None:
-    """What the number of records forbids. Raises UserError."""
+    """Raise UserError for settings that the number of records forbids."""
     privacy, training = recipe.privacy, recipe.training
     if records < 2:
         raise UserError(
@@ -210,7 +239,7 @@ def check_against_data(recipe: Recipe, records: int, where: str) -> None:
 
 
 def step_count(recipe: Recipe, records: int) -> int:
-    """The integer number of steps."""
+    """Return the integer number of steps."""
     training = recipe.training
     if training.steps is not None:
         return training.steps
@@ -225,7 +254,7 @@ def step_count(recipe: Recipe, records: int) -> int:
 
 
 def _two_digits_down(value: float) -> str:
-    """Two significant digits: 1.7e-05 for 1/60000."""
+    """Return two significant digits, rounded down: 1.7e-05 for 1/60000."""
     exponent = math.floor(math.log10(value))
     return f"{math.floor(value / 10**exponent * 10 + 0.5) / 10:g}e{exponent:+03d}"
 
@@ -267,7 +296,7 @@ def _complaint(where: str, item: Any) -> str:
 
 
 def differing(mine: Any, other: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted key of each setting that differs, and both values; a missing one is None."""
+    """Yield the dotted key of each differing setting, and both values; None for a missing one."""
     if isinstance(mine, dict) and isinstance(other, dict):
         for key in sorted(mine.keys() | other.keys()):
             inner = f"{name}.{key}" if name else key
@@ -288,8 +317,10 @@ def _dotted(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
-    """What one training of the recipe executes with this noise, whatever its privacy section says
-    about noise. Raises ValueError for what no plan allows."""
+    """Return the plan of one training of the recipe with this noise.
+
+    The recipe's own noise is ignored. Raises ValueError for settings that no plan allows.
+    """
     privacy, batch_size = recipe.privacy, recipe.training.batch_size
     records = privacy.nominal_records or records
     if batch_size > records:
@@ -307,13 +338,15 @@ def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPla
 
 
 def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
-    """The plan of a recipe on `records` records, as `settle` finds it."""
+    """Return the plan of a recipe on `records` records, as `settle` finds it."""
     return settle(recipe, records, where)[1]
 
 
 def settle(recipe: Recipe, records: int, where: str) -> tuple[float, PrivacyPlan]:
-    """The noise multiplier of a recipe on `records` records, calibrated when epsilon is given, and
-    the plan with it. Of the plan's steps only the method knows what noise each has.
+    """Return the noise multiplier of a recipe on `records` records, and the plan with it.
+
+    The noise is calibrated when epsilon is given. Only the method knows the noise of each step
+    of the plan.
 
     With privacy.nominal_records nothing in it depends on `records`. Raises UserError when the
     recipe does not fit the data or the target cannot be reached.
@@ -365,7 +398,7 @@ def check_plan(
 
 
 def refuse_answers(plan: PrivacyPlan, where: str) -> None:
-    """Raise UserError for a training that pays for answers: as one of many it has nobody to ask."""
+    """Raise UserError for a training that pays for answers: as one of many, nobody would ask it."""
     if plan.answers:
         raise UserError(
             f"{where}: each of many trainings would need teachers of its own; take another method"
@@ -373,12 +406,12 @@ def refuse_answers(plan: PrivacyPlan, where: str) -> None:
 
 
 def training_alone(recipe: Recipe) -> Recipe:
-    """The recipe of its training and nothing else."""
+    """Return the recipe of its training alone."""
     return parse(_raw(recipe), recipe.name)
 
 
 def ordinary(recipe: Recipe, sections: Mapping[str, Section] | None = None) -> Recipe:
-    """The recipe of the same training by ordinary SGD: without method, clip and noise.
+    """Return the recipe of the same training by ordinary SGD: without method, clip and noise.
 
     sections: in place of its own, by name.
     """

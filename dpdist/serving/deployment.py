@@ -73,7 +73,7 @@ class Batches:
         taken = [self._waiting.popleft() for _ in range(most)] if self._waiting else []
         return [(image, answer) for image, answer in taken if not answer.done()]
 
-    async def _ask(self, images: tuple, answers: tuple) -> None:
+    async def _ask(self, images: tuple[Any, ...], answers: tuple[Any, ...]) -> None:
         try:
             async with asyncio.timeout(self._seconds):
                 found, seconds = await self._call(list(images))
@@ -169,7 +169,9 @@ class Replicas:
         chosen = min(range(len(rests)), key=lambda i: (rests[i], self._asked[i], self._lost[i]))
         self._asked[chosen] += 1
         try:
-            return await self._actors[chosen].answer.remote(images)
+            actor = self._actors[chosen]
+            result: tuple[list[dict[str, Any] | None], float] = await actor.answer.remote(images)
+            return result
         except RayActorError as error:
             self._lost[chosen] = self._clock()
             raise Lost(str(error)) from error

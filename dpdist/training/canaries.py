@@ -186,7 +186,8 @@ class RecordCanaries(Canaries):
         self._present = np.concatenate([np.ones(dataset.own, bool), present])
 
     def fed(self, members: np.ndarray) -> np.ndarray:
-        return members[self._present[members]]
+        present: np.ndarray = members[self._present[members]]
+        return present
 
 
 class PairCanaries(Canaries):

@@ -219,8 +219,9 @@ class FlatOptimizer:
 
     def __init__(self, training: TrainingRecipe, steps: int, flat: Tensor) -> None:
         self.training, self.steps = training, steps
-        names = {"sgd": ["momentum"] if training.momentum else [], "adam": ["mean", "square"]}
-        self.slots = {name: torch.zeros_like(flat) for name in names[training.optimizer]}
+        names = ["momentum"] if training.momentum else []
+        names = names if training.optimizer == "sgd" else ["mean", "square"]
+        self.slots = {name: torch.zeros_like(flat) for name in names}
         if training.ema is not None:
             self.slots["ema"] = flat.clone()
 
@@ -250,8 +251,11 @@ class FlatOptimizer:
     def _update(self, flat: Tensor, gradient: Tensor, slots: dict[str, Tensor], step: int) -> None:
         rate = self.learning_rate(step)
         if self.training.weight_decay:
-            gradient = gradient.add(flat, alpha=self.training.weight_decay)
-        if self.training.optimizer == "adam":
+            if self.training.optimizer == "adamw":
+                flat.mul_(1 - rate * self.training.weight_decay)
+            else:
+                gradient = gradient.add(flat, alpha=self.training.weight_decay)
+        if self.training.optimizer != "sgd":
             mean, square = slots["mean"], slots["square"]
             mean.mul_(_ADAM_BETA1).add_(gradient, alpha=1 - _ADAM_BETA1)
             square.mul_(_ADAM_BETA2).addcmul_(gradient, gradient, value=1 - _ADAM_BETA2)

@@ -47,9 +47,9 @@ from dpdist.runs.folder import RunFolder, check_released, read_released
 from dpdist.runs.recipe import Recipe, ordinary, plan_at
 from dpdist.training import job
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, read_run_key
-from dpdist.training.model_setup import Diverged, check_model, initial_model, model_spec
+from dpdist.training.model_setup import check_model, initial_model, model_spec
 from dpdist.training.records import source_of, training_data
-from dpdist.training.worker import recipe_digest
+from dpdist.training.worker import Diverged, recipe_digest
 
 # --- many trainings ---------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ def trained_here(
     its training records where `members` is true: a function of these and of what they hold. kept:
     of trainings that differ in nothing but their keys (`dpdist.training.job.TrainJob`).
 
-    Raises UserError, `dpdist.training.model_setup.Diverged` among others.
+    Raises UserError, `dpdist.training.worker.Diverged` among others.
     """
     privacy = recipe.privacy.model_copy(update={"run_key": key.hex()})
     own = recipe.model_copy(update={"privacy": privacy})
@@ -430,7 +430,7 @@ class Oracle:
         number = ledger.ask(question, self._plan)
         fixed = self._recipe.privacy.run_key is not None  # for tests, which want the same again
         key = derive_key(self._folder.read_key() if fixed else new_run_key(), "answer", number)
-        values = self._recipe.method.answer(scores, self._plan, key).tolist()
+        values: list[float] = self._recipe.method.answer(scores, self._plan, key).tolist()
         ledger.keep(question, values)
         return values
 

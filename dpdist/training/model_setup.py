@@ -11,6 +11,7 @@ before a training starts.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
 
 import torch
@@ -23,12 +24,15 @@ from dpdist.core.fields import weakest
 from dpdist.data import Dataset
 from dpdist.data.text import following
 from dpdist.gradients.clipping import clipping_for
-from dpdist.gradients.engine import GradientEngine, Task, cross_entropy, the_inputs
+from dpdist.gradients.engine import GradientEngine, Task, the_inputs
+from dpdist.gradients.hooks import Objective, per_example_losses
+from dpdist.gradients.objective import objective_of
 from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
 from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import EXAMPLES
 from dpdist.methods.base import Fixed
 from dpdist.models import ModelSpec
+from dpdist.models.factory_code import digests, remember
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 from dpdist.training.canaries import check_places
@@ -36,11 +40,10 @@ from dpdist.training.collectives import RELEASES, FlatOptimizer, Whole, Wire
 from dpdist.training.provenance import load_frozen, with_frozen
 from dpdist.training.records import evaluation_data, source_of, training_data
 
-# --- divergence -------------------------------------------------------------------------------
+# --- the start on public inputs ----------------------------------------------------------------
 
 
 _PROBE = 8  # test inputs
-_EVERY = 25  # steps
 
 
 def public_probe(test: Dataset) -> tuple[Tensor, Tensor]:
@@ -49,16 +52,19 @@ def public_probe(test: Dataset) -> tuple[Tensor, Tensor]:
     return test.batch(rows), test.targets(rows)
 
 
-def check_start(model: nn.Module, inputs: Tensor, labels: Tensor, name: str) -> None:
+def check_start(
+    model: nn.Module, inputs: Tensor, labels: Tensor, name: str, learned: Objective
+) -> None:
     """Raise UserError unless the untrained model gives finite logits for public test inputs, and
-    a finite gradient for one of them at least."""
+    a finite gradient of what is learned for one of them at least."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     finite = False
     for row in range(len(labels)):
         try:
             with torch.enable_grad():
-                outputs = model(inputs[row : row + 1])
-                loss = cross_entropy(outputs, labels[row : row + 1])[0]
+                some = slice(row, row + 1)
+                outputs = model(inputs[some])
+                loss = per_example_losses(model, learned, {}, inputs[some], labels[some])[0]
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         except RuntimeError as error:  # whatever a user's module does
             said = (str(error).splitlines() or [""])[0]
@@ -74,33 +80,6 @@ def check_start(model: nn.Module, inputs: Tensor, labels: Tensor, name: str) -> 
             f"model {name!r} has gradients that are not finite for each of the first {len(labels)} "
             "test inputs, before any training: no record could train it"
         )
-
-
-class Diverged(UserError):
-    """A training whose numbers are no numbers any more."""
-
-
-class Divergence:
-    """Stops a training whose parameters, or answers to public inputs, are no numbers any more."""
-
-    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
-        self._model, self._inputs = model, inputs
-
-    def check(self, flat: Tensor, step: int, last: bool) -> None:
-        """After the update of `step`; flat: all parameters. Raises Diverged."""
-        what = ""
-        if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
-            what = "the parameters are"
-        elif last or step % _EVERY == 0:
-            with torch.no_grad():
-                if not torch.isfinite(self._model(self._inputs)).all():
-                    what = "the logits for public test inputs are"
-        if what:
-            raise Diverged(
-                f"training diverged: after step {step + 1:,} {what} not finite. The steps so far "
-                "are charged; lower training.learning_rate (or privacy.clip_norm) and begin a new "
-                "run under another --name"
-            )
 
 
 # --- examples that hold nothing private -------------------------------------------------------
@@ -131,6 +110,8 @@ def public_examples(source: data.Source, count: int = EXAMPLES) -> tuple[Tensor,
     more = more.to(inputs)
     if test.following:
         other = torch.from_numpy(following(more.numpy()))
+    elif test.target_kind != "class":
+        other = labels[torch.randint(known, (len(more),), generator=generator)]
     else:
         other = torch.randint(test.classes, (len(more),), generator=generator)
     return torch.cat([inputs, more]), torch.cat([labels, other.to(labels)])
@@ -209,7 +190,8 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     if recipe.planted is not None:
         check_places(recipe.planted, engine.size)
     models.check_outputs(module, spec)
-    check_start(module, *public_probe(data.load(source_of(recipe), "test")), spec.name)
+    probe = public_probe(data.load(source_of(recipe), "test"))
+    check_start(module, *probe, spec.name, objective(recipe.training))
     if recipe.method.stepwise:
         validate_on_public_examples(engine, recipe.method.task(), source_of(recipe))
     recipe.method.constraint(module)  # refuses a model that it cannot be applied to
@@ -288,7 +270,25 @@ def build_engine(
         isolate=recipe.model.isolate,
     )
     engine.augmentation = augmentation(recipe.training)
+    if recipe.training.loss != "cross-entropy":
+        engine.objective = objective(recipe.training)
     return engine
+
+
+def objective(training: TrainingRecipe) -> Objective:
+    """Return what is learned, by the recipe. Raises UserError for a function that is not there."""
+    if not training.own_loss:
+        return objective_of(training.loss)
+    code = digests(training.loss)
+    module, _, name = training.loss.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise UserError(
+            f"training.loss: cannot import {training.loss!r}: {type(error).__name__}: {error}"
+        ) from error
+    remember(training.loss, code or digests(training.loss))
+    return objective_of(found)
 
 
 def wire_of(recipe: Recipe, plan: PrivacyPlan | None = None) -> Wire:
@@ -413,6 +413,8 @@ def _examples_per_second(
     inputs = torch.rand(_PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
     shape = dataset.input_shape if following else ()
     labels = torch.randint(dataset.classes, (_PROBE_EXAMPLES, *shape), generator=generator)
+    if dataset.target_kind != "class":
+        labels = torch.rand(_PROBE_EXAMPLES, dataset.classes, generator=generator)
     ids = torch.arange(_PROBE_EXAMPLES)
     best = float("inf")
     for _ in range(4):  # the first pass warms up

@@ -29,6 +29,7 @@ def _source(section: DataRecipe) -> data.Source:
         tuple(section.columns.features),
         section.columns.group,
         _text(section),
+        section.targets,
     )
     return data.Source(
         section.name, section.classes, section.root, section.train, section.test, columns,
@@ -134,7 +135,8 @@ def _used(section: DataRecipe, split: data.Dataset) -> float:
         return 1.0
     share = section.max_train / len(split)
     digits = 1 - math.floor(math.log10(share))
-    return min(1.0, math.ceil(share * 10**digits - 1e-9) / 10**digits)
+    result: float = min(1.0, math.ceil(share * 10**digits - 1e-9) / 10**digits)
+    return result
 
 
 def public_data(recipe: Recipe) -> data.Dataset | None:

@@ -42,7 +42,7 @@ def join(reducer: Reducer) -> None:
     _choose_interface(address)
     listener = socket.create_server((address, 0)) if rank == 0 else None
     meeting = broadcast_from_rank_zero(listener.getsockname()[:2] if listener else None)
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         meeting[0],
         meeting[1],
         world_size,
@@ -82,6 +82,7 @@ def _interface_of(address: str) -> str:
     """The network interface that has this address."""
     import psutil
 
+    name: str
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name

@@ -41,14 +41,40 @@ def train(
     progress: Progress = lambda done, total, rate: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Train to the end of the plan and return the summary; a finished run returns at once.
-
-    job: from `dpdist.training.job.prepare`. say: hears of an archive that cannot be written, and of
-    a cluster that has become too small.
+    """Train a prepared job to the end of its plan; a finished run returns at once.
 
     Worker failures are retried by Ray Train up to resources.max_failures times, each from the
-    newest checkpoint as an exact replay. Raises UserError, ClusterError; RunBusy where another
-    process trains the run, before anything is started or charged.
+    newest checkpoint as an exact replay.
+
+    Args:
+        job: from `dpdist.training.job.prepare`.
+        session: the session of Ray that trains it, from `dpdist.connect`.
+        progress: called with steps done, steps in all, and steps per second.
+        say: hears of an archive that cannot be written, and of a cluster that has become too small.
+
+    Returns:
+        The summary of the training.
+
+    Raises:
+        RunBusy: another process trains the run; nothing was started or charged.
+        UserError: the run cannot be trained here.
+        ClusterError: the workers failed for good.
+
+    Example:
+        >>> import dpdist
+        >>> from dpdist.training.job import prepare
+        >>> from pathlib import Path
+        >>> recipe = dpdist.Recipe.model_validate({
+        ...     "name": "trained",
+        ...     "data": {"name": "digits", "max_train": 200},
+        ...     "model": {"name": "linear"},
+        ...     "privacy": {"epsilon": 3, "delta": 1e-4},
+        ...     "training": {"batch_size": 50, "steps": 3, "learning_rate": 0.5},
+        ... })
+        >>> job = prepare(recipe, dpdist.RunFolder(Path("runs/trained")), "recipe")
+        >>> with dpdist.connect(cpus=2) as session:
+        ...     dpdist.train(job, session)["steps"]
+        3
     """
     folder = job.folder
     if not folder.trained.exists():
@@ -71,7 +97,7 @@ def train(
 
 @contextmanager
 def _charged(job: TrainJob) -> Iterator[None]:
-    """Charge the records' budget: the whole plan before the run, what was released after it.
+    """Charge the records' budget: the whole plan before the run, the real releases after it.
 
     Raises UserError, before anything runs, where the run does not fit under the recipe's ceiling.
     """
@@ -138,8 +164,7 @@ def fit(
     workers: Callable[[TrainJob], None] | None = None,
     here: bool = False,
 ) -> None:
-    """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if there
-    is one.
+    """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if any.
 
     max_failures: restarts by Ray (default: resources.max_failures). until: pause after so many
     steps. callbacks: for Ray's run configuration. workers: in place of Ray Train. here: teachers
@@ -203,7 +228,7 @@ def _check_alone(folder: RunFolder) -> None:
 
 
 def _failed(folder: RunFolder, said: str, restarts: int) -> ClusterError:
-    """What to tell of workers that failed for good."""
+    """Return the error to raise for workers that failed for good."""
     try:
         _check_alone(folder)  # it may have come first since `train` looked
     except RunBusy as busy:
@@ -216,7 +241,7 @@ def _failed(folder: RunFolder, said: str, restarts: int) -> ClusterError:
 
 
 def _word_of(folder: RunFolder) -> UserError:
-    """What a worker left for the driver: nothing but the file when the disk was full."""
+    """Return the error that a worker left for the driver; it names only the file on a full disk."""
     said = json.loads(folder.failure.read_text() or "{}")
     if said and not said["full"]:
         return UserError(said["error"])
@@ -225,7 +250,7 @@ def _word_of(folder: RunFolder) -> UserError:
 
 
 def _check_room(recipe: Recipe, session: Session) -> None:
-    """A local session never grows: refuse at once what would wait forever."""
+    """Refuse at once a training that waits forever, since a local session never grows."""
     resources = recipe.resources
     cpus = resources.cpus
     gpus = resources.least * resources.gpus_per_worker
@@ -244,8 +269,10 @@ def _room(recipe: Recipe, say: Callable[[str], None]) -> Room:
 
 
 def _wait(job: TrainJob, progress: Progress, looks: Sequence[Callable[[], None]]) -> None:
-    """Fit in a thread, show progress and call `looks` meanwhile. Ray would take Ctrl-C from the
-    main thread."""
+    """Fit in a thread, show progress and call `looks` meanwhile.
+
+    Ray would take Ctrl-C from the main thread.
+    """
     errors: list[BaseException] = []
 
     def fit_and_keep_errors() -> None:
@@ -267,7 +294,7 @@ def _wait(job: TrainJob, progress: Progress, looks: Sequence[Callable[[], None]]
 
 
 def _show(path: Path, progress: Progress) -> None:
-    """Report what worker 0 last wrote into the progress file."""
+    """Report the last progress that worker 0 wrote."""
     try:
         state = json.loads(path.read_text())
     except (OSError, ValueError):

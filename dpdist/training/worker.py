@@ -1,9 +1,8 @@
 """The training loop of one Ray Train worker, and the state that all workers share.
 
-Each step: Poisson-sample this worker's share of the records under the step's key; sum their
-clipped gradients; one all-reduce; announce the release in the ledger; add the step's keyed noise;
-divide by the expected batch size; update. Sampling rate, clip, noise and step count come from the
-plan and nowhere else.
+`restore` is all start-up, `PrivateStep` (`dpdist.training.private_step`) releases a noisy gradient,
+and `run` takes the plan's steps: gradient, update, constraint, checkpoint. Sampling rate, clip,
+noise and step count come from the plan and nowhere else.
 
 Before a step is released, worker 0 asks the archive for permission through a file of the run
 folder, so that a lost run folder cannot hide releases (`dpdist.runs.archive` explains it). The
@@ -20,11 +19,11 @@ import hashlib
 import json
 import platform
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -33,14 +32,11 @@ from torch import Tensor, nn
 
 from dpdist import data, models
 from dpdist.cluster.versions import check_same, code_digest
-from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import ClusterError, UserError, no_room
 from dpdist.core.fields import SCREENED
 from dpdist.core.files import read_bytes, read_json, write_atomic, write_json
-from dpdist.gradients import noise
-from dpdist.gradients.engine import GradientEngine, Task
-from dpdist.gradients.noise import add_noise
-from dpdist.gradients.sampling import Blocks, poisson_sample, share
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.noise import check_device_noise
 from dpdist.methods.base import Fixed, Setup
 from dpdist.models import ModelSpec
 from dpdist.models.factory_code import digests
@@ -51,27 +47,18 @@ from dpdist.runs.archive import Permit, read_permit
 from dpdist.runs.folder import RunFolder, check_released
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint, model_setup, monitoring
-from dpdist.training.canaries import Canaries, plant
-from dpdist.training.collectives import (
-    RELEASES,
-    FlatOptimizer,
-    MissingRank,
-    Reducer,
-    Shards,
-    Whole,
-    release_id,
-)
+from dpdist.training.canaries import plant
+from dpdist.training.collectives import RELEASES, FlatOptimizer, MissingRank, Reducer
 from dpdist.training.job import PACKAGES, PUT_BACK, TrainJob, read_run_key
 from dpdist.training.model_setup import (
-    Diverged,
-    Divergence,
     build_engine,
     initial_model,
     model_spec,
     public_probe,
     wire_of,
 )
-from dpdist.training.monitoring import Monitor, Seen
+from dpdist.training.monitoring import Monitor
+from dpdist.training.private_step import PrivateStep, check_clip, shards_of
 from dpdist.training.records import public_data
 
 # --- permission of the archive ----------------------------------------------------------------
@@ -138,8 +125,10 @@ def _device(device: torch.device) -> str:
 
 def recipe_digest(recipe: Recipe) -> str:
     """Return a digest of all in a recipe that its sums depend on, and of a user's own code in it:
-    the modules of the model's factory and of the method's class, as `factory_code` covers them."""
-    named = (name for name in (recipe.model.name, recipe.method.name) if ":" in name)
+    the modules of the model's factory, the method's class and the loss, as `factory_code` covers
+    them."""
+    given = recipe.model.name, recipe.method.name, recipe.training.loss
+    named = (name for name in given if ":" in name)
     return _digest([recipe.of_model, {name: digests(name) for name in named}])
 
 
@@ -243,10 +232,140 @@ def method_state_digest(fixed: Fixed) -> str:
     return hashed.hexdigest()
 
 
-# --- the loop ---------------------------------------------------------------------------------
+# --- divergence -------------------------------------------------------------------------------
+
+
+_EVERY = 25  # steps
+
+
+class Diverged(UserError):
+    """A training whose numbers are no numbers any more."""
+
+
+class Divergence:
+    """Stops a training whose parameters, or answers to public inputs, are no numbers any more."""
+
+    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
+        self._model, self._inputs = model, inputs
+
+    def check(self, flat: Tensor, step: int, last: bool) -> None:
+        """After the update of `step`; flat: all parameters. Raises Diverged."""
+        what = ""
+        if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
+            what = "the parameters are"
+        elif last or step % _EVERY == 0:
+            with torch.no_grad():
+                if not torch.isfinite(self._model(self._inputs)).all():
+                    what = "the logits for public test inputs are"
+        if what:
+            raise Diverged(
+                f"training diverged: after step {step + 1:,} {what} not finite. The steps so far "
+                "are charged; lower training.learning_rate (or privacy.clip_norm) and begin a new "
+                "run under another --name"
+            )
+
+
+# --- attempts ---------------------------------------------------------------------------------
 
 
 _RECORDS = ("data", "recipe")  # of an attempt's identity: what shapes noise that is drawn once
+
+
+@dataclass
+class Attempt:
+    """One process's part of a run, as the ledger knows it.
+
+    label: in all keys of its new steps. announced: the steps that are replayed, as first step, end
+    and label of each run of them. ledger: worker 0's.
+    """
+
+    label: str
+    announced: list[tuple[int, int, str]]
+    ledger: Ledger | None
+
+    @classmethod
+    def begin(
+        cls, job: TrainJob, reducer: Reducer, stack: ExitStack, identity: dict[str, str]
+    ) -> Attempt:
+        """Begin an attempt, or continue the last one where nothing differs from it. From here on
+        worker 0 holds the ledger, until `stack` closes.
+
+        Args:
+            identity: all that a sum depends on, by name (`identity_of`).
+        """
+        ledger, label, newest = None, "", checkpoint.newest_step(job.folder.checkpoints)
+        if reducer.rank == 0:
+            ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
+            check_released(job.folder, job.plan, ledger)
+            check_same_fixed(job.folder, ledger, identity["hidden noise"])
+            mine = identity | job.folder.begun_identity | job.folder.search_identity
+            _check_ceiling(job, ledger, newest, mine)
+            ledger.begin_attempt(mine)
+            label = _label(job, ledger, ledger.nonce)
+        # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
+        label = reducer.gather(label)[0]
+        return cls(label, _announced(job, reducer, ledger, newest), ledger)
+
+    def records_key(self, job: TrainJob, reducer: Reducer, key: bytes) -> bytes:
+        """Return the key of noise that is drawn once for each record, in the first attempt.
+
+        Raises UserError where that attempt saw other records, or another recipe: the same noise
+        would be added to something else.
+        """
+        label = ""
+        if self.ledger is not None:
+            first, now = self.ledger.attempts[0], self.ledger.attempts[-1]
+            label = first["nonce"] if job.recipe.privacy.run_key is None else ""
+            before, after = first["identity"], now["identity"]
+            shaped = [name for name in _RECORDS if before.get(name) != after.get(name)]
+            if shaped and job.recipe.method.local and job.given is None:
+                raise UserError(
+                    f"{job.folder.path}: the {' and '.join(shaped)} changed since its records "
+                    f"were released with noise; {PUT_BACK}"
+                )
+        label = reducer.gather(label)[0]
+        return derive_key(key, "records", *([label] if label else []))
+
+
+def _label(job: TrainJob, ledger: Ledger, nonce: str) -> str:
+    """Return the current attempt's label in keys. A fixed key is for tests, which want the same
+    run again: no nonce then."""
+    return f"{ledger.epoch}/{nonce if job.recipe.privacy.run_key is None else ''}"
+
+
+def _announced(
+    job: TrainJob, reducer: Reducer, ledger: Ledger | None, start: int
+) -> list[tuple[int, int, str]]:
+    """Return worker 0's list of the steps from `start` on that are replayed: first step, end and
+    label of each run of them."""
+    found = []
+    if ledger is not None:
+        found = [(first, end, _label(job, ledger, n)) for first, end, n in ledger.announced(start)]
+    count = reducer.from_first(len(found))
+    told = []
+    for at in range(count):
+        said = " ".join(map(str, found[at])) if found else ""
+        first, end, label = reducer.gather(said)[0].split(" ")
+        told.append((int(first), int(end), label))
+    return told
+
+
+def _check_ceiling(job: TrainJob, ledger: Ledger, newest: int, mine: dict[str, str]) -> None:
+    """Raise UserError, before anything is on record, where a budget's ceiling, which has room
+    for the plan, has none reserved for what this attempt would release again."""
+    again = ledger.repeats(newest, mine)
+    if again and job.recipe.privacy.budget_ceiling is not None:
+        before = ledger.attempts[-1]["identity"]
+        other = sorted(name for name in mine | before if before.get(name) != mine.get(name))
+        why = f"with another {', '.join(other)} than before " if other else ""
+        raise UserError(
+            f"{again} steps on record would be released again, {why}and privacy.budget_ceiling "
+            "has no room reserved for it: go on with the workers and machines as they were, or "
+            "begin a new run under another --name"
+        )
+
+
+# --- the loop ---------------------------------------------------------------------------------
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -289,265 +408,130 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
     until: pause after so many steps; the model so far is saved, and the next call goes on.
     """
     with ExitStack() as stack:
-        loop = Loop(job, reducer, stack, until)
+        loop = restore(job, reducer, stack, until)
         job.recipe.method.learn(loop)
         loop.finish()
 
 
-class Mechanism:
-    """What a step releases: sampling, clipped sums, one reduction, noise, division.
+def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None = None) -> Loop:
+    """Return a training as it stands after its newest checkpoint, ready for the next step.
 
-    Of a training (`Loop`), and of audits, which drive the same code on records of their own.
-    ledger: worker 0's; every release is announced there first.
+    Build model and engine, check both on nothing private, begin an attempt in the ledger, which
+    stays open until `stack` closes, and take over the checkpoint's state.
+
+    Raises:
+        UserError: the records are not the plan's, or the model cannot be trained on them.
+        MissingRank: the workers would start from different states.
+    """
+    recipe, plan, folder, method = job.recipe, job.plan, job.folder, job.recipe.method
+    records = job.records()
+    if len(records) != plan.records and not plan.nominal:
+        raise UserError(f"{records.name} has {len(records)} records, the plan says {plan.records}")
+    run_key = read_run_key(folder)
+    key = derive_key(run_key, "run", plan.fingerprint(), records.fingerprint, "trial", 0)
+    spec = model_spec(recipe, records)
+    model = initial_model(recipe, spec).to(reducer.device)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    engine, task = build_engine(recipe, model, plan), method.task()
+    sharing = RELEASES[recipe.resources.release](wire_of(recipe, plan))
+    check_clip(engine, sharing, plan.clip_norm)
+    flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
+    _point_into(engine, flat)
+    made = ensure_fixed(job, spec) if reducer.rank == 0 else False
+    tensors = read_fixed(folder) if reducer.gather("made" if made else "")[0] else {}
+    fixed = Fixed(model, tensors, derive_key(key, "hidden"))
+    constrain = method.constraint(model)
+    constrain()
+    on_device = recipe.resources.noise == "device"
+    if on_device:
+        check_device_noise(reducer.device)
+    own = sharing.own(reducer, len(flat))
+    optimizer = FlatOptimizer(recipe.training, plan.steps, flat[own])
+    slots = {name: t.to(reducer.device) for name, t in method.slots(model).items()}
+    canaries = plant(records, run_key, plan, engine.size)
+    reproducible = recipe.training.reproducible
+    shards = shards_of(len(records), plan.records, reducer, reproducible)
+    if method.stepwise:  # on nothing private, before anything is on record
+        engine.draws = method.perturbation(plan.step(0), optimizer.learning_rate(0), fixed)
+        model_setup.validate_on_public_examples(engine, task, job.source)
+    initial = checkpoint.tensors_digest(model.state_dict())
+    identity = {
+        **identity_of(job, reducer, records.fingerprint, initial),
+        **sharing.identity(reducer, reproducible),
+        "hidden noise": method_state_digest(fixed),
+    }
+    attempt = Attempt.begin(job, reducer, stack, identity)
+    seen = method.seen(records, plan, attempt.records_key(job, reducer, key))
+    step = PrivateStep(
+        engine, seen, key, attempt.label,
+        task=task, reducer=reducer, shards=shards, sharing=sharing, noise_on_device=on_device,
+        ledger=attempt.ledger, canaries=canaries, announced=attempt.announced,
+    )  # fmt: skip
+    inputs, _ = public_probe(data.load(job.source, "test"))
+    loop = Loop(
+        job=job, step=step, spec=spec, model=model, frozen=frozen, fixed=fixed,
+        constrain=constrain, flat=flat, own=own, optimizer=optimizer,
+        slots=slots,
+        divergence=Divergence(model, inputs.to(reducer.device)),
+        last=plan.steps if until is None else min(until, plan.steps),
+    )  # fmt: skip
+    loop.start = loop._newest_checkpoint()
+    if attempt.ledger is not None:
+        loop.monitor = Monitor(job, plan.steps, loop.start)
+        sure = _independence(job, step)
+        group = monitoring.Group.of(reducer, attempt.ledger, loop.start, sure)
+        monitoring.append_group(folder, group)
+        step.permit = PermitGate(folder, attempt.ledger.epoch, loop.start, plan.steps).wait
+    loop.saved = time.monotonic()
+    return loop
+
+
+def _independence(job: TrainJob, step: PrivateStep) -> str:
+    """Return how this start's passes keep records apart; "" where no noisy step rests on it."""
+    if not job.plan.step(0).noise_multiplier:
+        return ""
+    if not job.recipe.method.stepwise:
+        return SCREENED
+    return model_setup.independence_on_public_examples(
+        step.engine, step.task, job.source, job.plan, step.shards.largest
+    )
+
+
+@dataclass
+class Loop:
+    """State of a training in the hands of one worker (`dpdist.methods.base.Worker`).
+
+    step: releases the gradients. flat: all trained parameters, of which the model's are views.
+    own: those of them that this worker updates. slots: what a checkpoint keeps for the method.
+    start: first step of this process. last: where it ends. saved: when the last checkpoint was
+    written.
     """
 
-    engine: GradientEngine
-    task: Task
-    dataset: Any
-    reducer: Reducer
-    shards: Shards
-    sharing: Whole = Whole()
-    noise_there = False  # drawn where the sums lie, in place of on the CPU
-    key: bytes
-    attempt: str
-    ledger: Ledger | None = None
-    permit: PermitGate | None = None
-    canaries = Canaries()
-
-    def attempt_of(self, step: int) -> str:
-        """Return the label of the attempt in the keys of `step`."""
-        return self.attempt
-
-    def gradient(self, step: int, todo: StepPlan, flag: bool = False) -> tuple[Tensor, Seen, bool]:
-        """This worker's part of the step's noisy gradient, float64; what it is made of, PRIVATE;
-        and whether any worker's flag was up. The next step's is written over it."""
-        rows, seen = self._clipped_sums(step, todo)
-        noisy, flagged = self.release(step, rows, todo.noise_std, flag)
-        self.canaries.watch(noisy, todo, self.reducer)
-        # Not by a number, whose reciprocal a GPU multiplies by: the same bits wherever it lies.
-        return noisy.div_(noisy.new_full((1,), todo.expected_batch)), seen, flagged
-
-    def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
-        """This worker's part of the step: float64 (rows, size), PRIVATE, and what it is made of."""
-        engine, dataset, device = self.engine, self.dataset, self.reducer.device
-        engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
-        sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
-        draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
-        rows = self.reducer.rows(self.shards.rows, engine.size)
-        seen, joined = Seen(), []
-        for row, begin, end in self.shards.mine:
-            members = self.members(sample_key, begin, end, todo)
-            joined.append((row, members))
-            self.sharing.wire.check(len(members))
-            members = self.canaries.fed(members)
-            inputs = dataset.batch(members).to(device)
-            labels = self.canaries.labelled(members, dataset.targets(members)).to(device)
-            ids = torch.from_numpy(members)
-            targets = self.task.targets(engine, inputs, labels, draw_key, ids)
-            clipped = engine.clipped_sum(
-                inputs, targets, draw_key=draw_key, record_ids=ids, out=rows[row]
-            )
-            seen.examples += clipped.examples
-            seen.nonfinite += clipped.nonfinite
-            seen.loss_sum += clipped.loss_sum
-            seen.details = clipped.details
-        self.canaries.join(rows, joined)
-        return rows, seen
-
-    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
-        """Positions in [begin, end) of the records that join."""
-        return poisson_sample(
-            key, begin, end, todo.sample_rate,
-            batch_cap=todo.batch_cap, records=len(self.dataset),
-        )  # fmt: skip
-
-    def release(
-        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[Tensor, bool]:
-        """This worker's part of the sum of all workers' rows with Gaussian noise, the ledger's
-        entry durable before worker 0's, float64, where the noise was drawn; and whether any
-        worker's flag was up. rows: float64 (rows, size), bounded as the plan says; written over.
-        """
-        total, flagged = self.sharing.sum(self.reducer, rows, self.shards, flag)
-        summed, size = total.cpu().numpy(), rows.shape[1]
-        label = f"{key_id(self.key)}/{self.attempt_of(step)}/{step}"
-        leaves = self.sharing.digests(self.reducer, label, summed, size)
-        if self.ledger is not None and self.permit is not None:
-            self.permit.wait(step)
-            _announce(self.ledger, step, release_id(label, leaves))
-        noise_key = derive_key(self.key, "noise", self.attempt_of(step), step)
-        start = self.sharing.own(self.reducer, size).start
-        if self.noise_there:
-            return noise.add_noise_on(total, noise_key, noise_std, start), flagged
-        noisy = add_noise(summed, noise_key, noise_std, start, summed)
-        return torch.from_numpy(noisy), flagged
-
-
-class Loop(Mechanism):
-    """A training in the hands of one worker (`dpdist.methods.base.Worker`).
-
-    Made, it holds model and parameters as they are after `start` steps. ledger: worker 0's.
-    """
-
-    def __init__(
-        self, job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None = None
-    ) -> None:
-        recipe, plan, folder = job.recipe, job.plan, job.folder
-        self.job, self.reducer, self.method = job, reducer, recipe.method
-        self.dataset = job.records()
-        if len(self.dataset) != plan.records and not plan.nominal:
-            raise UserError(
-                f"{self.dataset.name} has {len(self.dataset)} records, the plan says {plan.records}"
-            )
-        self.key = derive_key(
-            read_run_key(folder), "run", plan.fingerprint(), self.dataset.fingerprint, "trial", 0
-        )
-        self.spec = model_spec(recipe, self.dataset)
-        self.model = initial_model(recipe, self.spec).to(reducer.device)
-        self.frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
-        self.engine, self.task = build_engine(recipe, self.model, plan), self.method.task()
-        wire = wire_of(recipe, plan)
-        if self.engine.clipping.sensitivity * (1 + wire.room) > plan.clip_norm * (1 + 1e-9):
-            raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
-        self.flat = torch.cat([p.detach().reshape(-1) for p in self.engine.parameters])
-        _point_into(self.engine, self.flat)
-        made = ensure_fixed(job, self.spec) if reducer.rank == 0 else False
-        tensors = read_fixed(folder) if reducer.gather("made" if made else "")[0] else {}
-        self.fixed = Fixed(self.model, tensors, derive_key(self.key, "hidden"))
-        self.constrain = self.method.constraint(self.model)
-        self.constrain()
-        self.sharing = RELEASES[recipe.resources.release](wire)
-        self.noise_there = recipe.resources.noise == "device"
-        if self.noise_there:
-            noise.check_device_noise(reducer.device)
-        self.own = self.sharing.own(reducer, len(self.flat))
-        self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat[self.own])
-        self.slots = {n: t.to(reducer.device) for n, t in self.method.slots(self.model).items()}
-        self.canaries = plant(self.dataset, read_run_key(folder), plan, self.engine.size)
-        self.shards = shards_of(
-            len(self.dataset), plan.records, reducer, recipe.training.reproducible
-        )
-        if self.method.stepwise:  # on nothing private, before anything is on record
-            todo, rate = plan.step(0), self.optimizer.learning_rate(0)
-            self.engine.draws = self.method.perturbation(todo, rate, self.fixed)
-            model_setup.validate_on_public_examples(self.engine, self.task, job.source)
-        self.attempt = self._begin_attempt(stack)
-        self.dataset = self.method.seen(self.dataset, plan, self._records_key())
-        self.start = self._newest_checkpoint()
-        self.last = plan.steps if until is None else min(until, plan.steps)
-        self.monitor: Monitor | None = None
-        if self.ledger is not None:
-            self.monitor = Monitor(job, plan.steps, self.start)
-            monitoring.append_group(
-                folder, monitoring.Group.of(reducer, self.ledger, self.start, self._independence())
-            )
-            self.permit = PermitGate(folder, self.ledger.epoch, self.start, plan.steps)
-        inputs, _ = public_probe(data.load(job.source, "test"))
-        self.divergence = Divergence(self.model, inputs.to(reducer.device))
-        self.saved = time.monotonic()
-
-    def _independence(self) -> str:
-        """How this start's passes keep records apart; "" where no noisy step rests on it."""
-        plan, source = self.job.plan, self.job.source
-        if not plan.step(0).noise_multiplier:
-            return ""
-        if not self.method.stepwise:
-            return SCREENED
-        return model_setup.independence_on_public_examples(
-            self.engine, self.task, source, plan, self.shards.largest
-        )
-
-    def _begin_attempt(self, stack: ExitStack) -> str:
-        """The label of this attempt, in all its keys; worker 0 holds the ledger from here on."""
-        job, attempt = self.job, ""
-        initial = checkpoint.tensors_digest(self.model.state_dict())
-        mine = {
-            **identity_of(job, self.reducer, self.dataset.fingerprint, initial),
-            **self.sharing.identity(self.reducer, job.recipe.training.reproducible),
-            "hidden noise": method_state_digest(self.fixed),
-        }
-        if self.reducer.rank == 0:
-            ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
-            check_released(job.folder, job.plan, ledger)
-            check_same_fixed(job.folder, ledger, mine["hidden noise"])
-            mine |= job.folder.begun_identity | job.folder.search_identity
-            self._check_ceiling(ledger, mine)
-            ledger.begin_attempt(mine)
-            attempt = self._label(ledger, ledger.nonce)
-            self.ledger = ledger
-        # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
-        attempt = self.reducer.gather(attempt)[0]
-        self.announced = self._announced(checkpoint.newest_step(job.folder.checkpoints))
-        return attempt
-
-    def _label(self, ledger: Ledger, nonce: str) -> str:
-        """Return the current attempt's label in keys. A fixed key is for tests, which want the same
-        run again: no nonce then."""
-        return f"{ledger.epoch}/{nonce if self.job.recipe.privacy.run_key is None else ''}"
-
-    def _records_key(self) -> bytes:
-        """Return the key of noise that is drawn once for each record, in the first attempt.
-
-        Raises UserError where that attempt saw other records, or another recipe: the same noise
-        would be added to something else.
-        """
-        label = ""
-        if self.ledger is not None:
-            first, now = self.ledger.attempts[0], self.ledger.attempts[-1]
-            label = first["nonce"] if self.job.recipe.privacy.run_key is None else ""
-            before, after = first["identity"], now["identity"]
-            shaped = [name for name in _RECORDS if before.get(name) != after.get(name)]
-            if shaped and self.method.local and self.job.given is None:
-                raise UserError(
-                    f"{self.job.folder.path}: the {' and '.join(shaped)} changed since its records "
-                    f"were released with noise; {PUT_BACK}"
-                )
-        label = self.reducer.gather(label)[0]
-        return derive_key(self.key, "records", *([label] if label else []))
-
-    def _announced(self, start: int) -> list[tuple[int, int, str]]:
-        """Return worker 0's list of the steps from `start` on that are replayed: first step, end
-        and label of each run of them."""
-        found = []
-        if self.ledger is not None:
-            known = self.ledger.announced(start)
-            found = [(first, end, self._label(self.ledger, n)) for first, end, n in known]
-        count = self.reducer.from_first(len(found))
-        told = []
-        for at in range(count):
-            said = " ".join(map(str, found[at])) if found else ""
-            first, end, label = self.reducer.gather(said)[0].split(" ")
-            told.append((int(first), int(end), label))
-        return told
-
-    def attempt_of(self, step: int) -> str:
-        """Return the label in the keys of `step`: that of the process that announced it, if one
-        did; this process's own for a new step."""
-        replayed = (label for first, end, label in self.announced if first <= step < end)
-        return next(replayed, self.attempt)
-
-    def _check_ceiling(self, ledger: Ledger, mine: dict[str, str]) -> None:
-        """Raise UserError, before anything is on record, where a budget's ceiling, which has room
-        for the plan, has none reserved for what this attempt would release again."""
-        again = ledger.repeats(checkpoint.newest_step(self.job.folder.checkpoints), mine)
-        if again and self.job.recipe.privacy.budget_ceiling is not None:
-            before = ledger.attempts[-1]["identity"]
-            other = sorted(name for name in mine | before if before.get(name) != mine.get(name))
-            why = f"with another {', '.join(other)} than before " if other else ""
-            raise UserError(
-                f"{again} steps on record would be released again, {why}and privacy.budget_ceiling "
-                "has no room reserved for it: go on with the workers and machines as they were, or "
-                "begin a new run under another --name"
-            )
+    job: TrainJob
+    step: PrivateStep
+    spec: ModelSpec
+    model: nn.Module
+    frozen: int
+    fixed: Fixed
+    constrain: Callable[[], None]
+    flat: Tensor
+    own: slice
+    optimizer: FlatOptimizer
+    slots: dict[str, Tensor]
+    divergence: Divergence
+    last: int
+    start: int = 0
+    monitor: Monitor | None = None
+    saved: float = 0.0
 
     @property
     def _slots(self) -> dict[str, Tensor]:
         """What a checkpoint keeps besides the parameters, of the optimizer's its own part."""
-        return {**self.optimizer.slots, **self.slots, **self.canaries.slots}
+        return {**self.optimizer.slots, **self.slots, **self.step.canaries.slots}
 
     def _newest_checkpoint(self) -> int:
         """Take over the newest checkpoint: the steps taken before it."""
-        state = checkpoint.latest(self.job.folder.checkpoints, self.own)
+        state, reducer = checkpoint.latest(self.job.folder.checkpoints, self.own), self.step.reducer
         start = 0
         if state is not None:
             start = state.step
@@ -555,7 +539,7 @@ class Loop(Mechanism):
             for name, slot in self._slots.items():
                 found = state.slots[name]  # whole, where another kind of release kept it
                 slot.copy_(found if found.shape == slot.shape else found[self.own])
-        if self.reducer.from_first(start) != start or not self.reducer.same_everywhere(
+        if reducer.from_first(start) != start or not reducer.same_everywhere(
             checkpoint.digest(self.flat)
         ):
             raise MissingRank(
@@ -565,51 +549,54 @@ class Loop(Mechanism):
 
     def steps(self) -> None:
         """Take the plan's steps that are left."""
-        plan, training = self.job.plan, self.job.recipe.training
-        for step in range(self.start, self.last):
-            todo = plan.step(step)
-            if step == self.start or training.schedule != "constant":
-                rate = self.optimizer.learning_rate(step)
-                self.engine.draws = self.method.perturbation(todo, rate, self.fixed)
-            self._step(step, todo)
+        plan, recipe = self.job.plan, self.job.recipe
+        for number in range(self.start, self.last):
+            todo = plan.step(number)
+            if number == self.start or recipe.training.schedule != "constant":
+                rate = self.optimizer.learning_rate(number)
+                self.step.engine.draws = recipe.method.perturbation(todo, rate, self.fixed)
+            self._step(number, todo)
 
-    def _step(self, step: int, todo: StepPlan) -> None:
+    def _step(self, number: int, todo: StepPlan) -> None:
+        step, reducer = self.step, self.step.reducer
         due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
-        noisy, seen, save_now = self.gradient(step, todo, self.reducer.rank == 0 and due)
-        self.optimizer.update(self.flat[self.own], noisy, step)
-        self.sharing.complete(self.reducer, self.flat)
+        noisy, seen, save_now = step.gradient(number, todo, reducer.rank == 0 and due)
+        self.optimizer.update(self.flat[self.own], noisy, number)
+        step.sharing.complete(reducer, self.flat)
         self.constrain()
         try:
-            self.divergence.check(self.flat, step, step + 1 == self.last)
+            self.divergence.check(self.flat, number, number + 1 == self.last)
         except Diverged:
-            self.reducer.gather("")  # nobody says so before worker 0 has the step on its ledger
+            reducer.gather("")  # nobody says so before worker 0 has the step on its ledger
             raise
         if self.monitor is not None:
-            self.monitor.step(step, seen)
-        if save_now or step + 1 == self.last:
-            self.save(step + 1)
+            self.monitor.step(number, seen)
+        if save_now or number + 1 == self.last:
+            self.save(number + 1)
 
     def save(self, done: int) -> None:
         """A checkpoint after `done` steps, unless the workers' parameters differ."""
-        if not self.reducer.same_everywhere(checkpoint.digest(self.flat)):
+        step, reducer = self.step, self.step.reducer
+        if not reducer.same_everywhere(checkpoint.digest(self.flat)):
             raise MissingRank(f"the workers' parameters differ after step {done - 1}")
-        folder, slots = self.job.folder.checkpoints, {**self.slots, **self.canaries.slots}
-        kept, parts = self.sharing.kept(self.reducer, folder, done, self.optimizer.slots)
-        if self.ledger is not None:
+        folder, slots = self.job.folder.checkpoints, {**self.slots, **step.canaries.slots}
+        kept, parts = step.sharing.kept(reducer, folder, done, self.optimizer.slots)
+        if step.ledger is not None:
             state = checkpoint.TrainState(done, self.flat, {**kept, **slots})
-            checkpoint.save(folder, state, self.ledger.anchor, parts)
+            checkpoint.save(folder, state, step.ledger.anchor, parts)
         self.saved = time.monotonic()
 
     def finish(self) -> None:
         """Worker 0 saves the model, and sums the training up once it is whole."""
+        step = self.step
         self.flat[self.own] = self.optimizer.result(self.flat[self.own])
-        self.sharing.complete(self.reducer, self.flat)
-        if self.monitor is None or self.ledger is None:
+        step.sharing.complete(step.reducer, self.flat)
+        if self.monitor is None or step.ledger is None:
             return
-        spec = self.method.finish(self.spec, self.fixed)
+        spec = self.job.recipe.method.finish(self.spec, self.fixed)
         models.save(self.model, spec, self.job.folder.model)
         if self.last == self.job.plan.steps:
-            self.monitor.finish(self.engine.fallback_layers, self.frozen, self.ledger)
+            self.monitor.finish(step.engine.fallback_layers, self.frozen, step.ledger)
         else:
             self.monitor.pause(self.last)
 
@@ -619,33 +606,3 @@ def _point_into(engine: GradientEngine, flat: Tensor) -> None:
     pieces = flat.split([parameter.numel() for parameter in engine.parameters])
     for parameter, piece in zip(engine.parameters, pieces, strict=True):
         parameter.data = piece.view(parameter.shape)
-
-
-def shards_of(records: int, planned: int, reducer: Reducer, reproducible: bool) -> Shards:
-    """Cut at the plan's number of records, which is another than theirs when it was declared: the
-    last shard takes what is beyond it, and nothing else changes with their number."""
-    count = CANONICAL_SHARDS if reproducible else reducer.world_size
-
-    def bounds(shard: int) -> tuple[int, int]:
-        begin, end = share(planned, shard, count)
-        return min(begin, records), records if shard == count - 1 else min(end, records)
-
-    largest = -(-planned // count)
-    if not reproducible:
-        return Shards(1, largest, [(0, *bounds(reducer.rank))], [1] * reducer.world_size)
-    cuts = [share(count, rank, reducer.world_size) for rank in range(reducer.world_size)]
-    mine = [(row, *bounds(row)) for row in range(*cuts[reducer.rank])]
-    return Shards(count, largest, mine, [last - first for first, last in cuts])
-
-
-def _announce(ledger: Ledger, step: int, release: str) -> None:
-    """Put the release on record, durably, before its noise is added.
-
-    The id covers the bits of the sum itself: an exact replay collapses into one entry, and the
-    same noise can never be added to two different sums.
-    """
-    try:
-        ledger.record(step, release)
-    except ReplayConflict:
-        ledger.new_epoch(f"step {step} could not be replayed exactly")
-        raise

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.training import make, train
 
-from dpdist.audits import mechanism, step_harness
+from dpdist.audits import mechanism
 from dpdist.audits.target import Target
 from dpdist.privacy.card import Audited
 from dpdist.privacy.claims import Claim
@@ -19,6 +19,7 @@ from dpdist.reports import compare, facts
 from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find, load
+from dpdist.training.private_step import PrivateStep
 
 pytestmark = pytest.mark.whole
 
@@ -56,9 +57,9 @@ def test_of_a_run(run, dpdist, monkeypatch):
     assert audited.line.split("(")[0] in run.report.read_text().replace("&gt;", ">")
 
     # A fault in the code that trains: the exit code says so.
-    real = step_harness.Driven.release
+    real = PrivateStep.release
     monkeypatch.setattr(
-        step_harness.Driven, "release", lambda self, step, rows, std, flag=False:
+        PrivateStep, "release", lambda self, step, rows, std, flag=False:
         real(self, step, rows, std / 3, flag),
     )  # fmt: skip
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW, "--set", "seed=1")

@@ -25,7 +25,7 @@ from dpdist.privacy.audit_bounds import OneRun, _epsilon, log_likelihood_ratio, 
 from dpdist.privacy.card import Audited
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import parse
-from dpdist.training import checkpoint, worker
+from dpdist.training import checkpoint, private_step
 from dpdist.training.canaries import SLOT, WithCanaries, coins, places
 from dpdist.training.job import TrainJob
 from dpdist.training.records import training_records
@@ -59,7 +59,7 @@ class Watched:
         self.parts: list[Any] = []
         self.before: dict[bytes, np.ndarray] = {}
         self.noisy: dict[bytes, np.ndarray] = {}
-        clipped_sum, add_noise = GradientEngine.clipped_sum, worker.add_noise
+        clipped_sum, add_noise = GradientEngine.clipped_sum, private_step.add_noise
 
         def summing(engine: GradientEngine, *given: Any, **named: Any) -> Any:
             found = clipped_sum(engine, *given, **named)
@@ -77,7 +77,7 @@ class Watched:
         with patch.context() as inner:
             self.keys = record(inner)
             inner.setattr(GradientEngine, "clipped_sum", summing)
-            inner.setattr(worker, "add_noise", noising)
+            inner.setattr(private_step, "add_noise", noising)
             execute(job, workers)
 
     def steps(self) -> list[tuple[bytes, set[int], np.ndarray, np.ndarray, np.ndarray]]:
@@ -274,9 +274,9 @@ def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
 
 
 def test_noise_that_is_too_small_is_found(dpdist_without_ray, tmp_path, monkeypatch):
-    real = worker.add_noise
+    real = private_step.add_noise
     monkeypatch.setattr(
-        worker, "add_noise", lambda summed, key, std, *given: real(summed, key, 0.3 * std)
+        private_step, "add_noise", lambda summed, key, std, *given: real(summed, key, 0.3 * std)
     )
     done = dpdist_without_ray(
         "audit", write(tmp_path), "--kind", "canaries", "--set", "canaries=600"

@@ -12,6 +12,10 @@ class Played:
 
     attempt = ""
 
+    @property
+    def step(self) -> Played:
+        return self
+
     def __init__(self, common: int) -> None:
         self.noise = np.random.default_rng(0).standard_normal((8, 128))
         self.noise[-1, :common] = self.noise[0, :common]

@@ -26,6 +26,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.training.collectives import Shards
+from dpdist.training.private_step import PrivateStep
 
 ERROR = 1e-6  # of each verdict
 RELEASES = 2_000
@@ -61,32 +62,28 @@ class Fault:
 
 
 class LessNoise(Driven):
-    def release(
-        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[Tensor, bool]:
-        return super().release(step, rows, 0.9 * noise_std, flag)
+    class kind(PrivateStep):
+        def release(
+            self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+        ) -> tuple[Tensor, bool]:
+            return super().release(step, rows, 0.9 * noise_std, flag)
 
 
 class MissingShare(Driven):
     """Every worker adds its share of the noise, and the last one's is not there."""
 
-    def release(
-        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[Tensor, bool]:
-        left = (self.workers - 1) / self.workers
-        return super().release(step, rows, noise_std * math.sqrt(left), flag)
+    class kind(PrivateStep):
+        def release(
+            self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+        ) -> tuple[Tensor, bool]:
+            left = (self.reducer.world_size - 1) / self.reducer.world_size
+            return super().release(step, rows, noise_std * math.sqrt(left), flag)
 
 
-class SkipsEmpty(Driven):
-    """A step without records is left out, and the next one taken in its place."""
+class Counting(PrivateStep):
+    """joined: so many records joined since it was set to 0."""
 
-    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
-        for later in range(8):
-            self.joined = 0
-            found = super().seen(coordinates, step + later * 1_000_003)
-            if self.joined:
-                return found
-        return None
+    joined = 0
 
     def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
         chosen = super().members(key, begin, end, todo)
@@ -94,13 +91,28 @@ class SkipsEmpty(Driven):
         return chosen
 
 
+class SkipsEmpty(Driven):
+    """A step without records is left out, and the next one taken in its place."""
+
+    kind = Counting
+
+    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        for later in range(8):
+            self.step.joined = 0
+            found = super().seen(coordinates, step + later * 1_000_003)
+            if self.step.joined:
+                return found
+        return None
+
+
 class RealisedDivisor(SkipsEmpty):
     """Divides by the number of records that joined."""
 
     def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
-        self.joined = 0
+        self.step.joined = 0
         found = Driven.seen(self, coordinates, step)
-        return None if found is None else found * self.todo.expected_batch / max(1, self.joined)
+        joined = max(1, self.step.joined)
+        return None if found is None else found * self.todo.expected_batch / joined
 
 
 class DivisorOfRecords(Driven):
@@ -116,50 +128,53 @@ class BatchStatistic(Driven):
     """Normalises inputs by their mean over the batch."""
 
     def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
-        real = self.engine.clipped_sum
+        real = self.step.engine.clipped_sum
 
         def centred(inputs: Tensor, targets: Tensor, **more: Any) -> ClippedSum:
             middle = inputs.mean(0) if len(inputs) else 0.0
             return real(inputs - middle, targets, **more)
 
-        self.engine.clipped_sum = centred  # type: ignore[method-assign]
+        self.step.engine.clipped_sum = centred  # type: ignore[method-assign]
         try:
             return super().seen(coordinates, step)
         finally:
-            self.engine.clipped_sum = real  # type: ignore[method-assign]
+            self.step.engine.clipped_sum = real  # type: ignore[method-assign]
 
 
 class EveryRankAllRecords(Driven):
     """No sampler shares the records out: every worker takes all of them."""
 
     def shard(self, rank: int) -> Shards:
-        records = len(self.dataset)
+        records = len(self.step.data)
         return Shards(1, max(1, records), [(0, 0, records)])
 
 
 class OneSeed(Driven):
     """Every worker draws its own sample from the same seed."""
 
-    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
-        return begin + poisson_sample(key, 0, end - begin, todo.sample_rate)
+    class kind(PrivateStep):
+        def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
+            return begin + poisson_sample(key, 0, end - begin, todo.sample_rate)
 
 
 class Weighted(Driven):
     """A weighted sampler draws a record more often than the rate that is accounted."""
 
-    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
-        return poisson_sample(key, begin, end, min(1.0, 1.9 * todo.sample_rate))
+    class kind(PrivateStep):
+        def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
+            return poisson_sample(key, begin, end, min(1.0, 1.9 * todo.sample_rate))
 
 
 class KeyTwice(Driven):
     """The noise key forgets the step."""
 
-    def release(
-        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[Tensor, bool]:
-        total, flagged = self.reducer.sum(rows, flag)
-        noisy = add_noise(total.numpy(), derive_key(self.key, "noise"), noise_std)
-        return torch.from_numpy(noisy), flagged
+    class kind(PrivateStep):
+        def release(
+            self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+        ) -> tuple[Tensor, bool]:
+            total, flagged = self.reducer.sum(rows, flag)
+            noisy = add_noise(total.numpy(), derive_key(self.key, "noise"), noise_std)
+            return torch.from_numpy(noisy), flagged
 
 
 class Forgetful(Ledger):

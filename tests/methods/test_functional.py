@@ -25,7 +25,7 @@ from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import read_released
 from dpdist.runs.recipe import parse
-from dpdist.training import worker
+from dpdist.training import private_step
 from dpdist.training.checkpoint import latest
 
 pytestmark = pytest.mark.guarantee
@@ -245,7 +245,7 @@ class Released:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[np.ndarray, np.ndarray, bytes, float]] = []
-        real = worker.add_noise
+        real = private_step.add_noise
 
         def watched(total: np.ndarray, key: bytes, std: float, *given: Any) -> np.ndarray:
             summed = total.copy()
@@ -253,7 +253,7 @@ class Released:
             self.found.append((summed, noisy.copy(), key, std))
             return noisy
 
-        patch.setattr(worker, "add_noise", watched)
+        patch.setattr(private_step, "add_noise", watched)
 
 
 PARTS = (0.05, 0.25, 0.35, 0.35)  # of mu^2, by default, in two rounds

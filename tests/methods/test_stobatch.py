@@ -34,7 +34,7 @@ from dpdist.methods.stobatch_draws import AdversarialDraws
 from dpdist.models import ModelSpec
 from dpdist.randomness.noise_location import BehindLayer, Nowhere, OnInput, Several, place_of
 from dpdist.reports.facts import read_facts
-from dpdist.training import worker
+from dpdist.training import private_step
 from dpdist.training.job import prepare
 
 pytestmark = pytest.mark.guarantee
@@ -400,7 +400,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
         recipe, folder = recipe_of(tmp_path, f"{present}")
         drawn: list[int] = []
         with monkeypatch.context() as patch:
-            sample = worker.poisson_sample
+            sample = private_step.poisson_sample
 
             def members(*args, real=sample, seen=drawn, without=special, **kwargs):
                 found = real(*args, **kwargs)
@@ -408,8 +408,10 @@ def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
                 return found[found != without]
 
             captured: list[np.ndarray] = []
-            patch.setattr(worker, "poisson_sample", members)
-            patch.setattr(worker, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t)
+            patch.setattr(private_step, "poisson_sample", members)
+            patch.setattr(
+                private_step, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t
+            )
             execute(prepare(recipe, folder, "test"), workers, until=1)
         special, sums[present] = min(drawn), captured[0]
     assert 0.5 < np.linalg.norm(sums[True] - sums[False]) <= 1 + 1e-6
@@ -422,7 +424,7 @@ def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> Non
         recipe, folder = recipe_of(tmp_path, f"w{workers}")
         with monkeypatch.context() as patch:
             patch.setattr(
-                worker,
+                private_step,
                 "add_noise",
                 lambda t, *_, w=workers: captured.setdefault(w, t.copy()).copy(),
             )

@@ -120,7 +120,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/canaries.py", ONE,
-        ("return members[self._present[members]]", "return members",
+        ("= members[self._present[members]]", "= members",
          "records that are canaries train the model whatever their coins say"),
         ('derive_key(run_key, "audit coin")', "run_key", "the coins are drawn from the run key itself"),
         ("np.where(present, 1.0, -1.0 if self._both else 0.0)", "np.ones(len(present))",
@@ -155,10 +155,15 @@ FAULTS: list[Fault] = [
          "laplace(key, \"chi_2\", network.hidden_noise.shape, 0.0)", "the code has no noise"),
     ),
     *group(
+        "dpdist/training/private_step.py", ONE,
+        ("        self.canaries.watch(noisy, todo, self.reducer)\n", "",
+         "nobody watches the steps"),
+        ("            members = self.canaries.fed(members)\n", "",
+         "canaries are taken for records"),
+    ),
+    *group(
         "dpdist/training/worker.py", ONE,
-        ("        self.canaries.watch(noisy, todo, self.reducer)\n", "", "nobody watches the steps"),
-        ("            members = self.canaries.fed(members)\n", "", "canaries are taken for records"),
-        ("return {**self.optimizer.slots, **self.slots, **self.canaries.slots}", "return dict(self.optimizer.slots)",
+        ("return {**self.optimizer.slots, **self.slots, **self.step.canaries.slots}", "return dict(self.optimizer.slots)",
          "a checkpoint forgets the scores"),
     ),
     *group(

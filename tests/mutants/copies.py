@@ -32,16 +32,17 @@ FAULTS: list[Fault] = [
         ("if epoch == self._epoch}", "}", "copies: steps of an earlier attempt are replayed"),
     ),
     *group(
-        "dpdist/training/worker.py", COPIES,
+        "dpdist/training/private_step.py", COPIES,
         ("        return next(replayed, self.attempt)\n", "        return self.attempt\n",
          "copies: an announced step is drawn afresh"),
-        ("        return next(replayed, self.attempt)\n",
-         "        return next(replayed, (self.announced or [(0, 0, self.attempt)])[-1][2])\n",
+        ("        return next(replayed, self.attempt)\n", "        return next(replayed, (self.announced or [(0, 0, self.attempt)])[-1][2])\n",
          "copies: new steps go on under the nonce of announced ones"),
         ("self.attempt_of(step)}/{step}\"", "self.attempt}/{step}\"",
          "copies: a replayed sum has another id"),
-        ("            first, end, label = self.reducer.gather(said)[0]",
-         "            first, end, label = self.reducer.gather(said or \"0 0 -\")[-1]",
+    ),
+    *group(
+        "dpdist/training/worker.py", COPIES,
+        ("        first, end, label = reducer.gather(said)[0]", '        first, end, label = reducer.gather(said or "0 0 -")[-1]',
          "copies: workers do not take worker 0's list of replayed steps"),
     ),
     *group(
@@ -60,8 +61,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/worker.py", NOISY,
-        ("            if shaped and self.method.local and self.job.given is None:",
-         "            if False:", "copies: records are noised again by another recipe"),
+        ("            if shaped and job.recipe.method.local and job.given is None:", "            if False:",
+         "copies: records are noised again by another recipe"),
         ("*([label] if label else []))", "*[])", "copies: all copies noise the records alike"),
     ),
     *group(
@@ -162,7 +163,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/methods/functional.py",
         "methods/test_functional::test_a_declared_number_leaves_room_for_many_more",
-        ("        check_room(worker.job.recipe, len(worker.dataset))\n", "",
+        ("        check_room(worker.job.recipe, len(worker.step.data))\n", "",
          "more records are summed than there is room for"),
         ("records, scales, most)", "records, scales)",
          "a declared number is the room for rounding"),

@@ -11,6 +11,31 @@ UNDER_WAY = "test_serving::test_too_many_under_way_are_sent_away"
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/data/protocol.py",
+        "data/test_protocol",
+        ("blake2b(key=key, digest_size=16, person=b\"dpdist.records\")", "blake2b(digest_size=16, person=b\"dpdist.records\")", "anybody can test a guess of the records"),
+        ("    label = struct.pack(\"<q\", index)", "    label = struct.pack(\"<q\", 0)", "all records of a step see one draw"),
+        ("    for index in range(len(records)):\n", "    for index in range(0):\n", "who a record belongs to is not in the fingerprint"),
+        ("        yield array.tobytes()", "        yield array.tobytes()[:8]", "most of a record is not in the fingerprint"),
+        ("{array.dtype.str}{np.shape(value)}", "{array.dtype.str}", "records of another shape have the same fingerprint"),
+    ),
+    *group(
+        "dpdist/data/adapters.py",
+        "data/test_protocol",
+        ("        np.random.set_state(states[1])\n", "", "what a transform draws moves numpy's generator"),
+        ("    random.seed(seed)\n", "", "transforms that use random are drawn anew in a replay"),
+        ("        records._key, records._last = key, None", "        records._last = None", "every step sees one draw"),
+        ("            kind = type(error).__name__\n        self._options.refuse(\n            f\"record {index}", "            kind = str(error)\n        self._options.refuse(\n            f\"record {index}", "an error shows what a data set's code said of a record"),
+        ("item = self._collate([item])", "item = self._collate([item, item])", "a loader's collate function sees records together"),
+        ("    if loader.drop_last:", "    if False:", "a loader that drops records is taken"),
+        ("    if isinstance(sampler, torch_data.WeightedRandomSampler):", "    if False:", "weights are replaced without a word of what to do"),
+        ("type(batches) is not torch_data.BatchSampler", "False", "batches of one's own are taken"),
+        ("            setattr(plain, name, None)", "            pass", "random transforms are in the fingerprint"),
+        ("    return torch.as_tensor(np.asarray(indices, dtype=np.int64))", "    return torch.as_tensor(np.sort(np.asarray(indices, dtype=np.int64)))", "records are not in the order asked for"),
+        ("    if int(target.max()) >= options.classes or", "    if False or", "labels beyond the classes are taken"),
+        ("        if self._last is None or self._last[0] != mark:", "        if True:", "targets are of another draw than inputs"),
+    ),
+    *group(
         "dpdist/data/synthetic.py",
         "data/test_invented",
         ("    things = _things(np.random.Generator(np.random.Philox(key=0)), classes)\n    draw = np.random.Generator(np.random.Philox(key=1 + seed)", "    things = _things(np.random.Generator(np.random.Philox(key=0)), classes)\n    draw = np.random.Generator(np.random.Philox(key=1)", "every seed draws the same"),

@@ -11,6 +11,26 @@ OPTIONS = "methods/test_functional_options"
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/gradients/objective.py", "gradients/test_objective",
+        ("losses.flatten(1).mean(1)", "losses.flatten(1).sum(1)", "a record's outputs are added up"),
+        ("            outputs = outputs.squeeze(-1)", "            pass", "one output of a column is refused"),
+        ("        if outputs.shape != targets.shape:\n            raise", "        if False:\n            raise",
+         "outputs and targets are broadcast"),
+        ("    if targets.dim() != 2:", "    if False:", "one label is taken for many"),
+    ),
+    *group(
+        "dpdist/gradients/hooks.py", "gradients/test_objective",
+        ("or losses.shape != (count,)", "or losses.dim() > 1", "a mean over the batch is taken for each record's loss"),
+        ("        return self.loss.function(self.model, (*several, targets))", "        return self.loss.function(self.model, (several[0], targets))",
+         "a record's other inputs are lost"),
+        ("return OwnLoss(lambda module, batch: then(own(module, batch)))", "return objective",
+         "an own loss is not followed"),
+    ),
+    *group(
+        "dpdist/gradients/engine.py", "gradients/test_objective",
+        ("            self._screened = inputs, targets\n", "            pass\n", "tokens are invented for a loss that knows others"),
+    ),
+    *group(
         "dpdist/models/transformers.py", "models/test_transformer",
         ("attention_mask=self._mask(real, dtype)", "attention_mask=None",
          "what fills a document up is attended to"),
@@ -150,7 +170,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/worker.py", "training/test_public_examples",
-        ("            model_setup.validate_on_public_examples(self.engine, self.task, job.source)\n", "",
+        ("        model_setup.validate_on_public_examples(engine, task, job.source)\n", "",
          "a run is screened in its first step"),
     ),
     *group(
@@ -369,11 +389,11 @@ FAULTS: list[Fault] = [
         ("noise * math.sqrt(n / part)", "noise / math.sqrt(part)", "every round has the noise of one"),
         ("1 - self.centre - (self.refine if self.rounds else 0)", "1 - self.centre",
          "what the rounds cost is spent twice"),
-        ("worker.release(step, rows, todo.noise_std)", "worker.release(step, rows, todo.noise_std * 2 / 3)",
+        ("worker.step.release(step, rows, todo.noise_std)", "worker.step.release(step, rows, todo.noise_std * 2 / 3)",
          "two thirds of the noise"),
-        ("worker.release(step, rows, todo", "worker.release(0, rows, todo",
+        ("worker.step.release(step, rows, todo", "worker.step.release(0, rows, todo",
          "all sums have the key of the first"),
-        ("for row, begin, end in worker.shards.mine:", "for row, begin, end in worker.shards.mine[:1]:",
+        ("for row, begin, end in worker.step.shards.mine:", "for row, begin, end in worker.step.shards.mine[:1]:",
          "only a worker's first shard counts"),
         ("            _from_first(reducer, worker.flat)", "            pass", "the workers' heads differ"),
     ),

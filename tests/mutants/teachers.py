@@ -308,8 +308,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         VOTES,
         (
-            "self.dataset = job.records()",
-            "self.dataset = job.own_records()",
+            "records = job.records()",
+            "records = job.own_records()",
             "a student is given the records",
         ),
     ),
@@ -350,8 +350,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         NOISY,
         (
-            "self.dataset = self.method.seen(self.dataset, plan, self._records_key())",
-            "self.method.seen(self.dataset, plan, self._records_key())",
+            "seen = method.seen(records, plan, attempt.records_key(job, reducer, key))",
+            "seen = records",
             "the steps see the records",
         ),
     ),

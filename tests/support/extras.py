@@ -20,3 +20,9 @@ def needs_serve() -> None:
     if missing := [name for name in ("uvicorn",) if find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)} missing: pip install 'dpdist[serve]'",
                     allow_module_level=True)  # fmt: skip
+
+
+def needs_datasets() -> None:
+    """Skip a test unless Hugging Face's datasets is there, which no extra brings."""
+    if find_spec("datasets") is None:
+        pytest.skip("datasets missing: pip install datasets")

@@ -266,4 +266,6 @@ def torch_optimizer(recipe: Recipe, leaf: Tensor) -> torch.optim.Optimizer:
     rate, decay = training.learning_rate, training.weight_decay
     if training.optimizer == "adam":
         return torch.optim.Adam([leaf], lr=rate, weight_decay=decay)
+    if training.optimizer == "adamw":
+        return torch.optim.AdamW([leaf], lr=rate, weight_decay=decay)
     return torch.optim.SGD([leaf], lr=rate, momentum=training.momentum, weight_decay=decay)

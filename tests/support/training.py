@@ -17,7 +17,7 @@ import torch
 
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import worker
+from dpdist.training import private_step, worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import TrainJob, prepare
 from support.networks import saved_parameters
@@ -140,7 +140,7 @@ def interrupted(
     """Train and let worker 0 die right after its ledger entry of step `at`, counted from where the
     run goes on: the worst moment."""
     with patch.context() as inner:
-        real = worker.add_noise
+        real = private_step.add_noise
         state = {"calls": 0}
 
         def dies(*args: Any) -> Any:
@@ -150,6 +150,6 @@ def interrupted(
                     raise Interrupt
             return real(*args)
 
-        inner.setattr(worker, "add_noise", dies)
+        inner.setattr(private_step, "add_noise", dies)
         with pytest.raises(Interrupt):
             train(recipe, folder, workers)

@@ -22,13 +22,14 @@ from dpdist.training.checkpoint import TrainState, latest, newest_step
 from dpdist.training.collectives import Reducer, Sharded, Whole, leaf_digests, release_id
 from dpdist.training.ensembles import TeacherSetup, TeacherTrainer
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import Diverged, model_spec
+from dpdist.training.model_setup import model_spec
+from dpdist.training.private_step import shards_of
 from dpdist.training.worker import (
+    Diverged,
     PermitGate,
     ensure_fixed,
     method_state_digest,
     read_fixed,
-    shards_of,
 )
 
 

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support.benchmarks import BENCHMARKS, load
 
-from dpdist.training import worker
+from dpdist.training import private_step
 
 FEW = ["--records", "256"]
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_rates_and_seconds_are_printed(monkeypatch, capsys, options):
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="reads /proc")
 def test_every_phase_of_a_step_is_seen(tmp_path, monkeypatch, capsys):
     for name in ("_announce", "add_noise"):  # which are wrapped for good
-        monkeypatch.setattr(worker, name, getattr(worker, name))
+        monkeypatch.setattr(private_step, name, getattr(private_step, name))
     phases, ray = load("training_phases", monkeypatch), load("training_ray", monkeypatch)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
     ray.make_images(tmp_path / "data", "half", 128)

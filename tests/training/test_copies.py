@@ -24,7 +24,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import BEGUN_WITH, RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe, load
-from dpdist.training import checkpoint, worker
+from dpdist.training import checkpoint, private_step, worker
 from dpdist.training.job import prepare
 from dpdist.training.trainer import _charged
 from dpdist.training.worker import recipe_digest
@@ -53,7 +53,7 @@ def copied(folder: RunFolder, name: str = "copy") -> RunFolder:
 def gone_on(recipe: Recipe, folder: RunFolder, workers: int = 1) -> Sums:
     """Go on to the end: the sums and noises of all steps that this process took."""
     found: list[tuple[np.ndarray, np.ndarray]] = []
-    real, job = worker.add_noise, prepare(recipe, folder, "test")
+    real, job = private_step.add_noise, prepare(recipe, folder, "test")
     first = checkpoint.newest_step(folder.checkpoints)
 
     def watched(total: np.ndarray, *rest: Any) -> np.ndarray:
@@ -63,7 +63,7 @@ def gone_on(recipe: Recipe, folder: RunFolder, workers: int = 1) -> Sums:
         return noisy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "add_noise", watched)
+        patch.setattr(private_step, "add_noise", watched)
         execute(job, workers)
     return dict(enumerate(found[::workers], first))
 

@@ -15,8 +15,8 @@ from dpdist import pipeline
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.recipe import check_against_data, parse
-from dpdist.training import worker
-from dpdist.training.model_setup import Diverged
+from dpdist.training import private_step, worker
+from dpdist.training.worker import Diverged
 
 pytestmark = pytest.mark.guarantee
 
@@ -77,7 +77,7 @@ def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
 def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, monkeypatch):
     job, charged = diverging(tmp_path), []
 
-    def slow(*args, announce=worker._announce):
+    def slow(*args, announce=private_step._announce):
         time.sleep(0.3)
         announce(*args)
 
@@ -89,7 +89,7 @@ def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, m
             charged.append(len(Ledger.read(job.folder.ledger).releases) >= step)
             raise
 
-    monkeypatch.setattr(worker, "_announce", slow)
+    monkeypatch.setattr(private_step, "_announce", slow)
     with pytest.raises(Diverged):
         together(2, work)
     assert charged and all(charged)

@@ -26,7 +26,7 @@ from dpdist.randomness.noise_location import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
-from dpdist.training import worker
+from dpdist.training import private_step, worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
@@ -233,7 +233,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
             }
             recipe, folder = make(tmp_path, name, f"{present}-{number}", **changes)
             with monkeypatch.context() as patch:
-                sample, powers = worker.poisson_sample, hidden_noise_shares.mean_powers
+                sample, powers = private_step.poisson_sample, hidden_noise_shares.mean_powers
                 took_part = []
 
                 def members(*args, keep=present, real=sample, seen=took_part, **kwargs):
@@ -246,12 +246,12 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
                     rows = torch.arange(len(inputs)) != (-1 if keep else 14)
                     return real(split, inputs[rows], labels[rows], beta)
 
-                patch.setattr(worker, "poisson_sample", members)
+                patch.setattr(private_step, "poisson_sample", members)
                 if name == "unpaid":
                     patch.setattr(hidden_noise_shares, "mean_powers", without)
                 captured: list[np.ndarray] = []
                 patch.setattr(
-                    worker, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t
+                    private_step, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t
                 )
                 if name == "paid" and not present:
                     other = RunFolder(tmp_path / f"True-{number}").fixed
@@ -283,7 +283,7 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "add_noise", die)
+        patch.setattr(private_step, "add_noise", die)
         with pytest.raises(Stop):
             train(recipe, other)
     before = other.fixed.read_bytes()

@@ -31,7 +31,7 @@ from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.training import checkpoint, worker
+from dpdist.training import checkpoint, private_step, worker
 from dpdist.training.collectives import MissingRank
 from dpdist.training.job import prepare
 
@@ -191,7 +191,7 @@ def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path):
 def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     """A copied folder that goes on separately takes the same epoch: the label keeps them apart."""
     keys: list[bytes] = []
-    real = worker.add_noise
+    real = private_step.add_noise
 
     def remember(total, key, *args):
         keys.append(key)
@@ -201,7 +201,7 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     interrupted(recipe, folder, monkeypatch, 5)
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(folder.path, copy.path)
-    monkeypatch.setattr(worker, "add_noise", remember)
+    monkeypatch.setattr(private_step, "add_noise", remember)
     train(recipe, folder, 2)
     train(recipe, copy, 3)
     first, second = set(keys[: 12 * 2]), set(keys[12 * 2 :])
@@ -325,7 +325,7 @@ def _replay(tmp_path, monkeypatch, method, workers):
     records, special, steps = 60, 17, 6
     sums: dict[bool, list[np.ndarray]] = {True: [], False: []}
     drawn: dict[bytes, bool] = {}  # by the key of the step, which all workers share
-    sample = worker.poisson_sample
+    sample = private_step.poisson_sample
     for present in (True, False):
         recipe, folder = make(
             tmp_path, str(present), method=method,
@@ -343,8 +343,8 @@ def _replay(tmp_path, monkeypatch, method, workers):
             return np.zeros_like(total)
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker, "poisson_sample", members)
-            patch.setattr(worker, "add_noise", capture)
+            patch.setattr(private_step, "poisson_sample", members)
+            patch.setattr(private_step, "add_noise", capture)
             train(recipe, folder, workers)
     assert len(drawn) == steps
     # Each worker adds the step's noise, and none begins a step before all have ended the last.

@@ -17,8 +17,8 @@ from dpdist.gradients import noise
 from dpdist.randomness.keys import derive_key, words
 from dpdist.training import collectives
 from dpdist.training.collectives import LEAF, RELEASES, FlatOptimizer, Reducer, Shards
-from dpdist.training.model_setup import Diverged, Divergence
-from dpdist.training.worker import Mechanism
+from dpdist.training.private_step import PrivateStep
+from dpdist.training.worker import Diverged, Divergence
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -34,15 +34,15 @@ def sums(rank: int, step: int, rows: int, size: int) -> np.ndarray:
     return np.random.default_rng([rank, step]).normal(size=(rows, size))
 
 
-class Release(Mechanism):
-    """A mechanism that is handed its sums. mine: the rows that are this worker's."""
-
-    key, attempt = KEY, "a"
+class Release(PrivateStep):
+    """A step that is handed its sums. rows: so many are this worker's."""
 
     def __init__(self, reducer: Reducer, kind: str, rows: int, size: int) -> None:
-        self.reducer, self.sharing, self.size = reducer, RELEASES[kind](), size
-        mine = [(row, 0, 0) for row in range(rows)]
-        self.shards = Shards(rows, 1, mine, [rows] * reducer.world_size)
+        mine, self.size = [(row, 0, 0) for row in range(rows)], size
+        shards = Shards(rows, 1, mine, [rows] * reducer.world_size)
+        super().__init__(
+            None, (), KEY, "a", reducer=reducer, shards=shards, sharing=RELEASES[kind]()
+        )
 
     def _clipped_sums(self, step, todo):
         rows = self.reducer.rows(self.shards.rows, self.size)

@@ -28,7 +28,8 @@ from dpdist.training.ensembles import (
     train_teachers,
 )
 from dpdist.training.job import TrainJob, prepare
-from dpdist.training.model_setup import Diverged, Divergence, initial_model, model_spec
+from dpdist.training.model_setup import initial_model, model_spec
+from dpdist.training.worker import Diverged, Divergence
 
 pytestmark = pytest.mark.whole
 

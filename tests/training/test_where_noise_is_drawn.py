@@ -18,7 +18,7 @@ from dpdist.core.errors import UserError
 from dpdist.gradients import noise
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import StepPlan
-from dpdist.training import collectives, worker
+from dpdist.training import collectives, private_step, worker
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import describe_cost
 
@@ -41,7 +41,7 @@ def kept_from(patch: pytest.MonkeyPatch, name: str) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError(f"{name} was asked for noise")
 
-    patch.setattr(*((worker, name) if name == "add_noise" else (noise, name)), never)
+    patch.setattr(*((private_step, name) if name == "add_noise" else (noise, name)), never)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.training import ThreadReducer, execute, make, release_ids, together
 
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.training import model_setup, worker
+from dpdist.training import model_setup, private_step, worker
 from dpdist.training.collectives import MOST_ROOM, Sharded, Shards, Wire
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import describe_cost
@@ -93,14 +93,14 @@ def test_every_sum_of_a_worker_is_counted(tmp_path, monkeypatch, shard):
     """Of its canonical shards one alone has more records than there is room for."""
     recipe, folder = small(tmp_path, "run", training={"reproducible": True})
     job = prepare(recipe, folder, "test")
-    real, calls = worker.Mechanism.members, []
+    real, calls = private_step.PrivateStep.members, []
 
     def members(self, key, begin, end, todo):
         calls.append(begin)
         many = len(calls) == shard + 1
         return np.arange(begin, end) if many else real(self, key, begin, end, todo)[:2]
 
-    monkeypatch.setattr(worker.Mechanism, "members", members)
+    monkeypatch.setattr(private_step.PrivateStep, "members", members)
     monkeypatch.setattr(model_setup.Wire, "of", lambda *arguments: Wire("float32", 3.0))
     with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
         execute(job)

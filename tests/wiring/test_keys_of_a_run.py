@@ -21,7 +21,7 @@ from support.training import Interrupt, execute, interrupted, prepared
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger, ReplayConflict
-from dpdist.training import worker
+from dpdist.training import private_step, worker
 from dpdist.training.job import TrainJob, read_run_key
 
 pytestmark = pytest.mark.guarantee
@@ -266,13 +266,13 @@ def test_the_ledger_knows_of_a_release_before_its_noise_is_drawn(tmp_path, monke
     """Write-ahead: when the step's noise stream is opened, its entry is on the disk."""
     job = job_of(tmp_path)
     known = []
-    real = worker.add_noise
+    real = private_step.add_noise
 
     def looking(*args: Any) -> Any:
         known.append(len(Ledger.read(job.folder.ledger).releases))
         return real(*args)
 
-    monkeypatch.setattr(worker, "add_noise", looking)
+    monkeypatch.setattr(private_step, "add_noise", looking)
     execute(job)
     assert known == [1, 2, 3, 4, 5]
 

@@ -1,0 +1,913 @@
+"""Records made of arrays, tables, map-style data sets and loaders (`dpdist.data.protocol`).
+
+Arrays and tables become columns in memory. Data sets of items are asked item by item, each under
+seeds of its own, and a loader's collate function is called with one item at a time, so that no
+record can leave a trace in another one's tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from dpdist.core.errors import UserError
+from dpdist.core.files import open_parquet
+from dpdist.data.protocol import (
+    INPUTS,
+    TARGETS,
+    Records,
+    fields_of,
+    fingerprint_of,
+    invented_like,
+    seed_of,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from dpdist.data.protocol import Batch
+
+_ONE_RECORD = (
+    "each item of {} is made of one record alone: no mixing of several, no overlapping windows, no "
+    "statistics of the whole set"
+)
+_CHECK_KEY = bytes(32)  # of the draw that the records are checked in; nothing is released of it
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `as_records`.
+
+    inputs: () for all but target and unit. single: `inputs` was one name, not a list of names.
+    """
+
+    name: str = "data"
+    inputs: tuple[str, ...] = ()
+    target: str | None = None
+    unit: str | Sequence[Hashable] | np.ndarray | None = None
+    classes: int | None = None
+    pad_to: int | Mapping[str, int] | None = None
+    pad_value: float | Mapping[str, float] = 0
+    ranges: Mapping[str, int | tuple[float, float]] = field(default_factory=dict)
+    before_transform: Callable[[int], Any] | None = None
+    single: bool = False
+
+    def refuse(self, rule: str, then: str) -> NoReturn:
+        """Raise UserError: what the data must be, and what to do."""
+        raise UserError(f"{self.name}: {rule}; {then}") from None
+
+    def length_of(self, name: str) -> int | None:
+        """Return the public length of a field, or None where records are not padded."""
+        if isinstance(self.pad_to, Mapping):
+            return self.pad_to.get(name)
+        return self.pad_to if name != TARGETS and name != self.target else None
+
+    def padding_of(self, name: str) -> float:
+        """Return what fills up a field."""
+        if isinstance(self.pad_value, Mapping):
+            return self.pad_value.get(name, 0)
+        return self.pad_value
+
+
+def as_records(
+    data: Any,
+    *,
+    inputs: str | Sequence[str] = (),
+    target: str | None = None,
+    unit: str | Sequence[Hashable] | np.ndarray | None = None,
+    classes: int | None = None,
+    pad_to: int | Mapping[str, int] | None = None,
+    pad_value: float | Mapping[str, float] = 0,
+    ranges: Mapping[str, int | tuple[float, float]] | None = None,
+    before_transform: Callable[[int], Any] | None = None,
+    name: str = "data",
+) -> Records:
+    """Make records of arrays, tables, data sets and loaders, whose own samplers are not used.
+
+    Args:
+        data: `(X, y)` or X, of arrays or tensors (X may be a tuple or dict of them); a map-style
+            data set, a list of items or a `DataLoader`; a `datasets.Dataset`, a pandas `DataFrame`,
+            a pyarrow `Table`, a Ray Data set, a Parquet file's path; the name of a built-in data
+            set; `Records`.
+        inputs: of named fields, the one that is the input, or several: features of a table, else a
+            dict. Default: all but target and unit.
+        target: of named fields, the one that a model should say.
+        unit: whom each record belongs to: a field's name, or one value for each record.
+        classes: whole-number targets must lie in 0..classes-1.
+        pad_to: public length of dimension 0 of a record's input, or of several by field: shorter
+            ones are filled up with `pad_value`, longer ones are cut.
+        ranges: public ranges by field, for the examples that a model is checked on: n for whole
+            numbers 0..n-1, (low, high) for others.
+        before_transform: returns the item at a position without random transforms, for the
+            fingerprint; needed where a data set does not keep them in `transform`.
+        name: what complaints call the data.
+
+    Raises:
+        UserError: the data have no length or no records by position, or their records do not fit
+            together. The text says what to do, and holds no record's value.
+
+    Example:
+        >>> len(as_records((np.zeros((4, 2)), np.array([0, 1, 1, 0])), classes=2))
+        4
+    """
+    named = (inputs,) if isinstance(inputs, str) else tuple(inputs)
+    options = Options(
+        name, named, target, unit, classes, pad_to, pad_value, ranges or {}, before_transform,
+        isinstance(inputs, str),
+    )  # fmt: skip
+    return adapt(str(data) if isinstance(data, PathLike) else data, options)
+
+
+def adapt(data: Any, options: Options) -> Records:
+    """Return records of whatever `as_records` takes. Raises UserError."""
+    if isinstance(data, Records):
+        if not hasattr(data, "name"):
+            data.name = options.name
+        return data
+    if isinstance(data, str):
+        return _of_name(data, options)
+    if isinstance(data, torch_data.DataLoader):
+        return _of_loader(data, options)
+    if isinstance(data, torch_data.TensorDataset):
+        tensors = tuple(data.tensors)
+        return _of_fields(tensors[:-1] if len(tensors) > 1 else tensors, tensors, options)
+    library = type(data).__module__.partition(".")[0]
+    kind = type(data).__name__
+    if library == "pandas":
+        return _of_table(_arrow_of_pandas(data, options), options)
+    if library == "pyarrow":
+        return _of_table(data, options)
+    if library == "ray":
+        return ArrayRecords.of(*_ray_columns(data, options), options)
+    if library == "datasets" and hasattr(data, "with_format"):
+        return _of_hugging_face(data, kind, options)
+    if isinstance(data, np.ndarray | Tensor):
+        return _of_fields(data, None, options)
+    if isinstance(data, tuple) and len(data) == 2:
+        return _of_fields(data[0], data, options)
+    return _of_items(data, options)
+
+
+# --- arrays -----------------------------------------------------------------------------------
+
+
+class ArrayRecords(Records):
+    """Records that lie in memory as arrays, one row each.
+
+    inputs: a tensor (N, ...), or a tuple or dict of them. wanted: the targets (N, ...); None where
+    there are none. units: one value a record; None: each its own.
+    """
+
+    def __init__(
+        self,
+        inputs: Batch,
+        wanted: Tensor | None,
+        options: Options,
+        units: Sequence[Hashable] | None = None,
+    ) -> None:
+        self.name, self.has_targets = options.name, wanted is not None
+        self._inputs, self._units, self._ranges = inputs, units, _ranges(options)
+        self._targets = (
+            torch.zeros(rows_of(inputs), dtype=torch.int64) if wanted is None else wanted
+        )
+
+    @classmethod
+    def of(
+        cls, columns: dict[str, np.ndarray | Tensor], shape: Any, options: Options
+    ) -> ArrayRecords:
+        """Check columns and arrange them. shape: `dict`, `tuple`, or None for a single input."""
+        named = {name: _checked(name, column, options) for name, column in columns.items()}
+        units = _units(options, named)
+        lengths = {name: len(column) for name, column in named.items()}
+        if len(set(lengths.values())) != 1:
+            said = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
+            options.refuse(f"fields must have one length, got {said}", "give one value a record")
+        if not next(iter(lengths.values())):
+            options.refuse("must hold one record at least, got none", "look where it comes from")
+        target = TARGETS if TARGETS in named else options.target
+        wanted = _long(named[target]) if target in named else None
+        if wanted is not None:
+            check_labels(wanted, options)
+        if shape is not dict and target is not None:
+            named.pop(target, None)
+        rows: Any = named
+        if shape is not dict:
+            rows = tuple(named.values()) if shape is tuple else next(iter(named.values()))
+        return cls(rows, wanted, options, units)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def batch(self, indices: np.ndarray | slice) -> Batch:
+        chosen = _positions(indices, len(self))
+        return map_fields(lambda column: column[chosen], self._inputs)
+
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        return self._targets[_positions(indices, len(self))]
+
+    def unit_id(self, index: int) -> Hashable:
+        return index if self._units is None else self._units[index]
+
+    def examples(self, count: int) -> tuple[Batch, Tensor]:
+        few = slice(0, 1)
+        return invented_like(self.batch(few), self.targets(few), count, self._ranges)
+
+
+def _of_fields(inputs: Any, pair: Any, options: Options) -> Records:
+    """Return records of (X, y), of X, or of a TensorDataset's tensors."""
+    columns: dict[str, Any] = {}
+    shape: Any = None
+    if isinstance(inputs, Mapping):
+        columns, shape = dict(inputs), dict
+    elif isinstance(inputs, tuple) and (len(inputs) > 1 or pair is None):
+        columns, shape = {str(place): each for place, each in enumerate(inputs)}, tuple
+    else:
+        columns = {INPUTS: inputs[0] if isinstance(inputs, tuple) else inputs}
+    if pair is not None and len(pair) > 1 and pair[-1] is not None:
+        columns[TARGETS] = pair[-1]
+    return ArrayRecords.of(columns, shape, options)
+
+
+def _checked(name: str, column: Any, options: Options) -> Tensor:
+    """Return a column as a tensor of numbers, float64 of numpy as float32."""
+    if not isinstance(column, Tensor):
+        try:
+            array = np.asarray(column)
+        except ValueError:  # of ragged lists, whose values numpy would print
+            array = np.empty(0, dtype=object)
+        if array.dtype.kind not in "biuf":
+            kind = {"O": "object", "U": "text", "S": "bytes"}.get(array.dtype.kind, array.dtype)
+            options.refuse(
+                f"field {name!r} must hold numbers of one shape, got dtype {kind}",
+                "encode it as numbers first, and ragged records with pad_to=LENGTH",
+            )
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        elif array.dtype.kind == "u" and array.dtype != np.uint8:
+            array = array.astype(np.int64)
+        column = torch.from_numpy(np.array(array, copy=None if array.flags.writeable else True))
+    if column.dim() == 0:
+        options.refuse(f"field {name!r} must have one row a record", "give an array of N rows")
+    if column.is_floating_point() and not bool(torch.isfinite(column).all()):
+        options.refuse(
+            f"field {name!r} must hold finite numbers, got NaN or Inf in some records",
+            "fill or drop them first (and say what is missing in a field of its own)",
+        )
+    return column.detach()
+
+
+def _long(target: Tensor) -> Tensor:
+    """Return targets as int64 where they are whole numbers."""
+    return target if target.is_floating_point() else target.long()
+
+
+def check_labels(target: Tensor, options: Options) -> None:
+    """Raise UserError for whole-number targets outside 0..classes-1. Below 0 are places without a
+    target, where a record has many."""
+    if options.classes is None or target.is_floating_point() or not target.numel():
+        return
+    low = 0 if target.dim() == 1 else int(np.iinfo(np.int64).min)
+    if int(target.max()) >= options.classes or int(target.min()) < low:
+        options.refuse(
+            f"targets must be 0 to {options.classes - 1} (classes={options.classes}), got others",
+            "number the classes from 0, or say how many there are",
+        )
+
+
+def _units(options: Options, named: dict[str, Tensor]) -> Sequence[Hashable] | None:
+    """Take the units out of the columns, or from the values given."""
+    if options.unit is None:
+        return None
+    if isinstance(options.unit, str):
+        if options.unit not in named:
+            options.refuse(f"unit must name a field, got {options.unit!r}", _known(named))
+        return named.pop(options.unit).tolist()
+    return _check_units(options, list(options.unit), len(next(iter(named.values()))))
+
+
+def _check_units(options: Options, units: list[Any], count: int) -> list[Hashable]:
+    found = [each.item() if isinstance(each, np.generic | Tensor) else each for each in units]
+    if len(found) != count:
+        options.refuse(
+            f"unit must have one value for each of the {count:,} records, got {len(found):,}",
+            "give one for each",
+        )
+    if any(each is None or each != each for each in found):  # NaN is not itself
+        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
+    return found
+
+
+def _known(names: Any) -> str:
+    return f"the fields are {', '.join(map(str, names))}"
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
+    import pyarrow as pa
+
+    if type(frame).__name__ != "DataFrame":
+        options.refuse(f"must be a DataFrame, got a {type(frame).__name__}", "use .to_frame()")
+    named = [str(name) for name in frame.columns]
+    unit = options.unit if isinstance(options.unit, str) else None
+    used = set(named) if not options.inputs else {*options.inputs, options.target, unit}
+    for name, dtype in zip(named, frame.dtypes, strict=True):
+        if name in used and name != unit and str(dtype) in ("object", "str", "category"):
+            _refuse_column(name, str(dtype), options)
+    columns = [place for place, name in enumerate(named) if name in used]
+    try:
+        table = pa.Table.from_pandas(frame.iloc[:, columns], preserve_index=False)
+    except (pa.ArrowException, TypeError, ValueError):  # whose text has the value
+        options.refuse("columns must hold values of one type each, got several", "convert them")
+    return table.rename_columns([named[place] for place in columns])
+
+
+def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
+    options.refuse(
+        f"column {name!r} must hold numbers or lists of numbers, got {kind}",
+        "encode it as numbers, or leave it out with inputs=[...]",
+    )
+
+
+def _of_table(table: pa.Table, options: Options) -> Records:
+    if not hasattr(table, "column_names"):
+        options.refuse(f"must be a pyarrow Table, got a {type(table).__name__}", "convert it")
+    return ArrayRecords.of(*_table_columns(table, options), options)
+
+
+def _table_columns(table: pa.Table, options: Options) -> tuple[dict[str, Any], Any]:
+    """Return a table's columns by name, features as one matrix, and the shape of a batch."""
+    names = table.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        options.refuse(f"columns must have names of their own, got {twice[0]!r} twice", "rename it")
+    unit = options.unit if isinstance(options.unit, str) else None
+    wanted = {*options.inputs, options.target, unit} - {None}
+    if missing := sorted(wanted - set(names), key=str):
+        options.refuse(f"must have a column {missing[0]!r}, got none", _known(names))
+    chosen = options.inputs or [name for name in names if name not in (options.target, unit)]
+    if not chosen:
+        options.refuse("must have a column of inputs beside target and unit", _known(names))
+    found: dict[str, Any] = {}
+    arrays = {name: _array(name, table.column(name), options) for name in chosen}
+    if len(chosen) == 1 and (options.single or arrays[chosen[0]].ndim > 1):
+        found[INPUTS] = arrays[chosen[0]]
+        shape = None
+    elif all(array.ndim == 1 for array in arrays.values()):
+        found[INPUTS] = np.stack([np.asarray(arrays[n], np.float32) for n in chosen], axis=1)
+        shape = None
+    else:
+        found, shape = dict(arrays), dict
+    if options.target is not None:
+        found[options.target if shape is dict else TARGETS] = _array(
+            options.target, table.column(options.target), options
+        )
+    if unit is not None:
+        found[unit] = _unit_numbers(table.column(unit), options)
+    return found, shape
+
+
+def _unit_numbers(column: pa.ChunkedArray, options: Options) -> np.ndarray:
+    """Return a number for each unit, whatever names it: equal ones are the same unit."""
+    if column.null_count:
+        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
+    encoded = column.combine_chunks().dictionary_encode()
+    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _array(name: str, column: pa.ChunkedArray, options: Options) -> np.ndarray:
+    """Return a column of numbers (N,), or of lists of numbers (N, length)."""
+    import pyarrow as pa
+
+    kind = column.type
+    if column.null_count:
+        options.refuse(f"column {name!r} must be filled, got empty values", "fill or drop them")
+    nested = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if pa.types.is_fixed_size_list(kind):
+        column, nested = column.cast(pa.list_(kind.value_type)), True
+    value = column.type.value_type if nested else kind
+    if not (
+        pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
+    ):
+        _refuse_column(name, str(kind), options)
+    if not nested:
+        return np.array(column.to_numpy())
+    whole = column.combine_chunks()
+    lengths = np.diff(np.asarray(whole.offsets))
+    flat = whole.flatten()
+    if flat.null_count:
+        options.refuse(f"column {name!r} must be filled, got empty values", "fill or drop them")
+    values = flat.to_numpy(zero_copy_only=False)
+    size = options.length_of(INPUTS if options.single else name)
+    if size is None:
+        if len(set(lengths.tolist())) > 1:
+            _refuse_ragged(name, options)
+        return np.array(values.reshape(len(lengths), -1))
+    padded = np.full((len(lengths), size), options.padding_of(name), dtype=values.dtype)
+    begin = 0
+    for row, length in enumerate(lengths):
+        kept = min(length, size)
+        padded[row, :kept] = values[begin : begin + kept]
+        begin += length
+    return padded
+
+
+def _refuse_ragged(name: str, options: Options) -> NoReturn:
+    options.refuse(
+        f"records of field {name!r} must have one shape, got several",
+        "give a public length with pad_to=LENGTH: shorter ones are filled up, longer ones cut",
+    )
+
+
+def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
+    """Materialise a Ray Data set once. Its rows are put in the order of a hash of each row's own
+    values, because blocks may come in another order when the same command goes on."""
+    import pyarrow as pa
+    import ray
+
+    if not hasattr(data, "to_arrow_refs"):
+        options.refuse(f"must be a Ray Data set, got a {type(data).__name__}", "give ray.data's")
+    blocks = ray.get(data.materialize().to_arrow_refs())
+    filled = [block for block in blocks if block.num_rows]
+    if not filled:
+        options.refuse("must hold one record at least, got none", "look where it comes from")
+    columns, shape = _table_columns(pa.concat_tables(filled), options)
+    arrays = [np.asarray(column) for column in columns.values()]
+    digests = []
+    for row in range(len(arrays[0])):
+        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.order")
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array[row]).tobytes())
+        digests.append(digest.digest())
+    order = sorted(range(len(digests)), key=digests.__getitem__)
+    if options.unit is not None and not isinstance(options.unit, str):
+        options.refuse("unit must name a column of Ray Data, whose rows are reordered", "add one")
+    return {name: np.asarray(column)[order] for name, column in columns.items()}, shape
+
+
+def _of_name(name: str, options: Options) -> Records:
+    """Return a built-in data set's training split, or a Parquet file's rows."""
+    from dpdist.data.registry import BUILT_IN, Source, load
+
+    if name in BUILT_IN:
+        return load(Source(name, BUILT_IN[name]), "train")
+    if Path(name).suffix != ".parquet" and not Path(name).exists():
+        options.refuse(
+            f"must be a built-in data set ({', '.join(BUILT_IN)}) or a Parquet file, got {name!r}",
+            "give the file's path",
+        )
+    reader = open_parquet(name)
+    try:
+        table = reader.read()
+    except Exception:
+        options.refuse(f"must be a readable Parquet file, got {name!r}", "write it again")
+    return _of_table(table, options)
+
+
+# --- items ------------------------------------------------------------------------------------
+
+
+class ItemRecords(Records):
+    """Records of a map-style data set, asked item by item under seeds of each record's own.
+
+    source: has `__len__` and `__getitem__`. collate: called with a list of one item; None where
+    items are taken as they are. Between steps an item is read with a fixed key; `for_step` gives
+    each step its draw.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        options: Options,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        plain: Any = None,
+        replaced: Sequence[str] = (),
+    ) -> None:
+        self.name, self.replaced = options.name, tuple(replaced)
+        self.assumed = (_ONE_RECORD.format(self.name),)
+        self._source, self._options, self._collate = source, options, collate
+        self._plain = source if plain is None else plain
+        self._key = _CHECK_KEY
+        self._last: tuple[bytes, Any, Tensor] | None = None
+        self._count = _length(source, options)
+        self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        with kept_generators():
+            self._units = self._check()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def for_step(self, key: bytes) -> Records:
+        records = copy.copy(self)
+        records._key, records._last = key, None
+        return records
+
+    def batch(self, indices: np.ndarray | slice) -> Batch:
+        return self._read(indices)[0]
+
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        return self._read(indices)[1]
+
+    def unit_id(self, index: int) -> Hashable:
+        return index if self._units is None else self._units[index]
+
+    def examples(self, count: int) -> tuple[Batch, Tensor]:
+        few = slice(0, 1)
+        return invented_like(self.batch(few), self.targets(few), count, _ranges(self._options))
+
+    def keyed_fingerprint(self, key: bytes) -> str:
+        options = self._options
+        read = options.before_transform or self._plain.__getitem__
+        told = (options.inputs, options.target, options.classes, self._lengths())
+        items = (self._item(read, index, _CHECK_KEY) for index in range(len(self)))
+        try:
+            with kept_generators():
+                return fingerprint_of(key, self, _chained((told,), items))
+        except TypeError as error:
+            options.refuse(
+                f"items must be numbers, arrays, pictures or text for a fingerprint, got {error}",
+                "give before_transform=, a function from a position to such values",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": None}
+
+    def _lengths(self) -> Any:
+        pad_to = self._options.pad_to
+        return dict(pad_to) if isinstance(pad_to, Mapping) else pad_to
+
+    def _item(self, read: Callable[[int], Any], index: int, key: bytes) -> Any:
+        """Ask for one item under its seeds. What its code raises may hold values: only the type is
+        told."""
+        try:
+            seed_generators(seed_of(key, index))
+            return read(index)
+        except Exception as error:
+            kind = type(error).__name__
+        self._options.refuse(
+            f"record {index} must be readable, but its code raised {kind}",
+            "ask the data set for that record yourself to see why",
+        )
+
+    def _fields(self, index: int) -> tuple[dict[str, Tensor], Any]:
+        """Return one record's tensors by field, and the shape of a batch: dict, tuple or None."""
+        options = self._options
+        item = self._item(self._source.__getitem__, index, self._key)
+        if self._collate is not None:
+            try:
+                seed_generators(seed_of(self._key, index))
+                item = self._collate([item])
+            except Exception as error:
+                kind = type(error).__name__
+            else:
+                kind = ""
+            if kind:
+                options.refuse(
+                    f"collate_fn must take a list of one record, but raised {kind}",
+                    "pass the data set itself, or a collate_fn that needs no other record",
+                )
+        named, shape = _named(item, options)
+        if options.unit is not None and isinstance(options.unit, str):
+            named.pop(options.unit, None)
+        return {name: self._tensor(name, value) for name, value in named.items()}, shape
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        options = self._options
+        if isinstance(value, Tensor):
+            tensor = value.detach()
+        elif isinstance(value, bool | int | float | np.ndarray | np.generic | list | tuple):
+            try:
+                array = np.asarray(value)
+            except ValueError:
+                array = np.empty(0, dtype=object)
+            if array.dtype.kind not in "biuf":
+                self._refuse_type(name, "values that are no numbers of one shape")
+            floating = array.dtype == np.float64
+            tensor = torch.from_numpy(np.array(array, np.float32 if floating else None))
+        else:
+            self._refuse_type(name, f"a {type(value).__name__}")
+        if self._collate is not None:
+            if tensor.dim() == 0 or len(tensor) != 1:
+                options.refuse(
+                    f"collate_fn must put records on dimension 0, got shape {tuple(tensor.shape)} "
+                    f"for one record in field {name!r}",
+                    "let it stack records there",
+                )
+            tensor = tensor[0]
+        size = options.length_of(name)
+        if size is None or tensor.dim() == 0:
+            return tensor
+        padded = tensor.new_full((size, *tensor.shape[1:]), options.padding_of(name))
+        kept = min(size, len(tensor))
+        padded[:kept] = tensor[:kept]
+        return padded
+
+    def _refuse_type(self, name: str, got: str) -> NoReturn:
+        self._options.refuse(
+            f"field {name!r} must be a tensor, an array or a number, got {got}",
+            "convert it in the data set (a picture with torchvision's ToTensor)",
+        )
+
+    def _split(self, named: dict[str, Tensor], shape: Any) -> tuple[Any, Tensor | None]:
+        """Return one record's input and target."""
+        target = self._options.target or (TARGETS if TARGETS in named else None)
+        if self._options.target is not None and self._options.target not in named:
+            self._options.refuse(
+                f"items must have a field {self._options.target!r}, got none", _known(named)
+            )
+        wanted = None if target is None else _long(named[target])
+        if shape is dict:
+            if self._options.single:
+                return named[self._options.inputs[0]], wanted
+            return named, wanted
+        rest = [value for name, value in named.items() if name != target]
+        return (tuple(rest) if shape is tuple else rest[0]), wanted
+
+    def _check(self) -> list[Hashable] | None:
+        """Look at every record once: fields, types, shapes, labels and units."""
+        options, units = self._options, []
+        for index in range(self._count):
+            named, shape = self._fields(index)
+            own = {n: (t.dtype, tuple(t.shape)) for n, t in named.items()}
+            if not index:
+                self._spec = own
+                self.has_targets = self._split(named, shape)[1] is not None
+            self._compare(own)
+            wanted = self._split(named, shape)[1]
+            if wanted is not None:
+                check_labels(wanted.unsqueeze(0), options)
+            if isinstance(options.unit, str):
+                item = self._item(self._plain.__getitem__, index, _CHECK_KEY)
+                if not isinstance(item, Mapping) or options.unit not in item:
+                    options.refuse(f"unit must name a field, got {options.unit!r}", _known(named))
+                units.append(item[options.unit])
+        if isinstance(options.unit, str):
+            return _check_units(options, units, self._count)
+        return None if options.unit is None else _check_units(
+            options, list(options.unit), self._count
+        )  # fmt: skip
+
+    def _compare(self, own: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Raise UserError for a record of other fields, types or shapes than the first one."""
+        if own == self._spec:
+            return
+        if own.keys() != self._spec.keys():
+            self._options.refuse("records must have the same fields, got others", "fill them up")
+        for name, (dtype, shape) in own.items():
+            if shape != self._spec[name][1]:
+                _refuse_ragged(name, self._options)
+            if dtype != self._spec[name][0]:
+                self._options.refuse(
+                    f"field {name!r} must have one dtype, got {self._spec[name][0]} and {dtype}",
+                    "convert it",
+                )
+
+    def _read(self, indices: np.ndarray | slice) -> tuple[Any, Tensor]:
+        """Return inputs and targets of one draw; those of the last call are kept, since both are
+        asked for."""
+        chosen = _positions(indices, self._count).numpy()
+        mark = chosen.tobytes()
+        if self._last is None or self._last[0] != mark:
+            with kept_generators():
+                self._last = (mark, *self._stacked(chosen))
+        return self._last[1], self._last[2]
+
+    def _stacked(self, chosen: np.ndarray) -> tuple[Any, Tensor]:
+        options = self._options
+        if not len(chosen):
+            inputs, wanted = self._stacked(np.zeros(1, dtype=np.int64))
+            return map_fields(lambda column: column[:0], inputs), wanted[:0]
+        rows, targets = [], []
+        for index in chosen.tolist():
+            named, shape = self._fields(index)
+            self._compare({n: (t.dtype, tuple(t.shape)) for n, t in named.items()})
+            row, target = self._split(named, shape)
+            rows.append(row)
+            targets.append(torch.zeros((), dtype=torch.int64) if target is None else target)
+        found = torch.stack(targets)
+        check_labels(found, options)
+        return stack_fields(rows), found
+
+
+def _chained(first: tuple[Any, ...], items: Iterator[Any]) -> Iterator[Any]:
+    yield from first
+    yield from items
+
+
+def _length(source: Any, options: Options) -> int:
+    """Return a data set's length. Raises UserError for what has none, or no items by position."""
+    kind = type(source).__name__
+    iterable = isinstance(source, torch_data.IterableDataset) or kind.startswith("Iterable")
+    if iterable or not hasattr(source, "__getitem__"):
+        options.refuse(
+            f"must have a length and records by position, got a {kind}",
+            "which record joins a step is drawn by position: collect the records in a list or in "
+            "arrays first",
+        )
+    try:
+        count = len(source)
+    except (TypeError, NotImplementedError):
+        options.refuse(
+            f"must have a length (__len__), got a {kind} without",
+            "the sampling rate is computed from it: define __len__",
+        )
+    if count < 1:
+        options.refuse("must hold one record at least, got none", "look where it comes from")
+    return count
+
+
+def _named(item: Any, options: Options) -> tuple[dict[str, Any], Any]:
+    """Return an item's fields by name, and what a batch of them is: dict, tuple or None."""
+    if isinstance(item, Mapping):
+        if options.inputs:
+            unit = options.unit if isinstance(options.unit, str) else None
+            wanted = [*options.inputs, *(n for n in (options.target, unit) if n)]
+            if missing := [name for name in wanted if name not in item]:
+                options.refuse(f"items must have a field {missing[0]!r}, got none", _known(item))
+            item = {name: item[name] for name in wanted}
+        return dict(item), dict
+    if isinstance(item, tuple | list) and len(item) > 1:
+        *inputs, target = item
+        if len(inputs) == 1:
+            return {INPUTS: inputs[0], TARGETS: target}, None
+        return {**{str(n): each for n, each in enumerate(inputs)}, TARGETS: target}, tuple
+    return {INPUTS: item[0] if isinstance(item, tuple | list) else item}, None
+
+
+def _of_items(data: Any, options: Options) -> Records:
+    return ItemRecords(data, options, plain=without_transforms(data))
+
+
+def without_transforms(source: Any) -> Any:
+    """Return a copy of a data set whose `transform`, `target_transform` and `transforms` are off,
+    as torchvision names them; of a part, with that of the whole."""
+    names = [n for n in ("transform", "target_transform", "transforms") if hasattr(source, n)]
+    inner = getattr(source, "dataset", None)
+    if not names and inner is None:
+        return source
+    plain = copy.copy(source)
+    try:
+        for name in names:
+            setattr(plain, name, None)
+        if inner is not None:
+            plain.dataset = without_transforms(inner)
+    except AttributeError:  # a property: the data set keeps its own way
+        return source
+    return plain
+
+
+_HUGGING_FACE = {"IterableDataset": "dataset.take(n) collected with Dataset.from_list",
+                 "DatasetDict": 'one of its splits, such as data["train"]',
+                 "IterableDatasetDict": "a split of a map-style data set"}  # fmt: skip
+
+
+def _of_hugging_face(data: Any, kind: str, options: Options) -> Records:
+    if kind in _HUGGING_FACE:
+        options.refuse(f"must be a datasets.Dataset, got a {kind}", f"give {_HUGGING_FACE[kind]}")
+    plain = data.with_format(None)
+    seen = data if data.format["type"] is not None else data.with_format("torch")
+    return ItemRecords(seen, options, plain=plain)
+
+
+# --- loaders ----------------------------------------------------------------------------------
+
+
+_ORDERS = (torch_data.RandomSampler, torch_data.SequentialSampler)
+_DRAWN = "a record joins each step with the plan's rate, drawn under the run key"
+
+
+def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
+    """Take a loader's data set and collate function; refuse what cannot be replaced honestly."""
+    source = loader.dataset
+    if isinstance(source, torch_data.IterableDataset):
+        _length(source, options)
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if batches is not None and type(batches) is not torch_data.BatchSampler:
+        options.refuse(
+            f"the DataLoader must not bring batches of its own, got a {type(batches).__name__}",
+            f"{_DRAWN}: pass the data set itself",
+        )
+    if isinstance(sampler, torch_data.WeightedRandomSampler):
+        options.refuse(
+            "the DataLoader must not weight records, got a WeightedRandomSampler",
+            f"{_DRAWN}: pass the data set itself, and put weights into the loss",
+        )
+    if isinstance(sampler, torch_data.SubsetRandomSampler):
+        options.refuse(
+            "the DataLoader must not choose records, got a SubsetRandomSampler",
+            "pass torch.utils.data.Subset(dataset, indices)",
+        )
+    if type(sampler) not in (*_ORDERS, torch_data.DistributedSampler):
+        options.refuse(
+            f"the DataLoader must not bring a sampler of its own, got a {type(sampler).__name__}",
+            f"{_DRAWN}: pass the data set itself",
+        )
+    if loader.drop_last:
+        options.refuse(
+            "the DataLoader must not drop records, got drop_last=True",
+            "every record may join every step: leave drop_last out",
+        )
+    words = (
+        f"the DataLoader's {type(sampler).__name__} and batch_size={loader.batch_size}: {_DRAWN}"
+    )
+    if isinstance(source, torch_data.TensorDataset) and _default(loader):
+        records = adapt(source, options)
+        records.replaced = (words,)
+        return records
+    return ItemRecords(
+        source,
+        options,
+        collate=None if _default(loader) else loader.collate_fn,
+        plain=without_transforms(source),
+        replaced=(words,),
+    )
+
+
+def _default(loader: torch_data.DataLoader[Any]) -> bool:
+    names = (torch_data.default_collate, torch_data.default_convert)
+    return loader.collate_fn in names
+
+
+# --- seeds ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restore the states of torch's (CPU), numpy's and random's generators in the end."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def seed_generators(seed: bytes) -> None:
+    """Seed the generators of torch (CPU), numpy and random with 32 bytes.
+
+    What a transform draws elsewhere (the operating system, a clock, a generator of its own) cannot
+    be repeated: a replayed step then has another sum, which the ledger never gives the noise that
+    was announced.
+    """
+    torch.default_generator.manual_seed(int.from_bytes(seed[:8], "little") >> 1)
+    np.random.seed(np.frombuffer(seed, dtype="<u4"))
+    random.seed(seed)
+
+
+# --- batches of one or several tensors --------------------------------------------------------
+
+
+def map_fields(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Return a batch of the same kind with the function's result for each tensor."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {name: function(each) for name, each in batch.items()}
+    return tuple(function(each) for each in batch)
+
+
+def rows_of(batch: Any) -> int:
+    """Return how many records a batch holds."""
+    return len(next(iter(fields_of(batch).values())))
+
+
+def stack_fields(rows: list[Any]) -> Any:
+    """Return the batch of these single records."""
+    if isinstance(rows[0], Tensor):
+        return torch.stack(rows)
+    if isinstance(rows[0], dict):
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+def _positions(indices: np.ndarray | slice, count: int) -> Tensor:
+    if isinstance(indices, slice):
+        return torch.arange(count)[indices]
+    return torch.as_tensor(np.asarray(indices, dtype=np.int64))
+
+
+def _ranges(options: Options) -> dict[str, int | tuple[float, float]]:
+    """Return public ranges by field, with that of the targets."""
+    found = dict(options.ranges)
+    if options.classes is not None:
+        found.setdefault(options.target or TARGETS, options.classes)
+        found.setdefault(TARGETS, options.classes)
+    elif options.target in found:
+        found.setdefault(TARGETS, found[options.target])
+    if options.single and options.inputs and options.inputs[0] in found:
+        found.setdefault(INPUTS, found[options.inputs[0]])
+    return found

@@ -1,0 +1,238 @@
+"""The protocol of data: what every training asks of its records.
+
+`dpdist.data.adapters.as_records` makes such records of arrays, tables, data sets and loaders.
+
+A record's draw, its unit and its place never depend on another record, and positions stay what they
+are for a whole run: a step's sample is a set of positions, drawn under the run key. So whatever
+orders, weights or batches records elsewhere (a sampler, a shuffled loader) is replaced, and named.
+
+No text of an error holds a record's value: it names fields, types, shapes and positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    # One tensor, or several that belong to the same records: each has them on dimension 0.
+    Batch = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+
+_CHUNK = 1024  # records fingerprinted at once
+INPUTS, TARGETS = "inputs", "targets"  # names of fields where the data give none
+
+
+class Records(ABC):
+    """Records to train on, each at a position from 0 on that it keeps for the whole run.
+
+    A class of one's own defines `__len__`, `batch` and `targets`, and may define the others.
+
+    Attributes:
+        name: what complaints and cards call the records.
+        has_targets: whether `targets` says anything; a loss of one's own may need none.
+        assumed: what the guarantee assumes of these records because nobody can check it.
+        replaced: what came with the data and is not used, in words, such as a loader's sampler.
+    """
+
+    name: str
+    has_targets: bool = True
+    assumed: Sequence[str] = ()
+    replaced: Sequence[str] = ()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of records."""
+
+    @abstractmethod
+    def batch(self, indices: np.ndarray | slice) -> Batch:
+        """Return the inputs of the records at these positions.
+
+        Args:
+            indices: (B,) positions, B >= 0.
+
+        Returns:
+            A tensor (B, ...), or a tuple or dict of such tensors, of the same shapes behind B for
+            all records.
+        """
+
+    @abstractmethod
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        """Return what a model should say for the records at these positions: (B,) or (B, ...)."""
+
+    def unit_id(self, index: int) -> Hashable:
+        """Return whom the record at this position belongs to; by default the record is its own
+        unit."""
+        return index
+
+    def for_step(self, key: bytes) -> Records:
+        """Return these records as the step of this key sees them.
+
+        Args:
+            key: 32 secret bytes of the run, the attempt and the step. Random transforms are seeded
+                by it and by the record's position, so that a replayed step sees the same.
+
+        Returns:
+            Records whose `batch` and `targets` speak of one draw. The default, for records that
+            are the same in all steps, returns them themselves.
+        """
+        return self
+
+    def keyed_fingerprint(self, key: bytes) -> str:
+        """Return a fingerprint of all records, in order, before random transforms.
+
+        It is a MAC, never a plain hash: who does not hold the key cannot test a guess of the
+        records against it. It is kept in private/ all the same.
+
+        Args:
+            key: 16 to 64 secret bytes, used for nothing else.
+
+        Returns:
+            32 hex digits.
+        """
+        mac = _mac(key)
+        for start in range(0, len(self), _CHUNK):
+            rows = np.arange(start, min(start + _CHUNK, len(self)))
+            for part in canonical((self.batch(rows), self.targets(rows))):
+                mac.update(part)
+        return finish_fingerprint(mac, self)
+
+    def examples(self, count: int) -> tuple[Batch, Tensor]:
+        """Invent examples of the shapes and types of these records, and of the declared ranges.
+
+        No record's value is in them, so a model may be checked on them in the open.
+
+        Returns:
+            Inputs and targets, as `batch` and `targets` return them, of `count` examples; the same
+            ones each time.
+        """
+        few = np.arange(min(1, len(self)))
+        return invented_like(self.batch(few), self.targets(few), count)
+
+
+# --- fingerprints and seeds -------------------------------------------------------------------
+
+
+def _mac(key: bytes) -> hashlib.blake2b:
+    if len(key) < 16:
+        raise ValueError(f"a fingerprint's key has at least 16 bytes, got {len(key)}")
+    return hashlib.blake2b(key=key, digest_size=16, person=b"dpdist.records")
+
+
+def fingerprint_of(key: bytes, records: Records, items: Iterator[Any]) -> str:
+    """Return the keyed fingerprint of items that are not what `batch` returns."""
+    mac = _mac(key)
+    for item in items:
+        for part in canonical(item):
+            mac.update(part)
+    return finish_fingerprint(mac, records)
+
+
+def finish_fingerprint(mac: hashlib.blake2b, records: Records) -> str:
+    """Add how many records there are and whose they are."""
+    for index in range(len(records)):
+        for part in canonical(records.unit_id(index)):
+            mac.update(part)
+    mac.update(struct.pack("<q", len(records)))
+    return mac.hexdigest()
+
+
+def seed_of(key: bytes, index: int) -> bytes:
+    """Return 32 bytes that seed the random transforms of one record in the step of a key."""
+    label = struct.pack("<q", index)
+    return hashlib.blake2b(label, key=key, digest_size=32, person=b"dpdist.item").digest()
+
+
+def canonical(value: Any) -> Iterator[bytes]:
+    """Yield a value as bytes, of which no other value of another type, shape or order has the same.
+
+    Raises:
+        TypeError: it holds something else than numbers, arrays, tensors, pictures, text, bytes and
+            lists, tuples and dicts of them.
+    """
+    if hasattr(value, "detach"):  # a tensor
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.ascontiguousarray(value)
+        if array.dtype.hasobject:
+            raise TypeError("an array of objects")
+        yield _tagged(b"array", f"{array.dtype.str}{np.shape(value)}".encode())
+        yield array.tobytes()
+    elif isinstance(value, dict):
+        yield _tagged(b"dict", str(len(value)).encode())
+        for key, inner in value.items():
+            yield from canonical(key)
+            yield from canonical(inner)
+    elif isinstance(value, list | tuple):
+        yield _tagged(b"list", str(len(value)).encode())
+        for inner in value:
+            yield from canonical(inner)
+    elif isinstance(value, bytes | bytearray):
+        yield _tagged(b"bytes", bytes(value))
+    elif value is None or isinstance(value, str | bool | int | float):
+        yield _tagged(type(value).__name__.encode(), repr(value).encode())
+    elif callable(getattr(value, "tobytes", None)) and hasattr(value, "mode"):  # a picture
+        yield _tagged(b"picture", f"{value.mode}{value.size}".encode())
+        yield _tagged(b"pixels", value.tobytes())
+    else:
+        raise TypeError(f"a {type(value).__name__}")
+
+
+def _tagged(kind: bytes, raw: bytes) -> bytes:
+    return kind + struct.pack("<q", len(raw)) + raw
+
+
+# --- examples that hold no record ---------------------------------------------------------------
+
+
+def fields_of(batch: Any) -> dict[str, Tensor]:
+    """Return a batch's tensors by name."""
+    if isinstance(batch, dict):
+        return dict(batch)
+    if isinstance(batch, tuple):
+        return {str(place): each for place, each in enumerate(batch)}
+    return {INPUTS: batch}
+
+
+def invented_like(
+    inputs: Any,
+    targets: Tensor,
+    count: int,
+    ranges: Mapping[str, int | tuple[float, float]] | None = None,
+) -> tuple[Any, Tensor]:
+    """Invent examples of the shapes and types of these, whose values are never looked at.
+
+    Args:
+        inputs: a batch of any number of records; targets: theirs.
+        count: how many to invent.
+        ranges: by field: n for whole numbers 0..n-1, (low, high) for others. Whole numbers without
+            one are 0 or 1; other numbers lie in [0, 1), for a quarter of the examples far away.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def invent(name: str, like: Tensor) -> Tensor:
+        shape, known = (count, *like.shape[1:]), (ranges or {}).get(name)
+        if not like.is_floating_point():
+            most = known if isinstance(known, int) else int(known[1]) + 1 if known else 2
+            return torch.randint(max(1, most), shape, generator=generator).to(like.dtype)
+        found = torch.rand(shape, generator=generator)
+        if isinstance(known, tuple):
+            return (known[0] + (known[1] - known[0]) * found).to(like.dtype)
+        far = count - count // 4
+        if name != TARGETS:
+            found[far:] = 10 * found[far:] + 3
+        return found.to(like.dtype)
+
+    named = {name: invent(name, like) for name, like in fields_of(inputs).items()}
+    if not isinstance(inputs, dict | tuple):
+        return named[INPUTS], invent(TARGETS, targets)
+    made = named if isinstance(inputs, dict) else tuple(named.values())
+    return made, invent(TARGETS, targets)

@@ -1,0 +1,121 @@
+"""Losses by name, and losses of the user's own: one value a record, never a mean over the batch.
+
+A named loss compares the model's outputs with the targets. Where a record has several outputs its
+loss is their mean, as torch's `reduction="mean"` has it for a batch of one record.
+
+    cross-entropy     logits (B, C), classes (B,); or (B, T, C), tokens (B, T)
+    bce               logits (B,) or (B, 1), 0 or 1 (B,)
+    multi-label-bce   logits (B, K), 0 or 1 (B, K)
+    mse, huber        outputs of the targets' shape, (B,), (B, 1) or (B, K)
+
+Huber's loss is d^2 / 2 where |d| <= 1, and |d| - 1/2 beyond (Huber, 1964; torch's `delta=1`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpdist.core.errors import UserError
+from dpdist.gradients.engine import cross_entropy
+from dpdist.gradients.hooks import Losses, Objective, OwnLoss
+
+
+def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compute the cross-entropy of one yes or no a record: logits (B,) or (B, 1) and 0 or 1."""
+    return _compared(functional.binary_cross_entropy_with_logits, "bce", outputs, targets)
+
+
+def multi_label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compute the mean cross-entropy of a record's labels: logits (B, K) and 0 or 1 (B, K)."""
+    if targets.dim() != 2:
+        raise UserError(
+            f"loss: multi-label-bce needs targets of shape (B, K), got {_shape(targets)}: give one "
+            "column a label, or take bce"
+        )
+    return _compared(
+        functional.binary_cross_entropy_with_logits, "multi-label-bce", outputs, targets
+    )
+
+
+def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compute the mean of a record's squared errors."""
+    return _compared(functional.mse_loss, "mse", outputs, targets)
+
+
+def huber(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compute the mean of Huber's function of a record's errors, linear beyond 1."""
+    return _compared(functional.huber_loss, "huber", outputs, targets)
+
+
+LOSSES: dict[str, Losses] = {
+    "cross-entropy": cross_entropy,
+    "bce": binary_cross_entropy,
+    "multi-label-bce": multi_label_cross_entropy,
+    "mse": mean_squared_error,
+    "huber": huber,
+}
+
+
+def objective_of(loss: str | Callable[[nn.Module, Any], Tensor]) -> Objective:
+    """Return the objective that a gradient engine learns.
+
+    Args:
+        loss: a name of `LOSSES`, or a function of the module and a batch that runs the forward
+            passes and returns one value a record, shape (B,). The batch is `(inputs, targets)`,
+            `(*inputs, targets)` where a record has several inputs, or a dict of its fields.
+
+    Returns:
+        An objective for `GradientEngine`, whose screening refuses a loss that returns a mean over
+        the batch, or that lets one record's value depend on another record.
+
+    Raises:
+        UserError: no loss has that name.
+
+    Example:
+        >>> import torch
+        >>> objective_of("mse")(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 1.0]))
+        tensor([1., 4.])
+    """
+    if isinstance(loss, str):
+        if loss not in LOSSES:
+            raise UserError(
+                f"loss: must be {', '.join(LOSSES)} or a function of module and batch, got {loss!r}"
+            )
+        return LOSSES[loss]
+    if isinstance(loss, nn.Module):
+        raise UserError(
+            f"loss: must be a name or a function of module and batch, got a {type(loss).__name__}; "
+            f"take {_NAMES.get(type(loss).__name__, 'lambda module, batch: ...')!r}"
+        )
+    if not callable(loss):
+        raise UserError(
+            f"loss: must be a name or a function of module and batch, got a {type(loss).__name__}"
+        )
+    return OwnLoss(loss)
+
+
+_NAMES = {"CrossEntropyLoss": "cross-entropy", "BCEWithLogitsLoss": "bce", "MSELoss": "mse",
+          "HuberLoss": "huber"}  # fmt: skip
+
+
+def _compared(loss: Callable[..., Tensor], name: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a loss of outputs and targets that have one shape, but for a last dimension of 1."""
+    if outputs.shape != targets.shape:
+        if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
+            outputs = outputs.squeeze(-1)  # never broadcast: (B, 1) and (B,) would be (B, B)
+        if outputs.shape != targets.shape:
+            raise UserError(
+                f"loss: {name} needs outputs of the targets' shape, got {_shape(outputs)} and "
+                f"{_shape(targets)}: give the model as many outputs as a record has targets"
+            )
+    losses = loss(outputs, targets.to(outputs.dtype), reduction="none")
+    return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
+
+
+def _shape(tensor: Tensor) -> str:
+    """Return a shape in words, without the size of the batch."""
+    return "(" + ", ".join(["B", *map(str, tensor.shape[1:])]) + ")"

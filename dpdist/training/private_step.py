@@ -1,0 +1,255 @@
+"""One private step: sample, clip, sum, announce, add noise, divide.
+
+A training takes it once for each step of its plan, an audit on records of its own, and a loop of
+one's own as often as its plan says. It knows neither a recipe nor a run folder. What it asks of the
+data is stated by `StepData`; sampling rate, clip and noise are those of the `StepPlan` it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpdist.config.training import CANONICAL_SHARDS
+from dpdist.core.errors import UserError
+from dpdist.gradients import noise
+from dpdist.gradients.engine import GradientEngine, Task
+from dpdist.gradients.noise import add_noise
+from dpdist.gradients.sampling import Blocks, poisson_sample, share
+from dpdist.privacy.ledger import Ledger, ReplayConflict
+from dpdist.privacy.plan import StepPlan
+from dpdist.randomness.keys import derive_key, key_id
+from dpdist.training.canaries import Canaries
+from dpdist.training.collectives import Reducer, Shards, Whole, release_id
+from dpdist.training.monitoring import Seen
+
+
+class StepData(Protocol):
+    """Records as a step asks for them, by position."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> Tensor:
+        """Return the inputs of the records at `indices`, (B, ...)."""
+
+    def targets(self, indices: np.ndarray) -> Tensor:
+        """Return their targets, (B, ...)."""
+
+
+class PrivateStep:
+    """Release noisy, clipped sums of per-example gradients, one for each step.
+
+    Guarantee: `gradient(step, todo)` releases the sum over a Poisson sample of rate
+    `todo.sample_rate`, in which one record counts for at most the engine's sensitivity, with
+    Gaussian noise of standard deviation `todo.noise_std` from a key that no other step has. So each
+    call costs what `PrivacyPlan` accounts for that step, if `check_clip` accepts the engine. The
+    ledger, where there is one, has the release durably before the noise is added. Calling it for
+    one step again, on the same data and under the same key, is the same release and costs nothing.
+
+    Args:
+        engine: clips and adds up gradients. Its parameters are read, never written.
+        data: the records, all that the plan was made for.
+        key: 32 secret bytes of this run; whoever knows them can take the noise away.
+        attempt: label that stands in the keys of all steps; a new one wherever a sum may differ.
+        task: makes targets of the labels; default: the labels themselves.
+        reducer: adds up over the workers; default: this process alone.
+        shards: the records of this worker; default: all of them.
+        sharing: whether a worker releases everything or a part; default: everything.
+        noise_on_device: whether noise is drawn where the sum lies, in place of on the CPU.
+        ledger: every release is announced there first. Worker 0 has one, or nobody.
+        permit: returns once a step may be announced.
+        canaries: what an audit adds to the sums.
+        announced: attempts whose steps are replayed, as (first step, end, label).
+
+    Example:
+        >>> import torch
+        >>> from dpdist import PrivacyPlan, PrivateStep
+        >>> from dpdist.gradients.clipping import FlatClipping
+        >>> from dpdist.gradients.engine import GradientEngine, cross_entropy
+        >>> class Rows:
+        ...     inputs, labels = torch.randn(100, 4), torch.zeros(100, dtype=torch.int64)
+        ...     def __len__(self): return len(self.labels)
+        ...     def batch(self, indices): return self.inputs[indices]
+        ...     def targets(self, indices): return self.labels[indices]
+        >>> plan = PrivacyPlan.dp_sgd(
+        ...     records=100, batch_size=20, noise_multiplier=1.0, steps=3, delta=1e-3
+        ... )
+        >>> model = torch.nn.Linear(4, 2)
+        >>> engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+        >>> step = PrivateStep(engine, Rows(), key=bytes(32))
+        >>> step.check_clip(plan.clip_norm)
+        >>> gradient, private, _ = step.gradient(0, plan.step(0))
+        >>> gradient.shape
+        torch.Size([10])
+    """
+
+    def __init__(
+        self,
+        engine: GradientEngine,
+        data: StepData,
+        key: bytes,
+        attempt: str = "",
+        *,
+        task: Task | None = None,
+        reducer: Reducer | None = None,
+        shards: Shards | None = None,
+        sharing: Whole | None = None,
+        noise_on_device: bool = False,
+        ledger: Ledger | None = None,
+        permit: Callable[[int], None] = lambda step: None,
+        canaries: Canaries | None = None,
+        announced: Sequence[tuple[int, int, str]] = (),
+    ) -> None:
+        if reducer is None:
+            reducer = Reducer(0, 1, engine.parameters[0].device)
+        if shards is None:
+            shards = shards_of(len(data), len(data), reducer, False)
+        self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
+        self.task, self.reducer, self.shards = task or Task(), reducer, shards
+        self.sharing, self.noise_on_device = sharing or Whole(), noise_on_device
+        self.ledger, self.permit = ledger, permit
+        self.canaries, self.announced = canaries or Canaries(), announced
+
+    def check_clip(self, clip_norm: float) -> None:
+        """Raise UserError where one record may move an executed sum by more than `clip_norm`."""
+        check_clip(self.engine, self.sharing, clip_norm)
+
+    def attempt_of(self, step: int) -> str:
+        """Return the label in the keys of `step`.
+
+        It is that of the process that announced the step, if one did, and this process's own for a
+        new step.
+        """
+        replayed = (label for first, end, label in self.announced if first <= step < end)
+        return next(replayed, self.attempt)
+
+    def gradient(self, step: int, todo: StepPlan, flag: bool = False) -> tuple[Tensor, Seen, bool]:
+        """Return the noisy gradient of a step, divided by the expected batch size.
+
+        Args:
+            step: number of the step; it is in all its keys.
+            todo: rate, clip and noise; `PrivacyPlan.step(step)`.
+            flag: a question to the other workers.
+
+        Returns:
+            This worker's part of the gradient, float64, over which the next step's is written; what
+            it is made of, PRIVATE; and whether any worker's flag was up.
+        """
+        rows, seen = self._clipped_sums(step, todo)
+        noisy, flagged = self.release(step, rows, todo.noise_std, flag)
+        self.canaries.watch(noisy, todo, self.reducer)
+        # Not by a number, whose reciprocal a GPU multiplies by: the same bits wherever it lies.
+        return noisy.div_(noisy.new_full((1,), todo.expected_batch)), seen, flagged
+
+    def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
+        """Compute this worker's part of the step: PRIVATE.
+
+        Returns:
+            Sums, float64 (rows, size), and the counts of what they are made of.
+        """
+        engine, data, device = self.engine, self.data, self.reducer.device
+        engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
+        sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
+        draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
+        rows = self.reducer.rows(self.shards.rows, engine.size)
+        seen, joined = Seen(), []
+        for row, begin, end in self.shards.mine:
+            members = self.members(sample_key, begin, end, todo)
+            joined.append((row, members))
+            self.sharing.wire.check(len(members))
+            members = self.canaries.fed(members)
+            inputs = data.batch(members).to(device)
+            labels = self.canaries.labelled(members, data.targets(members)).to(device)
+            ids = torch.from_numpy(members)
+            targets = self.task.targets(engine, inputs, labels, draw_key, ids)
+            clipped = engine.clipped_sum(
+                inputs, targets, draw_key=draw_key, record_ids=ids, out=rows[row]
+            )
+            seen.examples += clipped.examples
+            seen.nonfinite += clipped.nonfinite
+            seen.loss_sum += clipped.loss_sum
+            seen.details = clipped.details
+        self.canaries.join(rows, joined)
+        return rows, seen
+
+    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
+        """Draw the positions in [begin, end) of the records that join."""
+        return poisson_sample(
+            key, begin, end, todo.sample_rate,
+            batch_cap=todo.batch_cap, records=len(self.data),
+        )  # fmt: skip
+
+    def release(
+        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+    ) -> tuple[Tensor, bool]:
+        """Return this worker's part of the sum of all workers' rows with Gaussian noise.
+
+        The ledger's entry is durable before worker 0's noise is drawn. A method that makes sums of
+        its own calls it in place of `gradient`.
+
+        Args:
+            step: number of the step.
+            rows: float64 (rows, size), bounded as the plan says; written over.
+            noise_std: of the noise.
+            flag: a question to the other workers.
+
+        Returns:
+            Float64 (size,) of this worker's part, where the noise was drawn; and whether any
+            worker's flag was up.
+        """
+        total, flagged = self.sharing.sum(self.reducer, rows, self.shards, flag)
+        summed, size = total.cpu().numpy(), rows.shape[1]
+        label = f"{key_id(self.key)}/{self.attempt_of(step)}/{step}"
+        leaves = self.sharing.digests(self.reducer, label, summed, size)
+        if self.ledger is not None:
+            self.permit(step)
+            _announce(self.ledger, step, release_id(label, leaves))
+        noise_key = derive_key(self.key, "noise", self.attempt_of(step), step)
+        start = self.sharing.own(self.reducer, size).start
+        if self.noise_on_device:
+            return noise.add_noise_on(total, noise_key, noise_std, start), flagged
+        noisy = add_noise(summed, noise_key, noise_std, start, summed)
+        return torch.from_numpy(noisy), flagged
+
+
+def _announce(ledger: Ledger, step: int, release: str) -> None:
+    """Put the release on record, durably, before its noise is added.
+
+    The id covers the bits of the sum itself: an exact replay collapses into one entry, and the
+    same noise can never be added to two different sums.
+    """
+    try:
+        ledger.record(step, release)
+    except ReplayConflict:
+        ledger.new_epoch(f"step {step} could not be replayed exactly")
+        raise
+
+
+def check_clip(engine: GradientEngine, sharing: Whole, clip_norm: float) -> None:
+    """Raise UserError where one record may move an executed sum by more than `clip_norm`."""
+    if engine.clipping.sensitivity * (1 + sharing.wire.room) > clip_norm * (1 + 1e-9):
+        raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
+
+
+def shards_of(records: int, planned: int, reducer: Reducer, reproducible: bool) -> Shards:
+    """Cut the records into shards at the plan's number of records.
+
+    Where that number was declared, it is another than theirs: the last shard takes what is beyond
+    it, and nothing else changes with their number.
+    """
+    count = CANONICAL_SHARDS if reproducible else reducer.world_size
+
+    def bounds(shard: int) -> tuple[int, int]:
+        begin, end = share(planned, shard, count)
+        return min(begin, records), records if shard == count - 1 else min(end, records)
+
+    largest = -(-planned // count)
+    if not reproducible:
+        return Shards(1, largest, [(0, *bounds(reducer.rank))], [1] * reducer.world_size)
+    cuts = [share(count, rank, reducer.world_size) for rank in range(reducer.world_size)]
+    mine = [(row, *bounds(row)) for row in range(*cuts[reducer.rank])]
+    return Shards(count, largest, mine, [last - first for first, last in cuts])

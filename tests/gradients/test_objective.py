@@ -1,0 +1,338 @@
+"""Losses by name and of the user's own, against autograd one record at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpdist.core.errors import UserError
+from dpdist.core.fields import BY_STRUCTURE, SCREENED
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.objective import LOSSES, objective_of
+from dpdist.gradients.sampling import Blocks
+
+pytestmark = pytest.mark.guarantee
+
+B, CLIP, KEY = 21, 0.3, bytes(range(32))
+
+
+def network(outputs: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+class TwoTowers(nn.Module):
+    """A model whose forward is not what its loss calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(20, 5)
+        self.left, self.right = nn.Linear(5, 3), nn.Linear(4, 3)
+
+    def scores(self, tokens: Tensor, features: Tensor) -> Tensor:
+        return self.left(self.words(tokens).mean(1)) * self.right(features)
+
+
+def draw(*shape: int, classes: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + (classes or 0))
+    if classes is None:
+        return torch.randn(shape, generator=generator)
+    return torch.randint(classes, shape, generator=generator)
+
+
+INPUTS = draw(B, 4)
+FIELDS = {"tokens": draw(B, 7, classes=20), "x": draw(B, 4), "y": draw(B, classes=3)}
+
+
+# --- own losses, and the same for one record written by hand ---------------------------------
+
+
+def own_mse(module, batch):
+    inputs, targets = batch
+    return (module(inputs).squeeze(1) - targets).square()
+
+
+def of_fields(module, batch):
+    scores = module.scores(batch["tokens"], batch["x"])
+    return functional.cross_entropy(scores, batch["y"], reduction="none")
+
+
+def of_several(module, batch):
+    tokens, features, targets = batch
+    return functional.cross_entropy(module.scores(tokens, features), targets, reduction="none")
+
+
+def twice(module, batch):
+    """Two forward passes, which a record's own consistency needs."""
+    inputs, targets = batch
+    first, second = module(inputs), module(inputs * 1.5)
+    return functional.cross_entropy(first, targets, reduction="none") + (first - second).abs().sum(
+        1
+    )
+
+
+CASES: dict[str, tuple[Any, Any, Any, Tensor, Any]] = {
+    # name: model, loss, inputs, targets, and the loss of one record by torch alone
+    "cross-entropy": (
+        lambda: network(3), "cross-entropy", INPUTS, draw(B, classes=3),
+        lambda m, x, y: functional.cross_entropy(m(x), y),
+    ),
+    "bce": (
+        lambda: network(1), "bce", INPUTS, draw(B, classes=2),
+        lambda m, x, y: functional.binary_cross_entropy_with_logits(m(x), y[:, None].to(x)),
+    ),
+    "multi-label-bce": (
+        lambda: network(5), "multi-label-bce", INPUTS, draw(B, 5, classes=2),
+        lambda m, x, y: functional.binary_cross_entropy_with_logits(m(x), y.to(x)),
+    ),
+    "mse": (
+        lambda: network(1), "mse", INPUTS, 3 * draw(B),
+        lambda m, x, y: functional.mse_loss(m(x), y[:, None]),
+    ),
+    "mse of several": (
+        lambda: network(5), "mse", INPUTS, draw(B, 5),
+        lambda m, x, y: functional.mse_loss(m(x), y),
+    ),
+    "huber": (
+        lambda: network(2), "huber", INPUTS, 3 * draw(B, 2),
+        lambda m, x, y: functional.huber_loss(m(x), y),
+    ),
+    "own mse": (
+        lambda: network(1), own_mse, INPUTS, draw(B),
+        lambda m, x, y: (m(x)[0, 0] - y[0]) ** 2,
+    ),
+    "dict batches": (
+        TwoTowers, of_fields, FIELDS, FIELDS["y"],
+        lambda m, x, y: functional.cross_entropy(m.scores(x["tokens"], x["x"]), y),
+    ),
+    "several inputs": (
+        TwoTowers, of_several, (FIELDS["tokens"], FIELDS["x"]), FIELDS["y"],
+        lambda m, x, y: functional.cross_entropy(m.scores(*x), y),
+    ),
+    "two passes": (
+        lambda: network(3), twice, INPUTS, draw(B, classes=3),
+        lambda m, x, y: functional.cross_entropy(m(x), y) + (m(x) - m(1.5 * x)).abs().sum(),
+    ),
+}  # fmt: skip
+
+
+def one(inputs: Any, row: int, wide: bool) -> Any:
+    """Return one record's inputs, as a batch of one."""
+    if isinstance(inputs, dict):
+        return {name: one(each, row, wide) for name, each in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(one(each, row, wide) for each in inputs)
+    some = inputs[row : row + 1]
+    return some.double() if wide and some.is_floating_point() else some
+
+
+def by_hand(model: nn.Module, loss: Any, inputs: Any, targets: Tensor) -> tuple[Tensor, float]:
+    """Sum of clipped gradients and of losses: float64, one record at a time, autograd alone."""
+    model = model.double()
+    total, losses = (
+        torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64),
+        0.0,
+    )
+    for row in range(len(targets)):
+        value = loss(model, one(inputs, row, True), one(targets, row, True))
+        gradients = torch.autograd.grad(value, list(model.parameters()))
+        flat = torch.cat([g.flatten() for g in gradients])
+        total += flat * min(1.0, CLIP / float(flat.norm()))
+        losses += float(value)
+    return total, losses
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_each_loss_is_clipped_record_by_record(case, isolate):
+    make, loss, inputs, targets, alone = CASES[case]
+    engine = GradientEngine(
+        make(), objective_of(loss), clipping=FlatClipping(CLIP), isolate=isolate
+    )
+    found = engine.clipped_sum(inputs, targets)
+    expected, losses = by_hand(make(), alone, inputs, targets)
+    assert float((found.flat - expected).norm()) <= 2e-5 * B * CLIP  # the clip leaves room
+    assert abs(found.loss_sum - losses) <= 1e-4 * (1 + abs(losses)) and found.examples == B
+    assert float(expected.norm()) > 0.1 * CLIP  # something is learned
+
+
+@pytest.mark.parametrize("case", ["mse", "dict batches", "several inputs", "two passes"])
+def test_one_record_moves_the_sum_by_at_most_the_clip(case):
+    """In keyed blocks and passes of one shape, each record against none, for targets far away."""
+    make, loss, inputs, targets, _ = CASES[case]
+    if targets.is_floating_point():
+        targets = 1000 * targets
+    engine = GradientEngine(
+        make(), objective_of(loss), clipping=FlatClipping(CLIP), micro_batch=8,
+        blocks=Blocks.for_batches(B, 0.9),
+    )  # fmt: skip
+    ids = torch.arange(B)
+
+    def sum_of(rows: list[int]) -> Tensor:
+        some = torch.tensor(rows, dtype=torch.int64)
+        chosen = (
+            {n: t[some] for n, t in inputs.items()} if isinstance(inputs, dict)
+            else tuple(t[some] for t in inputs) if isinstance(inputs, tuple) else inputs[some]
+        )  # fmt: skip
+        return engine.clipped_sum(
+            chosen, targets[some], draw_key=KEY, record_ids=ids[some]
+        ).flat.clone()
+
+    whole, norms = sum_of(list(range(B))), []
+    for row in range(0, B, 4):
+        norms.append(float((whole - sum_of([r for r in range(B) if r != row])).norm()))
+    assert max(norms) <= engine.sensitivity and max(norms) > 0.99 * CLIP
+    assert not sum_of([]).any()
+
+
+def test_examples_decide_what_is_run_in_screening():
+    """What was screened is what other passes are tried on: invented tokens would not fit."""
+    make, loss, inputs, targets, _ = CASES["dict batches"]
+    engine = GradientEngine(make(), objective_of(loss), clipping=FlatClipping(CLIP))
+    engine.screen(inputs, targets)
+    assert engine._invented(inputs, targets, 8)[0]["tokens"].max() > 1
+    assert engine.kept_apart(inputs, targets) in (BY_STRUCTURE, SCREENED)
+
+
+def test_the_card_says_how_an_own_loss_keeps_records_apart():
+    make, loss, inputs, targets, _ = CASES["own mse"]
+    assert (
+        GradientEngine(make(), objective_of(loss), clipping=FlatClipping(1.0)).kept_apart(
+            inputs, targets
+        )
+        == BY_STRUCTURE
+    )
+
+    def looks(module, batch):
+        losses = own_mse(module, batch)
+        return losses if float(losses.detach()[0]) < 1e9 else 2 * losses  # a branch on a value
+
+    assert (
+        GradientEngine(make(), objective_of(looks), clipping=FlatClipping(1.0)).kept_apart(
+            inputs, targets
+        )
+        == SCREENED
+    )
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def mean_loss(module, batch):
+    return own_mse(module, batch).mean()
+
+
+def spread_mean(module, batch):
+    losses = own_mse(module, batch)
+    return losses.mean().expand(len(losses))
+
+
+def centred(module, batch):
+    outputs = module(batch[0]).squeeze(1)
+    return (outputs - outputs.mean() - batch[1]).square()
+
+
+def centred_unseen(module, batch):
+    """The batch's mean without its gradient: autograd sees no mixing."""
+    outputs = module(batch[0]).squeeze(1)
+    return (outputs - outputs.detach().mean() - batch[1]).square()
+
+
+def contrastive(module, batch):
+    outputs = module(batch[0])
+    return functional.cross_entropy(
+        outputs @ outputs.T, torch.arange(len(outputs)), reduction="none"
+    )
+
+
+def normalised_targets(module, batch):
+    inputs, targets = batch
+    return own_mse(module, (inputs, targets - targets.mean()))
+
+
+def shuffled(module, batch):
+    """Losses in another order: each record gets another one's gradient."""
+    return own_mse(module, batch).flip(0)
+
+
+MIXING = {
+    loss.__name__: loss
+    for loss in (spread_mean, centred, centred_unseen, contrastive, normalised_targets, shuffled)
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_losses_over_the_batch_are_refused(name):
+    engine = GradientEngine(network(1), objective_of(MIXING[name]), clipping=FlatClipping(1.0))
+    with pytest.raises(UserError, match="mixes examples"):
+        engine.clipped_sum(INPUTS, draw(B))
+    honest = GradientEngine(network(1), objective_of(own_mse), clipping=FlatClipping(1.0))
+    assert honest.clipped_sum(INPUTS, draw(B)).examples == B
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (mean_loss, r"one loss per example, shape \(\d+,\), got \(\): use reduction='none'"),
+        (lambda m, b: m(b[0]), r"got \(\d+, 1\): use"),
+        (lambda m, b: 1.0, "got a float: use"),
+        (lambda m, b: own_mse(m, b)[1:], r"got \(\d+,\): use"),
+    ],
+)
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_mean_over_the_batch_is_refused_by_its_shape(loss, words, isolate):
+    engine = GradientEngine(
+        network(1), objective_of(loss), clipping=FlatClipping(1.0), isolate=isolate
+    )
+    with pytest.raises(UserError, match=words):
+        engine.clipped_sum(INPUTS, draw(B))
+
+
+def test_named_losses_refuse_shapes_that_torch_would_broadcast():
+    for name in ("bce", "mse", "huber"):
+        with pytest.raises(UserError, match=r"targets' shape, got \(B, 3\) and \(B\): give"):
+            LOSSES[name](draw(B, 3), draw(B))
+        with pytest.raises(UserError, match=r"got \(B\) and \(B, 1\)"):
+            LOSSES[name](draw(B), draw(B, 1))
+    with pytest.raises(UserError, match=r"multi-label-bce needs targets of shape \(B, K\), got"):
+        LOSSES["multi-label-bce"](draw(B, 1), draw(B))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("l1", "loss: must be cross-entropy, bce, .*huber or a function of module and batch, got"),
+        (nn.MSELoss(), "got a MSELoss; take 'mse'"),
+        (nn.L1Loss(), "got a L1Loss; take 'lambda module"),
+        (3, "got a int"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, words):
+    with pytest.raises(UserError, match=words):
+        objective_of(loss)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_named_losses_are_torchs_for_a_batch_of_one(name):
+    rng = np.random.default_rng(0)
+    outputs = torch.from_numpy(rng.normal(size=(B, 4)) * 3)
+    whole = {
+        "cross-entropy": (draw(B, classes=4), nn.CrossEntropyLoss()),
+        "bce": (draw(B, 4, classes=2), nn.BCEWithLogitsLoss()),
+        "multi-label-bce": (draw(B, 4, classes=2), nn.BCEWithLogitsLoss()),
+        "mse": (draw(B, 4).double(), nn.MSELoss()),
+        "huber": (3 * draw(B, 4).double(), nn.HuberLoss()),
+    }
+    targets, torchs = whole[name]
+    found = LOSSES[name](outputs, targets)
+    for row in range(B):
+        wanted = targets[row : row + 1]
+        wanted = wanted if name == "cross-entropy" else wanted.to(outputs)
+        assert torch.isclose(found[row], torchs(outputs[row : row + 1], wanted))

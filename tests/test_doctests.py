@@ -1,0 +1,73 @@
+"""Public docstrings: each has its sections and an example, and the examples run as printed."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import dpdist
+
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("here")]
+
+# In the order of a first session: later examples read the run that the first one makes.
+ORDER = ("run", "write_release")
+# As they are before `here` replaces what starts Ray.
+PUBLIC = {name: getattr(dpdist, name) for name in dpdist.__all__}
+NAMES = [*ORDER, *sorted(set(dpdist.__all__) - {*ORDER, "__version__"})]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All examples run in one new folder, without Ray."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("session"))
+        yield
+
+
+def failures(text: str, name: str) -> str:
+    """Return what doctest prints of a docstring's examples that fail; nothing when all pass."""
+    test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+    assert test.examples, f"{name} has no example"
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    return "".join(said)
+
+
+def sections_missing(function: Callable[..., object]) -> list[str]:
+    """Return the sections that a function's docstring lacks."""
+    text = inspect.getdoc(function) or ""
+    wanted = ["Returns|Yields", "Raises"] + ["Args"] * bool(inspect.signature(function).parameters)
+    return [name for name in wanted if not re.search(rf"^({name}):$", text, flags=re.M)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_docstring_is_complete_and_its_example_runs(name: str) -> None:
+    public = PUBLIC[name]
+    if not inspect.isclass(public):
+        assert sections_missing(public) == []
+        documented = inspect.getdoc(public) or ""
+        for parameter in inspect.signature(public).parameters:
+            assert re.search(rf"^    {parameter}: ", documented, flags=re.M), parameter
+    assert failures(inspect.getdoc(public) or "", name) == ""
+    if name == "run":
+        assert Path("runs/small/report/index.html").exists()
+
+
+def test_a_wrong_example_and_a_missing_section_are_found() -> None:
+    assert "Expected:\n    3\nGot:\n    2" in failures(">>> 1 + 1\n3\n", "wrong")
+    with pytest.raises(AssertionError, match="no example"):
+        failures("Nothing to run.", "empty")
+
+    def documented(x: int) -> None:
+        """Do it.
+
+        Args:
+            x: a number.
+        """
+
+    assert sections_missing(documented) == ["Returns|Yields", "Raises"]

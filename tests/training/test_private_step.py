@@ -1,0 +1,130 @@
+"""`dpdist.PrivateStep` without a recipe or a run: a step, worked out by hand from its keys."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+import torch
+
+import dpdist
+from dpdist import UserError
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianSteps
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.keys import derive_key, words
+from dpdist.training import private_step
+from dpdist.training.private_step import PrivateStep
+
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
+KEY, RECORDS, WIDTH, CLIP = bytes(range(32)), 60, 5, 0.7
+PLAN = PrivacyPlan(RECORDS, (GaussianSteps(4, 1.3, 0.25),), 1e-3, CLIP)
+
+
+class Rows:
+    """All that a step asks of its data."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = 3 * torch.randn(RECORDS, WIDTH, generator=generator).double()
+        self.labels = torch.randint(3, (RECORDS,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: np.ndarray) -> torch.Tensor:
+        return self.inputs[indices]
+
+    def targets(self, indices: np.ndarray) -> torch.Tensor:
+        return self.labels[indices]
+
+
+def step_of(clip: float = CLIP, **options: object) -> PrivateStep:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(WIDTH, 3).double()  # whose clip hardly needs room for rounding
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(clip))
+    return PrivateStep(engine, Rows(), KEY, "7/nonce", **options)
+
+
+def by_hand(step: int) -> tuple[np.ndarray, int]:
+    """The noisy gradient in float64, one record at a time; and how many records joined."""
+    torch.manual_seed(0)
+    model, rows = torch.nn.Linear(WIDTH, 3).double(), Rows()
+    sample = derive_key(KEY, "sample", "7/nonce", step)
+    joined = np.flatnonzero(words(sample, 0, RECORDS) < np.uint64(2**62))  # a quarter of 2^64
+    total = np.zeros(3 * WIDTH + 3)
+    for i in joined:
+        loss = torch.nn.functional.cross_entropy(model(rows.inputs[i]), rows.labels[i].clone())
+        parts = torch.autograd.grad(loss, list(model.parameters()))
+        gradient = torch.cat([part.flatten() for part in parts]).numpy()
+        total += gradient * min(1.0, CLIP / np.linalg.norm(gradient))
+    pairs = words(derive_key(KEY, "noise", "7/nonce", step), 0, 2 * (len(total) // 2 + 1))
+    uniform, turn = pairs.reshape(-1, 2).T
+    length = np.sqrt(-2 * np.log(2.0**-64 + uniform.astype(float) * 2.0**-64))
+    angle = 2 * np.pi * (turn >> np.uint64(11)).astype(float) * 2.0**-53
+    noise = np.stack([length * np.cos(angle), length * np.sin(angle)], 1).reshape(-1)
+    return (total + 1.3 * CLIP * noise[: len(total)]) / (RECORDS / 4), len(joined)
+
+
+def test_a_step_is_what_it_says():
+    step, sizes = step_of(), set()
+    step.check_clip(CLIP)
+    for number in range(PLAN.steps):
+        gradient, seen, flagged = step.gradient(number, PLAN.step(number))
+        wanted, joined = by_hand(number)
+        np.testing.assert_allclose(gradient.numpy(), wanted, rtol=1e-7, atol=1e-7)
+        assert seen.examples == joined and not flagged
+        sizes.add(joined)
+    assert len(sizes) > 1, "batches of one size would be no Poisson sample"
+
+
+def test_another_attempt_or_key_is_another_step():
+    one = step_of().gradient(1, PLAN.step(1))[0].clone()
+    assert torch.equal(one, step_of().gradient(1, PLAN.step(1))[0])
+    other = step_of()
+    other.attempt = "8/nonce"
+    assert not torch.equal(one, other.gradient(1, PLAN.step(1))[0])
+    other.attempt, other.key = "7/nonce", bytes(32)
+    assert not torch.equal(one, other.gradient(1, PLAN.step(1))[0])
+    replayed = step_of(announced=[(1, 2, "8/nonce")])
+    other = step_of()
+    other.attempt = "8/nonce"
+    assert torch.equal(
+        replayed.gradient(1, PLAN.step(1))[0], other.gradient(1, PLAN.step(1))[0].clone()
+    )
+    assert torch.equal(
+        replayed.gradient(2, PLAN.step(2))[0].clone(), step_of().gradient(2, PLAN.step(2))[0]
+    )
+
+
+def test_the_release_is_on_record_before_its_noise(tmp_path, monkeypatch):
+    at: list[dict[int, int]] = []
+    real = private_step.add_noise
+
+    def noising(*given: object) -> np.ndarray:
+        at.append(dict(Ledger.read(tmp_path / "ledger.jsonl").releases))
+        return real(*given)
+
+    monkeypatch.setattr(private_step, "add_noise", noising)
+    asked: list[int] = []
+    with Ledger.open(tmp_path / "ledger.jsonl", PLAN.fingerprint()) as ledger:
+        ledger.begin_attempt({"data": "rows"})
+        step = step_of(ledger=ledger, permit=asked.append)
+        for number in range(2):
+            step.gradient(number, PLAN.step(number))
+    assert asked == [0, 1] and at == [{0: 1}, {0: 1, 1: 1}]
+
+
+def test_a_clip_above_the_plan_s_is_refused():
+    with pytest.raises(UserError, match="sensitivity exceeds"):
+        step_of(2 * CLIP).check_clip(PLAN.clip_norm)
+
+
+def test_it_is_public_and_its_example_runs():
+    assert dpdist.PrivateStep is PrivateStep
+    found = doctest.DocTestFinder().find(PrivateStep, "PrivateStep", globs={})
+    assert [doctest.DocTestRunner().run(one).failed for one in found if one.examples] == [0]
