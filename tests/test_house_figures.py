@@ -21,14 +21,14 @@ pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "files without package faces": 176,
-    "arrows": 1320,
+    "files without package faces": 178,
+    "arrows": 1345,
     "circles": 4,
     "files for one training step": 16,
     "files for a Cohen certificate": 12,
     "files for a search trial": 6,
     "files for an epsilon from recipe to report": 14,
-    "files without rules for docstrings": 127,
+    "files without rules for docstrings": 129,
     "'what' in 1,000 words of docstrings": 8.3,
     "docstrings that begin with Of": 70,
     "docstrings that begin with What": 167,

@@ -125,8 +125,10 @@ def imported(
     data_root: Path | None, resize: int | None, certify: dict[str, Any] | None,
     evaluate: int | None,
 ) -> Recipe:  # fmt: skip
-    """Import a model from elsewhere into a run folder, as the options of a command name it; return
-    the run's recipe. Raises UserError."""
+    """Import a model from elsewhere into a run folder, and return the run's recipe.
+
+    The arguments are the options of the commands. Raises UserError.
+    """
     from dpdist.runs.recipe import read_changes
 
     shape = _shape(input)

@@ -211,13 +211,14 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
     for split in (train, test):
         typer.echo(
             f"{split.name}: {len(split):,} records, inputs "
-            f"{'x'.join(map(str, split.input_shape))}, {split.classes} classes"
+            f"{'x'.join(map(str, split.input_shape))}, {split.classes} {_TOLD[split.target_kind]}"
         )
     section = resolved.data
     names = section.class_names
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     following = section.following
-    typer.echo("classes: the next token" if following else f"classes: {shown}")
+    if section.targets == "class":
+        typer.echo("classes: the next token" if following else f"classes: {shown}")
     if section.root is not None:
         columns = section.columns
         inputs = ", ".join(source.columns.inputs)
@@ -228,6 +229,9 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
     typer.echo(f"privacy.delta {delta:g}: must be below 1 / {len(train):,}")
     typer.echo(f"training.batch_size {batch:,}: at most {len(train):,}")
     check_against_data(resolved, len(train), recipe)
+
+
+_TOLD = {"class": "classes", "number": "numbers to tell", "labels": "labels to tell"}
 
 
 @data_app.command("fetch")

@@ -549,12 +549,9 @@ class Sections(Section):
             "training.crop, flip": self.training.augmented,
             f"method {self.method.name}": not self.method.takes_tokens,
         }
-        of_labels = {
-            "tune": self.tune is not None,
-            "audit": self.audit is not None,
-            "certify": self.certify is not None,
-            "public": self.public is not None,
-        }
+        of_labels = {"tune": self.tune is not None, "audit": self.audit is not None}
+        if self.data.targets != "class":
+            of_labels |= {"certify": self.certify is not None, "public": self.public is not None}
         why = [self.data.refused(what) for what, given in asked.items() if given]
         why += [self.data.without_label(what) for what, given in of_labels.items() if given]
         for found in filter(None, why):

@@ -275,7 +275,8 @@ def _long(target: Tensor) -> Tensor:
 
 def check_labels(target: Tensor, options: Options) -> None:
     """Raise UserError for whole-number targets outside 0..classes-1. Below 0 are places without a
-    target, where a record has many."""
+    target, where a record has many.
+    """
     if options.classes is None or target.is_floating_point() or not target.numel():
         return
     low = 0 if target.dim() == 1 else int(np.iinfo(np.int64).min)
@@ -433,7 +434,8 @@ def _refuse_ragged(name: str, options: Options) -> NoReturn:
 
 def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
     """Materialise a Ray Data set once. Its rows are put in the order of a hash of each row's own
-    values, because blocks may come in another order when the same command goes on."""
+    values, because blocks may come in another order when the same command goes on.
+    """
     import pyarrow as pa
     import ray
 
@@ -551,7 +553,8 @@ class ItemRecords(Records):
 
     def _item(self, read: Callable[[int], Any], index: int, key: bytes) -> Any:
         """Ask for one item under its seeds. What its code raises may hold values: only the type is
-        told."""
+        told.
+        """
         try:
             seed_generators(seed_of(key, index))
             return read(index)
@@ -677,7 +680,8 @@ class ItemRecords(Records):
 
     def _read(self, indices: np.ndarray | slice) -> tuple[Any, Tensor]:
         """Return inputs and targets of one draw; those of the last call are kept, since both are
-        asked for."""
+        asked for.
+        """
         chosen = _positions(indices, self._count).numpy()
         mark = chosen.tobytes()
         if self._last is None or self._last[0] != mark:
@@ -753,7 +757,8 @@ def _of_items(data: Any, options: Options) -> Records:
 
 def without_transforms(source: Any) -> Any:
     """Return a copy of a data set whose `transform`, `target_transform` and `transforms` are off,
-    as torchvision names them; of a part, with that of the whole."""
+    as torchvision names them; of a part, with that of the whole.
+    """
     names = [n for n in ("transform", "target_transform", "transforms") if hasattr(source, n)]
     inner = getattr(source, "dataset", None)
     if not names and inner is None:

@@ -68,7 +68,8 @@ class Records(ABC):
 
     def unit_id(self, index: int) -> Hashable:
         """Return whom the record at this position belongs to; by default the record is its own
-        unit."""
+        unit.
+        """
         return index
 
     def for_step(self, key: bytes) -> Records:

@@ -56,9 +56,12 @@ _MOST_BYTES = 2**28  # of one picture
 
 @dataclass(frozen=True)
 class TestInputs:
-    """Test inputs in `root`/`name`/`split`.parquet. image: the column of pictures, None for
-    features. names: of the classes, () where they are numbers. shape: of one input. resized: how
-    pictures were brought to it; "" where nothing was done."""
+    """Name test inputs of one size, and where their files lie.
+
+    root, name, split: where a recipe finds them. image: the column of pictures; None for features.
+    names: of the classes; () where labels are numbers. shape: of one input. inputs: their number.
+    resized: how pictures were brought to the shape; "" where nothing was done.
+    """
 
     __test__ = False  # no test of pytest's
 

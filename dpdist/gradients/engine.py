@@ -44,8 +44,8 @@ from dpdist.gradients.hooks import (
     OwnLoss,
     device_of,
     each_tensor,
+    example_losses,
     find_layers,
-    per_example_losses,
     rows_of,
     run_pass,
     take,
@@ -474,9 +474,7 @@ class GradientEngine:
 
         def loss(own: dict[str, Tensor], example: Inputs, target: Tensor) -> tuple[Tensor, Tensor]:
             alone, everything = take(example, None), {**own, **frozen}
-            value = per_example_losses(self.model, self.objective, everything, alone, target[None])[
-                0
-            ]
+            value = example_losses(self.model, self.objective, everything, alone, target[None])[0]
             return value if share is None else share * value, value.detach()
 
         per_example = torch.func.vmap(

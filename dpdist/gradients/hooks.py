@@ -53,7 +53,7 @@ class _WithLoss(nn.Module):
         return self.loss.function(self.model, (*several, targets))
 
 
-def per_example_losses(
+def example_losses(
     model: nn.Module,
     objective: Objective,
     values: Mapping[str, Tensor],
@@ -260,7 +260,7 @@ def run_pass(
     current = _Pass(rows_of(inputs), everything, anchor, on_call)
     with _hooked(layers, current), torch.enable_grad():
         seen = each_tensor(Tensor.detach, inputs)
-        losses = per_example_losses(model, objective, everything, seen, targets)
+        losses = example_losses(model, objective, everything, seen, targets)
         if losses.requires_grad:
             (losses if weights is None else losses * weights).sum().backward()
         with torch.no_grad():

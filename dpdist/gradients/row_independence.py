@@ -49,9 +49,9 @@ from dpdist.gradients.hooks import (
     Objective,
     device_of,
     each_tensor,
+    example_losses,
     find_layers,
     followed_by,
-    per_example_losses,
     rows_of,
     run_pass,
     tensors_of,
@@ -327,7 +327,7 @@ def _trace(
             seen = each_tensor(_differentiable, inputs)
             floating = [each for each in tensors_of(seen) if each.requires_grad]
             with torch.enable_grad():
-                losses = per_example_losses(model, followed, values, seen, targets)
+                losses = example_losses(model, followed, values, seen, targets)
                 if losses.requires_grad:
                     found = torch.autograd.grad(losses.sum(), floating, allow_unused=True)
                     with unwatched():

@@ -18,8 +18,8 @@ from dpdist.gradients.hooks import (
     Objective,
     device_of,
     each_tensor,
+    example_losses,
     find_layers,
-    per_example_losses,
     rows_of,
     run_pass,
     take,
@@ -267,7 +267,7 @@ class _Screen:
                 )
         _restore(state, self.device)
         with torch.enable_grad():
-            total_loss = per_example_losses(self.model, self.objective, {}, inputs, targets).sum()
+            total_loss = example_losses(self.model, self.objective, {}, inputs, targets).sum()
         norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(targets))]
         whole = math.hypot(*norms)
         named = list(self.parameters.items())
@@ -399,7 +399,7 @@ def _inputs_mix(
     if not floating:
         return False
     with torch.enable_grad():
-        losses = per_example_losses(model, objective, values, seen, targets)
+        losses = example_losses(model, objective, values, seen, targets)
         if not losses.requires_grad:
             return False
         found = torch.autograd.grad(losses[0], floating, allow_unused=True)

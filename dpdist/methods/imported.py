@@ -29,9 +29,12 @@ UNUSED: dict[str, dict[str, Any]] = {
 
 
 class Imported(Method):
-    """A model from elsewhere. weights: the name of the file that its weights came from, whose
-    SHA-256 sum is `sha256`. inputs: how pictures were brought to the model's input. evaluate: how
-    many test inputs clean accuracy is measured on (all); 0: none."""
+    """Take a model that was trained elsewhere.
+
+    weights: name of the file of its weights, whose SHA-256 sum is `sha256`. inputs: how pictures
+    were brought to the model's input. evaluate: number of test inputs that clean accuracy is
+    measured on (default: all; 0: none).
+    """
 
     name: Literal["imported"] = "imported"
     known_as: ClassVar[str] = "a model from elsewhere"
@@ -49,6 +52,7 @@ class Imported(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: Sections) -> None:
+        """Raise ValueError for sections of a recipe that belong to a training."""
         super().check(recipe)
         for key in ("audit", "tune", "public"):
             if getattr(recipe, key) is not None:
@@ -57,11 +61,12 @@ class Imported(Method):
                 )
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """Unknown: the training was neither executed nor seen."""
+        """Return one phase of unknown cost: the training was neither executed nor seen."""
         return (TrainedElsewhere(),)
 
     @property
     def trained_elsewhere(self) -> str:
+        """Return why no training of this run can be executed, audited or priced."""
         return (
             f"{NOT_TRAINED_HERE}; its training records and its training are unknown here. "
             "`dpdist certify`, `attack`, `compare`, `predict`, `release` and `report` work"
@@ -69,9 +74,11 @@ class Imported(Method):
 
     @property
     def evaluated(self) -> int | None:
+        """Return the number of test inputs that the evaluation asks about; None: all."""
         return self.evaluate
 
     def words(self, plan: PrivacyPlan) -> str:
+        """Return the line of a report on the origin of the model."""
         came = f"; weights from {self.weights}, SHA-256 {self.sha256[:16]}" if self.weights else ""
         shown = f"; inputs: {self.inputs}" if self.inputs else ""
         return f"{NOT_TRAINED_HERE}{came}{shown}"
@@ -79,4 +86,5 @@ class Imported(Method):
     # --- done in training
 
     def train(self, run: Run) -> None:
+        """Raise NotImplementedError: nothing is trained."""
         raise NotImplementedError(self.trained_elsewhere)

@@ -89,7 +89,7 @@ _LIMITS = """\
 
 
 def _origin(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> str:
-    """What it is, who trained it, and how private it is."""
+    """Say in a sentence or two which model this is, who trained it, and how private it is."""
     if no_epsilon(card) is not None:
         return (
             f"A {_what(spec)} tested on {about.data.name}, published with dpdist {about.dpdist}. "

@@ -194,7 +194,7 @@ class RunFolder:
 
     @property
     def imported(self) -> Path:
-        """Of a run whose model was trained elsewhere: what it was imported from."""
+        """Return the file that names the origin of an imported model."""
         return self.private / "imported.json"
 
     @property

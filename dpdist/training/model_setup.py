@@ -25,7 +25,7 @@ from dpdist.data import Dataset
 from dpdist.data.text import following
 from dpdist.gradients.clipping import clipping_for
 from dpdist.gradients.engine import GradientEngine, Task, the_inputs
-from dpdist.gradients.hooks import Objective, per_example_losses
+from dpdist.gradients.hooks import Objective, example_losses
 from dpdist.gradients.objective import objective_of
 from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
 from dpdist.gradients.sampling import Blocks
@@ -64,7 +64,7 @@ def check_start(
             with torch.enable_grad():
                 some = slice(row, row + 1)
                 outputs = model(inputs[some])
-                loss = per_example_losses(model, learned, {}, inputs[some], labels[some])[0]
+                loss = example_losses(model, learned, {}, inputs[some], labels[some])[0]
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         except RuntimeError as error:  # whatever a user's module does
             said = (str(error).splitlines() or [""])[0]

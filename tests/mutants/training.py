@@ -11,6 +11,33 @@ WHERE = "training/test_where_noise_is_drawn"
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/evaluation.py", "training/test_targets",
+        ("errors.square().sum(), second + errors.abs().sum()", "errors.abs().sum(), second + errors.square().sum()",
+         "squared and absolute errors change places"),
+        ("second + right.all(1).sum()", "second + right.any(1).sum()", "one right label is all of them"),
+    ),
+    *group(
+        "dpdist/data/parquet.py", "training/test_targets",
+        ("if (lengths != count).any() or values.null_count:", "if len(values) != len(lengths) * count:",
+         "numbers of one record are another one's"),
+        ("(found == 0) | (found == 1)", "found >= 0", "any number is a label"),
+    ),
+    *group(
+        "dpdist/training/collectives.py", "wiring/test_one_step::test_every_optimizer",
+        ("flat.mul_(1 - rate * self.training.weight_decay)", "flat.mul_(1 - self.training.weight_decay / 100)",
+         "AdamW's decay does not follow the learning rate"),
+    ),
+    *group(
+        "dpdist/training/model_setup.py", "wiring/test_one_step::test_every_loss",
+        ("        engine.objective = objective(recipe.training)\n", "        engine.objective = objective_of(\"mse\")\n",
+         "another loss is learned than the recipe says"),
+    ),
+    *group(
+        "dpdist/training/worker.py", "training/test_targets",
+        ("recipe.model.name, recipe.method.name, recipe.training.loss", "recipe.model.name, recipe.method.name",
+         "steps go on under the code of another loss"),
+    ),
+    *group(
         "dpdist/training/job.py",
         "training/test_damaged_runs",
         (

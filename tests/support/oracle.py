@@ -161,6 +161,8 @@ class Oracle:
     def _loss(self, output: Tensor, x: Tensor, label: Tensor, i: int, draw_key: bytes) -> Tensor:
         if self.recipe.method.name == "transdenoiser":
             return (output - x).square().sum()
+        if self.dataset.target_kind != "class":
+            return targets_loss(self.recipe.training.loss, output[0], label[0].double())
         losses = nn.functional.cross_entropy(output, label, reduction="sum")
         weight = getattr(self.recipe.method, "consistency", 0.0)
         if weight:
@@ -231,6 +233,18 @@ class Oracle:
         return self.model.get_submodule(require_split(self.whole).name).register_forward_hook(
             add, prepend=True
         )
+
+
+def targets_loss(name: str, output: Tensor, wanted: Tensor) -> Tensor:
+    """Of one record's numbers or labels (K,), by the formulas."""
+    error = output - wanted
+    if name in ("mse", "support.losses:squared"):
+        return (error**2).sum() / len(error)
+    if name == "huber":
+        small = error.abs() <= 1
+        return torch.where(small, error**2 / 2, error.abs() - 0.5).sum() / len(error)
+    chance = 1 / (1 + torch.exp(-output))
+    return -(wanted * chance.log() + (1 - wanted) * (1 - chance).log()).sum() / len(error)
 
 
 def draw_key_of(seen: Recorder) -> bytes:

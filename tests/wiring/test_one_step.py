@@ -126,6 +126,34 @@ def test_every_optimizer(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **OPTIMIZERS[name]), monkeypatch)
 
 
+TARGETS: dict[str, tuple[str, int, str]] = {
+    "mse": ("number", 1, "mse"),
+    "mse of several": ("number", 3, "mse"),
+    "huber": ("number", 2, "huber"),
+    "bce": ("labels", 1, "bce"),
+    "multi-label-bce": ("labels", 3, "multi-label-bce"),
+    "own": ("number", 1, "support.losses:squared"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_loss(tmp_path, monkeypatch, name):
+    targets, count, loss = TARGETS[name]
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        x = rng.normal(size=(120, 5)).astype(np.float32)
+        y = 2 * rng.normal(size=(120, count)) if targets == "number" else x[:, :count] > 0
+        column = y[:, 0] if count == 1 else y.astype(float)
+        write_split(tmp_path / "data" / "own", split, x=x, y=column)
+    own = {
+        "name": "own", "root": str(tmp_path / "data"), "targets": targets, "classes": count,
+        "columns": {"features": ["x"], "label": "y"},
+    }  # fmt: skip
+    mlp = {"name": "mlp", "options": {"hidden": [4]}}
+    job = job_of(tmp_path, data=own, model=mlp, training__loss=loss, training__learning_rate=0.1)
+    follow(job, monkeypatch)
+
+
 PRIVACIES: dict[str, dict[str, Any]] = {
     "clip-and-noise": {"privacy__clip_norm": 0.3, "privacy__noise_multiplier": 1.7},
     "large-clip": {"privacy__clip_norm": 50.0, "privacy__noise_multiplier": 0.01},

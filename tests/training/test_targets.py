@@ -1,0 +1,249 @@
+"""Numbers and labels in place of classes: read, trained on, measured, told; the rest refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.datasets import write_split
+from support.training import make, train
+
+from dpdist.core.errors import UserError
+from dpdist.core.fields import MEASURES
+from dpdist.evaluation import evaluate_stage, load_model
+from dpdist.privacy.ledger import Ledger
+from dpdist.publishing import write_release
+from dpdist.release.bundle import load as load_release
+from dpdist.reports.facts import read_facts
+from dpdist.reports.summary import in_short, published
+from dpdist.reports.tracking import Tracker, figures
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.training.records import evaluation_data, source_of, training_data
+
+pytestmark = pytest.mark.whole
+
+KINDS = {"number": ("mse", 2), "labels": ("multi-label-bce", 3)}
+
+
+def columns(kind: str, count: int, seed: int, rows: int = 90) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 4)).astype(np.float32)
+    y = x[:, :count] * 2 + 1 if kind == "number" else (x[:, :count] > 0).astype(float)
+    return {"x": x, "y": y[:, 0] if count == 1 else y}
+
+
+def recipe_of(tmp: Path, kind: str, name: str = "run", **more: Any) -> tuple[Recipe, RunFolder]:
+    loss, count = KINDS[kind]
+    for split, seed in (("train", 0), ("test", 1)):
+        if not (tmp / "data" / "own" / f"{split}.parquet").exists():
+            write_split(tmp / "data" / "own", split, **columns(kind, count, seed))
+    own = {
+        "name": "own", "root": str(tmp / "data"), "targets": kind, "classes": count,
+        "columns": {"features": ["x"], "label": "y"},
+    } | more.pop("data", {})  # fmt: skip
+    settings = {
+        "model": {"name": "mlp", "options": {"hidden": [6]}},
+        "training__steps": 5, "training__learning_rate": 0.2, "training__loss": loss,
+    } | more  # fmt: skip
+    return make(tmp / "runs", name, data=own, **settings)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def finished(request, tmp_path_factory) -> tuple[str, Recipe, RunFolder]:
+    recipe, folder = recipe_of(tmp_path_factory.mktemp("kind"), request.param)
+    train(recipe, folder)
+    evaluate_stage(recipe, folder)
+    return request.param, recipe, folder
+
+
+def test_targets_are_read_as_they_are_stored(finished):
+    kind, recipe, _ = finished
+    records = training_data(recipe, source_of(recipe))
+    stored = columns(kind, KINDS[kind][1], 0)["y"].astype(np.float32)
+    found = records.targets(np.array([7, 2]))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, torch.from_numpy(stored[[7, 2]]))
+    assert records.target_kind == kind and records.classes == KINDS[kind][1]
+    half = records.part(0.0, 0.5)
+    assert half.targets(slice(None)).shape == (len(half), records.classes)
+
+
+def test_the_measures_are_those_of_the_model(finished):
+    kind, recipe, folder = finished
+    written = json.loads(folder.evaluation.read_text())
+    test = evaluation_data(recipe, source_of(recipe))
+    with torch.no_grad():
+        outputs = load_model(recipe, folder)(test.batch(slice(None))).numpy().astype(float)
+    y = columns(kind, KINDS[kind][1], 1)["y"]
+    if kind == "number":
+        wanted = [np.mean((outputs - y) ** 2), np.mean(np.abs(outputs - y))]
+    else:
+        right = (outputs > 0) == (y > 0)
+        wanted = [right.mean(), right.all(1).mean()]
+    assert [written["measures"][name] for name in MEASURES[kind]] == pytest.approx(wanted)
+    assert written["inputs"] == len(y) and "accuracy" not in written
+
+
+def test_report_card_tracker_and_json_tell_them(finished):
+    kind, _, folder = finished
+    facts = read_facts(folder)
+    first, second = MEASURES[kind]
+    assert list(facts.measures) == [first, second] and facts.accuracy is None
+    said = dict(facts.summary())
+    assert said[first].endswith("on 90 (own/test)") and "clean accuracy" not in said
+    assert f"on 90 test inputs: {first} {facts.measures[first]}" in str(in_short(facts))
+    assert set(published(facts)["evaluation"]["measures"]) == {first, second}
+    named = {name for name, _, _ in figures(facts)}
+    assert f"test/{first.replace(' ', '_')}" in named
+
+    seen: dict[str, float] = {}
+
+    class Kept:
+        def scalar(self, name: str, value: float, step: int) -> None:
+            seen[name] = value
+
+        def close(self) -> None: ...
+
+    Tracker(Kept()).log_run(facts)
+    assert f"test/{second.replace(' ', '_')}" in seen
+
+
+def test_a_release_is_a_model_and_says_no_class(finished):
+    kind, _, folder = finished
+    if not folder.release.exists():
+        write_release(folder, not_private=True)
+    release = load_release(folder.release)
+    assert release.about.data.targets == kind and release.about.tested is None
+    assert release.model(torch.zeros(2, 4)).shape == (2, KINDS[kind][1])
+    with pytest.raises(UserError, match=f"with data.targets: {kind} there is none; call its"):
+        release.need_numbers()
+
+
+def test_an_edited_evaluation_is_refused(finished, tmp_path):
+    kind, _, folder = finished
+    before = folder.evaluation.read_text()
+    try:
+        for change in ({"accuracy": 1.0}, {MEASURES[kind][0]: -1.0}, {MEASURES[kind][0]: "good"}):
+            raw = json.loads(before)
+            raw["measures"] = raw["measures"] | change
+            folder.evaluation.write_text(json.dumps(raw))
+            with pytest.raises(UserError, match="damaged: its measures are not those of"):
+                read_facts(folder)
+    finally:
+        folder.evaluation.write_text(before)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "words"),
+    [
+        ("number", [[1.0, 2.0], [np.nan, 1.0]], "row 1: label column 'y' must be finite"),
+        ("number", [[1.0], [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
+        ("number", [[1.0, 2.0, 3.0], [1.0]], "must hold 2 numbers for each record, none empty"),
+        ("number", [[1.0, None], [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
+        ("number", [None, [1.0, 2.0]], "must hold 2 numbers for each record, none empty"),
+        ("number", ["secret", "91370"], "label column 'y' is string, must be numeric"),
+        ("labels", [[0, 1, 1], [0, 0.5, 1]], "row 1: label column 'y' must be 0 or 1"),
+        ("labels", [[0, 1, 91370], [0, 1, 1]], "row 0: label column 'y' must be 0 or 1"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused_without_their_value(tmp_path, kind, y, words):
+    write_split(tmp_path / "data" / "own", x=[[1.0] * 4, [2.0] * 4], y=y)
+    recipe, _ = recipe_of(tmp_path, kind)
+    with pytest.raises(UserError, match=words) as caught:
+        training_data(recipe, source_of(recipe))
+    assert "91370" not in str(caught.value)
+
+
+SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "another loss": ({"training__loss": "bce"}, "must be mse or huber or a function of yours with"),
+    "classes": ({"training__loss": "cross-entropy"}, "must be mse or huber or a function of yours"),
+    "no loss": ({"training__loss": "l1"}, "training.loss: must be cross-entropy, bce, .* got 'l1'"),
+    "certify": ({"certify": {"sigma": 0.5}}, "certify: is for records of one label"),
+    "tune": (
+        {"tune": {"space": {"training.learning_rate": [0.1, 0.2]}, "trials": {"mean": 2}}},
+        "tune: is for records of one label|tune",
+    ),
+    "audit": ({"audit": {"kind": "canaries"}}, "audit: is for"),
+    "another method": (
+        {"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}},
+        "training.loss: must be cross-entropy with method input-noise",
+    ),
+    "names": ({"data": {"names": ["a", "b"]}}, "names, labels, text.predict"),
+    "built in": (
+        {"data": {"name": "digits", "root": None, "columns": {}}}, "targets.*must be class: digits",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SECTIONS)
+def test_sections_that_need_a_class_are_refused(tmp_path, case):
+    more, words = SECTIONS[case]
+    with pytest.raises(UserError, match=words):
+        recipe_of(tmp_path, "number", **more)
+
+
+def test_bce_is_for_one_label(tmp_path):
+    with pytest.raises(UserError, match=r"data.classes: must be 1 with training.loss bce"):
+        recipe_of(tmp_path, "labels", training__loss="bce")
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("support.losses:mean", r"one loss per example, shape \(1,\), got \(\)"),
+        ("support.losses:absent", "training.loss: cannot import 'support.losses:absent'"),
+        ("absent.losses:mean", "training.loss: cannot import 'absent.losses:mean'"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused_before_the_run_begins(tmp_path, loss, words):
+    recipe, folder = recipe_of(tmp_path, "number", training__loss=loss)
+    with pytest.raises(UserError, match=words):
+        train(recipe, folder)
+    assert not folder.path.exists()
+
+
+# --- the code of a loss is part of what is replayed ----------------------------------------------
+
+
+def test_changed_code_of_a_loss_begins_a_new_attempt(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.syspath_prepend(str(home))
+    code = "def loss(module, batch):\n    return (module(batch[0]) - batch[1]).square().sum(1)\n"
+
+    def attempts(text: str, folder_name: str) -> int:
+        (home / "taught.py").write_text(text)
+        sys.modules.pop("taught", None)
+        recipe, folder = recipe_of(
+            tmp_path, "number", folder_name, training__loss="taught:loss", privacy__run_key=None
+        )
+        train(recipe, folder)
+        return len({a["identity"]["recipe"] for a in Ledger.read(folder.ledger).attempts})
+
+    def begun(folder_name: str) -> None:
+        recipe, folder = recipe_of(
+            tmp_path, "number", folder_name, training__loss="taught:loss", privacy__run_key=None
+        )
+        from support.training import together
+
+        from dpdist.training import worker
+        from dpdist.training.job import prepare
+
+        (home / "taught.py").write_text(code)
+        sys.modules.pop("taught", None)
+        job = prepare(recipe, folder, "test")
+        together(1, lambda reducer: worker.run(job, reducer, 2))
+
+    begun("same")
+    assert attempts(code, "same") == 1
+    begun("other")
+    assert attempts(code.replace("sum(1)", "sum(1) * 2"), "other") == 2
