@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
+from dpdist.cli import importing
 from dpdist.cli.options import (
     RUNS,
     Actors,
     AnswerError,
-    ArchivedModelArgument,
     AsJson,
     DataRoot,
     Every,
     MaxInputs,
     ModelArgument,
+    Name,
     Output,
     ReleaseArgument,
     Runs,
@@ -44,6 +45,7 @@ from dpdist.cli.options import (
     path_option,
     recipe_of,
     release_at,
+    run_names,
 )
 from dpdist.core import console
 from dpdist.core.errors import Interrupted, UserError
@@ -164,7 +166,15 @@ _Csv = Annotated[Path | None, path_option("Also write all columns here.", of=_WR
 
 
 def certify_command(
-    run: ArchivedModelArgument,
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN|RELEASE",
+            autocompletion=run_names,
+            help="A run folder, its name under --runs, its archive's address, or a release; left "
+            "out with --model.",
+        ),
+    ] = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     sigma: _Sigma = None,
@@ -190,6 +200,15 @@ def certify_command(
     trust_factory: TrustFactory = None,
     signer: Signer = None,
     as_json: AsJson = False,
+    model: importing.Model = None,
+    weights: importing.Weights = None,
+    options: importing.Options = None,
+    input: importing.Input = None,
+    classes: importing.Classes = None,
+    normalize: importing.Normalize = None,
+    data: importing.Data = None,
+    resize: importing.Resize = None,
+    name: Name = None,
 ) -> None:
     """Certify the test split on all CPUs; continues what was interrupted.
 
@@ -201,18 +220,27 @@ def certify_command(
     model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
     that it has further inside is drawn with it.
 
+    With --model, --weights and --data, a model that was trained elsewhere is first imported into
+    the run --name (default: the name of the file of weights), as by `dpdist import`.
+
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
     from dpdist.certification.evaluation import refuse_decisions
     from dpdist.runs.archive import Archive, open_anywhere
 
-    release = release_at(run, trust_factory, signer)
     given = {
         "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
         "bound": bound, "one_sided": one_sided, "norm": norm, "radii": numbers(radii, "--radii"),
         "start": start, "every": every, "max_inputs": max_inputs,
     }  # fmt: skip
+    foreign = {
+        "weights": weights, "option": options, "input": input, "classes": classes,
+        "normalize": normalize, "data": data, "resize": resize, "name": name,
+    }  # fmt: skip
+    run = _run_or_import(run, runs, model, foreign, given, data_root)
+    data_root = None if model is not None else data_root
+    release = release_at(run, trust_factory, signer)
     if release is not None:
         if merge or rebound is not None or at is not None:
             raise UserError("--merge, --rebound, --at: of a run, not of a release")
@@ -246,6 +274,40 @@ def certify_command(
 
         pipeline.archive_stage(folder)
     _show(folder.name, [path for _, path in made], measured, as_json)
+
+
+def _run_or_import(
+    run: str | None, runs: Path, model: str | None, foreign: dict[str, Any], given: dict[str, Any],
+    data_root: Path | None,
+) -> str:  # fmt: skip
+    """Return the run that is named, or that of a model from elsewhere, imported."""
+    from dpdist.runs.folder import RunFolder
+
+    if model is None:
+        stray = [f"--{key}" for key, value in foreign.items() if value]
+        if stray:
+            raise UserError(f"{', '.join(stray)}: must be left out without --model")
+        if run is None:
+            raise UserError(
+                "RUN: must be a run or a release, or give --model, --weights and --data of a model "
+                "that was trained elsewhere"
+            )
+        return run
+    if run is not None:
+        raise UserError(f"RUN: must be left out with --model, got {run}")
+    if foreign["data"] is None:
+        raise UserError("--data: must be given with --model: the test inputs to certify")
+    if given["sigma"] is None:
+        raise UserError("--sigma: must be given with --model: the noise on its input")
+    source = foreign["weights"] or Path(model.rpartition(":")[2])
+    folder = RunFolder(runs / (foreign.pop("name") or source.stem))
+    chosen = {key: given[key] for key in ("sigma", "n", "n0", "alpha") if given[key] is not None}
+    importing.imported(
+        folder, model, foreign["weights"], foreign["option"], foreign["input"],
+        foreign["classes"], foreign["normalize"], foreign["data"], data_root, foreign["resize"],
+        chosen, None,
+    )  # fmt: skip
+    return str(folder.path)
 
 
 def _refuse_settings(given: dict[str, Any], merge: bool, rebound: str | None) -> None:

@@ -105,7 +105,7 @@ def _recipes(incomplete: str) -> list[str]:
     return sorted(path.stem for path in RECIPES.glob(f"{incomplete}*.yaml"))
 
 
-def _runs(context: typer.Context, incomplete: str) -> list[str]:
+def run_names(context: typer.Context, incomplete: str) -> list[str]:
     """Names of runs, for the shell to complete."""
     found = Path(context.params.get("runs") or RUNS).glob(f"{incomplete}*/run.json")
     return sorted(path.parent.name for path in found)
@@ -153,7 +153,7 @@ Changes = Annotated[
 RunArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", autocompletion=_runs, help="A run folder, or its name under --runs."
+        metavar="RUN", autocompletion=run_names, help="A run folder, or its name under --runs."
     ),
 ]
 ReleaseArgument = Annotated[
@@ -166,16 +166,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN|RELEASE",
-        autocompletion=_runs,
+        autocompletion=run_names,
         help="A run folder, its name under --runs, or a release.",
-    ),
-]
-ArchivedModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN|RELEASE",
-        autocompletion=_runs,
-        help="A run folder, its name under --runs, its archive's address, or a release.",
     ),
 ]
 Signer = Annotated[

@@ -36,7 +36,7 @@ FAULTS: list[Fault] = [
         ("if not bool(tensor.isfinite().all()):", "if False:", "weights that are not finite"),
         ('if card["guarantee"]["delta"] != plan.delta:', "if False:",
          "epsilon is stated at another delta than its phases'"),
-        ("        _check_same(card[\"extra\"], about, path)\n", "", "the card speaks of another model"),
+        ("        _check_same(card, about, path)\n", "", "the card speaks of another model"),
         ("        models.check_trusted(spec, self.trusted_factory, self.path)\n", "",
          "foreign code is complained of as damage"),
     ),
@@ -114,5 +114,27 @@ FAULTS: list[Fault] = [
         "dpdist/reports/compare.py", "reports/test_baseline",
         ("if not math.isinf(other.guarantee.epsilon):", "if False:",
          "a private run is shown as what there is without privacy"),
+    ),
+    *group(
+        "dpdist/models/weights.py", "test_importing",
+        ("weights_only=True)", "weights_only=False)", "a file of weights may run code"),
+        ("    if problems:\n", "    if False:\n", "missing weights are left as they began"),
+    ),
+    *group(
+        "dpdist/importing.py", "test_importing",
+        ("    spec = ModelSpec(name, shape, answers, options, foreign.mean, foreign.std)\n",
+         "    spec = ModelSpec(name, shape, answers, options)\n",
+         "the certified model is built without its normalisation"),
+        ("    if different:\n        raise OtherRun", "    if False:\n        raise OtherRun",
+         "another model's certificates are taken for an import's"),
+    ),
+    *group(
+        "dpdist/reports/facts.py", "test_importing",
+        ("        if self.plan.trained_elsewhere:\n            return NOT_TRAINED_HERE\n", "",
+         "a model from elsewhere is said to have an infinite epsilon"),
+    ),
+    *group(
+        "dpdist/pipeline.py", "test_importing",
+        ("    refuse_elsewhere(recipe, where)\n", "", "a model from elsewhere is trained again"),
     ),
 ]  # fmt: skip
