@@ -177,13 +177,19 @@ def _check_groups(recipe: Recipe, records: Records) -> None:
 @contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
     """Put the model's buffers back as they were: what a forward pass writes there is private."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    owners = [module._buffers for module in model.modules()]
+    before = [
+        (owner, name, buffer, buffer.clone())
+        for owner in owners
+        for name, buffer in owner.items()
+        if buffer is not None
+    ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            for owner, name, buffer, value in before:
+                owner[name] = buffer.copy_(value)
 
 
 # --- public records and descriptions ----------------------------------------------------------
@@ -499,7 +505,7 @@ class PrivateTraining:
         if isinstance(self._loss, str):
             return self._loss
         name = getattr(self._loss, "__name__", type(self._loss).__name__)
-        return f"script:{re.sub(r'[^A-Za-z0-9]', '_', f'f{name}')}"
+        return "script:" + re.sub("[^A-Za-z0-9]", "_", name)
 
     def _engine_of(self, examples: tuple[Any, Tensor]) -> GradientEngine:
         """Return the gradient engine, checked on invented examples. Raises UserError."""
@@ -594,6 +600,7 @@ class PrivateTraining:
             self._monitor = Monitor(job, plan.steps, self._done)
         self._watch = Watch(self.model, self.optimizer)
         self._trained_names = self._trained()
+        self._modes = {name: module.training for name, module in self.model.named_modules()}
         self._saved = time.monotonic()
 
     def _restore(self) -> None:
@@ -726,6 +733,13 @@ class PrivateTraining:
         if not self._begun:
             _check_schedulers(self.optimizer, self.state)
             self._begun = True
+        modes = {name: module.training for name, module in self.model.named_modules()}
+        if other := [name for name in modes if modes[name] != self._modes.get(name, modes[name])]:
+            raise UserError(
+                f"model: must be in the mode in which it was checked, {other[0] or 'the model'} is "
+                f"in another: call model.{'train' if self._modes[other[0]] else 'eval'}() before "
+                "step()"
+            )
         if (now := self._trained()) != self._trained_names:
             other = sorted(set(now) ^ set(self._trained_names)) or ["another module"]
             raise UserError(

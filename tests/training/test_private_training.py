@@ -218,7 +218,8 @@ def test_held_out_records_must_not_be_private(tmp_path):
 
 
 def test_a_change_between_steps_is_on_the_card(tmp_path):
-    t = training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3})
+    slow = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "resources": {"checkpoint_seconds": 1e6}}
+    t = training(tmp_path / "own", **slow)
     t.step()
     assert t.guarantee.kind == "proved"
     with torch.no_grad():
@@ -226,7 +227,7 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
     t.step()
     assert t.guarantee.kind == "assumed: post-processing"
     t.close()
-    t = training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3})
+    t = training(tmp_path / "own", **slow)
     t.run_all()
     facts = dpdist.read_facts(t.run)
     assert t.guarantee.kind == facts.guarantee.kind == "assumed: post-processing"
@@ -370,6 +371,82 @@ def test_other_parameters_in_mid_run_are_refused(tmp_path, change):
         t.step()
     t.close()
     assert Ledger.read(t.run.ledger).releases == {0: 1}
+
+
+def test_another_mode_is_refused(tmp_path):
+    """Dropout that was switched off when the model was checked must stay so."""
+    model = dropping().eval()
+    t = training(tmp_path / "own", model, sgd(model))
+    t.step()
+    model.train()
+    with pytest.raises(UserError, match=r"the mode in which it was checked.*model\.eval\(\)"):
+        t.step()
+    model.eval()
+    t.step()
+
+
+class Counting(nn.Module):
+    """Counts, and replaces a buffer, where its inputs are large: what no invented example shows."""
+
+    def __init__(self, replace: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.replace = nn.Linear(WIDTH, 2), replace
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        large = (inputs > 1e3).any().float()
+        if large and self.replace:
+            self.seen = self.seen + large
+        elif large:
+            self.seen += large
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_what_a_pass_leaves_in_buffers_is_discarded(tmp_path, replace):
+    inputs, labels = records()
+    model = Counting(replace)
+    t = training(tmp_path / "own", model, sgd(model), data=(inputs * 1e4, labels))
+    t.run_all()
+    assert float(model.seen) == 0 and read_json(t.run.script)["changed"] == []
+
+
+def test_isolated_records_are_said_to_be(tmp_path):
+    t = training(tmp_path / "own", isolate=True)
+    t.run_all()
+    assert dpdist.read_facts(t.run).independence == "isolated"
+
+
+def test_a_rate_that_follows_losses_is_on_the_card(tmp_path):
+    model = Net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    t = training(tmp_path / "own", model, optimizer, state=[scheduler])
+    while t.steps_left:
+        t.step()
+        scheduler.step(1.0)
+    assert read_json(t.run.script)["changed"] == ["optimizer settings"]
+
+
+def test_nothing_released_costs_nothing(tmp_path):
+    t = training(tmp_path / "own")
+    assert t.guarantee.epsilon == 0 and t.steps_left == 6
+
+
+@pytest.mark.slow
+def test_a_notebook_s_model_has_no_file(tmp_path):
+    """Typed in, and typed in again after the process ended."""
+    text = SCRIPT.replace("training.step()\n", "training.step()\n    break\n", 1)
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-", str(tmp_path / "own"), "-1", "0", KEY, "1e-6"], input=text,
+            cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    ledger = Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl")
+    assert ledger.releases == {0: 1} and ledger.epoch == 0  # replayed, nothing charged again
 
 
 def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
