@@ -65,7 +65,7 @@ from dpdist.training.job import (
 from dpdist.training.model_setup import weakest_independence
 from dpdist.training.monitoring import Monitor, Seen
 from dpdist.training.private_step import PrivateStep, check_clip, shards_of
-from dpdist.training.script_state import Watch, code_digest_of, pack, unpack
+from dpdist.training.script_state import Watch, code_digest_of, form_of, pack, unpack
 from dpdist.training.worker import Attempt, Diverged, identity_of, method_state_digest
 
 # --- what is refused --------------------------------------------------------------------------
@@ -177,19 +177,18 @@ def _check_groups(recipe: Recipe, records: Records) -> None:
 @contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
     """Put the model's buffers back as they were: what a forward pass writes there is private."""
-    owners = [module._buffers for module in model.modules()]
     before = [
-        (owner, name, buffer, buffer.clone())
-        for owner in owners
-        for name, buffer in owner.items()
-        if buffer is not None
+        (own, [(name, each, None if each is None else each.clone()) for name, each in own.items()])
+        for own in (module._buffers for module in model.modules())
     ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for owner, name, buffer, value in before:
-                owner[name] = buffer.copy_(value)
+            for owner, kept in before:
+                owner.clear()  # of those that the pass registered, too
+                for name, buffer, value in kept:
+                    owner[name] = buffer if value is None or buffer is None else buffer.copy_(value)
 
 
 # --- public records and descriptions ----------------------------------------------------------
@@ -413,6 +412,7 @@ class PrivateTraining:
         private_metrics: bool = False,
     ) -> None:
         _check_model(model)
+        self._form = form_of(model)
         _check_optimizer(optimizer, model)
         _check_state(state)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
@@ -431,6 +431,7 @@ class PrivateTraining:
         )  # fmt: skip
         self._objective = objective_of(loss)
         self._engine = self._engine_of(examples)
+        self._check_form()
         self._done, self._changed = 0, list[str]()
         self._begun = self._inside = False
         self._step: PrivateStep | None = None
@@ -752,6 +753,20 @@ class PrivateTraining:
                 f"{', '.join(other[:3])}; freeze them before PrivateTraining is made, or begin a "
                 "new run for each stage"
             )
+        self._check_form()
+
+    def _check_form(self) -> None:
+        """Raise UserError where the model is not what it was when the object was made."""
+        now = form_of(self.model)
+        if now == self._form:
+            return
+        every = sorted(now.keys() | self._form.keys())
+        other = [name for name in every if now.get(name, ()) != self._form.get(name, ())]
+        raise UserError(
+            f"model: must stay as it is checked, changed: {', '.join(other[:3])}; set layers, "
+            "hooks, types and attributes before PrivateTraining is made, and let the forward pass "
+            "keep nothing in the model"
+        )
 
     def _trained(self) -> dict[str, int]:
         """Return the trained parameters, by name, and which objects they are."""

@@ -189,12 +189,14 @@ class _Screen:
     def run(self) -> None:
         state = _random_state(self.device)
         self._finite_first()
-        few = slice(_FEW)
+        few, before = slice(_FEW), _marks(self.model)
         _restore(state, self.device)
         self._no_signal_crosses(take(self.inputs, few), self.targets[few])
         _restore(state, self.device)
         self._nothing_is_missed(take(self.inputs, few), self.targets[few], state)
+        self._nothing_is_written(before)
         self._company_does_not_matter()
+        self._nothing_is_written(before)  # of other examples than the last time
 
     def _finite_first(self) -> None:
         """Put the examples whose loss and gradient are finite before the others."""
@@ -257,14 +259,7 @@ class _Screen:
         """Compared with the sum of the examples' norms, which does not cancel, and with that of the
         whole gradient: of a parameter without effect (a bias before a normalisation) both ways
         leave rounding only."""
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         _, gradients = self._gradients(inputs, targets)
-        for name, buffer in self.model.named_buffers():
-            if not torch.equal(buffer, buffers[name]) and not buffer.isnan().any():
-                raise UserError(
-                    f"buffer {name} changed in a forward pass: statistics of private data would be "
-                    "stored without noise"
-                )
         _restore(state, self.device)
         with torch.enable_grad():
             total_loss = example_losses(self.model, self.objective, {}, inputs, targets).sum()
@@ -290,21 +285,36 @@ class _Screen:
                         "random layer draws differently in each pass"
                     )
 
+    def _nothing_is_written(self, before: dict[str, str]) -> None:
+        """Raise UserError where a forward pass left something in a buffer or a parameter."""
+        for name, mark in _marks(self.model).items():
+            if mark != before.get(name):
+                raise UserError(
+                    f"{name} changed in a forward pass: statistics of private data would be stored "
+                    "without noise"
+                )
+
     def _company_does_not_matter(self) -> None:
         """The first example in company of all sizes, a few others in the largest one."""
         for first in range(min(_FEW, self.usable)):
-            alone = self._sketch([first], 0)
-            if not torch.equal(alone, self._sketch([first], 0)):  # a random layer
+            states = torch.get_rng_state(), _random_state(self.device)
+            alone, again = self._sketch([first], 0), self._sketch([first], 0)
+            after = torch.get_rng_state(), _random_state(self.device)
+            if not all(map(torch.equal, states, after)):  # a random layer
                 return
+            if not bool(((again - alone).abs() <= self._allowed(alone)).all()):
+                raise UserError(
+                    "the model or loss gives one example another loss or gradient when it runs "
+                    "again: it remembers earlier examples, or draws from a generator of its own; "
+                    "let it depend on its arguments alone"
+                )
             self._compare(first, alone, _SIZES if first == 0 else _SIZES[-1:])
 
     def _compare(self, first: int, alone: Tensor, sizes: Sequence[int]) -> None:
         """Raise UserError where an example's sketch is another one in company than alone."""
         moved = (self._sketch([first], 0, self._nudged()) - alone).abs()
-        allowed = self.tolerance * (alone.abs() + alone[1])
-        allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
+        allowed = self._allowed(alone)
         allowed += 4 * moved.nan_to_num(0.0, 0.0, 0.0)
-        allowed += torch.finfo(torch.float32).tiny  # below it both precisions run out of digits
         others = [row for row in range(len(self.targets)) if row != first]
         for size in sizes:
             rows = [others[(size + place) % len(others)] for place in range(size)]
@@ -314,6 +324,13 @@ class _Screen:
                     "the model mixes examples without autograd's knowledge: among "
                     f"{size} examples, one example's loss or gradient {_MIXES}"
                 )
+
+    def _allowed(self, alone: Tensor) -> Tensor:
+        """Return how far rounding may move a sketch."""
+        allowed = self.tolerance * (alone.abs() + alone[1])
+        allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
+        # Below it both precisions run out of digits.
+        return allowed + torch.finfo(torch.float32).tiny
 
     def _nudged(self) -> dict[str, Tensor]:
         """The parameters, changed in their last digits."""
@@ -355,6 +372,18 @@ def _projected(one: Tensor) -> Tensor:
         angle = torch.arange(start, start + len(part), device=one.device, dtype=one.dtype)
         total += part @ angle.cos_()
     return total / max(1.0, math.sqrt(len(one)))
+
+
+def _marks(model: nn.Module) -> dict[str, str]:
+    """Return a number in full for each buffer and parameter, which a write to it changes."""
+    return {
+        f"{kind} {name}": float(_projected(value.detach().double().flatten())).hex()
+        for kind, named in (
+            ("buffer", model.named_buffers()),
+            ("parameter", model.named_parameters()),
+        )
+        for name, value in named
+    }
 
 
 def _wake(model: nn.Module) -> None:

@@ -152,6 +152,37 @@ class Watch:
         ]
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def form_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a forward pass is made of, by name, but for the values of tensors.
+
+    Layers, the functions that they run, their hooks, and their plain attributes (a dropout's
+    probability). What was checked on invented examples holds as long as none of it changes. The
+    mode is left out, and so are attributes whose names begin with an underscore.
+    """
+    found: dict[str, Any] = {
+        f"{name[1:]} of all modules": tuple(getattr(nn.modules.module, f"_global{name}").values())
+        for name in _HOOKS
+    }
+    for name, module in model.named_modules():
+        at, kind = f"{name}." if name else "", type(module)
+        found[name or "the top"] = kind, kind.forward, kind.__call__
+        for hooks in _HOOKS:
+            found[f"{at}{hooks[1:]}"] = tuple(getattr(module, hooks).values())
+        for key, value in vars(module).items():
+            if key.startswith("_") or key == "training":
+                continue
+            if callable(value) or isinstance(value, _PLAIN):
+                found[f"{at}{key}"] = repr(value) if isinstance(value, _PLAIN) else value
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            told = None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+            found[f"{at}{key}"] = told
+    return found
+
+
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -308,3 +308,60 @@ def test_examples_that_are_not_finite_are_left_out() -> None:
 
     with pytest.raises(UserError, match="mixes examples"):
         check(nn.Sequential(Largest(), nn.Linear(4, 3)), inputs, labels)
+
+
+class Remembering(nn.Module):
+    """Adds what it saw in the pass before: one record moves the gradients of the next batch."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(4, 2), where
+        self.kept = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.last = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.layer(x)
+        if self.where == "attribute":
+            outputs, self.last = outputs * (1 + self.last), x.detach().mean()
+        else:
+            with torch.no_grad():
+                (self.kept.data if self.where == "data" else self.kept).copy_(x.mean())
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("attribute", "it remembers earlier examples"),
+        ("parameter", "parameter kept changed in a forward pass"),
+        ("data", "parameter kept changed in a forward pass"),
+    ],
+)
+def test_what_a_pass_leaves_behind_is_refused(where: str, said: str) -> None:
+    inputs, labels = uniform(EXAMPLES, 4), torch.arange(EXAMPLES) % 2
+    with pytest.raises(UserError, match=said):
+        check(Remembering(where), inputs, labels)
+
+
+def test_a_loss_that_remembers_is_refused() -> None:
+    seen: list[Tensor] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.append(outputs.detach().mean().abs())
+        return cross_entropy(outputs, targets) * (1 + seen[len(seen) - 2])
+
+    engine = GradientEngine(nn.Linear(4, 2), loss, clipping=FlatClipping(1.0))
+    with pytest.raises(UserError, match="it remembers earlier examples"):
+        engine.screen(uniform(EXAMPLES, 4), torch.arange(EXAMPLES) % 2)
+
+
+def test_a_random_layer_is_not_said_to_remember() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + torch.randn(()))
+
+    check(Noisy(), uniform(EXAMPLES, 4), torch.arange(EXAMPLES) % 2)

@@ -449,6 +449,64 @@ def test_a_notebook_s_model_has_no_file(tmp_path):
     assert ledger.releases == {0: 1} and ledger.epoch == 0  # replayed, nothing charged again
 
 
+class Centring(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs - inputs.mean(0)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Linear(WIDTH, 4), nn.Dropout(0.0), nn.Tanh(), nn.Linear(4, 2)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda m: m[0].register_forward_hook(lambda _m, _i, out: out - out.mean(0)),
+         "0.forward_hooks"),
+        (lambda m: m.__setitem__(2, Centring()), "2"),
+        (lambda m: m.__setitem__(2, nn.BatchNorm1d(4, affine=False)), "2"),
+        (lambda m: setattr(m[2], "forward", lambda x: x - x.mean(0)), "2.forward"),
+        (lambda m: setattr(m[1], "p", 0.5), "1.p"),
+        (lambda m: m[2].register_buffer("kept", torch.zeros(3)), "2.kept"),
+        (lambda m: m.double(), "0.bias"),
+    ],
+)  # fmt: skip
+def test_another_forward_pass_than_the_checked_one_is_refused(tmp_path, change, what):
+    """Whatever mixes records must not come in after the checks."""
+    model = layers()
+    t = training(tmp_path / "own", model, sgd(model))
+    t.step()
+    change(model)
+    with pytest.raises(UserError, match=f"must stay as it is checked, changed: {re.escape(what)}"):
+        t.step()
+    t.close()
+    assert Ledger.read(t.run.ledger).releases == {0: 1}
+
+
+def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):
+    class Late(Net):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if bool((inputs > 1e3).any()):  # of no invented example
+                self.register_buffer("late", inputs.detach().mean(0))
+            return super().forward(inputs)
+
+    class Counts(Net):
+        calls = 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return super().forward(inputs)
+
+    with pytest.raises(UserError, match="must stay as it is checked, changed: calls"):
+        training(tmp_path / "counts", Counts())
+    inputs, labels = records()
+    t = training(tmp_path / "late", Late(), data=(inputs * 1e4, labels))
+    t.run_all()
+    assert "late" not in t.model.state_dict()
+
+
 def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
     t = training(tmp_path / "own")
     t.step()
