@@ -754,6 +754,13 @@ def test_a_radius_that_does_not_follow_from_its_counts_is_noticed(copied, call, 
     fails(call, copied, "does not follow")
 
 
+def test_counts_of_more_classes_than_the_model_tells_are_noticed(copied, call):
+    """One class more, that nothing was counted for: all else follows from the counts."""
+    changed_table(copied, lambda rows: [row["histogram"].append(0) for row in rows])
+    say_what_follows(copied)
+    fails(call, copied, "counts 11 classes of 10")
+
+
 def test_a_file_without_a_sum_is_missed(copied, call):
     lines = (copied / SUMS).read_text().splitlines(keepends=True)
     for name in (CARD, table_name(1)):

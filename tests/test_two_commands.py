@@ -142,13 +142,13 @@ BOTH, ALWAYS = {"well", "refused"}, {"well"}
         pytest.param([], TRAIN, POISON, ALWAYS, id="train-poison", marks=pytest.mark.long),
         pytest.param([], POISON, TRAIN, ALWAYS, id="poison-train", marks=pytest.mark.long),
         pytest.param([RUN], CERTIFY, REPORT, ALWAYS, id="certify-report"),
-        pytest.param([RUN], REPORT, CERTIFY, ALWAYS, id="report-certify"),
-        pytest.param([RUN], CERTIFY, RELEASE, ALWAYS, id="certify-release"),
+        pytest.param([RUN], REPORT, CERTIFY, ALWAYS, id="report-certify", marks=pytest.mark.long),
+        pytest.param([RUN], CERTIFY, RELEASE, ALWAYS, id="certify-release", marks=pytest.mark.long),
         pytest.param([RUN], RELEASE, CERTIFY, ALWAYS, id="release-certify"),
     ],
 )
 def test_each_ends_as_alone_or_is_refused(
-    before, first, second, outcomes, inside, dpdist, tmp_path, monkeypatch, capsys
+    before, first, second, outcomes, inside, tmp_path, monkeypatch, capsys
 ):
     one, both = tmp_path / "one after the other", tmp_path / "both"
     for place in (one, both):
