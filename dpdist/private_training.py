@@ -35,7 +35,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.adapters import as_records
+from dpdist.data.adapters import as_records, check_targets
 from dpdist.data.protocol import Records
 from dpdist.data.record_hashes import hashes_of
 from dpdist.data.registry import store_split
@@ -413,6 +413,8 @@ class PrivateTraining:
         self._public = None if held_out is None else as_records(held_out)
         examples = self._examples()
         self._spec = _spec_of(model, factory, examples[0])
+        if isinstance(loss, str):
+            check_targets(self._records, loss, self._spec.classes)
         self._recipe = self._recipe_of(
             privacy, resources, isolate, certify,
             {"batch_size": batch_size, "steps": steps, "epochs": epochs},

@@ -38,7 +38,6 @@ from dpdist.cli.options import (
     file_path,
     flag,
     kind,
-    need_label,
     need_numbers,
     numbers,
     option,
@@ -531,29 +530,29 @@ def predict_command(
     """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
     from dpdist.runs.folder import open_run
 
-    release = release_at(run, trust_factory, signer)
+    release = release_at(run, trust_factory, signer, labelled=False)
     if release is not None:
-        about = release.about
+        about, targets = release.about, release.about.data.targets
         saved = _Saved(release.path, about.certificate, about.classes, lambda: release.model)
     else:
         folder = open_run(run, runs)
         folder.require_trained()
         recipe = folder.read_recipe()
         need_numbers(recipe, "predict")
-        need_label(recipe, "predict")
+        targets = recipe.data.targets
         from dpdist.evaluation import load_model  # only now: what is refused needs no data
 
         names = tuple(recipe.data.class_names)
         saved = _Saved(folder.model, recipe.certify, names, lambda: load_model(recipe, folder))
     for path in images:
         regular_file(path)
+    given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+    if targets != "class":
+        _refuse_smoothing(given, "numbers and labels")
+        _tell_values(saved, targets, images, as_json)
+        return
     if release is None and recipe.method.withheld is not None:
-        given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
-        if useless := [f"--{name}" for name, value in given.items() if value is not None]:
-            raise UserError(
-                f"{', '.join(useless)}: must be left out: this run's answers are paid for, and are "
-                "not smoothed"
-            )
+        _refuse_smoothing(given, "this run's answers are paid for, and")
         from dpdist.training.ensembles import Oracle
 
         _ask_models(Oracle(recipe, folder), images, saved.classes, as_json)
@@ -602,6 +601,31 @@ def _smoothed(
             label, radius = verdict.prediction, verdict.radius
         named = None if label == -1 else saved.classes[label]
         _print_answer(path, (label, named), radius, sigma, settings.alpha, as_json)
+
+
+def _refuse_smoothing(given: dict[str, Any], what: str) -> None:
+    """Raise UserError for options of answers with noise."""
+    if useless := [f"--{name}" for name, value in given.items() if value is not None]:
+        raise UserError(f"{', '.join(useless)}: must be left out: {what} are not smoothed")
+
+
+def _tell_values(saved: _Saved, targets: str, images: list[Path], as_json: bool) -> None:
+    """Print what a model of numbers or labels says, without noise: numbers as they are, of labels
+    which are 1."""
+    import torch
+
+    from dpdist import models
+
+    shape = models.read_spec(saved.where).input_shape
+    inputs = torch.stack([_read_image(path, shape) for path in images])
+    with torch.inference_mode():
+        outputs = saved.load()(inputs).double().tolist()
+    for path, values in zip(images, outputs, strict=True):
+        told = values if targets == "number" else [int(value > 0) for value in values]
+        if as_json:
+            console.print_json({"image": str(path), targets: told, "outputs": values})
+        else:
+            typer.echo(f"{path}: {' '.join(f'{value:.6g}' for value in told)}")
 
 
 def _ask_models(

@@ -253,10 +253,11 @@ def recipe_of(folder: RunFolder, data_root: Path | None, command: str) -> Recipe
 
 
 def release_at(
-    name: str, trusted_factory: str | None, signer: Path | None = None
+    name: str, trusted_factory: str | None, signer: Path | None = None, *, labelled: bool = True
 ) -> Release | None:
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
-    Raises UserError, ReleaseError where `signer` is given and did not sign it."""
+    labelled: refuse one whose outputs are no classes. Raises UserError, ReleaseError where `signer`
+    is given and did not sign it."""
     from dpdist.release.bundle import is_release, load
 
     path = usable_path(name)
@@ -266,4 +267,6 @@ def release_at(
         return None
     found = load(path, trusted_factory=trusted_factory, signer=signer)
     found.need_numbers()
+    if labelled:
+        found.need_label()
     return found

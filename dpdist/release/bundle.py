@@ -457,11 +457,14 @@ class Release:
         return module
 
     def need_numbers(self) -> None:
-        """Raise UserError where inputs are tokens or outputs no classes: nothing certifies them."""
+        """Raise UserError where inputs are tokens, which nothing certifies."""
         if self.about.tokens:
             raise UserError(f"{self.path}: takes tokens of text, which have no certificate")
+
+    def need_label(self) -> None:
+        """Raise UserError where outputs are no classes, which nothing certifies."""
         if (why := self.about.data.without_label(str(self.path))) is not None:
-            raise UserError(f"{why}; call its `model`")
+            raise UserError(f"{why}; take `dpdist predict`, or call its `model`")
 
     def settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
@@ -472,6 +475,7 @@ class Release:
         from dpdist.randomness.noise_location import smoothing_of
 
         self.need_numbers()
+        self.need_label()
         if sigma is None and self.about.certificate is not None:
             sigma = self.about.certificate.sigma
         sigma = smoothing_of(self.model, sigma, self.path)

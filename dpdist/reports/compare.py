@@ -312,7 +312,7 @@ def _curves_section(
 def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
     two = []
     for facts in (first, later):
-        if not facts.evaluation or facts.accuracy is None:
+        if not facts.evaluation or "measures" in facts.evaluation:
             return []
         if "next_tokens" in facts.evaluation:
             notes.append(

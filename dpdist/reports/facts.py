@@ -331,6 +331,22 @@ class Facts:
         """What a script changed between steps, where nobody checked what it was made of."""
         return _changed_between(self.recipe, self.folder)
 
+    @property
+    def _own_code(self) -> list[str]:
+        """Notes on code of the user's that made the model."""
+        notes = []
+        if ":" in self.recipe.model.name:
+            notes.append(f"Custom model: {self.recipe.model.name}, no architecture of dpdist's.")
+        if (own := self.recipe.by_script) is not None:
+            notes.append(
+                f"Trained in a loop of its own, code of the user: {own.model}, {own.optimizer}, "
+                f"loss {own.loss}. No command repeats the training."
+            )
+            notes += [f"Replaced: {line}." for line in own.replaced]
+        elif self.recipe.training.own_loss:
+            notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
+        return notes
+
     def card(self) -> dict[str, Any]:
         """The privacy card, as JSON types."""
         plan = self.plan
@@ -346,16 +362,7 @@ class Facts:
             notes.append(f"Nothing is proved about training records: {self.why_not}.")
         if how := self.independence:
             notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
-        if ":" in self.recipe.model.name:
-            notes.append(f"Custom model: {self.recipe.model.name}, no architecture of dpdist's.")
-        if (own := self.recipe.by_script) is not None:
-            notes.append(
-                f"Trained in a loop of its own, code of the user: {own.model}, {own.optimizer}, "
-                f"loss {own.loss}. No command repeats the training."
-            )
-            notes += [f"Replaced: {line}." for line in own.replaced]
-        elif self.recipe.training.own_loss:
-            notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
+        notes += self._own_code
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.measured]
