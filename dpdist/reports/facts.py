@@ -372,7 +372,7 @@ class Facts:
                 f"loss {own.loss}. No command repeats the training."
             )
             notes += [f"Replaced: {line}." for line in own.replaced]
-        if self.recipe.training.own_loss:
+        elif self.recipe.training.own_loss:
             notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
         return notes
 
