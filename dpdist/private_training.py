@@ -16,7 +16,7 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -35,7 +35,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.adapters import as_records, check_targets
+from dpdist.data.adapters import as_records, check_classes, check_targets
 from dpdist.data.protocol import Records
 from dpdist.data.record_hashes import hashes_of
 from dpdist.data.registry import store_split
@@ -122,6 +122,8 @@ def _is_scaler(value: Any) -> bool:
 
 def _check_state(state: Sequence[Any]) -> None:
     """Raise UserError for what a checkpoint cannot keep, or must not."""
+    if not isinstance(state, Sequence):
+        raise UserError(f"state: must be a list of objects, got {type(state).__name__}")
     for place, each in enumerate(state):
         if _is_scaler(each):
             raise UserError(
@@ -167,11 +169,23 @@ def _check_groups(recipe: Recipe, records: Records) -> None:
     """Raise UserError where a unit has more records than privacy.group_size promises to cover."""
     if type(records).unit_id is Records.unit_id:
         return
-    counts = Counter(records.unit_id(index) for index in range(len(records)))
+    counts = Counter(_unit_of(records, index) for index in range(len(records)))
     largest, size = max(counts.values(), default=0), recipe.privacy.group_size
     if largest > size:
         rule = f"must be >= {largest}, the records of the largest unit"
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
+
+
+def _unit_of(records: Records, index: int) -> Hashable:
+    """Return whom a record belongs to; equal ones are the same unit, which tensors would not be."""
+    unit = records.unit_id(index)
+    unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit
+    if isinstance(unit, Tensor) or unit is None or unit != unit:
+        raise UserError(
+            f"{records.name}: unit_id must return a number or a text for each record, got "
+            f"{type(unit).__name__} at {index:,}; let it return int(...) or str(...)"
+        )
+    return unit
 
 
 @contextmanager
@@ -279,9 +293,15 @@ def _name_of(thing: Any) -> str:
     return f"{module}.{name or type(thing).__name__}".replace("<locals>.", "")
 
 
-def _plain(section: Any) -> dict[str, Any]:
+def _plain(name: str, section: Any) -> dict[str, Any]:
     """Return a section of a recipe as plain data."""
-    return section.model_dump(mode="json") if isinstance(section, BaseModel) else dict(section)
+    if isinstance(section, BaseModel):
+        return section.model_dump(mode="json")
+    if not isinstance(section, Mapping):
+        raise UserError(
+            f"{name}: must be a section or a dict of its fields, got {type(section).__name__}"
+        )
+    return dict(section)
 
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -432,6 +452,8 @@ class PrivateTraining:
         self._objective = objective_of(loss)
         self._engine = self._engine_of(examples)
         self._check_form()
+        if loss == "cross-entropy" and self._records.has_targets:
+            check_classes(self._records, self._spec.classes)
         self._done, self._changed = 0, list[str]()
         self._begun = self._inside = False
         self._step: PrivateStep | None = None
@@ -470,9 +492,9 @@ class PrivateTraining:
                 "model": {
                     "name": self._spec.name, "options": self._spec.options, "isolate": isolate,
                 },
-                "privacy": _plain(privacy),
+                "privacy": _plain("privacy", privacy),
                 "training": {**training, "loss": self._loss_name()},
-                "resources": _plain(resources or {}),
+                "resources": _plain("resources", resources or {}),
                 "certify": certify,
                 "script": {
                     "model": _name_of(type(self.model)),

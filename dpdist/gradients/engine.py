@@ -508,6 +508,8 @@ class GradientEngine:
             if not self._checked:
                 self_check(self.model, self.objective, self._empty_gradients, inputs, targets)
                 self._checked = True
+            if self._channels_last:
+                self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
 
@@ -520,6 +522,16 @@ class GradientEngine:
             return ISOLATED
         why = mixing_operation(self.model, self.objective, inputs, targets)
         return BY_STRUCTURE if why is None else SCREENED
+
+    def _takes_channels_last(self, inputs: Inputs, targets: Tensor) -> bool:
+        """Return whether the model runs in that format, as `view` across dimensions does not."""
+        seen = self._laid_out(take(inputs, slice(2)))
+        with torch.no_grad():
+            try:
+                example_losses(self.model, self.objective, self._trainable(), seen, targets[:2])
+            except RuntimeError:
+                return False
+        return True
 
     def _choose_micro_batch(self, inputs: Inputs, targets: Tensor) -> int:
         """From the bytes one example keeps alive, found with a pass over two examples."""

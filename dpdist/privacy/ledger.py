@@ -194,6 +194,7 @@ class ChainedJournal:
         self._checks = checks
         self._file = file
         self._anchor_file: IO[bytes] | None = None
+        self._process = os.getpid()
 
     @property
     def anchor(self) -> Anchor:
@@ -270,6 +271,11 @@ class ChainedJournal:
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is None:
             raise JournalError(f"{self.path} is not open for writing")
+        if os.getpid() != self._process:  # a fork has the lock as well, and does not see our lines
+            raise JournalError(
+                f"{self.path} was opened by another process, of which this one is a fork: open it "
+                "here"
+            )
         body = _encode(record)
         check = _chain(self._checks[-1] if self._checks else "", body)
         line = f'{{"record":{body},"check":"{check}"}}\n'.encode()

@@ -365,3 +365,29 @@ def test_a_random_layer_is_not_said_to_remember() -> None:
             return self.layer(x + torch.randn(()))
 
     check(Noisy(), uniform(EXAMPLES, 4), torch.arange(EXAMPLES) % 2)
+
+
+def test_a_model_that_views_its_pictures_as_rows_is_trained() -> None:
+    """`view` refuses memory in channels-last format, which convolutions are faster in."""
+
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv, self.head = nn.Conv2d(1, 3, 3), nn.Linear(3 * 4 * 4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rows(self.conv(x)))
+
+        def rows(self, x: Tensor) -> Tensor:
+            return x.view(-1, 48)
+
+    class Reshaping(Viewing):
+        def rows(self, x: Tensor) -> Tensor:
+            return x.flatten(1)
+
+    batch, found = (uniform(6, 1, 6, 6), torch.arange(6) % 2), []
+    for make in (Viewing, Reshaping):
+        engine = GradientEngine(make(), cross_entropy, clipping=FlatClipping(1.0))
+        found.append(engine.clipped_sum(*batch).flat)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

@@ -163,6 +163,7 @@ FAULTS: list[Fault] = [
         ('_chain(self._checks[-1] if self._checks else "", body)', '_chain("", body)',
          "lines are not chained"),
         ("elif not _reaches(checks, anchor):", "elif False:", "a cut ledger is read"),
+        ("if os.getpid() != self._process:", "if False:", "a fork writes the ledger"),
         ("if entry[\"check\"] != _chain(previous, _encode(entry[\"record\"])):", "if False:",
          "edits are not seen"),
     ),

@@ -111,6 +111,33 @@ def test_same_noise_on_another_sum_is_refused_and_not_recorded(ledger):
     assert ledger.releases == {3: 2}
 
 
+_FORKING = """
+import os, sys
+from dpdist.privacy.ledger import Ledger, LedgerError
+ledger = Ledger.open(sys.argv[1], sys.argv[2])
+ledger.begin_attempt({})
+ledger.record(0, "0" * 64)
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    ledger.record(1, "1" * 64)
+else:
+    assert ledger.record(0, "0" * 64) == "replay"
+    try:
+        ledger.record(1, "2" * 64)
+    except LedgerError as error:
+        os._exit(0 if "fork" in str(error) else 1)
+    os._exit(2)
+"""
+
+
+def test_a_fork_announces_nothing(path):
+    """It holds the lock too: both would add the noise of one step to two sums."""
+    done = subprocess.run([sys.executable, "-c", _FORKING, path, PLAN.fingerprint()])
+    assert done.returncode == 0
+    assert Ledger.read(path).releases == {0: 1, 1: 1}
+
+
 def test_changed_identity_starts_an_epoch_and_old_ones_never_return(ledger):
     assert ledger.begin_attempt(ONE) == 0
     assert ledger.begin_attempt(ONE) == 0

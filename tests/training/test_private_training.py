@@ -322,6 +322,8 @@ def dropping() -> nn.Module:
          "must hold parameters of the model alone, got 1"),
         (Net, sgd, {"state": [torch.amp.GradScaler("cpu")]}, "state[0]: must not be a GradScaler"),
         (Net, sgd, {"state": [3]}, "state[0]: must have state_dict"),
+        (Net, sgd, {"state": 3}, "state: must be a list of objects, got int"),
+        (Net, sgd, {"privacy": None}, "privacy: must be a section or a dict"),
         (lambda: nn.DataParallel(Net()), sgd, {}, "must be the module itself, got DataParallel"),
         (lambda: Net().requires_grad_(False), sgd, {}, "must have parameters to train"),
         (normed, sgd, {}, "normalises over the batch"),
@@ -447,6 +449,51 @@ def test_a_notebook_s_model_has_no_file(tmp_path):
         assert done.returncode == 0, done.stderr
     ledger = Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl")
     assert ledger.releases == {0: 1} and ledger.epoch == 0  # replayed, nothing charged again
+
+
+@pytest.mark.parametrize("label", [7, -1])
+@pytest.mark.parametrize("items", [False, True])
+def test_a_class_without_an_output_is_refused_at_the_start(tmp_path, label, items):
+    """In a step torch's error would hold the record's label, and the run would stop by it."""
+    inputs, labels = records()
+    labels[5] = label
+    data = [(x, int(y)) for x, y in zip(inputs, labels, strict=True)] if items else (inputs, labels)
+    with pytest.raises(UserError, match="data: targets must be 0 to 1") as error:
+        training(tmp_path / "own", data=data)
+    assert str(label) not in str(error.value) and not (tmp_path / "own").exists()
+
+
+class Scans(dpdist.Records):
+    """Four records of each person, whose number comes as a tensor."""
+
+    name = "scans"
+
+    def __init__(self, units: Any) -> None:
+        self.rows, self.units = records(), units
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        return self.rows[0][indices]
+
+    def targets(self, indices: Any) -> torch.Tensor:
+        return self.rows[1][indices]
+
+    def unit_id(self, index: int) -> Any:
+        return self.units[index]
+
+
+def test_units_are_equal_by_value(tmp_path):
+    """Each tensor is another object: four records of a person would pass for four persons."""
+    persons = torch.arange(RECORDS) // 4
+    for units in (persons, persons.numpy(), persons.tolist()):
+        with pytest.raises(UserError, match=r"privacy\.group_size: must be >= 4"):
+            training(tmp_path / "own", data=Scans(units))
+    for units in (persons[:, None], [None] * RECORDS, [float("nan")] * RECORDS):
+        with pytest.raises(UserError, match="unit_id must return a number or a text"):
+            training(tmp_path / "own", data=Scans(units))
+    assert not (tmp_path / "own").exists()
 
 
 class Centring(nn.Module):
