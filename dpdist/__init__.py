@@ -15,6 +15,7 @@ from dpdist.core.version import __version__
 
 if TYPE_CHECKING:
     from dpdist.certification.cohen import Cohen as Cohen
+    from dpdist.certification.cohen import HoeffdingVotes as HoeffdingVotes
     from dpdist.certification.cohen import TwoClass as TwoClass
     from dpdist.certification.expected_scores import ExpectedScores as ExpectedScores
     from dpdist.certification.registry import settings_of as settings_of
@@ -57,6 +58,7 @@ _LAZY = {
     "certify": "dpdist.certifying",
     "CertificateTable": "dpdist.certifying",
     "Cohen": "dpdist.certification.cohen",
+    "HoeffdingVotes": "dpdist.certification.cohen",
     "TwoClass": "dpdist.certification.cohen",
     "TargetRadius": "dpdist.certification.sequential",
     "Anytime": "dpdist.certification.sequential",

@@ -183,7 +183,7 @@ def _resources(given: Mapping[str, Any]) -> ResourcesRecipe:
 
 
 def _required(settings: Certificate | None) -> Certificate:
-    if not isinstance(settings, Certificate):
+    if settings is None or not hasattr(settings, "indices"):
         raise UserError(
             "settings: must be a certificate such as dpdist.Cohen(sigma=0.25, n=100_000), got "
             f"{type(settings).__name__}"

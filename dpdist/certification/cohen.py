@@ -60,7 +60,12 @@ from dpdist.certification.noise import (
     ball_factor,
     gaussian_l2_radius_two_class,
 )
-from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper, two_sided_p_value
+from dpdist.core.binomial import (
+    clopper_pearson_lower,
+    clopper_pearson_upper,
+    hoeffding_lower,
+    two_sided_p_value,
+)
 from dpdist.core.console import exact, percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Positive
@@ -197,7 +202,7 @@ class Smoothing(Certificate):
     @classmethod
     def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         k, n, selected = (table[name].to_numpy() for name in ("k", "n", "selected"))
-        lower = np.asarray(cls.bound(k, n, alpha))
+        lower = np.asarray(cls.lower_bound(k, n, alpha))
         radius = np.asarray(certified_by(table).radius(lower))
         prediction = np.where(lower > 0.5, selected, ABSTAIN)
         return {"p_lower": lower, "radius": radius, "prediction": prediction}
@@ -234,7 +239,7 @@ class Smoothing(Certificate):
         ]
 
     @classmethod
-    def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+    def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
         """The lower bound of the class's probability that counts allow at this error: float64, of
         the shape of the counts."""
         raise NotImplementedError
@@ -318,7 +323,7 @@ class Cohen(Smoothing):
         """The certificate, from the counts of all blocks."""
         counts = totals(partials, "histogram", self.n)
         return certify(
-            selected_by(partials), counts, self.alpha, place.certified, self.n, self.bound
+            selected_by(partials), counts, self.alpha, place.certified, self.n, self.lower_bound
         )
 
     def label(
@@ -349,7 +354,7 @@ class Cohen(Smoothing):
         return settings, SmoothedPlace(settings.smoothing, quadrature=quadrature)
 
     @classmethod
-    def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+    def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
         """LowerConfBound: Clopper-Pearson, Pr[p < bound] <= alpha."""
         return clopper_pearson_lower(hits, draws, alpha)
 
@@ -395,6 +400,33 @@ def predict(counts: np.ndarray, alpha: float, draws: int | None = None) -> int:
     second = max(second, undefined)
     sure = first >= undefined and two_sided_p_value(first, first + second) <= alpha
     return int(order[0]) if sure else ABSTAIN
+
+
+# --- Hoeffding's bound of votes ---------------------------------------------------------------
+
+
+class HoeffdingVotes(Cohen):
+    """CERTIFY with Hoeffding's bound in place of Clopper and Pearson's: valid, and never larger.
+
+    It is for comparison with certificates that were made so, such as PixelDP's (Lecuyer et al.,
+    2019); asked for by ``bound: hoeffding`` beside sigma.
+    """
+
+    mode: Literal["hoeffding"] = "hoeffding"  # type: ignore[assignment]
+    bound: Literal["hoeffding"] = "hoeffding"
+    belongs: ClassVar[str] = "with bound hoeffding, by smoothing the inputs"
+    counted: ClassVar[str] = "{n:,} draws an input, bounded by Hoeffding's inequality"
+
+    @classmethod
+    def fits(cls, section: Mapping[str, Any]) -> bool:
+        mode, bound = section.get("mode") or "fixed", section.get("bound")
+        asked = bound == "hoeffding" and mode in ("fixed", "hoeffding")
+        return section.get("sigma") is not None and (asked or (mode == "hoeffding" and not bound))
+
+    @classmethod
+    def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+        """LowerConfBound: Hoeffding, Pr[p < bound] <= alpha."""
+        return hoeffding_lower(hits, draws, alpha)
 
 
 # --- the runner-up's own bound ----------------------------------------------------------------

@@ -270,9 +270,9 @@ class ExecutedClassifier:
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # trace and freeze announce their deprecation
             self._run = FORMS[form](model, torch.zeros(shapes[0], device=device))
-            for shape in shapes:
+            for shape in shapes if form in _SPECIALISED else ():
                 # The graph executor specialises during the first calls; afterwards it is fixed.
-                for _ in range(3):
+                for _ in range(_WARM):
                     self._run(torch.zeros(shape, device=device))
 
     def __call__(self, batch: Tensor) -> Tensor:
@@ -286,20 +286,28 @@ class ExecutedClassifier:
 
 
 def choose(
-    model: nn.Module, check_batch: Tensor, asked: str | None = None, rows: Sequence[int] = ()
+    model: nn.Module,
+    check_batch: Tensor,
+    asked: str | None = None,
+    rows: Sequence[int] = (),
+    seconds: float = math.inf,
 ) -> tuple[ClassifierSpec, ExecutedClassifier]:
     """A fast form that builds here and agrees with the original model on ``check_batch``, and on as
     many rows as will be executed besides.
 
     asked: the form to take if it does; if not, the original ("eager") is taken. It is executed
     where the batch lies. rows: the other batch sizes; a trace may hold the one that it was made at.
+    seconds: to be spent on forms that nobody asked for; one that would take more is not tried.
     """
     batch, device = len(check_batch), check_batch.device
     others = [size for size in dict.fromkeys(rows) if size != batch]
     batches = [check_batch, *(check_batch[torch.arange(size) % batch] for size in others)]
     shapes = [tuple(each.shape) for each in batches]
     original = ExecutedClassifier(model, "eager", shapes, device)
+    began = time.perf_counter()
     every = [original.logits(each) for each in batches]
+    predicted_classes(every[0]).cpu()  # a device has answered only then
+    one = time.perf_counter() - began  # seconds of a pass over all batches
     logits, candidates = every[0], {"eager": original}
     answers = {"eager": predicted_classes(logits)}
     notes = []
@@ -307,6 +315,9 @@ def choose(
     forms = (asked,) if asked is not None else defaults
     for form in forms:
         if form in candidates or (asked is None and form in OF_IMAGES and check_batch.dim() != 4):
+            continue
+        passes = 1 + 2 * _LEAST_ROUNDS * 3 + (_WARM if form in _SPECIALISED else 0)
+        if asked is None and time.perf_counter() - began + passes * one > seconds:
             continue
         try:
             built = ExecutedClassifier(model, form, shapes, device)
@@ -322,7 +333,9 @@ def choose(
         elif differing:
             continue
         candidates[form], answers[form] = built, answer
-    times = _seconds(candidates, check_batch)
+    left = seconds - (time.perf_counter() - began)
+    rounds = int(min(_ROUNDS, max(_LEAST_ROUNDS, left / (3 * one * len(candidates)))))
+    times = _seconds(candidates, check_batch, rounds)
     best = asked if asked in candidates else _preferred(times, forms)
     spec = ClassifierSpec(
         best,
@@ -406,6 +419,7 @@ OTHER_FORMATS = {"bf16": 2.0**-5}
 # the models tried: it is there for the asking.
 DEFAULT_FORMS = ("frozen", "channels-last", "eager")
 DEVICE_FORMS = ("eager", "channels-last")  # elsewhere than on CPUs
+_SPECIALISED, _WARM = ("frozen", "compiled"), 3  # forms whose first calls differ, and how many
 
 
 # Between forms that are about as fast the choice, and with it the table, must not be luck.
@@ -425,11 +439,16 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
-def _seconds(forms: dict[str, ExecutedClassifier], batch: Tensor) -> dict[str, float]:
+_ROUNDS, _LEAST_ROUNDS = 5, 1  # of timing
+
+
+def _seconds(
+    forms: dict[str, ExecutedClassifier], batch: Tensor, rounds: int = _ROUNDS
+) -> dict[str, float]:
     """Seconds per batch of each form: the best of interleaved rounds, which load disturbs least.
     One without a rival is timed once."""
     times = dict.fromkeys(forms, math.inf)
-    for _ in range(5 if len(forms) > 1 else 1):
+    for _ in range(rounds if len(forms) > 1 else 1):
         for form, classifier in forms.items():
             classifier(batch).cpu()  # a device has answered only then
             start = time.perf_counter()

@@ -214,6 +214,11 @@ class Certification(Work):
         _require_gpus(gpus)
         device = inference.GPU if gpus else CPU.type
         assignment = replace(self._assignment, device=device, gpus=gpus)
+        if self._say is not None:
+            self._say(
+                "certifying: checking the model and choosing how it is executed (seconds, or at "
+                "most a twentieth of the whole)"
+            )
         failed = "the model cannot be certified"
         if self._here:
             spec = _probed(assignment, failed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
 
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.cohen import Cohen, TwoClass
+from dpdist.certification.cohen import Cohen, HoeffdingVotes, Smoothing, TwoClass
 from dpdist.certification.expected_scores import BettingScores, ExpectedScores
 from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
 from dpdist.core.errors import UserError
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 CERTIFICATES: tuple[type[Certificate], ...] = (
-    Cohen, TargetRadius, Anytime, TwoClass, TargetScores, BettingScores, ExpectedScores
+    Cohen, TargetRadius, Anytime, TwoClass, HoeffdingVotes, TargetScores, BettingScores,
+    ExpectedScores,
 )  # fmt: skip
+_USUAL = "clopper-pearson"  # bound of votes, where none is named
+_FIXED = ("fixed", HoeffdingVotes.mode_name())  # modes of a number of draws fixed in advance
 _REMOVED = "randomised"  # a mode of earlier tables: fixed, with a randomised bound
 BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
 
@@ -42,10 +45,14 @@ def _own(section: Any) -> Any:
         return section
     kind = BY_MODE[_mode(section)]
     own = dict(section)
+    if own.get("bound") == _USUAL and issubclass(kind, Smoothing):
+        del own["bound"]
+    if kind in (Cohen, HoeffdingVotes) and own.get("mode") in _FIXED:
+        own["mode"] = kind.mode_name()  # which of them, `bound` says
     mode = own.get("mode")
     if "mode" in kind.model_fields and mode not in (None, kind.mode_name()):
         raise of_key("mode", f"must be one of {', '.join(_modes(section))}, got {shown(mode)}")
-    complete = own.keys() >= _OF_EVERY_KIND
+    complete = _is_complete(own)
     for name, nothing in _SAYS_NOTHING.items():
         if name in own and name not in kind.model_fields:
             value = own.pop(name)
@@ -53,6 +60,12 @@ def _own(section: Any) -> Any:
                 instead = "".join(f" or be {mode}" for mode in _modes(section) if name == "mode")
                 raise of_key(name, f"must be left out{instead} {kind.belongs}, got {shown(value)}")
     return own
+
+
+def _is_complete(section: Mapping[str, Any]) -> bool:
+    """Return whether a section holds the options of every certificate, as early versions wrote."""
+    early = section.get("mode") != HoeffdingVotes.mode_name()
+    return early and section.keys() >= _OF_EVERY_KIND
 
 
 def _modes(section: Mapping[str, Any]) -> list[str]:
@@ -65,8 +78,23 @@ def _mode(section: Any) -> str:
     """Return the certificate's mode that a section asks for; the first in the list by default."""
     if isinstance(section, Certificate):
         return type(section).mode_name()
+    if isinstance(section, Mapping):
+        section = _with_bound(section)
     fitting = (k for k in CERTIFICATES if isinstance(section, Mapping) and k.fits(section))
     return next(fitting, CERTIFICATES[0]).mode_name()
+
+
+def _with_bound(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section with the mode that a bound of votes stands for."""
+    if (
+        section.get("sigma") is None
+        or _is_complete(section)
+        or (section.get("mode") or "fixed") not in _FIXED
+    ):
+        return section
+    if HoeffdingVotes.fits(section):
+        return {**section, "mode": HoeffdingVotes.mode_name()}
+    return {**section, "mode": "fixed"} if section.get("bound") == _USUAL else section
 
 
 AnyCertificate = Annotated[
@@ -74,6 +102,7 @@ AnyCertificate = Annotated[
     | Annotated[TargetRadius, Tag("target")]
     | Annotated[Anytime, Tag("anytime")]
     | Annotated[TwoClass, Tag("two-class")]
+    | Annotated[HoeffdingVotes, Tag("hoeffding")]
     | Annotated[TargetScores, Tag("target-scores")]
     | Annotated[BettingScores, Tag("betting")]
     | Annotated[ExpectedScores, Tag("scores")],
@@ -109,6 +138,9 @@ def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) ->
     given = asked = {name: value for name, value in section.items() if value is not None}
     if usual is not None:
         kept, fields = usual.model_dump(), type(usual).model_fields
+        scored = kept.get("sigma") is None and "bound" in kept  # a bound of scores, not of votes
+        if scored and "sigma" in given and kept["bound"] == fields["bound"].default:
+            del kept["bound"]
         kind = BY_MODE[_mode(kept | given)]
         asked = {
             name: value

@@ -494,7 +494,7 @@ class Anytime(_Sequential):
 
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         (partial,) = partials
-        p_lower = float(self.bound(partial["k"], partial["n"], self.alpha))
+        p_lower = float(self.lower_bound(partial["k"], partial["n"], self.alpha))
         return Verdict(
             prediction=partial["selected"] if p_lower > 0.5 else ABSTAIN,
             selected=partial["selected"],
@@ -517,7 +517,7 @@ class Anytime(_Sequential):
         return {**super().constants(table, settings), "target": radii[-1] if radii else None}
 
     @classmethod
-    def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+    def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
 
         return anytime_lower(hits, draws, alpha)
 

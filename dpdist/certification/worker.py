@@ -653,12 +653,19 @@ class Assignment:
         return self.settings.verdict(partials, self.place)
 
 
+# What the probe may cost, its checks included: so many seconds, or that share of the job.
+_PROBE_SECONDS, _PROBE_SHARE = 2.0, 0.05
+_FLOPS = 2**31  # of a pass of a large network on a CPU: a tenth of a second or so
+_LEAST_BATCH = 16
+
+
 def probe(assignment: Assignment) -> ClassifierSpec:
     """Choose the executed classifier, on the kind of machine that will execute it.
 
     Raises ValueError when the model does not give finite logits for each class, or when its answer
     to one input depends on what else is in the batch, or where; UserError without the device.
     """
+    began = time.perf_counter()
     assignment = _sized(assignment.placed())
     network, batch = assignment.place.check_batch(assignment)
     with torch.inference_mode():
@@ -673,7 +680,13 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     if found := mixing(network, batch, copies):
         raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
     settings = assignment.settings
-    spec, _ = choose(network, batch, settings.form, (settings.n0,))
+    one = time.perf_counter()
+    with torch.inference_mode():
+        network(batch).argmax(1).cpu()
+    one = time.perf_counter() - one
+    job = one * assignment.inputs * settings.units(len(batch))
+    budget = max(_PROBE_SECONDS, _PROBE_SHARE * job) - (time.perf_counter() - began)
+    spec, _ = choose(network, batch, settings.form, (settings.n0,), budget)
     spec = replace(spec, generator=assignment.stream.name)
     return _with_bank(assignment, spec, logits) if _banked(assignment) else spec
 
@@ -705,8 +718,10 @@ def _sized(assignment: Assignment) -> Assignment:
     The last block of draws is about full.
     """
     settings, device = assignment.settings, torch.device(assignment.device)
-    if device == CPU or settings.batch is not None:
+    if settings.batch is not None:
         return assignment
+    if device == CPU:
+        return _of_short_passes(assignment)
     network, batch = assignment.place.check_batch(assignment)
     fit = inference.fitting_rows(
         network.eval(), batch[:1], settings.device_batch, min(1.0, assignment.gpus)
@@ -714,6 +729,32 @@ def _sized(assignment: Assignment) -> Assignment:
     blocks = -(-settings.n // fit)
     rows = {"batch": -(-settings.n // blocks)}
     return replace(assignment, settings=settings.model_copy(update=rows))
+
+
+def _of_short_passes(assignment: Assignment) -> Assignment:
+    """With a batch whose pass takes no more than `_FLOPS`, so that a few passes of a large network,
+    which checks and probe take, do not take minutes.
+
+    It follows from the network alone, not from how fast this machine is: shares of a certification
+    that are counted elsewhere have the same.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    settings = assignment.settings
+    network, rows = assignment.place.check_batch(assignment)
+    try:
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            fresh_copy(network.eval())(rows[:1])
+        flops = counter.get_total_flops()
+    except Exception:  # what is wrong with the model, the checks say
+        return assignment
+    fit = _FLOPS // max(1, flops)
+    if fit >= len(rows) // 4:  # a usual pass is short enough
+        return assignment
+    batch = max(_LEAST_BATCH, 1 << (max(1, fit).bit_length() - 1))
+    return replace(
+        assignment, settings=settings.model_copy(update={"batch": min(batch, len(rows))})
+    )
 
 
 class Worker:

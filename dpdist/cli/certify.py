@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import Field
@@ -124,6 +124,7 @@ def certify_release(
                 actors=actors,
                 progress=show,
                 trusted_factory=release.trusted_factory,
+                say=console.say,
             )
     return table, output / TABLE
 
@@ -144,7 +145,13 @@ _Mode = Annotated[
 ]
 _Radii = Annotated[str | None, option("Radii to decide, ascending: 0.25,0.5,0.75.")]
 _Noise = Annotated[str | None, option("gaussian, laplace or uniform.")]
-_Bound = Annotated[str | None, option("Of expected scores: hoeffding, bernstein, counts, betting.")]
+_Bound = Annotated[
+    str | None,
+    option(
+        "Of votes: clopper-pearson (default) or hoeffding; of expected scores: hoeffding, "
+        "bernstein, counts, betting."
+    ),
+]
 _OneSided = Annotated[
     bool | None, flag("--one-sided", "Of betting: bound the class that n0 draws chose only.")
 ]
@@ -251,6 +258,8 @@ def certify_command(
         return
     _refuse_settings(given | {"data_root": data_root, "actors": actors}, merge, rebound)
     folder = open_anywhere(run, runs)
+    if not merge and rebound is None:
+        console.say(f"certifying: {folder.path}")  # before torch and Ray are loaded
     Archive.check_key(folder)
     refuse_decisions(folder, output)
     measured: list[tuple[str, str]] = []
@@ -510,6 +519,9 @@ _RadiusAlpha = Annotated[float, option("Error probability of the certificate.", 
 _Dimension = Annotated[
     int | None, option("Number of inputs (28x28: 784); adds the L-infinity radius.", Count)
 ]
+_RadiusBound = Annotated[
+    Literal["clopper-pearson", "hoeffding"], option("Of the predicted class's probability.")
+]
 _RadiusAsJson = Annotated[bool, flag("--json", "Print one JSON object.")]
 
 
@@ -519,6 +531,7 @@ def radius_command(
     sigma: _RadiusSigma,
     alpha: _RadiusAlpha = 0.001,
     dimension: _Dimension = None,
+    bound: _RadiusBound = "clopper-pearson",
     as_json: _RadiusAsJson = False,
 ) -> None:
     """L2 radius of Cohen's certificate: sigma * Phi^-1(Clopper-Pearson lower bound at alpha).
@@ -526,16 +539,18 @@ def radius_command(
     Counts of a run that stopped early certify less than this says: use it for fixed draws only.
     """
     from dpdist.certification.noise import format_radius, gaussian_l2_radius, linf_from_l2
-    from dpdist.core.binomial import clopper_pearson_lower
+    from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
 
     try:
-        p_lower = float(clopper_pearson_lower(hits, draws, alpha))
+        lower = {"clopper-pearson": clopper_pearson_lower, "hoeffding": hoeffding_lower}[bound]
+        p_lower = float(lower(hits, draws, alpha))
         radius = float(gaussian_l2_radius(p_lower, sigma))
         answer: dict[str, object] = {
             "hits": hits,
             "draws": draws,
             "alpha": alpha,
             "sigma": sigma,
+            "bound": bound,
             "p_lower": p_lower,
             "radius": radius,
             "norm": "l2",
@@ -548,7 +563,8 @@ def radius_command(
     if as_json:
         console.print_json(answer)
         return
-    typer.echo(f"p_lower  {format_radius(p_lower, 6)}  (Clopper-Pearson, alpha = {alpha:g})")
+    named = {"clopper-pearson": "Clopper-Pearson", "hoeffding": "Hoeffding"}[bound]
+    typer.echo(f"p_lower  {format_radius(p_lower, 6)}  ({named}, alpha = {alpha:g})")
     if answer["abstain"]:
         typer.echo("radius   ABSTAIN: the bound does not exceed 1/2")
         return

@@ -53,6 +53,22 @@ def clopper_pearson_interval(
     return clopper_pearson_lower(hits, draws, half), clopper_pearson_upper(hits, draws, half)
 
 
+def hoeffding_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
+    """Return Hoeffding's one-sided lower confidence bound of a probability.
+
+    hits / draws - sqrt(ln(1 / alpha) / (2 draws)), 0 where that is negative, rounded down. The true
+    probability lies below it with probability at most alpha. It is never above
+    ``clopper_pearson_lower``, which is the largest bound of its kind. Source: Hoeffding, Journal of
+    the American Statistical Association 1963, Theorem 1.
+
+    Raises ValueError unless 0 <= hits <= draws, draws >= 1 and 0 < alpha < 1.
+    """
+    k, n, a = _counts(hits, draws, alpha)
+    width = np.sqrt(-np.log(a) / (2 * n)) * (1 + MARGIN)
+    found: Bound = np.maximum((k / n - width) * (1 - MARGIN) - MARGIN, 0.0)[()]
+    return found
+
+
 def two_sided_p_value(hits: int, draws: int) -> float:
     """Return the p value of hits or more extreme under Binomial(draws, 1/2)."""
     most = max(hits, draws - hits)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.cohen import Cohen, TwoClass
+from dpdist.certification.cohen import Cohen, HoeffdingVotes, TwoClass
 from dpdist.certification.expected_scores import BettingScores, ExpectedScores
 from dpdist.certification.registry import BY_MODE, CERTIFICATES, settings_of
 from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
@@ -115,6 +115,7 @@ SECTIONS = {
     TargetRadius: {"sigma": 0.5, "mode": "target", "radii": [0.1]},
     Anytime: {"sigma": 0.5, "mode": "anytime"},
     TwoClass: {"sigma": 0.5, "mode": "two-class"},
+    HoeffdingVotes: {"sigma": 0.5, "bound": "hoeffding"},
     TargetScores: {"mode": "target-scores", "radii": [0.1]},
     BettingScores: {"bound": "betting"},
     ExpectedScores: {},
@@ -132,6 +133,12 @@ def test_no_option_of_another_certificate_is_ignored(kind: type[Certificate]) ->
         if name in section:
             continue
         asked = section | {name: value}
+        if kind is Cohen and name == "bound":
+            assert type(settings_of(asked)) is HoeffdingVotes
+            continue
+        if kind is HoeffdingVotes and name == "mode":
+            assert settings_of(asked) == settings_of(section)
+            continue
         if name in kind.model_fields:
             assert getattr(settings_of(asked), name) == value
             continue
@@ -164,7 +171,8 @@ def test_complaints_name_the_key() -> None:
         ({"sigma": 0.5, "mode": "never"}, r"certify\.mode: must be one of"),
         (
             {"sigma": 0.5, "mode": "randomised"},
-            r"certify\.mode: must be one of fixed, target, anytime, two-class, got 'randomised'",
+            r"certify\.mode: must be one of fixed, target, anytime, two-class, hoeffding, got "
+            r"'randomised'",
         ),
         ({"sigma": 0.5, "bound": "counts"}, r"certify\.bound: must be left out with sigma"),
         ({"sigma": 0.5, "mode": "target"}, r"certify\.radii: must be given when mode is target"),

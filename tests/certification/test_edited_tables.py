@@ -33,6 +33,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "fixed": {"sigma": 0.5},
     "laplace": {"sigma": 0.5, "noise": "laplace"},
     "two-class": {"sigma": 0.5, "mode": "two-class"},
+    "hoeffding": {"sigma": 0.5, "bound": "hoeffding"},
     "anytime": {"sigma": 0.5, "mode": "anytime", "radii": [0.1, 0.3]},
     "target": {"sigma": 0.5, "mode": "target", "radii": [0.1, 0.2, 0.3]},
     "scores": {},

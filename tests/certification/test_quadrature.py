@@ -195,7 +195,7 @@ def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) ->
         assert share == pytest.approx(worth / both.both, rel=1e-9)
     # Another alpha from the stored counts, as if certified so.
     stricter = rebound(found.table, 1e-5)
-    p = [Cohen.bound(k, 1000, 1e-5) for k in stricter["k"].to_pylist()]
+    p = [Cohen.lower_bound(k, 1000, 1e-5) for k in stricter["k"].to_pylist()]
     want = [both.both * stats.norm.ppf(q) if q > 0.5 else 0.0 for q in p]
     assert stricter["radius"].to_pylist() == pytest.approx(want, rel=1e-9)
     # Nothing beyond what the label's own probability could give: about 0.5 / both is possible.

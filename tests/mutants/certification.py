@@ -290,7 +290,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/cohen.py", "certification/test_no_class certification/test_predict",
-        ("self.alpha, place.certified, self.n, self.bound\n", "self.alpha, place.certified, None, self.bound\n",
+        ("self.alpha, place.certified, self.n, self.lower_bound\n", "self.alpha, place.certified, None, self.lower_bound\n",
          "a draw without a class is no draw"),
         ("second = max(second, undefined)", "second = second", "no class is no rival of a label"),
         ("first + second) <= alpha", "first + second) <= 2 * alpha", "a label errs twice as often"),
@@ -653,7 +653,7 @@ FAULTS: list[Fault] = [
         ("return predict(self.counts(counter, x, index, batch), self.alpha, self.n)",
          "return predict(self.counts(counter, x, index, batch), 2 * self.alpha, self.n)",
          "sequential kinds predict at twice the error"),
-        ('self.bound(partial["k"], partial["n"], self.alpha)', 'self.bound(partial["k"], partial["n"], 2 * self.alpha)',
+        ('self.lower_bound(partial["k"], partial["n"], self.alpha)', 'self.lower_bound(partial["k"], partial["n"], 2 * self.alpha)',
          "a confidence sequence at twice the error"),
     ),
     *group(
@@ -727,7 +727,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/worker.py", "certification/test_predict",
-        ("settings.form, (settings.n0,))", "settings.form)", "a form is tried at one of the batch sizes that are executed"),
+        ("settings.form, (settings.n0,), budget)", "settings.form)", "a form is tried at one of the batch sizes that are executed"),
     ),
     *group(
         "dpdist/certification/inference.py", "certification/test_sampling",
@@ -811,5 +811,16 @@ FAULTS: list[Fault] = [
         ("        digest.update(f\"{name}{array.dtype.str}{array.shape}\".encode() + array.tobytes())\n",
          "        pass\n", "other weights go on with the counts of these"),
         ("    if most > classes:\n", "    if False:\n", "labels beyond the classifier's classes are certified"),
+    ),
+    *group(
+        "dpdist/core/binomial.py", "certification/test_hoeffding_votes",
+        ("np.sqrt(-np.log(a) / (2 * n))", "np.sqrt(-np.log(2 * a) / (2 * n))",
+         "Hoeffding's bound is wrong twice as often as it says"),
+    ),
+    *group(
+        "dpdist/certification/cohen.py", "certification/test_hoeffding_votes",
+        ("        return hoeffding_lower(hits, draws, alpha)\n",
+         "        return clopper_pearson_lower(hits, draws, alpha)\n",
+         "another bound is certified than is named"),
     ),
 ]  # fmt: skip

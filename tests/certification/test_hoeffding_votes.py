@@ -1,0 +1,147 @@
+"""Hoeffding's bound of votes beside Clopper and Pearson's: the number, its error, and every way to
+ask for it."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal, getcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom
+from support.here import call
+from torch import nn
+
+import dpdist
+from dpdist.certification import table as tables
+from dpdist.certification import table_reader
+from dpdist.certification.cohen import Cohen, HoeffdingVotes
+from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
+from dpdist.core.errors import UserError
+
+pytestmark = pytest.mark.guarantee
+
+ALPHAS = (0.3, 0.05, 0.001, 1e-12)
+COUNTS = [(k, n) for n in (1, 7, 100, 12_345, 10**8) for k in {0, n // 2, n - n // 10, n - 1, n}]
+
+
+def exact(hits: int, draws: int, alpha: float) -> Decimal:
+    """The bound in 60 digits, from its formula."""
+    getcontext().prec = 60
+    width = ((1 / Decimal(alpha)).ln() / (2 * draws)).sqrt()
+    return max(Decimal(hits) / draws - width, Decimal(0))
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_it_is_hoeffdings_number_rounded_down_and_never_above_clopper_and_pearsons(
+    alpha: float,
+) -> None:
+    for hits, draws in COUNTS:
+        found, wanted = float(hoeffding_lower(hits, draws, alpha)), exact(hits, draws, alpha)
+        assert Decimal(found) <= wanted and float(wanted) - found <= 1e-12
+        assert found <= float(clopper_pearson_lower(hits, draws, alpha))
+
+
+@pytest.mark.parametrize("alpha", ALPHAS[:3])
+@pytest.mark.parametrize("draws", [5, 60, 1000])
+def test_its_error_computed_exactly_is_at_most_alpha(alpha: float, draws: int) -> None:
+    """Of all counts of a binomial at many probabilities, no sampling: those whose bound lies above
+    the probability have at most alpha together."""
+    counts = np.arange(draws + 1)
+    bounds = np.asarray(hoeffding_lower(counts, draws, alpha))
+    for p in np.linspace(0.001, 0.999, 333):
+        assert binom.pmf(counts[bounds > p], draws, p).sum() <= alpha * (1 + 1e-9)
+
+
+def test_a_certification_is_wrong_no_more_often_than_alpha() -> None:
+    """400 inputs on the boundary of a known linear classifier at a distance d: its probability is
+    p = Phi(d / sigma), and a certificate of a radius above d is false. At alpha 0.1, more than 80
+    of 400 are false with probability below exp(-2 400 0.1^2) = 3.4e-4 if each is with 0.1."""
+    distance, sigma = 0.3, 0.5
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+        model.bias.zero_()
+    x = np.stack([np.full(400, distance), np.linspace(0, 1, 400)], 1).astype(np.float32)
+    settings = HoeffdingVotes(sigma=sigma, n=200, n0=20, alpha=0.1)
+    found = dpdist.certify(model, (x, np.zeros(400, dtype=int)), settings, here=True)
+    assert (found.radius > distance).sum() <= 80
+    assert (found.radius > 0).sum() > 100  # and it certifies
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({"sigma": 0.5}, Cohen),
+        ({"sigma": 0.5, "bound": "clopper-pearson"}, Cohen),
+        ({"sigma": 0.5, "bound": "hoeffding"}, HoeffdingVotes),
+        ({"sigma": 0.5, "bound": "hoeffding", "mode": "fixed"}, HoeffdingVotes),
+        ({"sigma": 0.5, "mode": "hoeffding"}, HoeffdingVotes),
+        ({"sigma": 0.5, "mode": "hoeffding", "bound": "clopper-pearson"}, Cohen),
+        # As early versions wrote it, complete with defaults: the bound says nothing.
+        ({"sigma": 0.5, "mode": "fixed", "noise": "gaussian", "noise_bank": False,
+          "bound": "hoeffding", "norm": "l2"}, Cohen),
+    ],
+)  # fmt: skip
+def test_a_section_asks_for_it(section: dict, kind: type) -> None:
+    found = dpdist.settings_of(section)
+    assert type(found) is kind
+    assert dpdist.settings_of(found.model_dump()) == found
+
+
+def test_options_and_a_recipe_go_together() -> None:
+    usual, hoeffding = Cohen(sigma=0.5, n=77), HoeffdingVotes(sigma=0.5, n=77)
+    assert dpdist.settings_of({"bound": "hoeffding"}, usual) == hoeffding
+    assert dpdist.settings_of({"bound": "clopper-pearson"}, hoeffding) == usual
+    assert dpdist.settings_of({"mode": "target", "radii": (0.1,)}, hoeffding).n == 77
+    assert hoeffding.folder_name == "sigma-0.5-hoeffding-n-77"
+    for wrong in ({"mode": "target", "radii": (0.1,)}, {"mode": "two-class"}):
+        with pytest.raises(UserError, match="bound"):
+            dpdist.settings_of({"sigma": 0.5, "bound": "hoeffding", **wrong})
+
+
+def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    x = np.random.default_rng(0).random((5, 4), dtype=np.float32)
+    y = model(torch.from_numpy(x)).argmax(1).numpy()
+    settings = HoeffdingVotes(sigma=0.05, n=500, n0=20, seed="a")
+    found = dpdist.certify(model, (x, y), settings, folder=tmp_path / "h", here=True)
+    other = dpdist.certify(
+        model, (x, y), Cohen(sigma=0.05, n=500, n0=20, seed="a"), folder=tmp_path / "c", here=True
+    )
+    assert found.table["k"].to_pylist() == other.table["k"].to_pylist()  # the same draws
+    p = [float(exact(k, 500, 0.001)) for k in found.table["k"].to_pylist()]
+    assert found.table["p_lower"].to_numpy() == pytest.approx(np.asarray(p), abs=1e-12)
+    assert (found.radius <= other.radius).all() and "Hoeffding" in found.words
+    again = table_reader.rebound(found.table, 0.2)
+    wider = [float(exact(k, 500, 0.2)) for k in found.table["k"].to_pylist()]
+    assert again["p_lower"].to_numpy() == pytest.approx(np.asarray(wider), abs=1e-12)
+    # Radii of the other bound, which are larger, are not taken for these.
+    forged = found.table.set_column(
+        found.table.schema.get_field_index("radius"), "radius", other.table["radius"]
+    ).replace_schema_metadata(found.table.schema.metadata)
+    tables.write(forged, tmp_path / "h" / "certificates.parquet")
+    with pytest.raises(UserError, match="does not follow"):
+        table_reader.read(tmp_path / "h" / "certificates.parquet")
+
+
+def test_the_calculator() -> None:
+    words = ("radius", "--hits", "99", "--draws", "100", "--sigma", "0.5", "--json")
+    usual, hoeffding = (
+        json.loads(call(*words, *more).stdout) for more in ((), ("--bound", "hoeffding"))
+    )
+    assert hoeffding["p_lower"] == float(hoeffding_lower(99, 100, 0.001)) < usual["p_lower"]
+    assert (usual["bound"], hoeffding["bound"]) == ("clopper-pearson", "hoeffding")
+    assert "(Hoeffding, alpha = 0.001)" in call(*words[:-1], "--bound", "hoeffding").stdout
+
+
+def test_the_command(here: None, tmp_path: Path) -> None:
+    words = ("certify", "--model", "linear", "--data", "digits", "--sigma", "0.25", "--n", "100",
+             "--max-inputs", "2", "--runs", tmp_path, "--name", "x")  # fmt: skip
+    done = call(*words, "--bound", "hoeffding")
+    assert done.exit_code == 0, (done.output, done.exception)
+    (path,) = tmp_path.glob("x/certificates/*/certificates.parquet")
+    assert path.parent.name == "sigma-0.25-hoeffding-n-100"
+    assert table_reader.read(path).kind is HoeffdingVotes
