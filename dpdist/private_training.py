@@ -35,7 +35,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.adapters import as_records, check_classes, check_targets
+from dpdist.data.adapters import as_records, check_targets
 from dpdist.data.protocol import Records
 from dpdist.data.record_hashes import hashes_of
 from dpdist.data.registry import store_split
@@ -452,8 +452,6 @@ class PrivateTraining:
         self._objective = objective_of(loss)
         self._engine = self._engine_of(examples)
         self._check_form()
-        if loss == "cross-entropy" and self._records.has_targets:
-            check_classes(self._records, self._spec.classes)
         self._done, self._changed = 0, list[str]()
         self._begun = self._inside = False
         self._step: PrivateStep | None = None
