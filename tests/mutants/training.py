@@ -1108,7 +1108,7 @@ FAULTS: list[Fault] = [
             "a buffer that a pass registers is kept",
         ),
         (
-            "unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit\n",
+            "    unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit\n",
             "",
             "a person's records are as many persons",
         ),
