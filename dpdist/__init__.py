@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, Any
 from dpdist.core.version import __version__
 
 if TYPE_CHECKING:
-    from dpdist.certification.job import certify as certify
+    from dpdist.certification.cohen import Cohen as Cohen
+    from dpdist.certification.cohen import TwoClass as TwoClass
+    from dpdist.certification.expected_scores import ExpectedScores as ExpectedScores
     from dpdist.certification.registry import settings_of as settings_of
+    from dpdist.certification.sequential import Anytime as Anytime
+    from dpdist.certification.sequential import TargetRadius as TargetRadius
     from dpdist.certification.statistics import population_bounds as population_bounds
+    from dpdist.certifying import CertificateTable as CertificateTable
+    from dpdist.certifying import certify as certify
     from dpdist.cluster.session import connect as connect
     from dpdist.config.sections import Privacy as Privacy
     from dpdist.core.errors import ClusterError as ClusterError
@@ -48,7 +54,13 @@ _LAZY = {
     "Facts": "dpdist.reports.facts",
     "read_facts": "dpdist.reports.facts",
     "settings_of": "dpdist.certification.registry",
-    "certify": "dpdist.certification.job",
+    "certify": "dpdist.certifying",
+    "CertificateTable": "dpdist.certifying",
+    "Cohen": "dpdist.certification.cohen",
+    "TwoClass": "dpdist.certification.cohen",
+    "TargetRadius": "dpdist.certification.sequential",
+    "Anytime": "dpdist.certification.sequential",
+    "ExpectedScores": "dpdist.certification.expected_scores",
     "population_bounds": "dpdist.certification.statistics",
     "train": "dpdist.training.trainer",
     "PrivateStep": "dpdist.training.private_step",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _BATCH, _FEWER = 1000, 100  # inputs at once; documents
+_NUMBERS = 2**24  # of a batch of inputs
 _DRAWS = 16
 _SIDE = 96  # of an image in a report, at most
 
@@ -101,8 +102,9 @@ def _classified(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
     wrong: list[int] = []
     loss = 0.0
     seen = torch.zeros(2, dataset.classes, dtype=torch.int64)  # of each class: inputs, and missed
-    for start in range(0, len(dataset), _BATCH):
-        rows = slice(start, start + _BATCH)
+    batch = max(1, min(_BATCH, _NUMBERS // math.prod(dataset.input_shape)))
+    for start in range(0, len(dataset), batch):
+        rows = slice(start, start + batch)
         inputs, targets = dataset.batch(rows), dataset.targets(rows)
         outputs = answer(inputs, start)
         missed = torch.nonzero(models.predicted_classes(outputs) != targets).flatten() + start

@@ -150,6 +150,7 @@ def _checked(
 
     Public pre-training is left out, since it is made up for first. Raises UserError.
     """
+    refuse_elsewhere(recipe, where)
     if not folder.recipe_file.exists():
         refuse_unused(recipe, where)
     Archive.check_free(folder, recipe.resources.archive)
@@ -159,6 +160,12 @@ def _checked(
     if search:
         return check_search(recipe, folder, where, only_resume=only_resume)
     return check_training(recipe, folder, where)
+
+
+def refuse_elsewhere(recipe: Recipe, where: str) -> None:
+    """Raise UserError for work on the training of a model that was trained elsewhere."""
+    if (why := recipe.method.trained_elsewhere) is not None:
+        raise UserError(f"{where}: method.name: must be one that trains, got imported: {why}")
 
 
 def dry_run(

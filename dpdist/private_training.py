@@ -35,7 +35,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.adapters import as_records, check_classes
+from dpdist.data.adapters import as_records, check_targets
 from dpdist.data.protocol import Records
 from dpdist.data.record_hashes import hashes_of
 from dpdist.data.registry import store_split
@@ -443,6 +443,8 @@ class PrivateTraining:
         self._public = None if held_out is None else as_records(held_out)
         examples = self._examples()
         self._spec = _spec_of(model, factory, examples[0])
+        if isinstance(loss, str):
+            check_targets(self._records, loss, self._spec.classes)
         self._recipe = self._recipe_of(
             privacy, resources, isolate, certify,
             {"batch_size": batch_size, "steps": steps, "epochs": epochs},
@@ -450,8 +452,6 @@ class PrivateTraining:
         self._objective = objective_of(loss)
         self._engine = self._engine_of(examples)
         self._check_form()
-        if loss == "cross-entropy" and self._records.has_targets:
-            check_classes(self._records, self._spec.classes)
         self._done, self._changed = 0, list[str]()
         self._begun = self._inside = False
         self._step: PrivateStep | None = None
@@ -588,6 +588,8 @@ class PrivateTraining:
         self._attempt(key, examples)
         if not complete_checkpoints(folder.checkpoints):
             self._save()
+        if not self.steps_left:  # it ended before it could say so
+            self._finish()
 
     def _attempt(self, key: bytes, examples: tuple[Any, Tensor]) -> None:
         """Begin an attempt in the ledger, and make the step of it."""
@@ -632,10 +634,11 @@ class PrivateTraining:
         if state is None:
             return
         found = unpack("script", state.slots)
-        if len(found["kept"]) != len(self.state):
+        if found["kept"] != (given := [type(each).__name__ for each in self.state]):
+            before = ", ".join(found["kept"]) or "none"
             raise UserError(
-                f"state: must hold the {len(found['kept'])} objects that the run was begun with "
-                f"({', '.join(found['kept']) or 'none'}), got {len(self.state)}"
+                f"state: must hold what the run was begun with ({before}), got "
+                f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
         self._done, self._initial = state.step, found["initial"]
         self._changed = found["changed"]
@@ -795,7 +798,7 @@ class PrivateTraining:
         public = [each for each in self.state if isinstance(each, LRScheduler)]
         told = [each for each in public if not isinstance(each, ReduceLROnPlateau)]
         allowed = {"optimizer settings"} if told and len(told) == len(public) else set()
-        found = sorted({*self._changed, *self._watch.changed()} - allowed)
+        found = sorted({*self._changed, *({*self._watch.changed()} - allowed)})
         if found != self._changed:
             self._changed = found
             self._save()  # the run never forgets it

@@ -13,6 +13,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import built_aside, read_bytes, write_atomic, write_json
 from dpdist.core.version import __version__
 from dpdist.privacy.card import card_markdown
+from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.randomness.noise_location import place_of
 from dpdist.release.bundle import (
     CARD,
@@ -81,6 +82,7 @@ def write_release(
     described = facts.card()
     if not described["private"] and not not_private:
         reason = "its run key is fixed" if facts.fixed_key else "its proved epsilon is infinite"
+        reason = NOT_TRAINED_HERE if facts.plan.trained_elsewhere else reason
         raise UserError(
             f"{folder.path}: this run is not private ({reason}); to release it all the same, "
             "labelled as such, add --not-private"

@@ -23,6 +23,7 @@ CALLED_FROM_OUTSIDE = {
 # Called by users from Python only.
 KEPT = {
     "answerer": "a release's answers",
+    **dict.fromkeys(("to_arrow", "to_pandas"), "a table of certificates"),
     **dict.fromkeys(("for_step", "unit_id", "examples", "keyed_fingerprint"), "own loops"),
 }
 

@@ -631,6 +631,20 @@ class CertificateTable:
         """Share of all inputs that are right and certified at this size at least."""
         return float(np.mean(self.certified(certificate, norm) >= size))
 
+    def to_arrow(self) -> pa.Table:
+        """Return all columns, one row for each certified input, with what was executed as metadata.
+
+        docs/how-to/certification.md names the columns.
+        """
+        return self.table
+
+    def to_pandas(self) -> Any:
+        """Return all columns as a pandas DataFrame. Raises UserError without pandas."""
+        try:
+            return self.table.to_pandas()
+        except ImportError as error:
+            raise UserError(f"to_pandas: needs pandas ({error}): pip install pandas") from None
+
     @property
     def abstained(self) -> float:
         return float(np.mean(self.prediction == ABSTAIN))

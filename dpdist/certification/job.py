@@ -6,9 +6,9 @@ import csv
 import io
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,11 @@ from dpdist.cluster.resumable_job import (
 )
 from dpdist.core.errors import UserError
 from dpdist.core.files import parse_any_json, read_text, reason, shown, write_atomic, write_json
+from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness import keys
+
+if TYPE_CHECKING:
+    from torch import nn
 
 TABLE = tables.TABLE
 _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
@@ -116,8 +120,30 @@ def certify(
         >>> table.num_rows, table["sigma"][0].as_py()
         (3, 0.5)
     """
-    work = Certification(model_folder, dataset, settings, trusted_factory, gpus, say)
+    work = Certification(
+        Subject.load(model_folder, trusted_factory), dataset, settings, gpus=gpus, say=say
+    )
     return run(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to certify.
+
+    model: in evaluation mode. digest: hex, of everything that its answers depend on: whoever
+    continues must have the same. where: begins complaints. code: that each worker must have.
+    """
+
+    model: nn.Module
+    digest: str
+    where: object
+    code: FactoryCode = field(default_factory=FactoryCode)
+
+    @classmethod
+    def load(cls, folder: Path, trusted_factory: str | None) -> Subject:
+        """Return the model that a folder holds. Raises UserError."""
+        model = models.load(folder, trusted_factory=trusted_factory)
+        return cls(model, models.model_hash(folder), folder, models.code_of(folder))
 
 
 def timings(output: Path) -> dict[int, float]:
@@ -139,14 +165,25 @@ class Certification(Work):
 
     def __init__(
         self,
-        model_folder: Path,
+        subject: Subject,
         dataset: Data,
         settings: Certificate,
-        trusted_factory: str | None,
+        *,
         gpus: float | None = None,
         say: Callable[[str], None] | None = None,
+        here: bool = False,
     ) -> None:
-        self._gpus, self._say = gpus, say
+        """Check that a place for the noise exists.
+
+        Args:
+            subject: the model.
+            dataset: the labelled inputs.
+            settings: the certificate, and which inputs are certified.
+            gpus: of each actor, as in `certify`.
+            say: is told of GPUs.
+            here: whether all is done in this process, on its CPU and without Ray.
+        """
+        self._gpus, self._say, self._here = 0.0 if here else gpus, say, here
         count = len(dataset.labels)
         self._indices = settings.indices(count)
         if not self._indices:
@@ -156,9 +193,7 @@ class Certification(Work):
         free = settings.free | {"sensitivity"}
         self.kind = job_folder.Kind("certification", "certifying", free)
         self.schema = settings.table_schema()
-        self._assignment = _assignment(
-            model_folder, dataset, settings, trusted_factory, self._indices
-        )
+        self._assignment = _assignment(subject, dataset, settings, self._indices)
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of settings.json that a continued certification must equal."""
@@ -179,7 +214,11 @@ class Certification(Work):
         _require_gpus(gpus)
         device = inference.GPU if gpus else CPU.type
         assignment = replace(self._assignment, device=device, gpus=gpus)
-        spec = run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
+        failed = "the model cannot be certified"
+        if self._here:
+            spec = _probed(assignment, failed)
+        else:
+            spec = run_once(probe, assignment, failed, num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
         return {
@@ -239,6 +278,14 @@ class Certification(Work):
         return rows
 
 
+def _probed(assignment: Assignment, failed: str) -> ClassifierSpec:
+    """Probe in this process. Raises UserError for whatever a user's model does."""
+    try:
+        return probe(assignment)
+    except Exception as error:
+        raise UserError(f"{failed}: {error}") from error
+
+
 def _require_gpus(gpus: float) -> None:
     """Raise UserError where an actor with so many GPUs could never start."""
     have = actor_pool.gpus()
@@ -250,31 +297,26 @@ def _require_gpus(gpus: float) -> None:
 
 
 def _assignment(
-    model_folder: Path,
-    dataset: Data,
-    settings: Certificate,
-    trusted_factory: str | None,
-    indices: range,
+    subject: Subject, dataset: Data, settings: Certificate, indices: range
 ) -> Assignment:
-    model = models.load(model_folder, trusted_factory=trusted_factory)
     some = np.asarray(indices[: min(len(indices), 64)])
     check_inputs = dataset.batch(some).numpy()
     shape = tuple(check_inputs.shape[1:])
     try:
-        place = settings.place(model, shape)
+        place = settings.place(subject.model, shape)
     except UserError as error:
-        raise UserError(f"{model_folder}: {error}") from None
+        raise UserError(f"{subject.where}: {error}") from None
     source = keys.UnitSource(
         "certify",
         settings.seed or secrets.token_hex(16),
-        models.model_hash(model_folder),
+        subject.digest,
         dataset.fingerprint,
         settings.noise,
         place.sigma,
     )
     return Assignment(
-        model, settings, place, source, dataset.classes, shape, check_inputs, inputs=len(indices),
-        code=models.code_of(model_folder), apart=True,
+        subject.model, settings, place, source, dataset.classes, shape, check_inputs,
+        inputs=len(indices), code=subject.code, apart=True,
     )  # fmt: skip
 
 

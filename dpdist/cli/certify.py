@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
+from dpdist.cli import importing
 from dpdist.cli.options import (
     RUNS,
     Actors,
     AnswerError,
-    ArchivedModelArgument,
     AsJson,
     DataRoot,
     Every,
     MaxInputs,
     ModelArgument,
+    Name,
     Output,
     ReleaseArgument,
     Runs,
@@ -38,13 +39,13 @@ from dpdist.cli.options import (
     file_path,
     flag,
     kind,
-    need_label,
     need_numbers,
     numbers,
     option,
     path_option,
     recipe_of,
     release_at,
+    run_names,
 )
 from dpdist.core import console
 from dpdist.core.errors import Interrupted, UserError
@@ -165,7 +166,15 @@ _Csv = Annotated[Path | None, path_option("Also write all columns here.", of=_WR
 
 
 def certify_command(
-    run: ArchivedModelArgument,
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN|RELEASE",
+            autocompletion=run_names,
+            help="A run folder, its name under --runs, its archive's address, or a release; left "
+            "out with --model.",
+        ),
+    ] = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     sigma: _Sigma = None,
@@ -191,6 +200,15 @@ def certify_command(
     trust_factory: TrustFactory = None,
     signer: Signer = None,
     as_json: AsJson = False,
+    model: importing.Model = None,
+    weights: importing.Weights = None,
+    options: importing.Options = None,
+    input: importing.Input = None,
+    classes: importing.Classes = None,
+    normalize: importing.Normalize = None,
+    data: importing.Data = None,
+    resize: importing.Resize = None,
+    name: Name = None,
 ) -> None:
     """Certify the test split on all CPUs; continues what was interrupted.
 
@@ -202,18 +220,27 @@ def certify_command(
     model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
     that it has further inside is drawn with it.
 
+    With --model, --weights and --data, a model that was trained elsewhere is first imported into
+    the run --name (default: the name of the file of weights), as by `dpdist import`.
+
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
     from dpdist.certification.evaluation import refuse_decisions
     from dpdist.runs.archive import Archive, open_anywhere
 
-    release = release_at(run, trust_factory, signer)
     given = {
         "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
         "bound": bound, "one_sided": one_sided, "norm": norm, "radii": numbers(radii, "--radii"),
         "start": start, "every": every, "max_inputs": max_inputs,
     }  # fmt: skip
+    foreign = {
+        "weights": weights, "option": options, "input": input, "classes": classes,
+        "normalize": normalize, "data": data, "resize": resize, "name": name,
+    }  # fmt: skip
+    run = _run_or_import(run, runs, model, foreign, given, data_root)
+    data_root = None if model is not None else data_root
+    release = release_at(run, trust_factory, signer)
     if release is not None:
         if merge or rebound is not None or at is not None:
             raise UserError("--merge, --rebound, --at: of a run, not of a release")
@@ -247,6 +274,40 @@ def certify_command(
 
         pipeline.archive_stage(folder)
     _show(folder.name, [path for _, path in made], measured, as_json)
+
+
+def _run_or_import(
+    run: str | None, runs: Path, model: str | None, foreign: dict[str, Any], given: dict[str, Any],
+    data_root: Path | None,
+) -> str:  # fmt: skip
+    """Return the run that is named, or that of a model from elsewhere, imported."""
+    from dpdist.runs.folder import RunFolder
+
+    if model is None:
+        stray = [f"--{key}" for key, value in foreign.items() if value]
+        if stray:
+            raise UserError(f"{', '.join(stray)}: must be left out without --model")
+        if run is None:
+            raise UserError(
+                "RUN: must be a run or a release, or give --model, --weights and --data of a model "
+                "that was trained elsewhere"
+            )
+        return run
+    if run is not None:
+        raise UserError(f"RUN: must be left out with --model, got {run}")
+    if foreign["data"] is None:
+        raise UserError("--data: must be given with --model: the test inputs to certify")
+    if given["sigma"] is None:
+        raise UserError("--sigma: must be given with --model: the noise on its input")
+    source = foreign["weights"] or Path(model.rpartition(":")[2])
+    folder = RunFolder(runs / (foreign.pop("name") or source.stem))
+    chosen = {key: given[key] for key in ("sigma", "n", "n0", "alpha") if given[key] is not None}
+    importing.imported(
+        folder, model, foreign["weights"], foreign["option"], foreign["input"],
+        foreign["classes"], foreign["normalize"], foreign["data"], data_root, foreign["resize"],
+        chosen, None,
+    )  # fmt: skip
+    return str(folder.path)
 
 
 def _refuse_settings(given: dict[str, Any], merge: bool, rebound: str | None) -> None:
@@ -531,29 +592,29 @@ def predict_command(
     """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
     from dpdist.runs.folder import open_run
 
-    release = release_at(run, trust_factory, signer)
+    release = release_at(run, trust_factory, signer, labelled=False)
     if release is not None:
-        about = release.about
+        about, targets = release.about, release.about.data.targets
         saved = _Saved(release.path, about.certificate, about.classes, lambda: release.model)
     else:
         folder = open_run(run, runs)
         folder.require_trained()
         recipe = folder.read_recipe()
         need_numbers(recipe, "predict")
-        need_label(recipe, "predict")
+        targets = recipe.data.targets
         from dpdist.evaluation import load_model  # only now: what is refused needs no data
 
         names = tuple(recipe.data.class_names)
         saved = _Saved(folder.model, recipe.certify, names, lambda: load_model(recipe, folder))
     for path in images:
         regular_file(path)
+    given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+    if targets != "class":
+        _refuse_smoothing(given, "numbers and labels")
+        _tell_values(saved, targets, images, as_json)
+        return
     if release is None and recipe.method.withheld is not None:
-        given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
-        if useless := [f"--{name}" for name, value in given.items() if value is not None]:
-            raise UserError(
-                f"{', '.join(useless)}: must be left out: this run's answers are paid for, and are "
-                "not smoothed"
-            )
+        _refuse_smoothing(given, "this run's answers are paid for, and")
         from dpdist.training.ensembles import Oracle
 
         _ask_models(Oracle(recipe, folder), images, saved.classes, as_json)
@@ -602,6 +663,31 @@ def _smoothed(
             label, radius = verdict.prediction, verdict.radius
         named = None if label == -1 else saved.classes[label]
         _print_answer(path, (label, named), radius, sigma, settings.alpha, as_json)
+
+
+def _refuse_smoothing(given: dict[str, Any], what: str) -> None:
+    """Raise UserError for options of answers with noise."""
+    if useless := [f"--{name}" for name, value in given.items() if value is not None]:
+        raise UserError(f"{', '.join(useless)}: must be left out: {what} are not smoothed")
+
+
+def _tell_values(saved: _Saved, targets: str, images: list[Path], as_json: bool) -> None:
+    """Print what a model of numbers or labels says, without noise: numbers as they are, of labels
+    which are 1."""
+    import torch
+
+    from dpdist import models
+
+    shape = models.read_spec(saved.where).input_shape
+    inputs = torch.stack([_read_image(path, shape) for path in images])
+    with torch.inference_mode():
+        outputs = saved.load()(inputs).double().tolist()
+    for path, values in zip(images, outputs, strict=True):
+        told = values if targets == "number" else [int(value > 0) for value in values]
+        if as_json:
+            console.print_json({"image": str(path), targets: told, "outputs": values})
+        else:
+            typer.echo(f"{path}: {' '.join(f'{value:.6g}' for value in told)}")
 
 
 def _ask_models(

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from dpdist.cli import account, audit, certify, cluster, init, report, run
+from dpdist.cli import account, audit, certify, cluster, importing, init, report, run
 from dpdist.core.errors import ClusterError, Interrupted, UserError, is_refused, no_room
 from dpdist.core.files import reason
 from dpdist.core.version import __version__
@@ -30,6 +30,7 @@ app.command("train")(run.train_command)
 app.command("tune")(run.tune_command)
 app.command("pretrain")(run.pretrain_command)
 app.command("denoise")(run.denoise_command)
+app.command("import")(importing.import_command)
 app.command("certify")(certify.certify_command)
 app.command("attack")(audit.attack_command)
 app.command("audit")(audit.audit_command)

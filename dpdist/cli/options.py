@@ -105,7 +105,7 @@ def _recipes(incomplete: str) -> list[str]:
     return sorted(path.stem for path in RECIPES.glob(f"{incomplete}*.yaml"))
 
 
-def _runs(context: typer.Context, incomplete: str) -> list[str]:
+def run_names(context: typer.Context, incomplete: str) -> list[str]:
     """Names of runs, for the shell to complete."""
     found = Path(context.params.get("runs") or RUNS).glob(f"{incomplete}*/run.json")
     return sorted(path.parent.name for path in found)
@@ -153,7 +153,7 @@ Changes = Annotated[
 RunArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", autocompletion=_runs, help="A run folder, or its name under --runs."
+        metavar="RUN", autocompletion=run_names, help="A run folder, or its name under --runs."
     ),
 ]
 ReleaseArgument = Annotated[
@@ -166,16 +166,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN|RELEASE",
-        autocompletion=_runs,
+        autocompletion=run_names,
         help="A run folder, its name under --runs, or a release.",
-    ),
-]
-ArchivedModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN|RELEASE",
-        autocompletion=_runs,
-        help="A run folder, its name under --runs, its archive's address, or a release.",
     ),
 ]
 Signer = Annotated[
@@ -253,10 +245,11 @@ def recipe_of(folder: RunFolder, data_root: Path | None, command: str) -> Recipe
 
 
 def release_at(
-    name: str, trusted_factory: str | None, signer: Path | None = None
+    name: str, trusted_factory: str | None, signer: Path | None = None, *, labelled: bool = True
 ) -> Release | None:
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
-    Raises UserError, ReleaseError where `signer` is given and did not sign it."""
+    labelled: refuse one whose outputs are no classes. Raises UserError, ReleaseError where `signer`
+    is given and did not sign it."""
     from dpdist.release.bundle import is_release, load
 
     path = usable_path(name)
@@ -266,4 +259,6 @@ def release_at(
         return None
     found = load(path, trusted_factory=trusted_factory, signer=signer)
     found.need_numbers()
+    if labelled:
+        found.need_label()
     return found

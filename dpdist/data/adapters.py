@@ -274,6 +274,20 @@ def _long(target: Tensor) -> Tensor:
     return target if target.is_floating_point() else target.long()
 
 
+def check_targets(records: Records, loss: str, outputs: int) -> None:
+    """Raise UserError for records that a named loss cannot learn: without targets, or with classes
+    that the model has no output for, whose value torch would tell in its error."""
+    options = Options(records.name, classes=outputs if loss == "cross-entropy" else None)
+    if not records.has_targets:
+        options.refuse(
+            f"must have targets for the loss {loss}, got inputs alone",
+            "give (X, y), name the field with as_records(..., target=...), or a loss of your own",
+        )
+    for start in range(0, len(records) if options.classes else 0, _AT_ONCE):
+        rows = np.arange(start, min(start + _AT_ONCE, len(records)))
+        check_labels(records.targets(rows), options)
+
+
 def check_labels(target: Tensor, options: Options) -> None:
     """Raise UserError for whole-number targets outside 0..classes-1. Below 0 are places without a
     target, where a record has many.
@@ -283,24 +297,9 @@ def check_labels(target: Tensor, options: Options) -> None:
     low = 0 if target.dim() == 1 else int(np.iinfo(np.int64).min)
     if int(target.max()) >= options.classes or int(target.min()) < low:
         options.refuse(
-            f"targets must be 0 to {options.classes - 1} (classes={options.classes}), got others",
+            f"targets must be 0 to {options.classes - 1} ({options.classes} classes), got others",
             "number the classes from 0, or say how many there are",
         )
-
-
-def check_classes(records: Records, classes: int) -> None:
-    """Raise UserError for a target outside 0..classes-1, whose value torch's own error would tell.
-
-    Items were read once when they were checked, and are not read again.
-    """
-    options = Options(records.name, classes=classes)
-    if isinstance(records, ItemRecords):
-        for extreme in records.extremes:
-            check_labels(extreme, options)
-        return
-    for start in range(0, len(records), _AT_ONCE):
-        rows = np.arange(start, min(start + _AT_ONCE, len(records)))
-        check_labels(records.targets(rows), options)
 
 
 def _units(options: Options, named: dict[str, Tensor]) -> Sequence[Hashable] | None:
@@ -353,10 +352,10 @@ def _arrow_of_pandas(frame: Any, options: Options) -> pa.Table:
 
 
 def _refuse_column(name: str, kind: str, options: Options) -> NoReturn:
-    options.refuse(
-        f"column {name!r} must hold numbers or lists of numbers, got {kind}",
-        "encode it as numbers, or leave it out with inputs=[...]",
-    )
+    then = "encode it as numbers, or leave it out with inputs=[...]"
+    if kind.startswith(("binary", "large_binary", "struct")):
+        then = "decode pictures into an array first, or train on the file by a recipe (dpdist init)"
+    options.refuse(f"column {name!r} must hold numbers or lists of numbers, got {kind}", then)
 
 
 def _of_table(table: pa.Table, options: Options) -> Records:
@@ -520,7 +519,6 @@ class ItemRecords(Records):
         self._plain = source if plain is None else plain
         self._key = _CHECK_KEY
         self._last: tuple[bytes, Any, Tensor] | None = None
-        self.extremes: tuple[Tensor, ...] = ()  # targets (1, ...) with the least and largest class
         self._count = _length(source, options)
         self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         with kept_generators():
@@ -551,7 +549,10 @@ class ItemRecords(Records):
         options = self._options
         read = options.before_transform or self._plain.__getitem__
         told = (options.inputs, options.target, options.classes, self._lengths())
-        items = (self._item(read, index, _CHECK_KEY) for index in range(len(self)))
+        then = "ask the data set for that record yourself to see why"
+        if options.before_transform is None and self._plain is not self._source:
+            then = "read without its transform, for the fingerprint: give before_transform="
+        items = (self._item(read, index, _CHECK_KEY, then) for index in range(len(self)))
         try:
             with kept_generators():
                 return fingerprint_of(key, self, _chained((told,), items))
@@ -568,7 +569,13 @@ class ItemRecords(Records):
         pad_to = self._options.pad_to
         return dict(pad_to) if isinstance(pad_to, Mapping) else pad_to
 
-    def _item(self, read: Callable[[int], Any], index: int, key: bytes) -> Any:
+    def _item(
+        self,
+        read: Callable[[int], Any],
+        index: int,
+        key: bytes,
+        then: str = "ask the data set for that record yourself to see why",
+    ) -> Any:
         """Ask for one item under its seeds. What its code raises may hold values: only the type is
         told.
         """
@@ -579,7 +586,7 @@ class ItemRecords(Records):
             kind = type(error).__name__
         self._options.refuse(
             f"record {index} must be readable, but its code raised {kind}",
-            "ask the data set for that record yourself to see why",
+            then,
         )
 
     def _fields(self, index: int) -> tuple[dict[str, Tensor], Any]:
@@ -669,7 +676,6 @@ class ItemRecords(Records):
             wanted = self._split(named, shape)[1]
             if wanted is not None:
                 check_labels(wanted.unsqueeze(0), options)
-                self._widen(wanted)
             if isinstance(options.unit, str):
                 item = self._item(self._plain.__getitem__, index, _CHECK_KEY)
                 if not isinstance(item, Mapping) or options.unit not in item:
@@ -680,17 +686,6 @@ class ItemRecords(Records):
         return None if options.unit is None else _check_units(
             options, list(options.unit), self._count
         )  # fmt: skip
-
-    def _widen(self, wanted: Tensor) -> None:
-        """Remember a record's target where it is the least or the largest so far."""
-        if wanted.is_floating_point() or not wanted.numel():
-            return
-        least, most = self.extremes or (wanted.unsqueeze(0), wanted.unsqueeze(0))
-        if wanted.min() < least.min():
-            least = wanted.unsqueeze(0)
-        if wanted.max() > most.max():
-            most = wanted.unsqueeze(0)
-        self.extremes = least, most
 
     def _compare(self, own: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Raise UserError for a record of other fields, types or shapes than the first one."""
@@ -784,18 +779,32 @@ def _of_items(data: Any, options: Options) -> Records:
     return ItemRecords(data, options, plain=without_transforms(data))
 
 
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _both_unchanged(value: Any, target: Any) -> Any:
+    return value, target
+
+
+_UNCHANGED = {
+    "transform": _unchanged,
+    "target_transform": _unchanged,
+    "transforms": _both_unchanged,
+}
+
+
 def without_transforms(source: Any) -> Any:
-    """Return a copy of a data set whose `transform`, `target_transform` and `transforms` are off,
-    as torchvision names them; of a part, with that of the whole.
-    """
-    names = [n for n in ("transform", "target_transform", "transforms") if hasattr(source, n)]
+    """Return a copy of a data set whose `transform`, `target_transform` and `transforms`, as
+    torchvision names them, change nothing; of a part, with that of the whole."""
+    names = [name for name in _UNCHANGED if getattr(source, name, None) is not None]
     inner = getattr(source, "dataset", None)
     if not names and inner is None:
         return source
     plain = copy.copy(source)
     try:
         for name in names:
-            setattr(plain, name, None)
+            setattr(plain, name, _UNCHANGED[name])
         if inner is not None:
             plain.dataset = without_transforms(inner)
     except AttributeError:  # a property: the data set keeps its own way

@@ -71,10 +71,10 @@ def look(folder: Path) -> Found:
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
         raise UserError(f"{files[0]}: has more than one column {twice[0]!r}; rename the others")
-    label, image = _label(schema, files), _image(schema)
-    features = () if image is not None else _features(schema, label, files[0])
+    label, image = label_column(schema, files), image_column(schema)
+    features = () if image is not None else feature_columns(schema, label, files[0])
     records, tested = (sum(map(_rows, each)) for each in (files, split_files(root, name, test)))
-    classes, names = _classes(schema, files, label)
+    classes, names = classes_of_column(schema, files, label)
     shape = _shape(files[0], image, features)
     return Found(
         root, name, train, test, records, tested, image, features, label, classes, names, shape
@@ -103,7 +103,7 @@ def _is_class(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _label(schema: pa.Schema, files: Sequence[Path]) -> str:
+def label_column(schema: pa.Schema, files: Sequence[Path]) -> str:
     by_name = {name.lower(): name for name in schema.names}
     for known in LABELS:
         if known in by_name and _is_class(schema.field(by_name[known]).type):
@@ -117,7 +117,7 @@ def _label(schema: pa.Schema, files: Sequence[Path]) -> str:
     )
 
 
-def _image(schema: pa.Schema) -> str | None:
+def image_column(schema: pa.Schema) -> str | None:
     """The first column of encoded pictures."""
     for field in schema:
         inner = field.type
@@ -128,7 +128,7 @@ def _image(schema: pa.Schema) -> str | None:
     return None
 
 
-def _features(schema: pa.Schema, label: str, file: Path) -> tuple[str, ...]:
+def feature_columns(schema: pa.Schema, label: str, file: Path) -> tuple[str, ...]:
     lists = [field.name for field in schema if is_list(field.type)]
     if lists:
         return (lists[0],)
@@ -143,7 +143,9 @@ def _features(schema: pa.Schema, label: str, file: Path) -> tuple[str, ...]:
     return tuple(numbers)
 
 
-def _classes(schema: pa.Schema, files: Sequence[Path], label: str) -> tuple[int, tuple[str, ...]]:
+def classes_of_column(
+    schema: pa.Schema, files: Sequence[Path], label: str
+) -> tuple[int, tuple[str, ...]]:
     """How many there are, and their names: from the metadata that `datasets` writes, or from a
     column of text."""
     described = (schema.metadata or {}).get(b"huggingface", b"{}")
@@ -216,21 +218,21 @@ def has_pictures(folder: Path) -> bool:
     """
     files = (path.relative_to(folder) for path in folder.rglob("*.parquet"))
     seen = any(not any(part.startswith(".") for part in path.parts) for path in files)
-    return not seen and any(_classes_in(folder / split) for split in TRAIN)
+    return not seen and any(classes_in(folder / split) for split in TRAIN)
 
 
-def _classes_in(folder: Path) -> list[str]:
+def classes_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
-    return sorted(each.name for each in folder.iterdir() if next(_pictures(each), None))
+    return sorted(each.name for each in folder.iterdir() if next(pictures_in(each), None))
 
 
-def _pictures(folder: Path) -> Iterator[Path]:
+def pictures_in(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         yield from (p for p in sorted(folder.iterdir()) if p.suffix.lower() in _PICTURES)
 
 
-def _schema_of(names: list[str]) -> pa.Schema:
+def picture_schema(names: list[str]) -> pa.Schema:
     """As `datasets` writes pictures: bytes and file name, a number for the class."""
     about = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -284,22 +286,22 @@ def _write_pictures(folder: Path, target: Path) -> None:
     or that a link brings from outside the folder: whatever it is would be copied.
     """
     check_text_name(folder)
-    splits = [name for name in (*TRAIN, *TEST) if _classes_in(folder / name)]
+    splits = [name for name in (*TRAIN, *TEST) if classes_in(folder / name)]
     if not set(splits) & set(TEST):
         raise UserError(f"{folder}: no test split: put its pictures into {TEST[0]}/CLASS/")
-    names = _classes_in(folder / next(name for name in TRAIN if name in splits))
+    names = classes_in(folder / next(name for name in TRAIN if name in splits))
     for split in splits:
-        classes = _classes_in(folder / split)
+        classes = classes_in(folder / split)
         for name in classes:
             check_text_name(folder / split / name)
-            _check_inside(folder, _pictures(folder / split / name))
-            _check_picture(next(_pictures(folder / split / name)))
+            _check_inside(folder, pictures_in(folder / split / name))
+            _check_picture(next(pictures_in(folder / split / name)))
         unknown = set(classes) - set(names)
         if unknown:
             raise UserError(f"{folder / split / min(unknown)}: a class without training pictures")
     for split in splits:
         path = target / f"{split}.parquet"
-        with written_aside(path) as aside, pq.ParquetWriter(aside, _schema_of(names)) as file:
+        with written_aside(path) as aside, pq.ParquetWriter(aside, picture_schema(names)) as file:
             _write_split(folder / split, names, file)
 
 
@@ -316,6 +318,6 @@ def _check_inside(folder: Path, pictures: Iterator[Path]) -> None:
 
 def _write_split(folder: Path, names: list[str], file: pq.ParquetWriter) -> None:
     for number, name in enumerate(names):
-        for images in _some(_pictures(folder / name)):
+        for images in _some(pictures_in(folder / name)):
             rows = {"image": images, "label": [number] * len(images)}
-            file.write_table(pa.table(rows, _schema_of(names)))
+            file.write_table(pa.table(rows, picture_schema(names)))

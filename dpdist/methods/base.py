@@ -356,6 +356,11 @@ class Method(Section):
         return None
 
     @property
+    def trained_elsewhere(self) -> str | None:
+        """Why no training of the run can be executed, audited or priced; None where it trains."""
+        return None
+
+    @property
     def evaluated(self) -> int | None:
         """Return the number of test inputs to ask about, where asking is paid; None: all."""
         return None

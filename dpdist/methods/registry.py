@@ -17,6 +17,7 @@ from dpdist.methods.dp_sgd import DPSGD, DPlis, InputNoise
 from dpdist.methods.dpal import DPAL
 from dpdist.methods.functional import Functional
 from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, SecureSGD
+from dpdist.methods.imported import Imported
 from dpdist.methods.noisy_records import NoisyRecordsMethod
 from dpdist.methods.pate import PATE
 from dpdist.methods.private_prediction import PrivatePrediction
@@ -39,6 +40,7 @@ METHODS: tuple[type[Method], ...] = (
     PATE,
     StoBatch,
     DPAL,
+    Imported,
 )
 
 _ELSEWHERE = "package.module:Class"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,57 @@ def _factory(name: str) -> Callable[..., Any]:
     return factory
 
 
+def takes_shape(factory: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Return whether a factory is called with input shape and number of classes before its options.
+
+    It is, unless its signature says otherwise: a factory whose first two parameters are optional,
+    or are not there, and of which the first does not speak of a shape, is called with the options
+    alone, as one is whose first parameter an option names. So are most that were written for other
+    projects, such as `def resnet(num_classes=10)`.
+    """
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # of a builtin
+        return True
+    positional = [
+        each
+        for each in parameters
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    if any(each.kind == each.VAR_POSITIONAL for each in parameters):
+        return True
+    first_two = positional[:2]
+    if len(first_two) < 2:
+        return False
+    first = first_two[0].name
+    required = all(each.default is each.empty for each in first_two)
+    return "shape" in first or (required and first not in options)
+
+
+def class_parameter(factory: Callable[..., Any]) -> str | None:
+    """Return the keyword by which a factory takes the number of classes; None where it has none."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return None
+    return next((name for name in _CLASS_PARAMETERS if name in parameters), None)
+
+
+_CLASS_PARAMETERS = ("num_classes", "n_classes", "classes", "nclasses", "num_labels")
+
+
+def _called(factory: Callable[..., Any], spec: ModelSpec) -> Any:
+    if spec.name in ZOO or takes_shape(factory, spec.options):
+        return factory(tuple(spec.input_shape), spec.classes, **spec.options)
+    return factory(**spec.options)
+
+
 def _network(spec: ModelSpec, weights: int | None = None) -> nn.Module:
     factory = _factory(spec.name)
     try:
         if spec.name in ZOO:
             _check_size(spec, factory, weights)
-        network: nn.Module = factory(tuple(spec.input_shape), spec.classes, **spec.options)
+        network: nn.Module = _called(factory, spec)
     except UserError:
         raise
     except Exception as error:  # whatever a user's factory does

@@ -14,7 +14,8 @@ denoiser's output, so that the denoiser runs once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,20 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter or buffer; the CPU without any."""
     first = next(itertools.chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
+
+
+# --- a callable as a module -------------------------------------------------------------------
+
+
+class Answers(nn.Module):
+    """Any callable from inputs (B, ...) to logits (B, classes), as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.function(x))
 
 
 # --- classes of logits ------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from dpdist.privacy.guarantee import (
     shown_kind,
 )
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.phases import walk
+from dpdist.privacy.phases import NOT_TRAINED_HERE, walk
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee, plan_of
 
 # --- results of audits ------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def card(
         "library": accounting.library_version(),
         "mechanism": [_line(phase.words) for phase in phases],
         "clip_norm": whole.clip_norm if whole.clips else "none",
-        "records": plan.records if show_records else None,
+        "records": plan.records if show_records and not plan.trained_elsewhere else None,
         "records_are": "declared" if plan.nominal else "counted",
         "released_besides": [],  # of the format: nothing is released but the phases
         "superseded_releases": 0 if ledger is None else ledger.superseded,
@@ -341,10 +341,21 @@ def _terms(described: Mapping[str, Any]) -> list[str]:
     return [f"| {name} | {value} |" for name, value in rows.items()]
 
 
+def no_epsilon(described: Mapping[str, Any]) -> str | None:
+    """Return why a card can state no epsilon at all; None where it states one, finite or not."""
+    return NOT_TRAINED_HERE if described["mechanism"] == [NOT_TRAINED_HERE] else None
+
+
 def card_markdown(described: Mapping[str, Any]) -> str:
     """Return the card as a page of Markdown."""
     guarantee = described["guarantee"]
     lines = ["# Privacy card", ""]
+    if (why := no_epsilon(described)) is not None:
+        lines += [f"**{why[0].upper()}{why[1:]}.** Nothing is known of the records that this "
+                  "model was trained on, nor of how; it may give single ones away.", "",
+                  "## Notes", "", *[f"* {line}" for line in described["notes"]]]  # fmt: skip
+        lines += [f"* {key}: {value}" for key, value in sorted(described["extra"].items())]
+        return "\n".join(lines) + "\n"
     if not described["private"]:
         lines += [
             "**This model is NOT private.** Its run key was fixed or no noise was added; the "

@@ -37,10 +37,12 @@ class Phase(ABC):
 
     kind: its name in JSON. capped: what it costs depends on the true number of records.
     weighs_orders: its Renyi divergence at one order follows from those at others as well.
+    reads_records: it is executed on the plan's records, so that their number matters.
     """
 
     kind: ClassVar[str]
     weighs_orders: ClassVar[bool] = False
+    reads_records: ClassVar[bool] = True
 
     # --- its price
 
@@ -566,6 +568,32 @@ class NonPrivate(Phase):
         return (self.words,)
 
 
+NOT_TRAINED_HERE = "not trained by dpdist: no epsilon"
+UNKNOWN_DATA = "unknown: the model was trained elsewhere"
+
+
+@dataclass(frozen=True)
+class TrainedElsewhere(Phase):
+    """Stand for a training that dpdist neither executed nor saw: nothing is known of its price.
+
+    It reads none of this plan's records, whose number therefore says nothing.
+    """
+
+    kind: ClassVar[str] = "trained-elsewhere"
+    reads_records: ClassVar[bool] = False
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        return NonPrivate(NOT_TRAINED_HERE).events(records)
+
+    @property
+    def unproved(self) -> str:
+        return NOT_TRAINED_HERE
+
+    @property
+    def words(self) -> str:
+        return NOT_TRAINED_HERE
+
+
 @dataclass(frozen=True)
 class FixedBatches(AtOnce):
     """`steps` steps on disjoint batches that stay the same: epsilon is infinite.
@@ -849,6 +877,7 @@ _CLASSES: tuple[type[Phase], ...] = (
     NonPrivate,
     ParallelParts,
     RepeatAndSelect,
+    TrainedElsewhere,
     WorstOf,
 )
 KINDS: dict[str, type[Phase]] = {phase.kind: phase for phase in _CLASSES}

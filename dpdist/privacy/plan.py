@@ -279,6 +279,8 @@ class PrivacyPlan:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Return the conditions of the guarantee; the training loop sees to each."""
+        if self.trained_elsewhere:
+            return ()
         lines = []
         if self.clips:
             lines.append(f"every record's contribution is clipped to L2 norm {self.clip_norm:g}")
@@ -288,6 +290,11 @@ class PrivacyPlan:
         else:
             lines.append(f"the number of records ({self.records}) is public")
         return tuple(dict.fromkeys(lines))
+
+    @property
+    def trained_elsewhere(self) -> bool:
+        """Whether no phase reads the records: dpdist executed nothing, and knows no epsilon."""
+        return bool(self.phases) and not any(phase.reads_records for phase in self.phases)
 
     @property
     def unproved(self) -> list[str]:

@@ -57,7 +57,8 @@ from dpdist.core.files import (
     shown,
     usable_path,
 )
-from dpdist.privacy.card import accounted
+from dpdist.privacy.card import accounted, no_epsilon
+from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
@@ -457,6 +458,11 @@ class Release:
         return float(self.card["guarantee"]["epsilon"])
 
     @property
+    def no_epsilon(self) -> str | None:
+        """Why the card states no epsilon at all; None where it states one."""
+        return no_epsilon(self.card)
+
+    @property
     def delta(self) -> float:
         """Return delta of the guarantee that the card states."""
         return self.plan.delta
@@ -503,11 +509,14 @@ class Release:
         return module
 
     def need_numbers(self) -> None:
-        """Raise UserError where inputs are tokens or outputs no classes: nothing certifies them."""
+        """Raise UserError where inputs are tokens, which nothing certifies."""
         if self.about.tokens:
             raise UserError(f"{self.path}: takes tokens of text, which have no certificate")
+
+    def need_label(self) -> None:
+        """Raise UserError where outputs are no classes, which nothing certifies."""
         if (why := self.about.data.without_label(str(self.path))) is not None:
-            raise UserError(f"{why}; call its `model`")
+            raise UserError(f"{why}; take `dpdist predict`, or call its `model`")
 
     def settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
@@ -524,6 +533,7 @@ class Release:
         from dpdist.randomness.noise_location import smoothing_of
 
         self.need_numbers()
+        self.need_label()
         if sigma is None and self.about.certificate is not None:
             sigma = self.about.certificate.sigma
         sigma = smoothing_of(self.model, sigma, self.path)
@@ -582,7 +592,7 @@ def load(
         plan = accounted(card, str(path / CARD))
         if card["guarantee"]["delta"] != plan.delta:
             raise UserError(f"{path / CARD}: states a delta that is not that of its phases")
-        _check_same(card["extra"], about, path)
+        _check_same(card, about, path)
         if (tables := len(tables_in(sums))) != len(about.certified):
             raise UserError(
                 f"{path}: has {tables} tables of certificates, {DESCRIPTION} names "
@@ -591,12 +601,14 @@ def load(
     return Release(path, about, card, plan, sums, trusted_factory)
 
 
-def _check_same(extra: dict[str, Any], about: Description, path: Path) -> None:
+def _check_same(card: dict[str, Any], about: Description, path: Path) -> None:
     """Check that the privacy card describes the model that release.json describes."""
+    elsewhere = no_epsilon(card) is not None
+    extra, trained_on = card["extra"], UNKNOWN_DATA if elsewhere else about.data.name
     same = {
         "model hash": (extra.get("model hash", about.model), about.model),
         "method": (extra.get("method"), about.method),
-        "training data": (extra.get("training data"), about.data.name),
+        "training data": (extra.get("training data"), trained_on),
         "dpdist": (extra.get("dpdist"), about.dpdist),
     }
     for name, (stated, described) in same.items():

@@ -14,6 +14,7 @@ import yaml
 
 from dpdist.core.console import bound, exact, percent, significant
 from dpdist.core.fields import averaged
+from dpdist.privacy.card import no_epsilon
 from dpdist.privacy.guarantee import format_delta, format_epsilon, shown_kind
 from dpdist.release.bundle import (
     ARCHITECTURE,
@@ -38,10 +39,9 @@ def model_card(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> 
     kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
     kind = "tokens" if about.tokens else f"{kind}, in [0, 1]"
     sections = [
-        f"---\n{yaml.safe_dump(_metadata(about, spec), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(_metadata(about, card, spec), sort_keys=False)}---",
         f"# {about.name}",
-        f"A {_what(spec)} of {about.data.name}, trained by method {about.method} with dpdist "
-        f"{about.dpdist}. {_private(card)}",
+        _origin(about, card, spec),
         _USE,
         f"Inputs: {size} {kind}"
         + (", or of 8 bits. " if len(spec.input_shape) == 3 else ". ")
@@ -88,6 +88,19 @@ _LIMITS = """\
   tests."""
 
 
+def _origin(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> str:
+    """Say in a sentence or two which model this is, who trained it, and how private it is."""
+    if no_epsilon(card) is not None:
+        return (
+            f"A {_what(spec)} tested on {about.data.name}, published with dpdist {about.dpdist}. "
+            f"{_private(card)}"
+        )
+    return (
+        f"A {_what(spec)} of {about.data.name}, trained by method {about.method} with dpdist "
+        f"{about.dpdist}. {_private(card)}"
+    )
+
+
 def _what(spec: ModelSpec) -> str:
     if spec.following:
         return "predictor of the next token"
@@ -95,11 +108,12 @@ def _what(spec: ModelSpec) -> str:
     return f"{found}," if spec.averages else found
 
 
-def _metadata(about: Description, spec: ModelSpec) -> dict[str, Any]:
+def _metadata(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     kind = "image-classification" if len(spec.input_shape) == 3 else "tabular-classification"
     if about.tokens:
         kind = "text-generation" if spec.following else "text-classification"
-    found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": _TAGS}
+    tags = _TAGS if no_epsilon(card) is None else _TAGS[1:]
+    found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": tags}
     if about.licence is not None:
         found["license"] = about.licence.lower()
     if about.tested is None:
@@ -126,6 +140,8 @@ def _metric(kind: str, name: str, share: float) -> dict[str, Any]:
 
 def _private(card: Mapping[str, Any]) -> str:
     guarantee = card["guarantee"]
+    if (why := no_epsilon(card)) is not None:
+        return f"**{why[0].upper()}{why[1:]}.**"
     if not card["private"]:
         return "**It is NOT private**; the privacy card says why."
     return (
@@ -138,6 +154,8 @@ def _private(card: Mapping[str, Any]) -> str:
 def _privacy(card: Mapping[str, Any]) -> str:
     guarantee = card["guarantee"]
     epsilon = float(guarantee["epsilon"])
+    if (why := no_epsilon(card)) is not None:
+        return f"None is known: {why}. It may give single training records away."
     if not card["private"]:
         return f"None: the run key was fixed, or nothing is proved. See `{CARD_TEXT}`."
     lines = [

@@ -186,6 +186,8 @@ def _check_card(release: Release) -> str:
                 f"{shown(stated[name])}, computed again {shown(again[name])}{_hint(release)}"
             )
     guarantee = again["guarantee"]
+    if (why := release.no_epsilon) is not None:
+        return f"none: {why}"
     if not release.card["private"]:
         return "none: not private, as the card says"
     words = f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}"

@@ -35,6 +35,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import check_run_name
 from dpdist.core.files import NoSuchFile, read_json, write_json, write_result
 from dpdist.privacy.guarantee import format_epsilon
+from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.reports.facts import MOST_INPUTS, Facts, read_facts
 from dpdist.runs.folder import RunFolder
 
@@ -92,6 +93,8 @@ def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
         elif math.isfinite(facts.guarantee.epsilon):
             verdict = "proved"
         proved = format_epsilon(facts.guarantee.epsilon)
+        if facts.plan.trained_elsewhere:
+            proved, verdict = "none", NOT_TRAINED_HERE
         audits = [audited for audited in facts.audits if not audited.exploratory]
         strongest = max(audits, key=lambda audited: audited.epsilon, default=None)
         audited = "none" if strongest is None else strongest.short
@@ -312,7 +315,7 @@ def _curves_section(
 def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
     two = []
     for facts in (first, later):
-        if not facts.evaluation or facts.accuracy is None:
+        if not facts.evaluation or "measures" in facts.evaluation:
             return []
         if "next_tokens" in facts.evaluation:
             notes.append(

@@ -31,7 +31,7 @@ from dpdist.privacy.card import Audited, card
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee, format_delta, format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.phases import GaussianSteps, Phase
+from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee, plan_of
 from dpdist.randomness.keys import key_id
 from dpdist.runs.folder import BEGUN_WITH, SEARCHED_BY, RunFolder, open_run, read_released
@@ -261,6 +261,8 @@ class Facts:
         if self.fixed_key:
             return "NOT PRIVATE: fixed run key (for tests only)"
         guarantee = self.guarantee
+        if self.plan.trained_elsewhere:
+            return NOT_TRAINED_HERE
         if math.isinf(guarantee.epsilon):
             return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self.why_not})"
         return (
@@ -273,9 +275,10 @@ class Facts:
     def times_hidden(self) -> bool:
         """Return whether the run's duration must stay hidden.
 
-        A search's trials keep it secret; it may also tell the number of records.
+        A search's trials keep it secret; it may also tell the number of records. Of a model from
+        elsewhere nobody knows it.
         """
-        return self.search is not None or self.plan.nominal
+        return self.search is not None or self.plan.nominal or self.plan.trained_elsewhere
 
     @property
     def budget_lost(self) -> str | None:
@@ -357,6 +360,22 @@ class Facts:
         """What a script changed between steps, where nobody checked what it was made of."""
         return _changed_between(self.recipe, self.folder)
 
+    @property
+    def _own_code(self) -> list[str]:
+        """Notes on code of the user's that made the model."""
+        notes = []
+        if ":" in self.recipe.model.name:
+            notes.append(f"Custom model: {self.recipe.model.name}, no architecture of dpdist's.")
+        if (own := self.recipe.by_script) is not None:
+            notes.append(
+                f"Trained in a loop of its own, code of the user: {own.model}, {own.optimizer}, "
+                f"loss {own.loss}. No command repeats the training."
+            )
+            notes += [f"Replaced: {line}." for line in own.replaced]
+        if self.recipe.training.own_loss:
+            notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
+        return notes
+
     def card(self) -> dict[str, Any]:
         """Return the privacy card, as JSON types."""
         plan = self.plan
@@ -368,20 +387,13 @@ class Facts:
             searched = {"searched": str(self.search)}
         if self.budget_lost:
             notes.append(f"All runs on this data set: {self.budget_lost}.")
-        if math.isinf(self.guarantee.epsilon):
+        if self.plan.trained_elsewhere:
+            notes = [f"Model: {self.recipe.method.words(plan)}."]
+        elif math.isinf(self.guarantee.epsilon):
             notes.append(f"Nothing is proved about training records: {self.why_not}.")
         if how := self.independence:
             notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
-        if ":" in self.recipe.model.name:
-            notes.append(f"Custom model: {self.recipe.model.name}, no architecture of dpdist's.")
-        if (own := self.recipe.by_script) is not None:
-            notes.append(
-                f"Trained in a loop of its own, code of the user: {own.model}, {own.optimizer}, "
-                f"loss {own.loss}. No command repeats the training."
-            )
-            notes += [f"Replaced: {line}." for line in own.replaced]
-        elif self.recipe.training.own_loss:
-            notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
+        notes += self._own_code
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.measured]
@@ -398,7 +410,9 @@ class Facts:
             assumptions=self.assumed,
             notes=notes,
             extra={
-                "training data": self.recipe.data.name,
+                "training data": (
+                    UNKNOWN_DATA if self.plan.trained_elsewhere else self.recipe.data.name
+                ),
                 "model": self.recipe.model.title,
                 **({"model hash": self.trained["model"]} if "model" in self.trained else {}),
                 "method": self.recipe.method.name,

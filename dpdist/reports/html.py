@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import math
 import platform
 import re
@@ -44,6 +45,7 @@ from dpdist.core.files import NoSuchFile, read_json, write_atomic, write_json, w
 from dpdist.core.version import PACKAGE, __version__
 from dpdist.privacy.card import EVALUATION_UNPROTECTED
 from dpdist.privacy.guarantee import format_delta, format_epsilon
+from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA
 from dpdist.reports import compare
 from dpdist.reports.charts import (
     Grid,
@@ -65,6 +67,7 @@ from dpdist.reports.summary import (
     meanings,
 )
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
 
 # --- test images ------------------------------------------------------------------------------
 
@@ -216,9 +219,8 @@ def origin(facts: Facts, card: dict[str, Any], written: date | None) -> list[tup
         about = facts.evaluation
         told = f"{about['data']}, {about['inputs']:,} inputs, fingerprint {about['fingerprint']}"
         rows.append(("test data", told))
-    rows.append(
-        ("training data", f"{facts.recipe.data.name}; the fingerprint of the records stays private")
-    )
+    known = f"{facts.recipe.data.name}; the fingerprint of the records stays private"
+    rows.append(("training data", UNKNOWN_DATA if facts.plan.trained_elsewhere else known))
     if card["plan"]:
         rows.append(("privacy plan", f"fingerprint {card['plan']}"))
     if "model" in facts.trained:
@@ -233,7 +235,22 @@ def origin(facts: Facts, card: dict[str, Any], written: date | None) -> list[tup
 def reproducing_command(facts: Facts) -> str:
     """What makes such a run again, from the recipe on the page."""
     name = facts.folder.name
+    if facts.plan.trained_elsewhere:
+        return importing_command(facts.recipe)
     return f"dpdist run {shlex.quote(f'{name}.yaml')} --name {shlex.quote(name)}"
+
+
+def importing_command(recipe: Recipe) -> str:
+    """Return the command that imports such a model from elsewhere again."""
+    model, method = recipe.model, recipe.method.model_dump()
+    words = ["dpdist", "import", recipe.name, "--model", model.name]
+    for key, value in model.options.items():
+        words += ["--option", f"{key}={json.dumps(value)}"]
+    words += ["--weights", method["weights"]] if method.get("weights") else []
+    if model.mean or model.std:
+        pair = "/".join(",".join(f"{v:g}" for v in values) for values in (model.mean, model.std))
+        words += ["--normalize", pair]
+    return shlex.join([*words, "--data", recipe.data.name])
 
 
 def _training(facts: Facts) -> list[tuple[str, str]]:
@@ -300,6 +317,7 @@ def write_report(
     shown = dict(
         heading=folder.name,
         facts=facts,
+        elsewhere=facts.plan.trained_elsewhere,
         verdict=in_short(facts),
         tiles=_tiles(facts),
         meanings=meanings(facts),
@@ -410,7 +428,9 @@ def _headline(facts: Facts) -> str:
     private = (
         f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)}"
     )
-    if facts.fixed_key or math.isinf(guarantee.epsilon):
+    if facts.plan.trained_elsewhere:
+        private = NOT_TRAINED_HERE
+    elif facts.fixed_key or math.isinf(guarantee.epsilon):
         private = "not private"
     right = ""
     if facts.accuracy is not None:
@@ -429,7 +449,11 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
             f"at delta {format_delta(guarantee.delta)}",
         )
         if private
-        else ("epsilon (proved)", "none", "not private")
+        else (
+            "epsilon (proved)",
+            "none",
+            "not trained by dpdist" if facts.plan.trained_elsewhere else "not private",
+        )
     ]
     about = facts.evaluation or {}
     found += [(n, v, f"on {about['inputs']:,} test inputs") for n, v in facts.measures.items()]
@@ -467,6 +491,9 @@ def _three(facts: Facts) -> list[list[str]]:
 
 
 def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
+    if facts.plan.trained_elsewhere:
+        return [("privacy", facts.privacy_line), ("model", facts.recipe.method.words(facts.plan)),
+                ("notes", " ".join(card["notes"]))]  # fmt: skip
     superseded = card["superseded_releases"]
     deltas = card["epsilon_at_delta"]
     rows = [
@@ -493,11 +520,19 @@ def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _limits(facts: Facts) -> list[str]:
     """What the page does not promise."""
-    found = [
+    promised = [
         "Privacy is of single training records: what is true of the whole population may be "
         "learned, and several records of one person are less protected than one.",
         "It holds if what the privacy card lists under holds if is true, and for this model: other "
         "runs on the same records cost on top.",
+    ]
+    if facts.plan.trained_elsewhere:
+        promised = [
+            "Nothing is promised about the records that this model was trained on: it was "
+            f"{NOT_TRAINED_HERE}."
+        ]
+    found = [
+        *promised,
         EVALUATION_UNPROTECTED,
         "Accuracy is of inputs like the test data; nothing is said of others, and classes differ.",
     ]

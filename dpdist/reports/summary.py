@@ -24,6 +24,7 @@ from dpdist.core.binomial import clopper_pearson_interval
 from dpdist.core.console import exact, percent
 from dpdist.privacy.card import REFUTED
 from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
+from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.reports.compare import differences, whole_curves
 from dpdist.reports.facts import Facts
 
@@ -96,6 +97,8 @@ def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
         found.append(
             ("bad", "nothing is private: the run key was fixed, and who knows it knows the noise")
         )
+    elif facts.plan.trained_elsewhere:
+        found.append(("caution", NOT_TRAINED_HERE))
     elif math.isinf(guarantee.epsilon):
         found.append(
             ("bad", f"no privacy is proved for the training records: epsilon is infinite "
@@ -191,6 +194,8 @@ def clean_interval(facts: Facts) -> str | None:
 def meanings(facts: Facts) -> list[tuple[str, str]]:
     """Name and line of epsilon, delta and radius, as they are in this run."""
     found = [("epsilon", _epsilon(facts)), ("delta", _delta(facts))]
+    if facts.plan.trained_elsewhere:
+        found = [("epsilon", f"{_FACTOR}. None is known here: the model was {NOT_TRAINED_HERE}.")]
     norms = dict.fromkeys(table.norm for table in facts.tables)
     found += [(f"radius ({norm_name(n)})", _radius(facts, n)) for n in norms if n in _MOVED]
     return found

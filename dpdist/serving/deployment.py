@@ -196,6 +196,7 @@ def _about(release: Release, serving: Serving) -> dict[str, Any]:
         "epsilon": release.card["guarantee"]["epsilon"],
         "delta": release.delta,
         "private": release.card["private"],
+        **({} if release.no_epsilon is None else {"privacy": release.no_epsilon}),
         "alpha": serving.alpha,
         "draws": serving.n,
     }

@@ -74,7 +74,9 @@ def training_records(recipe: Recipe, source: data.Source) -> data.Dataset:
 
 
 def private_data(recipe: Recipe, source: data.Source) -> data.Dataset:
-    """All records of the training split that are not declared public, whether used or not."""
+    """All records of the training split that are not declared public, whether used or not. Raises
+    UserError where the model was trained elsewhere, on records that nobody here knows."""
+    _require_training(recipe)
     return _split(recipe.data, source).part(recipe.data.public, 1.0)
 
 
@@ -91,7 +93,7 @@ def evaluation_data(recipe: Recipe, source: data.Source) -> data.Dataset:
     can be compared; it did where the run was trained.)
     """
     test = data.load(source, "test")
-    if data.has(source, "train"):
+    if recipe.method.trained_elsewhere is None and data.has(source, "train"):
         check_test(private_data(recipe, source), test, "data.test")
     return test
 
@@ -108,10 +110,16 @@ def named_public(section: DataRecipe, beside: Path | None) -> data.Dataset:
 def private_part(recipe: Recipe, source: data.Source, low: float, high: float) -> data.Dataset:
     """The records from `low` to `high` (fractions) of those that are neither public nor beyond
     data.max_train."""
+    _require_training(recipe)
     split, public = _split(recipe.data, source), recipe.data.public
     used = _used(recipe.data, split)
     start, end = (public + share * used * (1 - public) for share in (low, high))
     return split.part(start, end)
+
+
+def _require_training(recipe: Recipe) -> None:
+    if (why := recipe.method.trained_elsewhere) is not None:
+        raise UserError(f"{recipe.name}: has no training records: {why}")
 
 
 def _split(section: DataRecipe, source: data.Source) -> data.Dataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import pickle
 import random
@@ -30,7 +31,7 @@ from torch.utils.data import (
 )
 
 from dpdist.core.errors import UserError
-from dpdist.data import Source, load
+from dpdist.data import Source, adapters, load
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, canonical
 
@@ -352,6 +353,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "column 'a' must hold numbers .*; encode",
     ),
+    "pictures": (
+        lambda: pa.table({"a": [b"91370"]}),
+        {},
+        "column 'a' must hold numbers .*got binary; decode pictures .*dpdist init",
+    ),
     "empty values": (
         lambda: pa.table({"a": [1, None]}),
         {},
@@ -473,6 +479,35 @@ def test_the_fingerprint_is_keyed_and_covers_everything():
     assert as_records(Items(), classes=3).keyed_fingerprint(KEY) != turned[0]  # other options
 
 
+class Calls(Items):
+    """A data set that calls its transform without asking whether there is one."""
+
+    def __getitem__(self, index):
+        return self.transform(torch.from_numpy(self.inputs[index])), int(self.labels[index])
+
+
+def test_transforms_are_taken_off_whatever_calls_them():
+    plain = as_records(Items()).keyed_fingerprint(KEY)
+    assert as_records(Calls(lambda x: x + random.random())).keyed_fingerprint(KEY) == plain
+
+    class Both(Items):  # as torchvision's detection sets have it
+        transforms = staticmethod(lambda x, y: (x + random.random(), y))
+
+        def __getitem__(self, index):
+            return self.transforms(*super().__getitem__(index))
+
+    assert as_records(Both()).keyed_fingerprint(KEY) == plain
+
+    class Needs(Calls):  # what the transform makes is gone on with
+        def __getitem__(self, index):
+            row, label = super().__getitem__(index)
+            return row["x"], label
+
+    records = as_records(Needs(lambda x: {"x": x}))
+    with pytest.raises(UserError, match=r"record 0 .*raised \w+; .*give before_transform="):
+        records.keyed_fingerprint(KEY)
+
+
 def test_canonical_bytes_tell_values_apart():
     values = [
         1, 1.0, True, None, "1", b"1", [1], [[1]], [1, 1], {"1": 1}, {"a": [1]}, np.ones(1),
@@ -569,6 +604,29 @@ def test_what_no_seed_reaches_is_not_the_same_twice(source):
     inputs = step.batch(FEW)
     assert step.targets(FEW).tolist() == Y[FEW].tolist()
     assert torch.equal(step.batch(FEW), inputs)  # both speak of one draw
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda x: x[: 1 + int(3 * random.random())],
+            "one shape, got several; give a public length",
+        ),
+        (lambda x: x.double() if random.random() < 0.5 else x, "must have one dtype"),
+    ],
+)
+def test_another_shape_in_one_step_is_refused(change, words):
+    """A transform that draws shapes passed the check; the step says so, without a value."""
+    records = as_records(Items())
+    records._source.transform = change
+    with pytest.raises(UserError, match=words):
+        for number in range(20):
+            records.for_step(bytes([number]) * 32).batch(np.arange(6))
+
+
+def test_the_examples_in_docstrings_run():
+    assert doctest.testmod(adapters).attempted and not doctest.testmod(adapters).failed
 
 
 # --- examples -------------------------------------------------------------------------------------

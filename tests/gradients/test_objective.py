@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dpdist.config.training import LOSSES as NAMES
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BY_STRUCTURE, SCREENED
+from dpdist.gradients import objective
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.objective import LOSSES, objective_of
@@ -220,6 +223,11 @@ def test_the_card_says_how_an_own_loss_keeps_records_apart():
         )
         == SCREENED
     )
+
+
+def test_recipes_and_the_engine_know_the_same_losses():
+    assert tuple(LOSSES) == NAMES
+    assert doctest.testmod(objective).attempted and not doctest.testmod(objective).failed
 
 
 # --- what is refused --------------------------------------------------------------------------

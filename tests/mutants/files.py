@@ -30,7 +30,7 @@ FAULTS: list[Fault] = [
         ("    if loader.drop_last:", "    if False:", "a loader that drops records is taken"),
         ("    if isinstance(sampler, torch_data.WeightedRandomSampler):", "    if False:", "weights are replaced without a word of what to do"),
         ("type(batches) is not torch_data.BatchSampler", "False", "batches of one's own are taken"),
-        ("            setattr(plain, name, None)", "            pass", "random transforms are in the fingerprint"),
+        ("            setattr(plain, name, _UNCHANGED[name])", "            pass", "random transforms are in the fingerprint"),
         ("    return torch.as_tensor(np.asarray(indices, dtype=np.int64))", "    return torch.as_tensor(np.sort(np.asarray(indices, dtype=np.int64)))", "records are not in the order asked for"),
         ("    if int(target.max()) >= options.classes or", "    if False or", "labels beyond the classes are taken"),
         ("        if self._last is None or self._last[0] != mark:", "        if True:", "targets are of another draw than inputs"),

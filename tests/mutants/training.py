@@ -1078,7 +1078,7 @@ FAULTS: list[Fault] = [
         "dpdist/private_training.py",
         f"{OWN}::test_a_change_between_steps_is_on_the_card {OWN}::test_the_optimizer_is_watched_too {OWN}::test_a_registered_scheduler_is_no_change",
         (
-            "found = sorted({*self._changed, *self._watch.changed()} - allowed)",
+            "found = sorted({*self._changed, *({*self._watch.changed()} - allowed)})",
             "found = self._changed",
             "a script's own changes are not seen",
         ),
@@ -1117,7 +1117,7 @@ FAULTS: list[Fault] = [
         "dpdist/private_training.py",
         f"{OWN}::test_a_class_without_an_output_is_refused_at_the_start",
         (
-            "            check_classes(self._records, self._spec.classes)\n",
+            "            check_targets(self._records, loss, self._spec.classes)\n",
             "            pass\n",
             "a label is told by an error",
         ),

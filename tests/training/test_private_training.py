@@ -563,11 +563,14 @@ def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
     t = training(tmp_path / "own")
     t.step()
 
+    class Stopped(BaseException):
+        """As Ctrl-C does."""
+
     def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+        raise Stopped
 
     monkeypatch.setattr(t.optimizer, "step", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         t.step()
     with pytest.raises(UserError, match="interrupted inside; make PrivateTraining again"):
         t.step()
@@ -590,6 +593,29 @@ def test_another_setting_is_another_run(tmp_path):
     assert finished.steps_left == 0 and finished.guarantee == finished.plan.guarantee()
     with pytest.raises(UserError, match="all 6 steps of the plan are done"):
         finished.step()
+
+
+def test_a_run_that_ended_before_it_said_so_is_finished(tmp_path):
+    t = training(tmp_path / "own")
+    t.run_all()
+    for path in (t.run.trained, t.run.script):
+        path.unlink()
+    again = training(tmp_path / "own")
+    assert again.steps_left == 0 and t.run.trained.exists()
+    assert dpdist.read_facts(again.run).ledger.releases == dict.fromkeys(range(6), 1)
+    assert torch.equal(flat(again.model), flat(t.model))
+
+
+def test_other_state_is_not_continued(tmp_path):
+    model = Net()
+    optimizer = sgd(model)
+    state = [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    t = training(tmp_path / "own", model, optimizer, state=state)
+    t.step()
+    t.close()
+    other = Net()
+    with pytest.raises(UserError, match=r"begun with \(StepLR\), got none"):
+        training(tmp_path / "own", other, sgd(other))
 
 
 def test_other_records_are_not_continued(tmp_path):
@@ -735,17 +761,17 @@ def test_without_a_fixed_key_the_ledger_is_complete(tmp_path):
 
 def test_changed_code_of_the_script_begins_a_new_attempt(tmp_path, monkeypatch):
     text = (
-        "from torch.nn.functional import cross_entropy\n\n\ndef loss(module, batch):\n"
-        "    return {} * cross_entropy(module(batch[0]), batch[1], reduction='none')\n"
+        "from torch.nn.functional import cross_entropy\n\n\ndef loss(module, batch):  # {}\n"
+        "    return cross_entropy(module(batch[0]), batch[1], reduction='none')\n"
     )
     place = tmp_path / "loss_of_a_test.py"
-    place.write_text(text.format(1))
+    place.write_text(text.format("one"))
     monkeypatch.syspath_prepend(str(tmp_path))
     import loss_of_a_test
 
     slow = {"resources": {"checkpoint_seconds": 1e6}}
-    for factor, epochs, releases in ((1, 1, {0: 1}), (1, 1, {0: 1}), (2, 2, {0: 2})):
-        place.write_text(text.format(factor))
+    for words_, epochs, releases in (("one", 1, {0: 1}), ("one", 1, {0: 1}), ("two", 2, {0: 2})):
+        place.write_text(text.format(words_))
         importlib.reload(loss_of_a_test)
         t = training(tmp_path / "own", loss=loss_of_a_test.loss, **slow)
         t.step()

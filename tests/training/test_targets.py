@@ -12,7 +12,9 @@ import pytest
 import torch
 from support.datasets import write_split
 from support.training import make, train
+from typer.testing import CliRunner
 
+from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MEASURES
 from dpdist.evaluation import evaluate_stage, load_model
@@ -121,8 +123,34 @@ def test_a_release_is_a_model_and_says_no_class(finished):
     release = load_release(folder.release)
     assert release.about.data.targets == kind and release.about.tested is None
     assert release.model(torch.zeros(2, 4)).shape == (2, KINDS[kind][1])
-    with pytest.raises(UserError, match=f"with data.targets: {kind} there is none; call its"):
-        release.need_numbers()
+    release.need_numbers()
+    with pytest.raises(UserError, match=f"with data.targets: {kind} there is none; take `dpdist"):
+        release.settings(sigma=0.1)
+
+
+def said(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return done.exit_code, done.output if done.exception is None else str(done.exception)
+
+
+def test_predict_tells_numbers_and_labels_of_runs_and_releases(finished, tmp_path):
+    kind, recipe, folder = finished
+    if not folder.release.exists():
+        write_release(folder, not_private=True)
+    row = np.random.default_rng(3).normal(size=4).astype(np.float32)
+    np.save(tmp_path / "row.npy", row)
+    with torch.no_grad():
+        outputs = load_model(recipe, folder)(torch.from_numpy(row)[None])[0].double().tolist()
+    wanted = outputs if kind == "number" else [int(value > 0) for value in outputs]
+    for where in (folder.path, folder.release):
+        code, line = said("predict", where, tmp_path / "row.npy", "--json")
+        answer = json.loads(line.strip().splitlines()[-1])
+        assert code == 0 and answer[kind] == pytest.approx(wanted)
+        assert answer["outputs"] == pytest.approx(outputs)
+    code, line = said("predict", folder.path, tmp_path / "row.npy", "--sigma", "0.1")
+    assert code != 0 and "--sigma: must be left out: numbers and labels are not smoothed" in line
+    code, line = said("certify", folder.release)
+    assert code != 0 and "is for records of one label" in line
 
 
 def test_an_edited_evaluation_is_refused(finished, tmp_path):

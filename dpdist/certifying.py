@@ -1,0 +1,425 @@
+"""Certify any classifier by object: a module, a callable, a factory's name, a run or a release.
+
+`certify` is the command `dpdist certify` as a function. It works on the same job: resumable, and
+with the same table, to the byte, on any number of actors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from dpdist import models
+from dpdist.certification import certificate, job, statistics, table_reader
+from dpdist.certification.certificate import Certificate
+from dpdist.certification.job import Data, Subject
+from dpdist.cluster.resumable_job import CHUNK_SECONDS
+from dpdist.cluster.resumable_job import run as run_job
+from dpdist.config.training import ResourcesRecipe
+from dpdist.core.errors import UserError
+from dpdist.core.fields import rule_of
+from dpdist.core.files import shown
+from dpdist.data.dataset import Dataset
+from dpdist.data.parquet import Columns
+from dpdist.data.registry import BUILT_IN, Source
+from dpdist.data.registry import load as load_data
+from dpdist.data.test_inputs import find_test_inputs
+from dpdist.evaluation import require_model
+from dpdist.importing import ForeignModel, build_foreign
+from dpdist.models.factory_code import FactoryCode
+from dpdist.release.bundle import Release, is_release
+from dpdist.release.bundle import load as load_release
+from dpdist.runs.folder import RunFolder, open_run
+from dpdist.training.records import evaluation_data, source_at, source_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from dpdist.cluster.job_folder import Progress
+
+
+class CertificateTable(certificate.CertificateTable):
+    """A finished certification: one row for each certified input, in arrays of equal length.
+
+    Attributes:
+        index: (N,) positions of the inputs in the data.
+        label: (N,) true classes.
+        prediction: (N,) certified classes; -1 where the classifier abstains.
+        radius: (N,) certified radii in input units of `norm`; 0 where the classifier abstains.
+        alpha: error of each certificate.
+        sigma, n, mode, norm: as the settings say.
+        path: certificates.parquet.
+    """
+
+    def population_bounds(
+        self, radii: Sequence[float] | None = None, error: float = statistics.ERROR
+    ) -> list[statistics.OfPopulation]:
+        """Bound the certified accuracy of the population that the inputs were drawn from.
+
+        The bounds of all radii hold together with probability at least 1 - error, if the inputs are
+        an independent sample. Arguments and result: `dpdist.population_bounds`.
+        """
+        return statistics.population_bounds(self, radii, error)
+
+
+def certify(
+    what: Any,
+    data: Any = None,
+    settings: Certificate | None = None,
+    output: Path | None = None,
+    *,
+    folder: str | Path | None = None,
+    resources: Mapping[str, Any] | None = None,
+    here: bool = False,
+    progress: Progress | None = None,
+    trusted_factory: str | None = None,
+    chunk_seconds: float = CHUNK_SECONDS,
+    say: Callable[[str], None] | None = None,
+    **old: Any,
+) -> Any:
+    """Certify the answers of any classifier, on all CPUs of this machine or of a cluster.
+
+    Each certificate is wrong with probability at most `settings.alpha`, over the noise. The table
+    is the same to the byte on any number of actors, and the same call with the same folder
+    continues an interrupted certification, or returns the finished one. Outside of
+    `dpdist.connect()` a session of Ray is started and ended.
+
+    Args:
+        what: the classifier: float32 inputs (B, ...) to logits (B, classes), each row by itself. A
+            torch module (certified in evaluation mode), any other callable, a factory by name
+            ("package.module:factory"), a `RunFolder`, a `Release`, or the path of a run, of a
+            release or of a model folder.
+        data: the inputs to certify and their labels: the name of a built-in set; a path as
+            `dpdist import --data` takes it; `(X, y)` of arrays or tensors, and whatever else
+            `dpdist.as_records` takes; a data set that `dpdist.data.load` returned. Of a run or a
+            release, None is its test split. Pictures of uint8 become numbers from 0 to 1.
+        settings: the certificate, such as `dpdist.Cohen(sigma=0.25, n=100_000)`, and which inputs.
+            Of a run or a release, None takes its own.
+        output: of the call of version 0.1, `certify(model_folder, dataset, settings, output)`,
+            which returns a pyarrow Table, takes `actors` and `gpus`, and is deprecated.
+        folder: receives certificates.parquet, timings.csv, settings and the journal. None: a
+            temporary folder, so that nothing can be continued.
+        resources: keys of the recipe's section: certify_actors and certify_gpus.
+        here: count in this process, without Ray; for small work.
+        progress: called with inputs done, inputs in all, and draws per second.
+        trusted_factory: "package.module:factory" that may be imported for a model folder.
+        chunk_seconds: the work that an actor gets at a time.
+        say: is told of GPUs.
+        **old: of the deprecated call.
+
+    Returns:
+        A `CertificateTable`.
+
+    Raises:
+        UserError: classifier, data and settings do not fit, or the folder holds another
+            certification.
+        ClusterError: the actors failed for good.
+
+    Source:
+        Cohen, Rosenfeld and Kolter, ICML 2019; the other settings name theirs.
+
+    Example:
+        >>> import numpy as np, torch, dpdist
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2))
+        >>> inputs = np.random.default_rng(0).random((6, 4), dtype=np.float32)
+        >>> labels = model(torch.from_numpy(inputs)).argmax(1)
+        >>> settings = dpdist.Cohen(sigma=0.1, n=100)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> len(table.radius), table.certified_accuracy(0.0) <= 1
+        (6, True)
+    """
+    if output is not None:
+        warnings.warn(
+            "certify(model_folder, dataset, settings, output) is deprecated and goes with the next "
+            "minor version: call certify(what, data, settings, folder=...), whose result has "
+            "to_arrow()",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return job.certify(
+            Path(what), data, _required(settings), Path(output), progress=progress,
+            trusted_factory=trusted_factory, chunk_seconds=chunk_seconds, say=say, **old,
+        )  # fmt: skip
+    if old:
+        raise TypeError(f"certify() got an unexpected keyword argument {min(old)!r}")
+    asked = _resources(resources or {})
+    inputs, chosen, subject = _resolved(what, data, settings, trusted_factory)
+    work = job.Certification(subject, inputs, chosen, gpus=asked.certify_gpus, say=say, here=here)
+    workers = asked.certify_actors
+    if folder is not None:
+        return _done(work, Path(folder), workers, progress, chunk_seconds, here)
+    with tempfile.TemporaryDirectory(prefix="dpdist-certify-") as temporary:
+        return _done(work, Path(temporary), workers, progress, chunk_seconds, here)
+
+
+def _done(
+    work: job.Certification, folder: Path, actors: int | None, progress: Progress | None,
+    chunk_seconds: float, here: bool,
+) -> CertificateTable:  # fmt: skip
+    run_job(work, folder, actors=actors, progress=progress, chunk_seconds=chunk_seconds, here=here)
+    found = table_reader.read(folder / job.TABLE)
+    return CertificateTable(
+        **{each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
+    )
+
+
+def _resources(given: Mapping[str, Any]) -> ResourcesRecipe:
+    try:
+        return ResourcesRecipe.model_validate(dict(given))
+    except ValidationError as error:
+        item = error.errors()[0]
+        key = ".".join(map(str, item["loc"]))
+        raise UserError(f"resources.{key}: {rule_of(item)}, got {shown(item['input'])}") from None
+
+
+def _required(settings: Certificate | None) -> Certificate:
+    if not isinstance(settings, Certificate):
+        raise UserError(
+            "settings: must be a certificate such as dpdist.Cohen(sigma=0.25, n=100_000), got "
+            f"{type(settings).__name__}"
+        )
+    return settings
+
+
+# --- the classifier ---------------------------------------------------------------------------
+
+
+def _resolved(
+    what: Any, data: Any, settings: Certificate | None, trusted_factory: str | None
+) -> tuple[Data, Certificate, Subject]:
+    """Return inputs, settings and model. Raises UserError."""
+    import torch
+
+    if isinstance(what, str | Path) and not _is_factory(what):
+        what = _at_path(Path(what), trusted_factory)
+    if isinstance(what, RunFolder):
+        recipe = what.read_recipe()
+        require_model(recipe, what)
+        inputs = evaluation_data(recipe, source_of(recipe)) if data is None else test_inputs(data)
+        return (
+            _with_classes(inputs, recipe.data.told_apart),
+            _required(settings or recipe.certify),
+            Subject.load(what.model, recipe.model.name),
+        )
+    if isinstance(what, Release):
+        what.need_numbers()
+        about = what.about
+        own = load_data(source_at(about.data, None), "test") if data is None else test_inputs(data)
+        return (
+            _with_classes(own, len(about.classes)),
+            _required(settings or about.certificate),
+            Subject.load(what.path, what.trusted_factory),
+        )
+    chosen = _required(settings)
+    inputs = test_inputs(data)
+    if isinstance(what, Subject):
+        subject = what
+    elif isinstance(what, str):
+        known = getattr(inputs, "classes", None) or int(np.max(inputs.labels)) + 1
+        shape = tuple(inputs.batch(slice(0, 1)).shape[1:])
+        network, spec = build_foreign(ForeignModel(what), shape, known)
+        code = FactoryCode.of(spec.own_factories)
+        subject = Subject(network, _digest(network, code), what, code)
+    elif isinstance(what, torch.nn.Module):
+        subject = _of_module(what)
+    elif callable(what):
+        subject = _of_callable(what)
+        if chosen.form is None:  # a trace would see one path through somebody's own code
+            chosen = chosen.model_copy(update={"form": "eager"})
+    else:
+        raise UserError(
+            "what: must be a torch module, a callable, 'package.module:factory', a RunFolder, a "
+            f"Release or a path, got {type(what).__name__}"
+        )
+    return _with_classes(inputs, _answered(subject, inputs)), chosen, subject
+
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # libraries: named by the weights alone
+
+
+def _is_factory(what: str | Path) -> bool:
+    """Whether a text names code or an architecture, and no path."""
+    return isinstance(what, str) and not Path(what).exists() and (":" in what or what in models.ZOO)
+
+
+def _at_path(path: Path, trusted_factory: str | None) -> RunFolder | Release | Subject:
+    if is_release(path):
+        return load_release(path, trusted_factory=trusted_factory)
+    if (path / "model.json").is_file() and not (path / "run.json").exists():
+        return Subject.load(path, trusted_factory)
+    return open_run(str(path), Path("runs"))
+
+
+def _of_module(module: nn.Module) -> Subject:
+    copied = models.fresh_copy(module).eval()  # the caller's own stays in its mode
+    code = _code_of(type(module))
+    return Subject(copied, _digest(copied, code), type(module).__name__, code)
+
+
+def _of_callable(function: Callable[..., Any]) -> Subject:
+    """A callable as a module. Its digest is that of its pickled form and of its source."""
+    from ray import cloudpickle
+
+    from dpdist.models.outputs import Answers
+
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = _code_of(function if hasattr(function, "__module__") else type(function))
+    try:
+        raw = cloudpickle.dumps(function)
+    except Exception as error:  # whatever a user's object does
+        raise UserError(
+            f"what: {name}: must be a callable that can be pickled, as workers receive it, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    module = Answers(function).eval()
+    return Subject(module, _digest(module, code, raw), name, code)
+
+
+def _code_of(what: Any) -> FactoryCode:
+    """The source of the module that defines a class or a function, where that is a file's."""
+    module = getattr(what, "__module__", None) or "__main__"
+    file = str(getattr(sys.modules.get(module), "__file__", None) or "")
+    if module in ("__main__", "builtins", "__mp_main__") or not _INSTALLED.isdisjoint(
+        Path(file).parts
+    ):
+        return FactoryCode()
+    name = f"{module}:{getattr(what, '__qualname__', 'factory')}"
+    try:
+        code = FactoryCode.of((name,))
+    except UserError:  # no source: the digest of the weights has to do
+        return FactoryCode()
+    return code if code.modules else FactoryCode()
+
+
+def _digest(module: nn.Module, code: FactoryCode, raw: bytes = b"") -> str:
+    """Hex digest of a module's weights, structure and code: names what was executed."""
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.object")
+    digest.update(repr(module).encode())
+    for name, tensor in module.state_dict().items():
+        array = np.ascontiguousarray(tensor.detach().cpu().numpy())
+        digest.update(f"{name}{array.dtype.str}{array.shape}".encode() + array.tobytes())
+    for name, value in sorted(code.modules.items()):
+        digest.update(f"{name}={value}".encode())
+    digest.update(raw)
+    return digest.hexdigest()
+
+
+def _answered(subject: Subject, inputs: Data) -> int:
+    """How many classes the classifier tells apart. Raises UserError where it fails on an input."""
+    import torch
+
+    some = inputs.batch(slice(0, 2))
+    try:
+        with torch.inference_mode():
+            answer = models.fresh_copy(subject.model)(some)
+        shape = tuple(answer.shape)
+    except Exception as error:  # whatever a user's model does
+        first = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"{subject.where}: must answer inputs of shape {tuple(some.shape)}, got "
+            f"{type(error).__name__}: {first}"
+        ) from error
+    if not isinstance(answer, torch.Tensor) or len(shape) != 2 or shape[0] != len(some):
+        raise UserError(
+            f"{subject.where}: must return logits ({len(some)}, classes) for {len(some)} inputs, "
+            f"got {type(answer).__name__} of shape {shape}"
+        )
+    return int(shape[1])
+
+
+# --- the inputs -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledInputs:
+    """Hold inputs of a source by position, with labels (N,) int64 and a digest of all of them."""
+
+    source: Any
+    labels: np.ndarray
+    fingerprint: str
+    classes: int
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        """Return inputs (B, ...) as float32; those of uint8 divided by 255."""
+        return as_numbers(self.source.batch(indices))
+
+
+def as_numbers(inputs: Any) -> torch.Tensor:
+    """Return inputs as float32, those of uint8 divided by 255. Raises UserError for others."""
+    import torch
+
+    if not isinstance(inputs, torch.Tensor):
+        raise UserError(
+            "data: must have one input a record, a tensor, got several by name; give `inputs` to "
+            "dpdist.as_records"
+        )
+    if inputs.dtype == torch.uint8:
+        return inputs.to(torch.float32) / 255
+    return inputs.to(torch.float32)
+
+
+def test_inputs(data: Any) -> Data:
+    """Return inputs with labels, of whatever `certify` takes. Raises UserError."""
+    if data is None:
+        raise UserError(
+            "data: must be given for a model without a run: the inputs and their labels"
+        )
+    if isinstance(data, Dataset | LabelledInputs):
+        return data
+    if all(hasattr(data, name) for name in ("classes", "fingerprint", "labels", "batch")):
+        found: Data = data
+        return found
+    if isinstance(data, str | Path):
+        return _by_name(data)
+    from dpdist.data.adapters import as_records
+
+    records = as_records(data)
+    if not records.has_targets:
+        raise UserError("data: must have a label for each input: give (X, y)")
+    labels = records.targets(slice(0, len(records))).numpy()
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
+        raise UserError(
+            f"data: labels must be whole numbers from 0 on, one an input, got {labels.dtype} of "
+            f"shape {labels.shape}"
+        )
+    fingerprint = records.keyed_fingerprint(b"dpdist.test-inputs")  # a public key: they are too
+    return LabelledInputs(records, labels.astype(np.int64), fingerprint, int(labels.max()) + 1)
+
+
+def _by_name(data: str | Path) -> Data:
+    if isinstance(data, str) and data in BUILT_IN and not Path(data).exists():
+        return load_data(Source(data, BUILT_IN[data]), "test")
+    with tempfile.TemporaryDirectory(prefix="dpdist-inputs-") as aside:
+        found = find_test_inputs(Path(data), Path(aside) / "inputs")
+        columns = Columns(found.image or "image", found.label, found.features)
+        source = Source(
+            found.name, found.classes, found.root, test=found.split, columns=columns,
+            names=found.names,
+        )  # fmt: skip
+        return load_data(source, "test")
+
+
+def _with_classes(inputs: Data, classes: int) -> Data:
+    """Return the inputs with as many classes as the classifier tells apart.
+
+    Raises UserError for a label beyond them.
+    """
+    most = int(np.max(inputs.labels)) + 1
+    if most > classes:
+        raise UserError(
+            f"data: labels must be 0 to {classes - 1}, the classifier's classes, got {most - 1}"
+        )
+    if inputs.classes == classes:
+        return inputs
+    labels = np.asarray(inputs.labels)
+    return LabelledInputs(inputs, labels, inputs.fingerprint, classes)

@@ -1,0 +1,174 @@
+"""``dpdist import``: a run of a model that somebody else trained, without an epsilon.
+
+`dpdist certify --model` makes the same import on its way, so both have these options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpdist.cli.options import (
+    RUNS,
+    DataRoot,
+    Runs,
+    kind,
+    numbers,
+    option,
+    path_option,
+)
+from dpdist.core import console
+from dpdist.core.errors import UserError
+from dpdist.core.fields import Count, CountOrZero, Finite, Positive, RunName
+
+if TYPE_CHECKING:
+    from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import Recipe
+
+Model = Annotated[
+    str | None,
+    option(
+        "Of elsewhere: package.module:factory, torchvision:NAME, timm:NAME, or a name of the zoo.",
+        metavar="PACKAGE.MODULE:FACTORY",
+    ),
+]
+Weights = Annotated[
+    Path | None, path_option("Its state dict: .pt, .pth or .safetensors.", metavar="FILE")
+]
+Options = Annotated[
+    list[str] | None,
+    option("Of the factory. May be repeated.", None, "--option", metavar="KEY=VALUE"),
+]
+Input = Annotated[
+    str | None,
+    option("Shape of one input, such as 3,32,32 (default: of the data).", metavar="C,H,W"),
+]
+Classes = Annotated[int | None, option("Classes (default: as the model answers).", Count)]
+Normalize = Annotated[
+    str | None,
+    option(
+        "Becomes part of the model: noise and radii are on unnormalised inputs.",
+        metavar="MEAN/STD",
+    ),
+]
+Data = Annotated[
+    str | None,
+    option(
+        "Test inputs: Parquet, a folder of it or of CLASS/*.png, or the name of a data set.",
+        metavar="DIR|PARQUET|NAME",
+    ),
+]
+Resize = Annotated[
+    int | None,
+    option("Resize the shorter side of pictures to it, then crop the centre to --input.", Count),
+]
+Evaluate = Annotated[
+    int | None,
+    option("Test inputs that clean accuracy is measured on (default: all; 0: none).", CountOrZero),
+]
+_Sigma = Annotated[
+    float | None, option("Noise that predict, serve and certify take by default.", Positive)
+]
+
+
+def import_command(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", callback=kind(RunName), help="Of the run to make.")
+    ],
+    model: Model = None,
+    weights: Weights = None,
+    options: Options = None,
+    input: Input = None,
+    classes: Classes = None,
+    normalize: Normalize = None,
+    data: Data = None,
+    data_root: DataRoot = None,
+    resize: Resize = None,
+    sigma: _Sigma = None,
+    evaluate: Evaluate = None,
+    runs: Runs = RUNS,
+) -> None:
+    """Make a run of a model that was trained elsewhere, to certify, attack, compare and release it.
+
+    Nothing is known of its training: the run says "not trained by dpdist: no epsilon" wherever an
+    epsilon would stand. BatchNorm uses its stored statistics, and dropout is off. Weights are read
+    without unpickling anything but numbers.
+    """
+    from dpdist.runs.folder import RunFolder
+
+    folder = RunFolder(runs / name)
+    given = {"model": model, "data": data}
+    if missing := [f"--{key}" for key, value in given.items() if value is None]:
+        raise UserError(f"{', '.join(missing)}: must be given to import a model from elsewhere")
+    certify = None if sigma is None else {"sigma": sigma}
+    imported(
+        folder, model, weights, options, input, classes, normalize, data, data_root, resize,
+        certify, evaluate,
+    )  # fmt: skip
+    from dpdist import pipeline
+    from dpdist.evaluation import evaluate_stage
+
+    recipe = folder.read_recipe()
+    console.say(f"evaluating: clean accuracy on {recipe.data.name}")
+    evaluate_stage(recipe, folder)
+    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+    sigma_of = "" if sigma is not None else " --sigma 0.25"
+    typer.echo(f"next: dpdist certify {folder.path}{sigma_of} --n 10000 --every 20")
+
+
+def imported(
+    folder: RunFolder, model: str | None, weights: Path | None, options: Sequence[str] | None,
+    input: str | None, classes: int | None, normalize: str | None, data: str | None,
+    data_root: Path | None, resize: int | None, certify: dict[str, Any] | None,
+    evaluate: int | None,
+) -> Recipe:  # fmt: skip
+    """Import a model from elsewhere into a run folder, and return the run's recipe.
+
+    The arguments are the options of the commands. Raises UserError.
+    """
+    from dpdist.runs.recipe import read_changes
+
+    shape = _shape(input)
+    mean, std = _normalisation(normalize)
+    try:
+        factory_options = read_changes(options)
+    except UserError as error:
+        raise UserError(str(error).replace("--set", "--option")) from None
+    console.say(f"importing: {model} into {folder.path}")
+    from dpdist.importing import ForeignModel, TestData, import_model  # loads torch
+
+    assert model is not None and data is not None
+    foreign = ForeignModel(model, weights, factory_options, shape, classes, mean, std)
+    recipe = import_model(
+        foreign, TestData(data, data_root, resize), folder, certify=certify, evaluate=evaluate
+    )
+    console.say(f"importing: {folder.path}: {recipe.method.words(_plan(folder))}")
+    return recipe
+
+
+def _plan(folder: RunFolder) -> Any:
+    return folder.read_plan()
+
+
+def _shape(text: str | None) -> tuple[int, ...] | None:
+    sizes = numbers(text, "--input", Count)
+    return None if sizes is None else tuple(int(size) for size in sizes)
+
+
+def _normalisation(text: str | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, from "0.49,0.48,0.45/0.2,0.2,0.2"."""
+    if text is None:
+        return (), ()
+    parts = text.split("/")
+    if len(parts) != 2:
+        raise UserError(
+            "--normalize: must be MEAN/STD, a number for each channel or one for all, such as "
+            f"0.485,0.456,0.406/0.229,0.224,0.225, got {text!r}"
+        )
+    kinds = (Finite, Positive)
+    mean, std = (numbers(p, "--normalize", k) for p, k in zip(parts, kinds, strict=True))
+    assert mean is not None and std is not None
+    return mean, std

@@ -1,0 +1,326 @@
+"""Make a run of a model that somebody else trained, for all commands but those of training.
+
+The run has no epsilon: its plan says that dpdist did not train it, and its ledger is empty. The
+model is kept as safetensors with a description, as every trained model is; normalisation belongs
+to the model, so that noise and radii are on unnormalised inputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpdist import models
+from dpdist.core.errors import UserError
+from dpdist.core.files import built_aside, private_folder, read_json, write_atomic, write_json
+from dpdist.core.version import __version__
+from dpdist.data.registry import BUILT_IN, Source
+from dpdist.data.registry import load as load_data
+from dpdist.data.test_inputs import find_test_inputs
+from dpdist.methods.imported import UNUSED
+from dpdist.models import ModelSpec
+from dpdist.privacy.ledger import Ledger
+from dpdist.runs.folder import FORMAT, OtherRun, RunFolder
+from dpdist.runs.recipe import Recipe, parse, plan_at
+
+if TYPE_CHECKING:
+    from torch import nn
+
+INPUTS = "inputs"  # the folder of a run that holds test inputs brought to the model's size
+_TORCHVISION = ("torchvision", "torchvision.models")
+_TIMM = "timm"
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """Name a model that somebody else trained, and its weights.
+
+    name: "package.module:factory", "torchvision:ARCHITECTURE", "timm:ARCHITECTURE", or a name of
+    the zoo. weights: a state dict (.pt) or .safetensors; None keeps what the factory made. options:
+    of the factory. input_shape, classes: None takes those of the data, and what the model answers.
+    mean, std: of each channel (or one for all), which the model subtracts and divides by.
+    """
+
+    name: str
+    weights: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    input_shape: tuple[int, ...] | None = None
+    classes: int | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class TestData:
+    """Name test inputs: a data set by name (in `root`, unless it is built in), or a path."""
+
+    __test__ = False  # no test of pytest's
+
+    where: str
+    root: Path | None = None
+    resize: int | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """Where they lie; None where they are built in. Raises UserError where nothing lies."""
+        under = Path(self.where) if self.root is None else self.root / self.where
+        for path in (under, Path(self.where)):
+            if path.exists():
+                return path
+        if self.where in BUILT_IN:
+            return None
+        raise UserError(
+            f"--data: must be a Parquet file, a folder of pictures or of Parquet files, or one of "
+            f"{', '.join(BUILT_IN)}, got {self.where}, which is not there"
+        )
+
+
+def import_model(
+    foreign: ForeignModel,
+    data: TestData,
+    folder: RunFolder,
+    *,
+    certify: Mapping[str, Any] | None = None,
+    evaluate: int | None = None,
+) -> Recipe:
+    """Make the run folder of a model from elsewhere; return its recipe.
+
+    The same import into the same folder finds the run that is there. certify: the recipe's section,
+    of a run that is made. evaluate: on how many test inputs clean accuracy will be measured; None:
+    all.
+
+    Raises:
+        UserError: model, weights or data cannot be read or do not fit together; nothing is written.
+        OtherRun: the folder holds another run.
+    """
+    asked = _asked(foreign, data)
+    if folder.path.exists() and any(folder.path.iterdir()):
+        return _found(folder, asked)
+    with built_aside(folder.path, first=True) as aside:
+        section, shape, resized = _data_section(data, foreign, folder, aside / INPUTS)
+        network, spec = build_foreign(foreign, shape, section["classes"])
+        section |= _classes(section, spec.classes)
+        recipe = _recipe(foreign, folder.name, section, spec, resized, certify, evaluate)
+        _write(RunFolder(aside), recipe, network, spec, asked)
+    return _found(folder, asked)  # another import of the same may have been faster
+
+
+def _asked(foreign: ForeignModel, data: TestData) -> dict[str, Any]:
+    """All that an import depends on, as JSON: the same import finds its run again."""
+    from dpdist.models.weights import file_digest
+
+    weights = foreign.weights and {foreign.weights.name: file_digest(foreign.weights)}
+    path = data.path
+    where = data.where if path is None else str(path.resolve())
+    model = asdict(foreign) | {"weights": weights, "options": dict(foreign.options)}
+    lists = {name: list(value) for name, value in model.items() if isinstance(value, tuple)}
+    return {"model": model | lists, "data": {"where": where, "resize": data.resize}}
+
+
+def _found(folder: RunFolder, asked: Mapping[str, Any]) -> Recipe:
+    """The recipe of the run that such an import made."""
+    folder.check_format()
+    if not folder.imported.exists():
+        raise OtherRun(
+            f"{folder.path}: a run of that name exists, which is no import; choose another --name"
+        )
+    before = read_json(folder.imported, {"model": dict, "data": dict})
+    different = [
+        f"{part}.{name}"
+        for part in ("model", "data")
+        for name, value in asked[part].items()
+        if before[part].get(name) != value
+    ]
+    if different:
+        raise OtherRun(
+            f"{folder.path}: a run of that name was imported from elsewhere "
+            f"({', '.join(different)} differ); choose another --name"
+        )
+    return folder.read_recipe()
+
+
+# --- the test inputs --------------------------------------------------------------------------
+
+
+def _data_section(
+    data: TestData, foreign: ForeignModel, folder: RunFolder, target: Path
+) -> tuple[dict[str, Any], tuple[int, ...], str]:
+    """The recipe's section, the shape of an input, and how pictures were brought to it.
+
+    target: a folder that becomes `INPUTS` of the run's, for inputs that have to be written.
+    """
+    path = data.path
+    if path is None:
+        dataset = load_data(Source(data.where, BUILT_IN[data.where]), "test")
+        return {"name": data.where, "classes": dataset.classes}, dataset.input_shape, ""
+    found = find_test_inputs(path, target, foreign.input_shape, data.resize)
+    written = found.root == target.parent
+    section: dict[str, Any] = {
+        "name": found.name,
+        "root": str((folder.path if written else found.root).resolve()),
+        "test": found.split,
+        "classes": found.classes,
+        "names": list(found.names),
+        "columns": {
+            "label": found.label,
+            **({"image": found.image} if found.image else {"features": list(found.features)}),
+        },
+    }
+    return section, found.shape, found.resized
+
+
+def _classes(section: Mapping[str, Any], answers: int) -> dict[str, Any]:
+    """The classes of the model, which may be more than the data show. Raises UserError."""
+    known, names = section["classes"], section.get("names")
+    fixed = bool(names) or section.get("root") is None
+    if answers < known or (fixed and answers != known):
+        raise UserError(
+            f"--classes: must be {known}, the classes of --data, and the model answers with "
+            f"{answers}; name the data that it was trained for, all of its classes in order"
+        )
+    return {"classes": answers}
+
+
+# --- the model --------------------------------------------------------------------------------
+
+
+def build_foreign(
+    foreign: ForeignModel, data_shape: tuple[int, ...], data_classes: int
+) -> tuple[nn.Module, ModelSpec]:
+    """Return the network with its weights, in evaluation mode, and its description.
+
+    Args:
+        foreign: the model.
+        data_shape: of an input of the data, taken where `foreign` gives none.
+        data_classes: of the data, taken where `foreign` gives none.
+
+    Raises:
+        UserError: the factory fails, the weights do not fit, or the model does not answer with one
+            logit for each class.
+    """
+    import torch
+
+    from dpdist.models.weights import load_foreign, read_weights
+    from dpdist.models.zoo import Normalised
+
+    shape = foreign.input_shape or data_shape
+    if shape != data_shape:
+        raise UserError(
+            f"--input: must be {_by(data_shape)}, the shape of --data, got {_by(shape)}"
+        )
+    name, options = _factory(foreign, foreign.classes or data_classes)
+    spec = ModelSpec(
+        name, shape, foreign.classes or data_classes, options, foreign.mean, foreign.std
+    )
+    network = models.build(spec).eval()
+    inner = network.network if isinstance(network, Normalised) else network
+    if foreign.weights is not None:
+        load_foreign(inner, read_weights(foreign.weights), foreign.weights)
+    with torch.inference_mode():
+        answers = _answers(network, torch.zeros(2, *shape), foreign)
+    if foreign.classes not in (None, answers):
+        raise UserError(
+            f"--classes: must be {answers}, as the model answers, got {foreign.classes}"
+        )
+    spec = ModelSpec(name, shape, answers, options, foreign.mean, foreign.std)
+    models.check_outputs(network, spec)
+    return network, spec
+
+
+def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
+    """The factory's name and options, the number of classes among them where it takes that so."""
+    from dpdist.models.builder import class_parameter, takes_shape
+    from dpdist.models.spec import ZOO, factory_of
+
+    package, _, last = foreign.name.partition(":")
+    options = dict(foreign.options)
+    if package in _TORCHVISION:
+        return "torchvision", {"architecture": last, **options}
+    if package == _TIMM:
+        try:
+            importlib.import_module(_TIMM)
+        except ImportError as error:
+            raise UserError(
+                f"--model: {foreign.name}: needs timm ({error}): pip install timm"
+            ) from None
+        return "timm:create_model", {"model_name": last, "num_classes": classes, **options}
+    models.check_name(foreign.name)
+    if foreign.name in ZOO:
+        return foreign.name, options
+    factory = factory_of(foreign.name)
+    keyword = class_parameter(factory)
+    if not takes_shape(factory, options) and keyword is not None:
+        options.setdefault(keyword, classes)
+    return foreign.name, options
+
+
+def _answers(network: nn.Module, inputs: Any, foreign: ForeignModel) -> int:
+    """How many logits the model has for an input. Raises UserError where it fails."""
+    try:
+        shape = tuple(network(inputs).shape)
+    except Exception as error:  # whatever a user's module does
+        first = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"--model: {foreign.name}: fails on inputs of shape {tuple(inputs.shape)}: "
+            f"{type(error).__name__}: {first}; --input gives the shape it takes"
+        ) from error
+    if len(shape) != 2 or shape[0] != len(inputs):
+        raise UserError(
+            f"--model: {foreign.name}: must answer with one logit for each class, (2, classes) for "
+            f"2 inputs, got {shape}"
+        )
+    return int(shape[1])
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+def _recipe(
+    foreign: ForeignModel, name: str, section: Mapping[str, Any], spec: ModelSpec, resized: str,
+    certify: Mapping[str, Any] | None, evaluate: int | None,
+) -> Recipe:  # fmt: skip
+    from dpdist.models.weights import file_digest
+
+    method: dict[str, Any] = {"name": "imported", "inputs": resized, "evaluate": evaluate}
+    if foreign.weights is not None:
+        method |= {"weights": foreign.weights.name, "sha256": file_digest(foreign.weights)}
+    raw = {
+        "name": name,
+        "data": dict(section),
+        "model": {
+            "name": spec.name, "options": spec.options, "mean": list(spec.mean),
+            "std": list(spec.std),
+        },
+        "method": method,
+        "certify": None if certify is None else dict(certify),
+        **UNUSED,
+    }  # fmt: skip
+    return parse(raw, "import")
+
+
+def _write(
+    aside: RunFolder, recipe: Recipe, network: nn.Module, spec: ModelSpec, asked: Mapping[str, Any]
+) -> None:
+    """All files of the run: what a finished training would have left, and what was imported."""
+    private_folder(aside.private)
+    write_atomic(aside.recipe_file, recipe.to_yaml())
+    write_json(aside.path / "run.json", {"format": FORMAT, "dpdist": __version__})
+    aside.pin_recipe(recipe, 0.0)
+    plan = plan_at(recipe, 1, 0.0)
+    write_json(aside.plan, plan.to_dict())
+    write_json(aside.imported, dict(asked))
+    models.save(network, spec, aside.model)
+    with Ledger.open(aside.ledger, plan.fingerprint()) as ledger:
+        done = {
+            "steps": 0, "seconds": 0.0, "fallback_layers": [], "superseded_releases": 0,
+            "attempt_epochs": 1, "model": models.model_hash(aside.model),
+            "ledger": ledger.anchor.to_dict(),
+        }  # fmt: skip
+    write_json(aside.trained, done)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return ",".join(map(str, shape))

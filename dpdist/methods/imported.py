@@ -1,0 +1,90 @@
+"""A model that somebody else trained: certified and attacked here, without any epsilon.
+
+`dpdist import` writes the recipe. The run has a plan of one phase, which says that nothing of the
+training is known, and an empty ledger, so that report, card, release and comparison state that
+instead of a guarantee.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from dpdist.config.sections import Sections
+from dpdist.core.fields import CountOrZero, Line
+from dpdist.methods.base import Method
+from dpdist.privacy.phases import NOT_TRAINED_HERE, GaussianSteps, TrainedElsewhere
+from dpdist.privacy.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from dpdist.methods.base import Run
+    from dpdist.privacy.phases import Phase
+
+# What every recipe must have, and what an import has no use for.
+UNUSED: dict[str, dict[str, Any]] = {
+    "privacy": {"noise_multiplier": 0.0, "clipping": "none", "delta": 1e-5},
+    "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
+}
+
+
+class Imported(Method):
+    """Take a model that was trained elsewhere.
+
+    weights: name of the file of its weights, whose SHA-256 sum is `sha256`. inputs: how pictures
+    were brought to the model's input. evaluate: number of test inputs that clean accuracy is
+    measured on (default: all; 0: none).
+    """
+
+    name: Literal["imported"] = "imported"
+    known_as: ClassVar[str] = "a model from elsewhere"
+    weights: Line = ""
+    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    inputs: Line = ""
+    evaluate: CountOrZero | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> Imported:
+        if bool(self.weights) != bool(self.sha256):
+            raise ValueError("weights and sha256 belong together: a file and its sum")
+        return self
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: Sections) -> None:
+        """Raise ValueError for sections of a recipe that belong to a training."""
+        super().check(recipe)
+        for key in ("audit", "tune", "public"):
+            if getattr(recipe, key) is not None:
+                raise ValueError(
+                    f"{key}: must be left out with method {self.name}, which trains nothing"
+                )
+
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """Return one phase of unknown cost: the training was neither executed nor seen."""
+        return (TrainedElsewhere(),)
+
+    @property
+    def trained_elsewhere(self) -> str:
+        """Return why no training of this run can be executed, audited or priced."""
+        return (
+            f"{NOT_TRAINED_HERE}; its training records and its training are unknown here. "
+            "`dpdist certify`, `attack`, `compare`, `predict`, `release` and `report` work"
+        )
+
+    @property
+    def evaluated(self) -> int | None:
+        """Return the number of test inputs that the evaluation asks about; None: all."""
+        return self.evaluate
+
+    def words(self, plan: PrivacyPlan) -> str:
+        """Return the line of a report on the origin of the model."""
+        came = f"; weights from {self.weights}, SHA-256 {self.sha256[:16]}" if self.weights else ""
+        shown = f"; inputs: {self.inputs}" if self.inputs else ""
+        return f"{NOT_TRAINED_HERE}{came}{shown}"
+
+    # --- done in training
+
+    def train(self, run: Run) -> None:
+        """Raise NotImplementedError: nothing is trained."""
+        raise NotImplementedError(self.trained_elsewhere)

@@ -1,0 +1,206 @@
+"""Any classifier, certified by object: the same table as by command, from whatever it comes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import beta, norm
+from support import foreign
+from torch import nn
+
+import dpdist
+from dpdist import data, models
+from dpdist.certifying import certify
+from dpdist.certifying import test_inputs as inputs_of
+from dpdist.core.errors import UserError
+from dpdist.importing import ForeignModel, TestData, import_model
+from dpdist.runs.folder import RunFolder
+
+pytestmark = pytest.mark.guarantee
+
+SETTINGS = dpdist.Cohen(sigma=0.2, n=600, n0=50, seed="a", max_inputs=6)
+SPEC = models.ModelSpec("linear", (4,), 3)
+
+
+def network() -> nn.Module:
+    module = models.initialise(SPEC, 3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(4)
+    return module
+
+
+def points() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).random((9, 4), dtype=np.float32)
+    return x, network()(torch.from_numpy(x)).argmax(1).numpy()
+
+
+class Wrapped:
+    """A callable that is no module, with Python of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, x: torch.Tensor) -> np.ndarray:
+        return self._module(x).detach().numpy()
+
+
+def test_radii_are_those_of_cohens_own_formula() -> None:
+    table = dpdist.certify(network(), points(), SETTINGS, here=True)
+    for row in table.to_pandas().to_dict("records"):
+        p = float(beta.ppf(0.001, row["k"], 600 - row["k"] + 1))
+        radius = 0.2 * norm.ppf(p) if p > 0.5 else 0.0
+        assert row["radius"] == pytest.approx(max(radius, 0.0), abs=1e-12)
+    assert table.certified_accuracy(0.0) == np.mean(table.prediction == table.label)
+    bounds = table.population_bounds([0.0, 0.1])
+    assert [each.radius for each in bounds] == [0.0, 0.1]
+    assert bounds == dpdist.population_bounds(table, [0.0, 0.1])
+    assert table.to_arrow().num_rows == 6 and isinstance(table, dpdist.CertificateTable)
+
+
+def test_a_callable_counts_as_the_module_in_it() -> None:
+    module = network()
+    by_module = dpdist.certify(module, points(), SETTINGS, here=True)
+    for what in (Wrapped(module), lambda x: module(x), module.forward):
+        found = dpdist.certify(what, points(), SETTINGS, here=True)
+        assert found.about["classifier"]["form"] == "eager"
+        # Another digest draws other noise: shares of 600 draws of one probability differ by 0.2 or
+        # more with probability below 4 exp(-2 600 0.1^2) = 2.5e-5 for each of 18 inputs.
+        pairs = [table.to_arrow().to_pylist() for table in (by_module, found)]
+        same = [(a, b) for a, b in zip(*pairs, strict=True) if a["selected"] == b["selected"]]
+        assert all(abs(a["k"] - b["k"]) < 0.2 * 600 for a, b in same) and len(same) > 3
+
+
+def test_data_of_every_kind_are_the_same_inputs(tmp_path: Path) -> None:
+    module, (x, y) = network(), points()
+    given = [
+        (x, y),
+        (torch.from_numpy(x), torch.from_numpy(y)),
+        torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
+        [(torch.from_numpy(each), int(label)) for each, label in zip(x, y, strict=True)],
+    ]
+    tables = [dpdist.certify(module, each, SETTINGS, here=True).to_arrow() for each in given]
+    assert all(table.equals(tables[0], check_metadata=False) for table in tables[1:3])
+    assert [table["label"].to_pylist() for table in tables] == 4 * [y[:6].tolist()]
+
+
+def test_pictures_of_bytes_lie_between_0_and_1() -> None:
+    x = np.array([[[[255, 0], [51, 255]]]], dtype=np.uint8)
+    assert inputs_of((x, np.zeros(1, dtype=int))).batch(slice(0, 1)).tolist() == [
+        [[[1.0, 0.0], [pytest.approx(0.2), 1.0]]]
+    ]
+
+
+def test_batchnorm_and_dropout_are_in_evaluation_mode_and_the_module_stays_as_it_was() -> None:
+    module = foreign.Net().train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    settings = dpdist.Cohen(sigma=0.1, n=200, seed="a", max_inputs=2)
+    found = dpdist.certify(module, "digits", settings, here=True)
+    other = dpdist.certify(module.eval(), "digits", settings, here=True)
+    assert found.to_arrow().equals(other.to_arrow())
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_runs_releases_paths_and_names(tmp_path: Path, here: None) -> None:
+    torch.save(foreign.trained().state_dict(), tmp_path / "net.pt")
+    folder = RunFolder(tmp_path / "mine")
+    import_model(
+        ForeignModel("support.foreign:net", tmp_path / "net.pt", mean=(0.3,), std=(0.4,)),
+        TestData("digits"), folder, certify={"sigma": 0.2, "n": 200, "n0": 20},
+    )  # fmt: skip
+    dpdist.write_release(folder, not_private=True)
+    release = dpdist.load(folder.release, trusted_factory="support.foreign:net")
+    few = dpdist.Cohen(sigma=0.2, n=200, n0=20, seed="a", max_inputs=3)
+    model = folder.model
+    tables = [
+        dpdist.certify(folder, None, few),
+        dpdist.certify(folder.path, "digits", few),
+        dpdist.certify(release, None, few),
+        dpdist.certify(folder.release, None, few, trusted_factory="support.foreign:net"),
+        dpdist.certify(model, "digits", few, trusted_factory="support.foreign:net"),
+    ]
+    assert all(table.to_arrow().equals(tables[0].to_arrow()) for table in tables[1:])
+    own = dpdist.certify(folder, data.load(data.Source("digits", 10), "test").first(4), here=True)
+    assert (own.sigma, own.n, len(own.index)) == (0.2, 200, 4)
+    assert len(dpdist.certify("linear", "digits", few, here=True).index) == 3
+
+
+@pytest.mark.parametrize("actors", [1, 3])
+def test_the_same_bytes_on_any_number_of_actors_and_after_an_interruption(
+    here: None, tmp_path: Path, actors: int
+) -> None:
+    many = SETTINGS.model_copy(update={"batch": 100})
+    whole = certify(network(), points(), many, folder=tmp_path / "whole")
+
+    def stop(done: int, total: int, rate: float) -> None:
+        if done >= 2:
+            raise KeyboardInterrupt
+
+    options = {"resources": {"certify_actors": actors}, "chunk_seconds": 1e-9}
+    with pytest.raises(KeyboardInterrupt):
+        certify(network(), points(), many, folder=tmp_path / "cut", progress=stop, **options)
+    certify(network(), points(), many, folder=tmp_path / "cut", **options)
+    first, second = (tmp_path / name / "certificates.parquet" for name in ("whole", "cut"))
+    assert first.read_bytes() == second.read_bytes()
+    again = certify(network(), points(), many, folder=tmp_path / "cut")  # finished: nothing counted
+    assert again.to_arrow().equals(whole.to_arrow())
+
+
+def test_another_model_or_other_data_in_the_folder_are_refused(tmp_path: Path) -> None:
+    x, y = points()
+    certify(network(), (x, y), SETTINGS, folder=tmp_path / "c", here=True)
+    other = network()
+    with torch.no_grad():
+        next(other.parameters()).add_(1e-3)
+    for what, inputs in ((other, (x, y)), (network(), (x + 1e-3, y)), (network(), (x, 2 - y))):
+        with pytest.raises(UserError, match=r"model|data"):
+            certify(what, inputs, SETTINGS, folder=tmp_path / "c", here=True)
+
+
+def test_a_model_that_looks_at_its_batch_is_refused() -> None:
+    with pytest.raises(UserError, match="looks at its batch"):
+        dpdist.certify(lambda x: x[:, :3] - x[:, :3].mean(0), points(), SETTINGS, here=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "inputs", "said"),
+    [
+        (3, points(), "what: must be a torch module"),
+        ("nowhere", points(), "no such run"),
+        (network(), None, "data: must be given"),
+        (network(), (points()[0], points()[1] + 7), "labels must be 0 to 2"),
+        (network(), (points()[0], points()[0][:, 0]), "whole numbers"),
+        (network(), points()[0], "a label for each input"),
+        (network(), (np.zeros((3, 9), np.float32), np.zeros(3, int)), r"of shape \(2, 9\)"),
+        (lambda x: x.sum(), points(), r"logits \(2, classes\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(what: object, inputs: object, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        dpdist.certify(what, inputs, SETTINGS, here=True)
+
+
+def test_settings_and_resources_are_checked() -> None:
+    with pytest.raises(UserError, match="settings: must be a certificate"):
+        dpdist.certify(network(), points(), {"sigma": 0.25}, here=True)
+    with pytest.raises(UserError, match=r"resources\.certify_actors: must be"):
+        dpdist.certify(network(), points(), SETTINGS, resources={"certify_actors": 0}, here=True)
+    with pytest.raises(TypeError, match="actors"):
+        dpdist.certify(network(), points(), SETTINGS, actors=2, here=True)
+
+
+def test_the_call_of_the_version_before_works_and_warns(here: None, tmp_path: Path) -> None:
+    models.save(models.build(models.ModelSpec("linear", (1, 8, 8), 10)), models.ModelSpec(
+        "linear", (1, 8, 8), 10), tmp_path / "model")  # fmt: skip
+    inputs = data.load(data.Source("digits", 10), "test")
+    with pytest.warns(DeprecationWarning, match=r"certify\(what, data, settings, folder="):
+        old = dpdist.certify(tmp_path / "model", inputs, SETTINGS, tmp_path / "out", actors=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        new = dpdist.certify(tmp_path / "model", inputs, SETTINGS, folder=tmp_path / "out")
+    assert old.equals(new.to_arrow()) and old.num_rows == 6

@@ -1,0 +1,366 @@
+"""A model that was trained elsewhere: imported, certified, attacked, reported and released, without
+an epsilon, by the commands that runs of one's own have."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from support import foreign
+from support.here import call
+
+import dpdist
+from dpdist import data, models
+from dpdist.certification import table as tables
+from dpdist.core.errors import UserError
+from dpdist.core.optional_imports import torchvision
+from dpdist.data.test_inputs import find_test_inputs, resized
+from dpdist.importing import ForeignModel, TestData, import_model
+from dpdist.models.builder import takes_shape
+from dpdist.models.weights import load_foreign, read_weights
+from dpdist.privacy.phases import NOT_TRAINED_HERE
+from dpdist.reports.compare import privacy_grid
+from dpdist.runs.folder import OtherRun, RunFolder
+
+pytestmark = pytest.mark.guarantee
+
+FACTORY = "support.foreign:net"
+ARGUMENTS = ("--model", FACTORY, "--normalize", "0.3/0.4", "--data", "digits")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "net.pt"
+    torch.save(foreign.trained().state_dict(), path)
+    return path
+
+
+def good(*arguments: object) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return str(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    result = call(*arguments)
+    assert isinstance(result.exception, UserError), (result.output, result.exception)
+    return str(result.exception)
+
+
+def digits() -> data.Dataset:
+    return data.load(data.Source("digits", 10), "test")
+
+
+# --- what is executed -------------------------------------------------------------------------
+
+
+def test_the_run_answers_as_the_network_that_was_trained(weights: Path, tmp_path: Path) -> None:
+    """Statistics of BatchNorm, dropout off, normalisation inside: unnormalised inputs go in."""
+    folder = RunFolder(tmp_path / "mine")
+    given = ForeignModel(FACTORY, weights, mean=(0.3,), std=(0.4,))
+    recipe = import_model(given, TestData("digits"), folder)
+    loaded = models.load(folder.model, trusted_factory=recipe.model.name)
+    x = digits().batch(slice(0, 50))
+    with torch.inference_mode():
+        wanted = foreign.trained()((x - 0.3) / 0.4)
+        assert torch.equal(loaded(x), wanted)
+        assert torch.allclose(loaded(x[:1]), wanted[:1], atol=1e-5)  # no statistics of a batch
+    fresh = foreign.net().eval()
+    assert not torch.equal(fresh(x), wanted)
+
+
+def test_a_certificate_counts_the_votes_of_that_network(
+    here: None, weights: Path, tmp_path: Path
+) -> None:
+    """Against Cohen's own few lines on the original network, by other noise: two shares of 2,000
+    draws of one probability differ by 0.08 or more with probability at most 4 exp(-2 2000 0.04^2)
+    = 0.0066 by Hoeffding, by 0.15 with 6e-10 for all 18 inputs together."""
+    good("certify", *ARGUMENTS, "--weights", weights, "--sigma", "0.2", "--n", "2000",
+         "--every", "20", "--runs", tmp_path, "--name", "mine")  # fmt: skip
+    (path,) = tmp_path.glob("mine/certificates/*/certificates.parquet")
+    table = tables.read(path)
+    network, inputs = foreign.trained(), digits()
+    generator = torch.Generator().manual_seed(1)
+    for row in table.to_pylist():
+        x = inputs.batch(slice(row["index"], row["index"] + 1))
+        noisy = x + 0.2 * torch.randn(2000, 1, 8, 8, generator=generator)
+        with torch.inference_mode():
+            votes = torch.bincount(network((noisy - 0.3) / 0.4).argmax(1), minlength=10) / 2000
+        assert abs(float(votes[row["selected"]]) - row["k"] / row["n"]) < 0.15
+    assert len(table) == 18
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "with_shape"),
+    [
+        (lambda input_shape, classes: 0, {}, True),
+        (lambda shape, k, width=3: 0, {}, True),
+        (lambda a, b: 0, {}, True),
+        (lambda a, b: 0, {"a": 20}, False),
+        (lambda num_classes=10, width=4: 0, {}, False),
+        (lambda num_classes: 0, {}, False),
+        (lambda *, weights=None, **kwargs: 0, {}, False),
+        (lambda: 0, {}, False),
+        (lambda *arguments: 0, {}, True),
+        (foreign.Net, {}, False),
+        (dict, {}, True),
+    ],
+)
+def test_how_a_factory_is_called(factory: object, options: dict, with_shape: bool) -> None:
+    assert takes_shape(factory, options) is with_shape  # type: ignore[arg-type]
+
+
+def test_classes_and_options_reach_the_factory(tmp_path: Path) -> None:
+    path = tmp_path / "wide.safetensors"
+    save_file(foreign.Net(10, 7).state_dict(), path)
+    given = ForeignModel(FACTORY, path, {"width": 7})
+    recipe = import_model(given, TestData("digits"), RunFolder(tmp_path / "wide"))
+    assert recipe.model.options == {"width": 7, "num_classes": 10}
+    with pytest.raises(UserError, match="name the factory and the options"):
+        import_model(ForeignModel(FACTORY, path), TestData("digits"), RunFolder(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_torchvision_name_is_mended_and_loads_its_own_weights(tmp_path: Path) -> None:
+    made = torchvision("models").get_model("resnet18", weights=None, num_classes=3)
+    made.train()(torch.rand(4, 3, 32, 32))  # statistics that are not the first ones
+    torch.save(made.state_dict(), tmp_path / "net.pt")
+    write_pictures(tmp_path / "pictures", ("a", "b", "c"), (32, 32))
+    given = ForeignModel("torchvision:resnet18", tmp_path / "net.pt")
+    folder = RunFolder(tmp_path / "r18")
+    recipe = import_model(given, TestData(str(tmp_path / "pictures")), folder)
+    x = torch.rand(2, 3, 32, 32)
+    with torch.inference_mode():
+        ours = models.load(folder.model, trusted_factory=recipe.model.name)(x)
+        assert torch.allclose(ours, made.eval()(x), atol=1e-5)
+    assert recipe.data.class_names == ["a", "b", "c"]
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+def test_a_pickled_module_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (ran,))
+
+    torch.save({"weights": Evil()}, tmp_path / "evil.pt")
+    torch.save(foreign.trained(), tmp_path / "whole.pt")
+    for name in ("evil.pt", "whole.pt"):
+        said = refused("import", "x", *ARGUMENTS, "--weights", tmp_path / name, "--runs", tmp_path)
+        assert "would run code" in said and "state_dict()" in said and "\n" not in said
+    assert not ran.exists()
+
+
+def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+    scripted = tmp_path / "scripted.pt"
+    torch.jit.trace(foreign.trained(), torch.zeros(1, 1, 8, 8)).save(str(scripted))
+    (tmp_path / "text.pt").write_text("no weights")
+    (tmp_path / "text.safetensors").write_text("no weights")
+    torch.save([1, 2], tmp_path / "list.pt")
+    for name in ("scripted.pt", "text.pt", "text.safetensors", "list.pt", "gone.pt"):
+        with pytest.raises(UserError, match=re.escape(name)):
+            read_weights(tmp_path / name)
+
+
+def test_weights_are_taken_out_of_their_wrappers_and_must_be_whole(tmp_path: Path) -> None:
+    own = foreign.trained().state_dict()
+    torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in own.items()}},
+               tmp_path / "wrapped.pt")  # fmt: skip
+    network = foreign.Net()
+    load_foreign(network, read_weights(tmp_path / "wrapped.pt"), tmp_path)
+    assert all(torch.equal(own[name], value) for name, value in network.state_dict().items())
+    for wrong, said in (
+        ({k: v for k, v in own.items() if k != "head.bias"}, "lacks head.bias"),
+        (own | {"more": torch.zeros(1)}, "has besides more"),
+        (own | {"head.bias": torch.zeros(3)}, r"head.bias is \(3,\), not \(10,\)"),
+        (own | {"head.bias": torch.full((10,), torch.nan)}, "finite"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load_foreign(foreign.Net(), wrong, tmp_path)
+
+
+# --- test inputs ------------------------------------------------------------------------------
+
+
+def write_pictures(folder: Path, classes: tuple[str, ...], *sizes: tuple[int, int]) -> None:
+    generator = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number, size in enumerate(sizes):
+            pixels = generator.integers(0, 256, (*size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+
+
+@pytest.mark.parametrize("size", [(40, 56), (56, 41), (32, 32), (17, 90)])
+def test_resize_and_crop_are_torchvisions(size: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (3, *size), dtype=np.uint8)
+    transforms = torchvision("transforms")
+    wanted = transforms.Compose([transforms.Resize(36), transforms.CenterCrop((32, 30))])
+    picture = Image.fromarray(np.moveaxis(pixels, 0, -1))
+    found = resized(pixels, 3, 36, (32, 30))
+    assert found.size == (30, 32)
+    assert np.array_equal(np.asarray(found), np.asarray(wanted(picture)))
+
+
+def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "p" / "val", ("cat", "ant"), (40, 56), (32, 32))
+    with pytest.raises(UserError, match="--input: is required"):
+        find_test_inputs(tmp_path / "p", tmp_path / "inputs")
+    found = find_test_inputs(tmp_path / "p", tmp_path / "inputs", (3, 24, 24), 30)
+    assert found.resized == "shorter side resized to 30 (bilinear), centre crop 24 x 24"
+    assert (found.names, found.classes, found.inputs) == (("ant", "cat"), 2, 4)
+    columns = data.Columns(found.image or "", found.label)
+    source = data.Source(found.name, 2, found.root, test=found.split, columns=columns)
+    read = data.load(source, "test")
+    assert read.input_shape == (3, 24, 24) and read.labels.tolist() == [0, 0, 1, 1]
+    with pytest.raises(UserError, match="--resize: must be at least 24"):
+        find_test_inputs(tmp_path / "p", tmp_path / "other", (3, 24, 24), 20)
+
+
+def test_parquet_of_the_right_size_is_read_where_it_lies(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "p", ("a", "b"), (8, 8), (8, 8))
+    made = find_test_inputs(tmp_path / "p", tmp_path / "set")
+    assert made.resized == ""
+    found = find_test_inputs(tmp_path / "set" / "test.parquet", tmp_path / "unused")
+    assert (found.root, found.name, found.split) == (tmp_path, "set", "test")
+    assert not (tmp_path / "unused").exists()
+    (tmp_path / "set").rename(tmp_path / "a set, named so")
+    copied = find_test_inputs(tmp_path / "a set, named so", tmp_path / "inputs")
+    assert (copied.root, copied.name) == (tmp_path, "inputs")
+
+
+def test_a_table_of_numbers_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    rows = {"a": [0.1, 0.2, 0.3], "b": [1.0, 2.0, 3.0], "label": [0, 1, 1]}
+    pq.write_table(pa.table(rows), tmp_path / "rows" / "held.parquet")
+    given = ForeignModel("linear", classes=2)
+    where = TestData(str(tmp_path / "rows" / "held.parquet"))
+    recipe = import_model(given, where, RunFolder(tmp_path / "table"))
+    assert recipe.data.columns.features == ["a", "b"] and recipe.data.test == "held"
+
+
+# --- a run without an epsilon -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    good("import", "mine", *ARGUMENTS, "--weights", weights, "--sigma", "0.25", "--runs", runs)
+    return runs
+
+
+def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -> None:
+    good("certify", "mine", "--runs", runs, "--n", "500", "--every", "60")
+    good("attack", "mine", "--runs", runs, "--every", "60", "--attacks", "fgsm", "--sizes", "0.1")
+    good("report", "mine", "--runs", runs)
+    good("release", "mine", "--runs", runs, "--not-private")
+    folder = RunFolder(runs / "mine")
+    facts = dpdist.read_facts(folder)
+    assert facts.privacy_line == NOT_TRAINED_HERE == "not trained by dpdist: no epsilon"
+    card = facts.card()
+    assert card["private"] is False and card["mechanism"] == [NOT_TRAINED_HERE]
+    assert (card["records"], card["assumptions"]) == (None, [])
+    page = folder.report.read_text()
+    pages = [
+        page,
+        (folder.release / "README.md").read_text(),
+        (folder.release / "privacy_card.md").read_text(),
+        str(privacy_grid([facts])),
+        good("verify", folder.release, "--trust-factory", FACTORY),
+        json.dumps(dict(facts.summary())),
+    ]
+    for text in pages:
+        assert NOT_TRAINED_HERE in text.lower().replace("\n", " ")
+        for false in ("infinite", "NOT PRIVATE", "(inf", "epsilon inf", "proved by", "1 records",
+                      "Poisson"):  # fmt: skip
+            assert false not in text, false
+    assert "Trained on" not in page and "dpdist import mine --model" in page
+    assert "differential-privacy" not in pages[1].partition("# mine")[0]
+    release = dpdist.load(folder.release, trusted_factory=FACTORY)
+    assert release.no_epsilon == NOT_TRAINED_HERE
+    answer = release.answerer(n=200)(digits().batch(slice(0, 1)).numpy()[0])
+    assert answer.sigma == 0.25
+
+
+def test_a_release_needs_the_word_that_it_is_not_private(runs: Path) -> None:
+    assert NOT_TRAINED_HERE in refused("release", "mine", "--runs", runs)
+
+
+@pytest.mark.parametrize("command", ["train", "run", "membership", "poison"])
+def test_nothing_of_its_training_can_be_done(runs: Path, command: str) -> None:
+    recipe = runs / "mine" / "recipe.yaml"
+    assert NOT_TRAINED_HERE in refused(command, recipe)
+
+
+def test_an_edited_recipe_or_model_is_noticed(runs: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(runs / "mine", tmp_path / "mine")
+    folder = RunFolder(tmp_path / "mine")
+    text = folder.recipe_file.read_text()
+    folder.recipe_file.write_text(text.replace("name: imported", "name: dp-sgd"))
+    with pytest.raises(UserError):
+        dpdist.read_facts(folder)
+    folder.recipe_file.write_text(text)
+    raw = bytearray((folder.model / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (folder.model / "model.safetensors").write_bytes(bytes(raw))
+    assert "is not the model" in refused("certify", folder.path, "--max-inputs", "1", "--n", "100")
+
+
+def test_the_same_import_finds_its_run_and_another_is_refused(runs: Path, weights: Path) -> None:
+    before = (runs / "mine" / "private" / "trained.json").read_bytes()
+    good("import", "mine", *ARGUMENTS, "--weights", weights, "--sigma", "0.25", "--runs", runs)
+    assert (runs / "mine" / "private" / "trained.json").read_bytes() == before
+    given = ForeignModel(FACTORY, weights, mean=(0.5,), std=(0.4,))
+    with pytest.raises(OtherRun, match=r"model\.mean differ"):
+        import_model(given, TestData("digits"), RunFolder(runs / "mine"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", FACTORY, "--data", "digits", "--classes", "7"), "--classes: must be 10"),
+        (("--model", FACTORY, "--data", "digits", "--input", "1,9,9"), "--input: must be 1,8,8"),
+        (("--model", FACTORY, "--data", "nowhere"), "--data: must be a Parquet file"),
+        (("--model", FACTORY, "--data", "digits", "--normalize", "0.3"), "MEAN/STD"),
+        (("--model", "support.gone:net", "--data", "digits"), "cannot import"),
+        (("--model", "timm:resnet18", "--data", "digits"), "timm"),
+        (("--data", "digits"), "--model: must be given"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_line(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    complaint = refused("import", "x", *words, "--runs", tmp_path)
+    assert said in complaint and "\n" not in complaint
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_is_no_run_is_described(tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    torch.save({}, tmp_path / "w" / "net.pt")
+    write_pictures(tmp_path / "p", ("a",), (8, 8))
+    (tmp_path / "e").mkdir()
+    for name, said in (
+        ("w", "a folder with weights (net.pt)"),
+        ("w/net.pt", "a file of weights; make a run of it: dpdist import"),
+        ("p", "a folder of data"),
+        ("e", "no run.json"),
+    ):
+        complaint = refused("certify", tmp_path / name, "--runs", tmp_path / "none")
+        assert said in complaint and "\n" not in complaint
+    assert "RUN: must be" in refused("certify")
+    assert "--weights: must be left out" in refused("certify", "x", "--weights", "net.pt")
+    assert "--sigma: must be given" in refused("certify", "--model", FACTORY, "--data", "digits")
