@@ -436,8 +436,14 @@ class Privacy(PrivacyRecipe):
             raise UserError("\n".join(map(_complaint, each(error)))) from None
 
 
+# Names of the same settings in Opacus.
+_ELSEWHERE = {"max_grad_norm": "clip_norm", "target_epsilon": "epsilon", "target_delta": "delta"}
+
+
 def _complaint(item: Any) -> str:
     key, rule = ".".join(["privacy", *map(str, item["loc"])]), rule_of(item)
+    if item["type"] == "extra_forbidden" and (ours := _ELSEWHERE.get(str(item["loc"][-1]))):
+        return f"{key}: {rule}, take {ours}"
     told = item["type"] in ("extra_forbidden", "missing") or isinstance(item["input"], dict)
     return f"{key}: {rule}" if told else f"{key}: {rule}, got {shown(item['input'])}"
 

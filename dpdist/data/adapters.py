@@ -300,21 +300,6 @@ def check_labels(target: Tensor, options: Options) -> None:
         )
 
 
-def check_classes(records: Records, classes: int) -> None:
-    """Raise UserError for a target outside 0..classes-1, whose value torch's own error would tell.
-
-    Items were read once when they were checked, and are not read again.
-    """
-    options = Options(records.name, classes=classes)
-    if isinstance(records, ItemRecords):
-        for extreme in records.extremes:
-            check_labels(extreme, options)
-        return
-    for start in range(0, len(records), _AT_ONCE):
-        rows = np.arange(start, min(start + _AT_ONCE, len(records)))
-        check_labels(records.targets(rows), options)
-
-
 def _units(options: Options, named: dict[str, Tensor]) -> Sequence[Hashable] | None:
     """Take the units out of the columns, or from the values given."""
     if options.unit is None:
@@ -532,7 +517,6 @@ class ItemRecords(Records):
         self._plain = source if plain is None else plain
         self._key = _CHECK_KEY
         self._last: tuple[bytes, Any, Tensor] | None = None
-        self.extremes: tuple[Tensor, ...] = ()  # targets (1, ...) with the least and largest class
         self._count = _length(source, options)
         self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         with kept_generators():
@@ -690,7 +674,6 @@ class ItemRecords(Records):
             wanted = self._split(named, shape)[1]
             if wanted is not None:
                 check_labels(wanted.unsqueeze(0), options)
-                self._widen(wanted)
             if isinstance(options.unit, str):
                 item = self._item(self._plain.__getitem__, index, _CHECK_KEY)
                 if not isinstance(item, Mapping) or options.unit not in item:
@@ -701,17 +684,6 @@ class ItemRecords(Records):
         return None if options.unit is None else _check_units(
             options, list(options.unit), self._count
         )  # fmt: skip
-
-    def _widen(self, wanted: Tensor) -> None:
-        """Remember a record's target where it is the least or the largest so far."""
-        if wanted.is_floating_point() or not wanted.numel():
-            return
-        least, most = self.extremes or (wanted.unsqueeze(0), wanted.unsqueeze(0))
-        if wanted.min() < least.min():
-            least = wanted.unsqueeze(0)
-        if wanted.max() > most.max():
-            most = wanted.unsqueeze(0)
-        self.extremes = least, most
 
     def _compare(self, own: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Raise UserError for a record of other fields, types or shapes than the first one."""

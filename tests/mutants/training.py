@@ -1108,7 +1108,7 @@ FAULTS: list[Fault] = [
             "a buffer that a pass registers is kept",
         ),
         (
-            "unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit\n",
+            "    unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit\n",
             "",
             "a person's records are as many persons",
         ),
@@ -1117,7 +1117,7 @@ FAULTS: list[Fault] = [
         "dpdist/private_training.py",
         f"{OWN}::test_a_class_without_an_output_is_refused_at_the_start",
         (
-            "            check_classes(self._records, self._spec.classes)\n",
+            "            check_targets(self._records, loss, self._spec.classes)\n",
             "            pass\n",
             "a label is told by an error",
         ),

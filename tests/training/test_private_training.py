@@ -451,6 +451,11 @@ def test_a_notebook_s_model_has_no_file(tmp_path):
     assert ledger.releases == {0: 1} and ledger.epoch == 0  # replayed, nothing charged again
 
 
+def test_opacus_names_are_told_ours():
+    with pytest.raises(UserError, match=r"privacy\.max_grad_norm: unknown key, take clip_norm"):
+        Privacy(noise_multiplier=1.0, delta=1e-5, max_grad_norm=1.0)
+
+
 @pytest.mark.parametrize("label", [7, -1])
 @pytest.mark.parametrize("items", [False, True])
 def test_a_class_without_an_output_is_refused_at_the_start(tmp_path, label, items):
