@@ -667,7 +667,7 @@ def test_a_file_system_serves_as_well(tmp_path) -> None:
     assert not list((tmp_path / "nfs").rglob("*.tmp"))
     target, paths = archives.fetch(url, tmp_path / "fetched")
     assert paths == ["recipe.yaml"] and (target / "recipe.yaml").exists()
-    with pytest.raises(UserError, match=r"not a run folder|no such run"):
+    with pytest.raises(UserError, match=r"must be a run folder|no such run"):
         open_run(str(target), tmp_path)
 
 

@@ -278,7 +278,7 @@ def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> No
         def step(self, *arguments, steps=steps, original=original):
             with counted() as seen:
                 original(self, *arguments)
-            steps.append((seen, self.engine.size))
+            steps.append((seen, self.step.engine.size))
 
         with monkeypatch.context() as patch:
             patch.setattr(worker.Loop, "_step", step)
@@ -308,7 +308,7 @@ def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimi
         def step(self, *arguments, steps=steps, original=original):
             with counted() as seen:
                 original(self, *arguments)
-            steps.append((seen, self.engine.size))
+            steps.append((seen, self.step.engine.size))
 
         with monkeypatch.context() as patch:
             patch.setattr(worker.Loop, "_step", step)

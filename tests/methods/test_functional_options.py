@@ -65,11 +65,14 @@ def summed(
             recipe=SimpleNamespace(privacy=SimpleNamespace(nominal_records=nominal)),
         ),
         model=model,
-        reducer=SimpleNamespace(device=torch.device("cpu")),
-        fixed=Fixed(nn.Identity()), key=b"k" * 32, attempt_of=lambda step: "", canaries=canaries,
+        fixed=Fixed(nn.Identity()),
         slots={"centre": torch.zeros(size, dtype=torch.float64)},
-        shards=SimpleNamespace(mine=[(0, 0, RECORDS)], rows=1),
-        dataset=SimpleNamespace(batch=lambda rows: x[rows], targets=lambda rows: y[rows]),
+        step=SimpleNamespace(
+            reducer=SimpleNamespace(device=torch.device("cpu")),
+            key=b"k" * 32, attempt_of=lambda step: "", canaries=canaries,
+            shards=SimpleNamespace(mine=[(0, 0, RECORDS)], rows=1),
+            data=SimpleNamespace(batch=lambda rows: x[rows], targets=lambda rows: y[rows]),
+        ),
     )  # fmt: skip
     if made is not None:
         made.kept.clear()  # its passes are others when a record is left out
@@ -298,7 +301,8 @@ def test_own_noise_is_a_function_of_the_record_and_fresh_noise_is_not() -> None:
 
     def noisy(noise: Any, key: bytes = b"k", draw: int = 0, order: Any = rows) -> Tensor:
         records = SimpleNamespace(batch=lambda asked: x[order][asked])
-        worker, method = SimpleNamespace(dataset=records, reducer=there), Functional(noise=noise)
+        worker = SimpleNamespace(step=SimpleNamespace(data=records, reducer=there))
+        method = Functional(noise=noise)
         return method._noisy(worker, draws, key * 32, rows, draw)[np.argsort(order)]
 
     own, fresh, turned = noisy("own"), noisy("fresh"), np.arange(6)[::-1].copy()

@@ -21,6 +21,6 @@ TOY = (
 
     def learn(self, worker):
         worker.steps()
-        (worker.job.folder.private / f"learnt-{worker.reducer.rank}").touch()
+        (worker.job.folder.private / f"learnt-{worker.step.reducer.rank}").touch()
 """
 )

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from test_release_edits import changed, found_at, leaves, others, said, shown
+from support.files import changed_at
+from test_release_edits import found_at, leaves, others, said, shown
 
 from dpdist.core.errors import UserError
 from dpdist.privacy.calibration import training_and_search
@@ -62,7 +63,7 @@ def test_every_edit_of_what_a_search_wrote_is_refused_or_shows_nothing(searched)
         whole = read(raw)
         for at in leaves(whole) if isinstance(whole, dict) else ():
             for value in others(found_at(whole, at)):
-                path.write_text(write(changed(whole, at, value)))
+                path.write_text(write(changed_at(whole, at, value)))
                 try:
                     if shown(run) != before[0]:
                         passed[path.name, said(at)] = value
