@@ -15,7 +15,7 @@ from support.here import call
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/certify-any-model.md"
-SNIPPETS = re.findall(r"^```(.*)\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
+SNIPPETS = re.findall(r"^```([^\n]*)\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
 
 
 def test_every_snippet_runs(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_a_report_begins_with_them(here: None, tmp_path: Path, monkeypatch) -> N
     words = ("--model", "linear", "--weights", "net.pt", "--data", "rows")
     done = call("import", "odd", *words, "--sigma", "0.25")
     assert done.exit_code == 0, (done.output, done.exception)
-    done = call("certify", "odd", "--n", "200")
+    done = call("certify", "odd", "--n", "2000")
     assert done.exit_code == 0, (done.output, done.exception)
     assert "WARNING" in done.stdout and "of that range" in done.stdout
     found = in_short(dpdist.read_facts(RunFolder(tmp_path / "runs" / "odd")))
