@@ -225,6 +225,10 @@ class Certification(Work):
         else:
             spec = run_once(probe, assignment, failed, num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
+        low, high, looked = _range_of(self._dataset)
+        write_json(output / tables.RANGE, {"low": low, "high": high, "inputs": looked})
+        if self._say is not None:
+            self._say(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
         return {
             "seed": self._assignment.source.seed,
@@ -281,6 +285,20 @@ class Certification(Work):
             writer.writerow([row["index"], row["n"], f"{book.seconds[row['index']]:.6f}"])
         write_atomic(output / _TIMINGS, file.getvalue())
         return rows
+
+
+_MOST_LOOKED_AT = 1000
+
+
+def _range_of(dataset: Data) -> tuple[float, float, int]:
+    """Return the least and the largest number in up to 1,000 inputs, spread over a data set."""
+    count = len(dataset.labels)
+    some = np.unique(np.linspace(0, count - 1, min(count, _MOST_LOOKED_AT)).astype(np.int64))
+    low, high = np.inf, -np.inf
+    for start in range(0, len(some), 100):
+        batch = dataset.batch(some[start : start + 100])
+        low, high = min(low, float(batch.min())), max(high, float(batch.max()))
+    return low, high, len(some)
 
 
 def _probed(assignment: Assignment, failed: str) -> ClassifierSpec:

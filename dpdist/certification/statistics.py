@@ -244,6 +244,28 @@ def population_bounds(
     return stated
 
 
+def doubts(found: CertificateTable) -> list[str]:
+    """Return what is odd about a table's results as a whole, in words; usually nothing.
+
+    Equal certified accuracy at all printed radii, or an abstention on every input, comes of noise
+    that is tiny, or huge, beside the numbers of the inputs more often than of the model.
+    """
+    radii = found.shown_radii
+    shares = [found.certified_accuracy(radius) for radius in radii]
+    if found.abstained == 1:
+        return [
+            f"the classifier abstained on all {len(found.index):,} inputs: sigma {found.sigma:g} "
+            "may drown them, or n may be too small"
+        ]
+    if len(radii) > 1 and shares[0] > 0 and len(set(shares)) == 1 and len(found.index) > 1:
+        return [
+            f"certified accuracy is the same at all radii up to {exact(radii[-1])}: the inputs' "
+            f"numbers may be large beside sigma {found.sigma:g}, and then no radius means much; "
+            "scale the inputs by public constants, or certify larger radii"
+        ]
+    return []
+
+
 def line(found: CertificateTable) -> tuple[str, str]:
     """Return name and value of a summary's line with a lower bound of the population's accuracy."""
     name = "of the population, at least"

@@ -14,7 +14,7 @@ import pyarrow as pa
 from dpdist.certification.noise import format_radius
 from dpdist.cluster import job_folder
 from dpdist.cluster.job_folder import write_table as write
-from dpdist.core.files import Column, write_result
+from dpdist.core.files import Column, read_json, write_result
 
 __all__ = [
     "COLUMNS",
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 TABLE = "certificates.parquet"
+RANGE = "range.json"  # of the inputs, beside the table
 KEY = b"dpdist.certification"
 
 SCHEMA = pa.schema(
@@ -113,3 +114,23 @@ def write_csv(table: pa.Table, path: Path) -> None:
             [" ".join(map(str, v)) if isinstance(v, list) else v for v in entry.values()]
         )
     write_result(path, file.getvalue())
+
+
+def input_range(table: Path) -> tuple[float, float] | None:
+    """Return the least and the largest number of the inputs that a table was made of.
+
+    They stand in a file beside it; None where there is none, as in a release.
+    """
+    path = table.parent / RANGE
+    if not path.is_file():
+        return None
+    found = read_json(path, {"low": float, "high": float})
+    return float(found["low"]), float(found["high"])
+
+
+def range_words(low: float, high: float, sigma: float | None) -> str:
+    """Return the range of inputs beside the noise, in words."""
+    said = f"inputs lie in {low:.4g} to {high:.4g}"
+    if not sigma or high <= low:
+        return said
+    return f"{said}; sigma {sigma:g} is {100 * sigma / (high - low):.3g} % of that range"

@@ -488,6 +488,7 @@ def _show(name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_
 
 def _print_table(path: Path) -> None:
     from dpdist.certification import statistics, table_reader
+    from dpdist.certification.table import input_range, range_words
     from dpdist.core import console
 
     table = table_reader.read(path)
@@ -497,6 +498,9 @@ def _print_table(path: Path) -> None:
     rows.append(statistics.line(table))
     rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
     rows.append(("alpha", f"{table.alpha:g} each"))
+    if (found := input_range(path)) is not None:
+        rows.append(("units", range_words(*found, table.sigma)))
+    rows += [("WARNING", text) for text in statistics.doubts(table)]
     classifier = table.about.get("classifier", {})
     if classifier:
         executed = f"{classifier['form']}, batches of {classifier['batch']}"

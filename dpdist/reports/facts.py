@@ -19,6 +19,7 @@ from dpdist.audits.target import AuditResult
 from dpdist.certification import statistics, table_reader
 from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.evaluation import Evaluation, refuse_decisions
+from dpdist.certification.table import input_range, range_words
 from dpdist.config.search import TuneRecipe
 from dpdist.core.console import exact, percent
 from dpdist.core.errors import UserError
@@ -491,7 +492,7 @@ class Facts:
             if self.next_tokens is not None:
                 rows.append(("perplexity", f"{self.evaluation['perplexity']:.2f} of {self.asked})"))
         for table in self.tables:
-            rows += [_certified_row(table), statistics.line(table)]
+            rows += [_certified_row(table), statistics.line(table), *_units_row(table)]
         for kind, found in self.evaluations.items():
             rows += kind.lines(found)
         if self.folder.report.exists():
@@ -514,6 +515,11 @@ class Facts:
             for name, value in self.summary()
         )
         return f"<table><caption>run {html.escape(self.folder.name)}</caption>{rows}</table>"
+
+
+def _units_row(table: CertificateTable) -> list[tuple[str, str]]:
+    found = input_range(table.path)
+    return [] if found is None else [("units", range_words(*found, table.sigma))]
 
 
 def _certified_row(table: CertificateTable) -> tuple[str, str]:

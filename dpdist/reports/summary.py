@@ -62,7 +62,13 @@ class InShort:
 
 def in_short(facts: Facts) -> InShort:
     """One sentence on privacy, accuracy and certificates, worst news first."""
-    clauses = [*_broken(facts), *_privacy(facts), *_useful(facts), *_certified(facts)]
+    clauses = [
+        *_broken(facts),
+        *_doubtful(facts),
+        *_privacy(facts),
+        *_useful(facts),
+        *_certified(facts),
+    ]
     mood = max((mood for mood, _ in clauses), key=_MOODS.index)
     sentence = "; ".join(text for _, text in clauses)
     return InShort(mood, f"{sentence[0].upper()}{sentence[1:]}.")
@@ -87,6 +93,34 @@ def _broken(facts: Facts) -> list[tuple[Mood, str]]:
                 ("bad", "an attack contradicts more certificates than chance allows: do not rely "
                  "on them")
             )  # fmt: skip
+    return found
+
+
+_HUGE_LOSS = 10  # times that of answering all classes alike
+
+
+def _doubtful(facts: Facts) -> list[tuple[Mood, str]]:
+    """Results that are rather a mistake in units or data than a finding."""
+    found: list[tuple[Mood, str]] = [
+        ("caution", text) for table in facts.tables for text in statistics.doubts(table)
+    ]
+    about = facts.evaluation
+    if about is None or facts.next_tokens is not None:
+        return found
+    counts = [each for each, _ in about.get("by_class", [])]
+    commonest = max(counts, default=0) / max(1, sum(counts))
+    sure = float(clopper_pearson_interval(about["correct"], about["inputs"], 2 * ERROR)[0])
+    if counts and sure <= commonest:
+        found.append(
+            ("caution", "the model is not shown to be right more often than always saying the "
+             f"commonest class, {percent(commonest, 1)} %")
+        )  # fmt: skip
+    loss, classes = about.get("cross_entropy"), max(2, len(counts))
+    if loss is not None and loss > _HUGE_LOSS * math.log(classes):
+        found.append(
+            ("caution", f"its loss is huge ({loss:.3g}): the numbers of its inputs may not be "
+             "those that it was trained on")
+        )  # fmt: skip
     return found
 
 

@@ -257,11 +257,17 @@ def test_forms_have_one_list_of_names() -> None:
 def test_a_form_that_was_asked_for_is_taken_whatever_its_speed(monkeypatch) -> None:
     slow = {"frozen": 9.0, "eager": 1.0, "channels-last": 1.0}
     monkeypatch.setattr(
-        inference, "_seconds", lambda forms, _: {form: slow[form] for form in forms}
+        inference, "_seconds", lambda forms, _, rounds: {form: slow[form] for form in forms}
     )
     model, batch = nn.Linear(5, 3), torch.randn(16, 5)
     forms = [choose(model, batch, asked)[0].form for asked in (None, "frozen", "eager")]
     assert forms == ["eager", "frozen", "eager"]
+
+
+def test_forms_that_would_cost_more_than_the_probe_may_are_not_tried() -> None:
+    model, batch = nn.Linear(5, 3), torch.randn(16, 5)
+    assert choose(model, batch, seconds=0.0)[0].form == "eager"
+    assert choose(model, batch, "frozen", seconds=0.0)[0].form == "frozen"
 
 
 def test_a_form_that_cannot_be_built_is_skipped() -> None:

@@ -823,4 +823,13 @@ FAULTS: list[Fault] = [
          "        return clopper_pearson_lower(hits, draws, alpha)\n",
          "another bound is certified than is named"),
     ),
+    *group(
+        "dpdist/certification/inference.py", "certification/test_sampling",
+        ("+ passes * one > seconds:", "+ passes * one > math.inf:",
+         "the probe tries forms for longer than the job takes"),
+    ),
+    *group(
+        "dpdist/certification/statistics.py", "reports/test_doubts",
+        ("    if found.abstained == 1:\n", "    if False:\n", "nothing but abstentions is no reservation"),
+    ),
 ]  # fmt: skip

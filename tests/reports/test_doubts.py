@@ -1,0 +1,84 @@
+"""Results that are a mistake in units rather than a finding are named first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support.here import call
+from torch import nn
+
+import dpdist
+from dpdist.certification import statistics
+from dpdist.certification.table import input_range, range_words
+from dpdist.reports.summary import in_short
+from dpdist.runs.folder import RunFolder
+
+pytestmark = pytest.mark.whole
+
+
+class Scaled(nn.Module):
+    """A linear classifier of two features, on whatever scale they are."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[:, 0] - x[:, 1], x[:, 1] - x[:, 0]], 1) / self.scale
+
+
+def points(scale: float) -> tuple[np.ndarray, np.ndarray]:
+    x = scale * np.random.default_rng(0).random((30, 2), dtype=np.float32)
+    return x, (x[:, 1] > x[:, 0]).astype(np.int64)
+
+
+def certified(scale: float, tmp_path: Path, sigma: float = 0.25) -> dpdist.CertificateTable:
+    settings = dpdist.Cohen(sigma=sigma, n=200, n0=20, alpha=0.01, radii=(0.05, 0.1), seed="a")
+    found = dpdist.certify(Scaled(scale), points(scale), settings, folder=tmp_path, here=True)
+    assert isinstance(found, dpdist.CertificateTable)
+    return found
+
+
+def test_an_unscaled_table_is_doubted_and_a_scaled_one_is_not(tmp_path: Path) -> None:
+    odd = certified(3000.0, tmp_path / "odd")
+    (text,) = statistics.doubts(odd)
+    assert "the same at all radii up to 0.1" in text
+    low, high = input_range(odd.path) or (0.0, 0.0)
+    assert (low, high) == (points(3000.0)[0].min(), points(3000.0)[0].max())
+    assert statistics.doubts(certified(1.0, tmp_path / "fine", 0.1)) == []
+
+
+def test_an_abstention_on_everything_is_doubted(tmp_path: Path) -> None:
+    drowned = certified(0.001, tmp_path, 5.0)
+    (text,) = statistics.doubts(drowned)
+    assert "abstained on all 30 inputs" in text and "sigma 5" in text
+
+
+def test_the_range_stands_beside_sigma() -> None:
+    assert range_words(0, 1, 0.25) == "inputs lie in 0 to 1; sigma 0.25 is 25 % of that range"
+    assert range_words(0, 3234, None) == "inputs lie in 0 to 3234"
+
+
+def test_a_report_begins_with_them(here: None, tmp_path: Path, monkeypatch) -> None:
+    """A table of values to 3,000 and a model that always says one class, as a new user had it."""
+    monkeypatch.chdir(tmp_path)
+    x, y = points(3000.0)
+    y[:] = np.arange(30) % 5 == 0
+    (tmp_path / "rows").mkdir()
+    pq.write_table(pa.table({"a": x[:, 0], "b": x[:, 1], "label": y}), "rows/test.parquet")
+    torch.save({"1.weight": torch.zeros(2, 2), "1.bias": torch.tensor([1.0, -1.0])}, "net.pt")
+    words = ("--model", "linear", "--weights", "net.pt", "--data", "rows")
+    done = call("import", "odd", *words, "--sigma", "0.25")
+    assert done.exit_code == 0, (done.output, done.exception)
+    done = call("certify", "odd", "--n", "2000")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "WARNING" in done.stdout and "of that range" in done.stdout
+    found = in_short(dpdist.read_facts(RunFolder(tmp_path / "runs" / "odd")))
+    assert found.mood == "caution"
+    assert found.sentence.startswith("Certified accuracy is the same at all radii")
+    assert "commonest class, 80.0 %" in found.sentence
