@@ -15,7 +15,7 @@ from dpdist.training.public_training import accuracy
 class Records(list[int]):
     """As many records as there are targets; an input is its place."""
 
-    classes, name = 3, "records"
+    classes, name, input_shape = 3, "records", (1,)
 
     def __init__(self, targets: Any) -> None:
         super().__init__(range(len(targets)))

@@ -277,13 +277,15 @@ def _long(target: Tensor) -> Tensor:
 def check_targets(records: Records, loss: str, outputs: int) -> None:
     """Raise UserError for records that a named loss cannot learn: without targets, or with classes
     that the model has no output for, whose value torch would tell in its error."""
+    options = Options(records.name, classes=outputs if loss == "cross-entropy" else None)
     if not records.has_targets:
-        Options(records.name).refuse(
+        options.refuse(
             f"must have targets for the loss {loss}, got inputs alone",
             "give (X, y), name the field with as_records(..., target=...), or a loss of your own",
         )
-    if loss == "cross-entropy":
-        check_classes(records, outputs)
+    for start in range(0, len(records) if options.classes else 0, _AT_ONCE):
+        rows = np.arange(start, min(start + _AT_ONCE, len(records)))
+        check_labels(records.targets(rows), options)
 
 
 def check_labels(target: Tensor, options: Options) -> None:

@@ -37,6 +37,8 @@ _NOT_IN_A_MODEL: Any = {
     **dict.fromkeys(("name", "resources", "certify", "tune", "audit"), True),
     "data": {"names"},
 }
+# Keys that were added with a default which changes nothing: digests made without them stay.
+_ADDED = {("training.loss", "cross-entropy"), ("data.targets", "class")}
 
 
 class Recipe(Sections):
@@ -109,7 +111,8 @@ class Recipe(Sections):
     @property
     def of_model(self) -> dict[str, Any]:
         """Return all settings that a model trained by it depends on, by dotted key."""
-        return dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
+        settings = dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
+        return {key: value for key, value in settings.items() if (key, value) not in _ADDED}
 
 
 class ScriptedRecipe(Recipe):

@@ -362,6 +362,8 @@ def test_a_private_folder_is_its_owner_s(tmp_path):
 
 # Sends a network to a process that it started itself, through a pipe: no file is read.
 BY_PIPE = {"dpdist/certification/reexecution.py"}
+# Tries whether a user's callable can be sent to workers, and makes a digest of it.
+WRITES_ONLY = {"dpdist/certifying.py"}
 UNSAFE = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 
@@ -389,6 +391,15 @@ def _unpickled(tree: ast.AST) -> list[str]:
     return found
 
 
+def _called_of(tree: ast.AST, module: str) -> list[str]:
+    """Return the names that a source takes of a module, each once."""
+    taken = [
+        node.attr for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == module
+    ]  # fmt: skip
+    return sorted(set(taken))
+
+
 def _files_named(tree: ast.AST) -> list[str]:
     """Return by which names a source could open a file rather than a pipe it was given."""
     words = {"open", "read_bytes", "read_text", "Path"}
@@ -403,7 +414,9 @@ def test_nothing_read_back_is_unpickled(package):
     for path in sources.product_files():
         if not path.is_relative_to(ROOT / package):
             continue
-        if sources.name_of(path) in BY_PIPE:
+        if sources.name_of(path) in WRITES_ONLY:
+            assert _called_of(sources.tree_of(path), "cloudpickle") == ["dumps"], path
+        elif sources.name_of(path) in BY_PIPE:
             assert _files_named(sources.tree_of(path)) == [], path
         else:
             assert _unpickled(sources.tree_of(path)) == [], path

@@ -295,7 +295,9 @@ def test_a_worker_with_other_code_does_nothing(
     without_ray(monkeypatch)
     use(write(tmp_path / "code"))
     model = saved(tmp_path / "model")
-    certifying = job.Certification(model, Data(), SETTINGS, "mine:net")._assignment
+    certifying = job.Certification(
+        job.Subject.load(model, "mine:net"), Data(), SETTINGS
+    )._assignment
     attacking = Attack(model, Data(), ATTACK, "mine:net").assignment
     certifying.placed()
     Attacker(attacking)

@@ -27,6 +27,7 @@ from dpdist.privacy.phases import (
     ParallelParts,
     Phase,
     RepeatAndSelect,
+    TrainedElsewhere,
     WorstOf,
     walk,
 )
@@ -86,6 +87,9 @@ FINGERPRINTS = {
     ),
     "f405565075d7acff3f059d99cb6a94e5635692e50e478e39557f9d998458f3c2": PrivacyPlan(
         1000, (NoisyVotes(1.3, 40, 10, 0.25, 50, 0.1),), 1e-5, math.inf, nominal=True
+    ),
+    "d92e2fc53c438fc9433e38d6ab57f6faa10d47d7c0a66eae7fd700e0b43b80fa": PrivacyPlan(
+        1000, (TrainedElsewhere(),), 1e-5
     ),
 }
 

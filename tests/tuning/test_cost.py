@@ -566,7 +566,9 @@ UNSEARCHED = {
 
 def test_every_method_is_previewed_or_refuses_a_search(recipe):
     names = {m.model_fields["name"].default for m in METHODS}
-    assert names == {name for name, *_ in OF_EACH} | UNSEARCHED.keys()
+    assert names == {name for name, *_ in OF_EACH} | UNSEARCHED.keys() | {"imported"}
+    with pytest.raises(UserError, match="tune: must be left out with method imported"):
+        recipe(method={"name": "imported"}, certify=None)
     for name, options in UNSEARCHED.items():
         neighbours = "replace-one" if name == "noisy-records" else "add-or-remove-one"
         with pytest.raises(UserError, match="does not go with tune"):
