@@ -338,15 +338,9 @@ def choose(
     times = _seconds(candidates, check_batch, rounds)
     best = asked if asked in candidates else _preferred(times, forms)
     spec = ClassifierSpec(
-        best,
-        batch,
-        torch.__version__,
-        name(device),
-        check_digest(answers[best]),
-        batch / times[best],
-        tuple(notes),
-        device.type,
-    )
+        best, batch, torch.__version__, name(device), check_digest(answers[best]),
+        batch / times[best], tuple(notes), device.type,
+    )  # fmt: skip
     return spec, candidates[best]
 
 

@@ -128,7 +128,7 @@ def test_certify_export_rebound(here: None, runs: Path) -> None:
 
 
 def test_options_of_another_certificate_are_refused(here: None, runs: Path) -> None:
-    for words in (("--bound", "hoeffding"), ("--norm", "l2"), ("--one-sided",)):
+    for words in (("--bound", "counts"), ("--norm", "l2"), ("--one-sided",)):
         refused = call("certify", "small", "--runs", runs, "--sigma", 0.25, *words)
         key = words[0][2:].replace("-", "_")
         assert isinstance(refused.exception, UserError), words
