@@ -2,8 +2,8 @@
 
 It is a run like any other: the plan of a recipe, its ledger, the same `PrivateStep`, checkpoints
 and a run folder. The script gives the module, the optimizer, the records and the loss, and its loop
-stands around the steps. What the script does between two steps is post-processing as long as it
-uses nothing but what `step` returned; what can be seen of the rest is on the card.
+stands around the steps. The code between two steps is post-processing as long as it uses nothing
+but the values that `step` returned; visible exceptions are on the card.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _unit_of(records: Records, index: int) -> Hashable:
 
 @contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Put the model's buffers back as they were: what a forward pass writes there is private."""
+    """Restore the model's buffers: a forward pass writes private values there."""
     before = [
         (own, [(name, each, None if each is None else each.clone()) for name, each in own.items()])
         for own in (module._buffers for module in model.modules())
@@ -365,8 +365,8 @@ class PrivateTraining:
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
     everything released so far. Each step takes a keyed Poisson sample, clips every record's
     gradient, adds up, puts the release on record, adds noise and divides by the expected batch: the
-    same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone. What is not
-    checked stands on the run's card.
+    same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone. Unchecked
+    assumptions stand on the run's card.
 
     The folder is an ordinary run folder. The same script continues it after a crash, from the
     newest checkpoint: it must build the same objects.
@@ -375,7 +375,7 @@ class PrivateTraining:
         model: the module itself, on its device; layers that normalise over the batch and modules
             wrapped for distributed training are refused.
         optimizer: any torch optimizer that needs no closure, of the model's parameters.
-        data: the private records: `(X, y)`, or what `dpdist.as_records` takes.
+        data: the private records: `(X, y)`, or any form that `dpdist.as_records` takes.
         loss: a name, such as "cross-entropy", or a callable that returns one value a record.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
         batch_size: expected number of records in a step; the real one is drawn.
@@ -383,7 +383,7 @@ class PrivateTraining:
         folder: of the run, made where it is not there.
         resources: `micro_batch` and `checkpoint_seconds` of a recipe's section, as a dict.
         state: schedulers and other objects with `state_dict` that a checkpoint keeps. It is written
-            when the next step begins, with what the loop's own lines did in between.
+            when the next step begins, after the loop's own lines in between.
         held_out: PUBLIC records `(X, y)` for evaluation, certificates and attacks; kept in the run
             folder.
         factory: "package.module:function" that builds this model from (input_shape, classes). With
@@ -518,7 +518,7 @@ class PrivateTraining:
         return recipe
 
     def _kind(self) -> str:
-        """Return what the targets are: "class", "number" or "labels"."""
+        """Return the kind of the targets: "class", "number" or "labels"."""
         if isinstance(self._loss, str):
             return _KINDS.get(self._loss, "class")
         return "number" if self._records.examples(2)[1].is_floating_point() else "class"
@@ -547,7 +547,7 @@ class PrivateTraining:
         return engine
 
     def _begin(self, examples: tuple[Any, Tensor]) -> None:
-        """Begin the run, or take over what it left; refuse before anything is written."""
+        """Begin or continue the run; refuse before anything is written."""
         recipe, folder, records = self._recipe, self.run, self._records
         noise: float | None = None
         try:
@@ -682,7 +682,7 @@ class PrivateTraining:
 
     @property
     def guarantee(self) -> Guarantee:
-        """Return what is proved of everything that was released so far, over all attempts.
+        """Return the guarantee of everything that was released so far, over all attempts.
 
         Its kind is "assumed: post-processing" where the script changed the model between steps.
         """
@@ -794,7 +794,7 @@ class PrivateTraining:
         return {name: id(parameter) for name, parameter in named if parameter.requires_grad}
 
     def _look_between(self) -> None:
-        """Note what the script changed since the last step, before anything more is released."""
+        """Note the script's changes since the last step, before anything more is released."""
         public = [each for each in self.state if isinstance(each, LRScheduler)]
         told = [each for each in public if not isinstance(each, ReduceLROnPlateau)]
         allowed = {"optimizer settings"} if told and len(told) == len(public) else set()
@@ -846,7 +846,7 @@ class PrivateTraining:
         )
 
     def _so_far(self) -> Callable[[], Guarantee]:
-        """Return what computes the guarantee of the steps up to the present one."""
+        """Return a function that computes the guarantee of the steps up to the present one."""
         plan, path, last = self.plan, self.run.ledger, self._done
 
         def found() -> Guarantee:

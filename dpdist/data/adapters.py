@@ -76,7 +76,7 @@ class Options:
         return self.pad_to if name != TARGETS and name != self.target else None
 
     def padding_of(self, name: str) -> float:
-        """Return what fills up a field."""
+        """Return the value that pads a field."""
         if isinstance(self.pad_value, Mapping):
             return self.pad_value.get(name, 0)
         return self.pad_value
@@ -113,7 +113,7 @@ def as_records(
             numbers 0..n-1, (low, high) for others.
         before_transform: returns the item at a position without random transforms, for the
             fingerprint; needed where a data set does not keep them in `transform`.
-        name: what complaints call the data.
+        name: the name of the data in errors.
 
     Raises:
         UserError: the data have no length or no records by position, or their records do not fit

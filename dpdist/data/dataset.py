@@ -179,7 +179,7 @@ class Dataset(Records):
         return tensor_of(seen)
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """What a model should say, int64: labels (B,), or the tokens that follow (B, T), below
+        """Return the targets, int64: labels (B,), or the tokens that follow (B, T), below
         0 where none does; of targets that are no classes, float32 (B, classes)."""
         import torch
 

@@ -1,4 +1,4 @@
-"""The protocol of data: what every training asks of its records.
+"""The protocol of data: the methods that every training calls on its records.
 
 `dpdist.data.adapters.as_records` makes such records of arrays, tables, data sets and loaders.
 
@@ -35,10 +35,10 @@ class Records(ABC):
     A class of one's own defines `__len__`, `batch` and `targets`, and may define the others.
 
     Attributes:
-        name: what complaints and cards call the records.
+        name: the records' name in errors and on cards.
         has_targets: whether `targets` says anything; a loss of one's own may need none.
-        assumed: what the guarantee assumes of these records because nobody can check it.
-        replaced: what came with the data and is not used, in words, such as a loader's sampler.
+        assumed: assumptions of the guarantee about these records that nobody can check.
+        replaced: parts that came with the data and are not used, such as a loader's sampler.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Records(ABC):
 
     @abstractmethod
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Return what a model should say for the records at these positions: (B,) or (B, ...)."""
+        """Return the targets of the records at these positions: (B,) or (B, ...)."""
 
     def unit_id(self, index: int) -> Hashable:
         """Return whom the record at this position belongs to; by default the record is its own

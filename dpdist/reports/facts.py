@@ -358,7 +358,7 @@ class Facts:
 
     @property
     def post_processed(self) -> list[str]:
-        """What a script changed between steps, where nobody checked what it was made of."""
+        """Return the changes that a script made between steps, whose origin nobody checked."""
         return _changed_between(self.recipe, self.folder)
 
     @property
@@ -435,7 +435,7 @@ class Facts:
 
     @property
     def measures(self) -> dict[str, str]:
-        """What was measured of targets that are no classes, by name, in words."""
+        """Return the measures of targets that are no classes, by name, as text."""
         measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
         found = {name: measured[name] for name in MEASURES.get(kind, ()) if name in measured}
         shares = kind == "labels"

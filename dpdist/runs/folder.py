@@ -194,7 +194,7 @@ class RunFolder:
 
     @property
     def script(self) -> Path:
-        """Of a run by a script's own loop: what the script changed between steps."""
+        """Return the file that lists the changes a script made between the steps of its own loop."""
         return self.private / "script.json"
 
     @property

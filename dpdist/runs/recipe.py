@@ -38,7 +38,7 @@ _NOT_IN_A_MODEL: Any = {
     "data": {"names"},
 }
 # Keys that were added with a default which changes nothing: digests made without them stay.
-_ADDED = {("training.loss", "cross-entropy"), ("data.targets", "class")}
+_ADDED: dict[str, Any] = {"training.loss": "cross-entropy", "data.targets": "class"}
 
 
 class Recipe(Sections):
@@ -112,7 +112,7 @@ class Recipe(Sections):
     def of_model(self) -> dict[str, Any]:
         """Return all settings that a model trained by it depends on, by dotted key."""
         settings = dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
-        return {key: value for key, value in settings.items() if (key, value) not in _ADDED}
+        return {key: value for key, value in settings.items() if value != _ADDED.get(key, ...)}
 
 
 class ScriptedRecipe(Recipe):

@@ -104,7 +104,7 @@ class Watch:
         self.remember()
 
     def remember(self) -> None:
-        """Take everything as it is now for what the last step left."""
+        """Take the present state as the one that the last step left."""
         kept, self._numbers = {}, {}
         for name, value in self._now():
             if isinstance(value, Tensor):
@@ -116,7 +116,7 @@ class Watch:
         self._kept, self._settings = kept, self._groups()
 
     def changed(self) -> list[str]:
-        """Return what differs from then, in words; nothing where nothing does."""
+        """Return the differences since then, in words; empty where there are none."""
         found, seen = set(), set()
         for name, value in self._now():
             kind = name.partition("/")[0]
