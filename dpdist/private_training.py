@@ -75,7 +75,7 @@ _WRAPPED = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise UserError for what is no module of its own."""
+    """Raise UserError for anything but a module of its own."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -121,7 +121,7 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _check_state(state: Sequence[Any]) -> None:
-    """Raise UserError for what a checkpoint cannot keep, or must not."""
+    """Raise UserError for objects that a checkpoint cannot keep, or must not."""
     if not isinstance(state, Sequence):
         raise UserError(f"state: must be a list of objects, got {type(state).__name__}")
     for place, each in enumerate(state):
@@ -312,14 +312,36 @@ _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class StepReport:
-    """Public and released values of one step.
+    """Hold the public and released values of one step of `dpdist.PrivateTraining`.
+
+    Guarantee: all fields but `private` follow from released values and public settings, so a loop
+    may print them and depend on them at no further privacy cost.
 
     Attributes:
         step: number of the step, from 0 on.
-        learning_rate: of the optimizer's first group in this step.
-        noisy_norm: L2 norm of the noisy sum of clipped gradients, which was released.
+        learning_rate: learning rate of the optimizer's first group in this step.
+        noisy_norm: L2 norm of the noisy sum of clipped gradients, which was released; one record
+            adds at most the clip norm.
+        epsilon: epsilon of all that was released up to this step, at the delta of the plan;
+            computed when it is asked for.
         private: losses and counts of private records, only with `private_metrics=True`: do not
             publish them, and do not let the loop depend on them.
+
+    Example:
+        >>> import tempfile, torch, dpdist
+        >>> inputs, labels = torch.randn(200, 4), torch.randint(2, (200,))
+        >>> model = torch.nn.Linear(4, 2)
+        >>> training = dpdist.PrivateTraining(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), (inputs, labels),
+        ...     loss="cross-entropy",
+        ...     privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        ...     batch_size=20, steps=2, folder=tempfile.mkdtemp() + "/run",
+        ... )
+        >>> first, second = training.step(), training.step()
+        >>> first.step, second.learning_rate, second.private is None
+        (0, 0.1, True)
+        >>> 0 < first.epsilon < second.epsilon
+        True
     """
 
     step: int
@@ -365,8 +387,8 @@ class PrivateTraining:
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
     everything released so far. Each step takes a keyed Poisson sample, clips every record's
     gradient, adds up, puts the release on record, adds noise and divides by the expected batch: the
-    same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone. What is not
-    checked stands on the run's card.
+    same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone.
+    Assumptions that nobody checked stand on the run's card.
 
     The folder is an ordinary run folder. The same script continues it after a crash, from the
     newest checkpoint: it must build the same objects.
@@ -375,7 +397,7 @@ class PrivateTraining:
         model: the module itself, on its device; layers that normalise over the batch and modules
             wrapped for distributed training are refused.
         optimizer: any torch optimizer that needs no closure, of the model's parameters.
-        data: the private records: `(X, y)`, or what `dpdist.as_records` takes.
+        data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
         loss: a name, such as "cross-entropy", or a callable that returns one value a record.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
         batch_size: expected number of records in a step; the real one is drawn.
@@ -393,7 +415,7 @@ class PrivateTraining:
         private_metrics: let `step` return losses and counts of private records, too.
 
     Raises:
-        UserError: one line that says what must be otherwise; nothing was released.
+        UserError: one line that names the wrong argument and its rule; nothing was released.
 
     Example:
         >>> import tempfile, torch, dpdist
@@ -475,7 +497,7 @@ class PrivateTraining:
         certify: Mapping[str, Any] | None,
         training: dict[str, Any],
     ) -> Recipe:
-        """Return what the run folder says of this training. Raises UserError."""
+        """Return the statement of the run folder about this training. Raises UserError."""
         name = _NAME.sub("-", self.run.name).strip("-._") or "run"
         data = _NAME.sub("-", self._records.name).strip("-._") or "records"
         recipe = parse(
@@ -518,7 +540,7 @@ class PrivateTraining:
         return recipe
 
     def _kind(self) -> str:
-        """Return what the targets are: "class", "number" or "labels"."""
+        """Return the kind of the targets: "class", "number" or "labels"."""
         if isinstance(self._loss, str):
             return _KINDS.get(self._loss, "class")
         return "number" if self._records.examples(2)[1].is_floating_point() else "class"
@@ -682,7 +704,7 @@ class PrivateTraining:
 
     @property
     def guarantee(self) -> Guarantee:
-        """Return what is proved of everything that was released so far, over all attempts.
+        """Return the guarantee of everything that was released so far, over all attempts.
 
         Its kind is "assumed: post-processing" where the script changed the model between steps.
         """
@@ -776,7 +798,7 @@ class PrivateTraining:
         self._check_form()
 
     def _check_form(self) -> None:
-        """Raise UserError where the model is not what it was when the object was made."""
+        """Raise UserError where the model changed since the object was made."""
         now = form_of(self.model)
         if now == self._form:
             return
@@ -846,7 +868,7 @@ class PrivateTraining:
         )
 
     def _so_far(self) -> Callable[[], Guarantee]:
-        """Return what computes the guarantee of the steps up to the present one."""
+        """Return a function that computes the guarantee of the steps up to the present one."""
         plan, path, last = self.plan, self.run.ledger, self._done
 
         def found() -> Guarantee:
@@ -909,26 +931,44 @@ def fit(
 ) -> RunFolder:
     """Train a module privately, all of it, and return its run folder.
 
-    Guarantee: that of `PrivateTraining`, which it builds and runs.
+    Guarantee: the trained weights and everything else that the run released are (epsilon,
+    delta)-differentially private, as `PrivateTraining(...).guarantee` states; `fit` builds a
+    `PrivateTraining` and takes all of its steps, with nothing in between.
 
     Args:
-        model: as in `PrivateTraining`; its trainable parameters are given to the optimizer.
-        data: as in `PrivateTraining`.
-        loss: as in `PrivateTraining`.
+        model: the module itself, as in `PrivateTraining`; its trainable parameters are given to the
+            optimizer.
+        data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
+        loss: a name, such as "cross-entropy", or a callable that returns one value a record.
         optimizer: "sgd", "adam" or "adamw", or a callable of (parameters, lr=...).
-        learning_rate: of the optimizer, constant.
-        privacy: as in `PrivateTraining`.
-        batch_size: the expected number of records a step.
-        steps: how many to take; or epochs.
-        epochs: passes over the data, in expectation; or steps.
-        folder: of the run.
+        learning_rate: learning rate of the optimizer, constant.
+        privacy: a `dpdist.Privacy`, or its fields as a dict.
+        batch_size: expected number of records in a step; the real one is drawn.
+        steps: number of steps; give this or epochs.
+        epochs: passes over the data, in expectation; give this or steps.
+        folder: folder of the run, made where it is not there; the same call continues it.
         options: further options of `PrivateTraining`, such as `held_out` and `factory`.
 
     Returns:
         The folder of the run, trained; a finished run is returned as it is.
 
     Raises:
-        UserError: as `PrivateTraining`.
+        UserError: the optimizer's name is unknown, or as `PrivateTraining`; or the training
+            diverged.
+
+    Source:
+        Abadi et al., CCS 2016 (DP-SGD).
+
+    Example:
+        >>> import tempfile, torch, dpdist
+        >>> inputs, labels = torch.randn(200, 4), torch.randint(2, (200,))
+        >>> run = dpdist.fit(
+        ...     torch.nn.Linear(4, 2), (inputs, labels), learning_rate=0.1,
+        ...     privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        ...     batch_size=20, steps=3, folder=tempfile.mkdtemp() + "/run",
+        ... )
+        >>> run.model.is_dir()
+        True
     """
     if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
         raise UserError(

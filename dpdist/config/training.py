@@ -150,7 +150,7 @@ class ScriptTraining(TrainingRecipe):
 
 
 class ScriptRecipe(Section):
-    """What a script gave `dpdist.PrivateTraining`, in words: no command can repeat it.
+    """Describe the arguments of `dpdist.PrivateTraining` in words: no command can repeat them.
 
     model, optimizer, loss: names of their classes or functions, or of a loss. replaced: what came
     with the records and was not used. assumed: what the guarantee rests on and nobody checked.

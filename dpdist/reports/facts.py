@@ -357,7 +357,7 @@ class Facts:
 
     @property
     def post_processed(self) -> list[str]:
-        """What a script changed between steps, where nobody checked what it was made of."""
+        """Return a script's changes between steps, whose origin nobody checked."""
         return _changed_between(self.recipe, self.folder)
 
     @property
@@ -434,7 +434,7 @@ class Facts:
 
     @property
     def measures(self) -> dict[str, str]:
-        """What was measured of targets that are no classes, by name, in words."""
+        """Return the measures for targets that are no classes, by name, in words."""
         measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
         found = {name: measured[name] for name in MEASURES.get(kind, ()) if name in measured}
         shares = kind == "labels"

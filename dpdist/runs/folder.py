@@ -194,7 +194,7 @@ class RunFolder:
 
     @property
     def script(self) -> Path:
-        """Of a run by a script's own loop: what the script changed between steps."""
+        """Return the file of changes that a script's own loop made between steps."""
         return self.private / "script.json"
 
     @property
