@@ -49,16 +49,34 @@ if TYPE_CHECKING:
 
 
 class CertificateTable(certificate.CertificateTable):
-    """A finished certification: one row for each certified input, in arrays of equal length.
+    """Hold a finished certification: one row for each certified input, in arrays of equal length.
+
+    Guarantee: each row by itself is wrong with probability at most `alpha`, over the noise.
+    `certified_accuracy(size)` is the share of these inputs, a measured number;
+    `population_bounds()` bounds the share in the population that the inputs were drawn from.
+    `to_arrow()` has all columns.
 
     Attributes:
-        index: (N,) positions of the inputs in the data.
-        label: (N,) true classes.
-        prediction: (N,) certified classes; -1 where the classifier abstains.
-        radius: (N,) certified radii in input units of `norm`; 0 where the classifier abstains.
-        alpha: error of each certificate.
+        index: (N,) int64 positions of the inputs in the data.
+        label: (N,) int64 true classes.
+        prediction: (N,) int64 certified classes; -1 where the classifier abstains.
+        radius: (N,) float64 certified radii in input units of `norm`; 0 where the classifier
+            abstains.
+        alpha: error probability of each certificate.
         sigma, n, mode, norm: as the settings say.
-        path: certificates.parquet.
+        path: certificates.parquet; gone when `certify` was given no folder.
+
+    Example:
+        >>> import numpy as np, torch, dpdist
+        >>> inputs, labels = np.eye(2, dtype=np.float32), np.array([0, 1])
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
+        >>> settings = dpdist.Cohen(sigma=0.25, n=1000)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table.certified_accuracy(0.25), table.to_arrow().num_rows, table.norm
+        (1.0, 2, 'l2')
+        >>> [bound.radius for bound in table.population_bounds([0.25])]
+        [0.25]
     """
 
     def population_bounds(
@@ -89,8 +107,8 @@ def certify(
 ) -> Any:
     """Certify the answers of any classifier, on all CPUs of this machine or of a cluster.
 
-    Each certificate is wrong with probability at most `settings.alpha`, over the noise. The table
-    is the same to the byte on any number of actors, and the same call with the same folder
+    Guarantee: each certificate is wrong with probability at most `settings.alpha`, over the noise.
+    The table is the same to the byte on any number of actors. The same call with the same folder
     continues an interrupted certification, or returns the finished one. Outside of
     `dpdist.connect()` a session of Ray is started and ended.
 
@@ -100,7 +118,7 @@ def certify(
             ("package.module:factory"), a `RunFolder`, a `Release`, or the path of a run, of a
             release or of a model folder.
         data: the inputs to certify and their labels: the name of a built-in set; a path as
-            `dpdist import --data` takes it; `(X, y)` of arrays or tensors, and whatever else
+            `dpdist import --data` takes it; `(X, y)` of arrays or tensors, and all else that
             `dpdist.as_records` takes; a data set that `dpdist.data.load` returned. Of a run or a
             release, None is its test split. Pictures of uint8 become numbers from 0 to 1.
         settings: the certificate, such as `dpdist.Cohen(sigma=0.25, n=100_000)`, and which inputs.
@@ -115,15 +133,16 @@ def certify(
         trusted_factory: "package.module:factory" that may be imported for a model folder.
         chunk_seconds: the work that an actor gets at a time.
         say: is told of GPUs.
-        **old: of the deprecated call.
+        old: `actors` and `gpus` of the deprecated call; refused otherwise.
 
     Returns:
-        A `CertificateTable`.
+        A `CertificateTable`; from the deprecated call a pyarrow Table.
 
     Raises:
         UserError: classifier, data and settings do not fit, or the folder holds another
             certification.
         ClusterError: the actors failed for good.
+        TypeError: a keyword argument is unknown.
 
     Source:
         Cohen, Rosenfeld and Kolter, ICML 2019; the other settings name theirs.
@@ -302,7 +321,7 @@ def _code_of(what: Any) -> FactoryCode:
 
 
 def _digest(module: nn.Module, code: FactoryCode, raw: bytes = b"") -> str:
-    """Hex digest of a module's weights, structure and code: names what was executed."""
+    """Hex digest of a module's weights, structure and code: names the executed classifier."""
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.object")
     digest.update(repr(module).encode())
     for name, tensor in module.state_dict().items():
@@ -369,7 +388,7 @@ def as_numbers(inputs: Any) -> torch.Tensor:
 
 
 def test_inputs(data: Any) -> Data:
-    """Return inputs with labels, of whatever `certify` takes. Raises UserError."""
+    """Return inputs with labels, of anything that `certify` takes. Raises UserError."""
     if data is None:
         raise UserError(
             "data: must be given for a model without a run: the inputs and their labels"

@@ -2,8 +2,8 @@
 
 It is a run like any other: the plan of a recipe, its ledger, the same `PrivateStep`, checkpoints
 and a run folder. The script gives the module, the optimizer, the records and the loss, and its loop
-stands around the steps. The code between two steps is post-processing as long as it uses nothing
-but the values that `step` returned; visible exceptions are on the card.
+stands around the steps. What the script does between two steps is post-processing as long as it
+uses nothing but what `step` returned; what can be seen of the rest is on the card.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _WRAPPED = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise UserError for what is no module of its own."""
+    """Raise UserError for anything but a module of its own."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -121,7 +121,7 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _check_state(state: Sequence[Any]) -> None:
-    """Raise UserError for what a checkpoint cannot keep, or must not."""
+    """Raise UserError for objects that a checkpoint cannot keep, or must not."""
     if not isinstance(state, Sequence):
         raise UserError(f"state: must be a list of objects, got {type(state).__name__}")
     for place, each in enumerate(state):
@@ -190,7 +190,7 @@ def _unit_of(records: Records, index: int) -> Hashable:
 
 @contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers: a forward pass writes private values there."""
+    """Put the model's buffers back as they were: what a forward pass writes there is private."""
     before = [
         (own, [(name, each, None if each is None else each.clone()) for name, each in own.items()])
         for own in (module._buffers for module in model.modules())
@@ -312,14 +312,36 @@ _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class StepReport:
-    """Public and released values of one step.
+    """Hold the public and released values of one step of `dpdist.PrivateTraining`.
+
+    Guarantee: all fields but `private` follow from released values and public settings, so a loop
+    may print them and depend on them at no further privacy cost.
 
     Attributes:
         step: number of the step, from 0 on.
-        learning_rate: of the optimizer's first group in this step.
-        noisy_norm: L2 norm of the noisy sum of clipped gradients, which was released.
+        learning_rate: learning rate of the optimizer's first group in this step.
+        noisy_norm: L2 norm of the noisy sum of clipped gradients, which was released; one record
+            adds at most the clip norm.
+        epsilon: epsilon of all that was released up to this step, at the delta of the plan;
+            computed when it is asked for.
         private: losses and counts of private records, only with `private_metrics=True`: do not
             publish them, and do not let the loop depend on them.
+
+    Example:
+        >>> import tempfile, torch, dpdist
+        >>> inputs, labels = torch.randn(200, 4), torch.randint(2, (200,))
+        >>> model = torch.nn.Linear(4, 2)
+        >>> training = dpdist.PrivateTraining(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), (inputs, labels),
+        ...     loss="cross-entropy",
+        ...     privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        ...     batch_size=20, steps=2, folder=tempfile.mkdtemp() + "/run",
+        ... )
+        >>> first, second = training.step(), training.step()
+        >>> first.step, second.learning_rate, second.private is None
+        (0, 0.1, True)
+        >>> 0 < first.epsilon < second.epsilon
+        True
     """
 
     step: int
@@ -365,8 +387,8 @@ class PrivateTraining:
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
     everything released so far. Each step takes a keyed Poisson sample, clips every record's
     gradient, adds up, puts the release on record, adds noise and divides by the expected batch: the
-    same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone. Unchecked
-    assumptions stand on the run's card.
+    same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone.
+    Assumptions that nobody checked stand on the run's card.
 
     The folder is an ordinary run folder. The same script continues it after a crash, from the
     newest checkpoint: it must build the same objects.
@@ -375,7 +397,7 @@ class PrivateTraining:
         model: the module itself, on its device; layers that normalise over the batch and modules
             wrapped for distributed training are refused.
         optimizer: any torch optimizer that needs no closure, of the model's parameters.
-        data: the private records: `(X, y)`, or any form that `dpdist.as_records` takes.
+        data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
         loss: a name, such as "cross-entropy", or a callable that returns one value a record.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
         batch_size: expected number of records in a step; the real one is drawn.
@@ -383,7 +405,7 @@ class PrivateTraining:
         folder: of the run, made where it is not there.
         resources: `micro_batch` and `checkpoint_seconds` of a recipe's section, as a dict.
         state: schedulers and other objects with `state_dict` that a checkpoint keeps. It is written
-            when the next step begins, after the loop's own lines in between.
+            when the next step begins, with what the loop's own lines did in between.
         held_out: PUBLIC records `(X, y)` for evaluation, certificates and attacks; kept in the run
             folder.
         factory: "package.module:function" that builds this model from (input_shape, classes). With
@@ -393,7 +415,7 @@ class PrivateTraining:
         private_metrics: let `step` return losses and counts of private records, too.
 
     Raises:
-        UserError: one line that says what must be otherwise; nothing was released.
+        UserError: one line that names the wrong argument and its rule; nothing was released.
 
     Example:
         >>> import tempfile, torch, dpdist
@@ -475,7 +497,7 @@ class PrivateTraining:
         certify: Mapping[str, Any] | None,
         training: dict[str, Any],
     ) -> Recipe:
-        """Return what the run folder says of this training. Raises UserError."""
+        """Return the statement of the run folder about this training. Raises UserError."""
         name = _NAME.sub("-", self.run.name).strip("-._") or "run"
         data = _NAME.sub("-", self._records.name).strip("-._") or "records"
         recipe = parse(
@@ -547,7 +569,7 @@ class PrivateTraining:
         return engine
 
     def _begin(self, examples: tuple[Any, Tensor]) -> None:
-        """Begin or continue the run; refuse before anything is written."""
+        """Begin the run, or take over what it left; refuse before anything is written."""
         recipe, folder, records = self._recipe, self.run, self._records
         noise: float | None = None
         try:
@@ -776,7 +798,7 @@ class PrivateTraining:
         self._check_form()
 
     def _check_form(self) -> None:
-        """Raise UserError where the model is not what it was when the object was made."""
+        """Raise UserError where the model changed since the object was made."""
         now = form_of(self.model)
         if now == self._form:
             return
@@ -794,7 +816,7 @@ class PrivateTraining:
         return {name: id(parameter) for name, parameter in named if parameter.requires_grad}
 
     def _look_between(self) -> None:
-        """Note the script's changes since the last step, before anything more is released."""
+        """Note what the script changed since the last step, before anything more is released."""
         public = [each for each in self.state if isinstance(each, LRScheduler)]
         told = [each for each in public if not isinstance(each, ReduceLROnPlateau)]
         allowed = {"optimizer settings"} if told and len(told) == len(public) else set()
@@ -909,26 +931,44 @@ def fit(
 ) -> RunFolder:
     """Train a module privately, all of it, and return its run folder.
 
-    Guarantee: that of `PrivateTraining`, which it builds and runs.
+    Guarantee: the trained weights and everything else that the run released are (epsilon,
+    delta)-differentially private, as `PrivateTraining(...).guarantee` states; `fit` builds a
+    `PrivateTraining` and takes all of its steps, with nothing in between.
 
     Args:
-        model: as in `PrivateTraining`; its trainable parameters are given to the optimizer.
-        data: as in `PrivateTraining`.
-        loss: as in `PrivateTraining`.
+        model: the module itself, as in `PrivateTraining`; its trainable parameters are given to the
+            optimizer.
+        data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
+        loss: a name, such as "cross-entropy", or a callable that returns one value a record.
         optimizer: "sgd", "adam" or "adamw", or a callable of (parameters, lr=...).
-        learning_rate: of the optimizer, constant.
-        privacy: as in `PrivateTraining`.
-        batch_size: the expected number of records a step.
-        steps: how many to take; or epochs.
-        epochs: passes over the data, in expectation; or steps.
-        folder: of the run.
+        learning_rate: learning rate of the optimizer, constant.
+        privacy: a `dpdist.Privacy`, or its fields as a dict.
+        batch_size: expected number of records in a step; the real one is drawn.
+        steps: number of steps; give this or epochs.
+        epochs: passes over the data, in expectation; give this or steps.
+        folder: folder of the run, made where it is not there; the same call continues it.
         options: further options of `PrivateTraining`, such as `held_out` and `factory`.
 
     Returns:
         The folder of the run, trained; a finished run is returned as it is.
 
     Raises:
-        UserError: as `PrivateTraining`.
+        UserError: the optimizer's name is unknown, or as `PrivateTraining`; or the training
+            diverged.
+
+    Source:
+        Abadi et al., CCS 2016 (DP-SGD).
+
+    Example:
+        >>> import tempfile, torch, dpdist
+        >>> inputs, labels = torch.randn(200, 4), torch.randint(2, (200,))
+        >>> run = dpdist.fit(
+        ...     torch.nn.Linear(4, 2), (inputs, labels), learning_rate=0.1,
+        ...     privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        ...     batch_size=20, steps=3, folder=tempfile.mkdtemp() + "/run",
+        ... )
+        >>> run.model.is_dir()
+        True
     """
     if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
         raise UserError(

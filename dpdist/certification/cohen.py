@@ -293,7 +293,49 @@ class Smoothing(Certificate):
 
 
 class Cohen(Smoothing):
-    """CERTIFY: n0 draws choose a class, exactly n others bound its probability from below."""
+    """Certify by CERTIFY: n0 draws choose a class, exactly n others bound its probability below.
+
+    Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
+    smoothed classifier answers the certified class everywhere within the certified radius, or the
+    verdict abstains. With Gaussian noise the radius is sigma Phi^-1(p_lower), in L2; p_lower is the
+    lower bound of Clopper and Pearson. The radius is never rounded up.
+
+    Args:
+        sigma: standard deviation of the noise, in input units, above 0.
+        noise: "gaussian" certifies L2 balls; "laplace" and "uniform" certify L1 balls.
+        noise_bank: use one noise stream for all inputs; errors of inputs can then coincide.
+        n0: draws that choose the class, for each input.
+        n: draws that bound its probability, for each input.
+        alpha: error probability of each input's certificate, strictly between 0 and 1.
+        radii: radii that summaries show, in input units, ascending; no result depends on them.
+        start: index of the first input.
+        every: certify every k-th input from there on.
+        max_inputs: the most inputs to certify; None: no limit.
+        batch: rows of the executed batch, which is also the block of draws; None: chosen for the
+            input's size.
+        seed: seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
+            results.
+        form: inference form: "frozen", "compiled", "channels-last", "eager" or "bf16"; None: chosen
+            by a probe.
+        generator: "aes" or "philox"; None: aes on CPUs, philox on GPUs.
+
+    Raises:
+        pydantic.ValidationError: a value is out of range; `dpdist.settings_of` raises UserError
+            instead.
+
+    Source:
+        Cohen, Rosenfeld and Kolter, ICML 2019: Theorem 1 and Section 3.2.
+
+    Example:
+        >>> import numpy as np, torch, dpdist
+        >>> inputs, labels = np.eye(2, dtype=np.float32), np.array([0, 1])
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
+        >>> settings = dpdist.Cohen(sigma=0.25, n=1000)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table.prediction.tolist(), bool((table.radius > 0.25).all())
+        ([0, 1], True)
+    """
 
     mode: Literal["fixed"] = "fixed"
     free: ClassVar[frozenset[str]] = frozenset({"radii"})  # only what is to be shown of the results
@@ -406,10 +448,28 @@ def predict(counts: np.ndarray, alpha: float, draws: int | None = None) -> int:
 
 
 class HoeffdingVotes(Cohen):
-    """CERTIFY with Hoeffding's bound in place of Clopper and Pearson's: valid, and never larger.
+    """Certify as `dpdist.Cohen`, with Hoeffding's bound in place of Clopper and Pearson's.
 
+    Guarantee: that of `dpdist.Cohen`, at the same `alpha`. On the same draws no radius is larger.
     It is for comparison with certificates that were made so, such as PixelDP's (Lecuyer et al.,
-    2019); asked for by ``bound: hoeffding`` beside sigma.
+    2019). A recipe asks for it by ``bound: hoeffding`` beside sigma.
+
+    Args:
+        sigma: standard deviation of the noise, in input units; all further fields are those of
+            `dpdist.Cohen`.
+
+    Raises:
+        pydantic.ValidationError: as for `dpdist.Cohen`.
+
+    Source:
+        Hoeffding, Journal of the American Statistical Association 1963.
+
+    Example:
+        >>> import dpdist
+        >>> by_hoeffding = dpdist.HoeffdingVotes(sigma=0.25).lower_bound(990, 1000, 0.001)
+        >>> by_cohen = dpdist.Cohen(sigma=0.25).lower_bound(990, 1000, 0.001)
+        >>> round(float(by_hoeffding), 3), round(float(by_cohen), 3)
+        (0.931, 0.976)
     """
 
     mode: Literal["hoeffding"] = "hoeffding"  # type: ignore[assignment]
@@ -436,7 +496,34 @@ _OF_RUNNER_UP = 0.1  # of the error
 
 
 class TwoClass(Cohen):
-    """Cohen's procedure, the runner-up bounded by its own count. Gaussian noise."""
+    """Certify as `dpdist.Cohen`, with the runner-up bounded by its own count. Gaussian noise only.
+
+    Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
+    smoothed classifier answers the certified class everywhere within the certified L2 radius, or
+    the verdict abstains. The radius is sigma / 2 (Phi^-1(p_a) - Phi^-1(p_b)). Nine tenths of alpha
+    are for the lower bound p_a of the class, a tenth for the upper bound p_b of every other class.
+    The radius is never below that of `dpdist.Cohen` at 0.9 alpha. The module's text has the proof.
+
+    Args:
+        sigma: standard deviation of the noise, in input units; all further fields are those of
+            `dpdist.Cohen`, with `noise` "gaussian".
+
+    Raises:
+        pydantic.ValidationError: as for `dpdist.Cohen`, or the noise is not Gaussian.
+
+    Source:
+        Cohen, Rosenfeld and Kolter, ICML 2019: Theorem 1, with both bounds.
+
+    Example:
+        >>> import numpy as np, torch, dpdist
+        >>> inputs, labels = np.eye(2, dtype=np.float32), np.array([0, 1])
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
+        >>> settings = dpdist.TwoClass(sigma=0.25, n=1000)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table.prediction.tolist(), bool((table.radius > 0.25).all())
+        ([0, 1], True)
+    """
 
     mode: Literal["two-class"] = "two-class"  # type: ignore[assignment]
     counted: ClassVar[str] = "{n:,} draws an input, the runner-up bounded by its own"

@@ -94,12 +94,46 @@ class OfHiddenNoise(Certificate):
 
 
 class ExpectedScores(OfHiddenNoise):
-    """Sums of scores over n draws in canonical blocks, then every certificate at once.
+    """Certify by mean scores under the noise behind a model's own first layer.
 
-    PixelDP, HGM-PixelDP, Secure-SGD. alpha = 1 - eta: error probability of each input's bounds, all
-    classes and both sides together. n0: draws that choose the class of the Cohen-style certificate,
-    used for nothing else. bound: empirical Bernstein, Hoeffding, or Clopper-Pearson on counts of
-    the argmax. norm: whose exact Gaussian size is the table's radius; both are stored.
+    Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
+    class with the largest expected score (by "counts": with most votes) stays the same everywhere
+    within the certified size, or the verdict abstains. The table's radius is the exact Gaussian
+    size in `norm`. One table has the sizes of PixelDP, HGM and Secure-SGD too, in L2 and
+    L-infinity, and those of Cohen's vote, each valid by itself. The column as_printed_linf is a
+    formula of a paper that does not hold.
+
+    Args:
+        n: draws for each input, at least 2.
+        n0: draws that choose the class of the vote, used for nothing else.
+        alpha: error probability of each input's bounds, all classes and both sides together; papers
+            call 1 - alpha eta.
+        bound: "hoeffding", "bernstein" (empirical), or "counts": Clopper and Pearson's of how often
+            each class had the largest score.
+        norm: "l2" or "linf": the norm of the table's radius, in input units. All further fields are
+            those of `dpdist.Cohen`, without `sigma`, `noise` and `noise_bank`.
+
+    Raises:
+        pydantic.ValidationError: a value is out of range, or `sigma` is given: the noise is the
+            model's own.
+
+    Source:
+        Lecuyer et al., IEEE S&P 2019; Phan et al., IJCAI 2019; the sizes and their proofs:
+        `dpdist.certification.score_bounds`.
+
+    Example:
+        >>> import numpy as np, torch, dpdist
+        >>> from dpdist import models
+        >>> inputs, labels = np.eye(2, dtype=np.float32), np.array([0, 1])
+        >>> layers = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+        >>> for scale, layer in zip((1, 10), layers):
+        ...     _ = layer.weight.data.copy_(scale * torch.eye(2))
+        >>> model = torch.nn.Sequential(*layers)
+        >>> models.attach_noise(model, torch.full((2,), 0.25))  # behind the first layer
+        >>> settings = dpdist.ExpectedScores(n=1000)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table.prediction.tolist(), table.certified_accuracy(0.1)
+        ([0, 1], 1.0)
     """
 
     bound: ScoreBound = "hoeffding"

@@ -263,7 +263,37 @@ class _Sequential(Smoothing):
 
 
 class TargetRadius(_Sequential):
-    """Early stopping: exact tests of the target radii at planned looks; certifies those only."""
+    """Certify given radii, by exact tests at planned looks that stop as soon as all is decided.
+
+    Guarantee: for each input by itself, the probability over the draws that a certified radius is
+    false is at most `alpha`, over all looks and all radii together. Radii are tested in ascending
+    order, and the first failure ends the tests. Only radii of the list are certified, so an
+    input's radius is the largest that passed. The table cannot be bounded again at another alpha.
+
+    Args:
+        sigma: standard deviation of the noise, in input units.
+        radii: the radii to decide, in input units of the noise's norm, ascending; at least one.
+        n: the most draws for each input; an input stops earlier when it is decided.
+        alpha: error probability of each input's certificate, strictly between 0 and 1.
+        batch: looks are at multiples of it; all further fields are those of `dpdist.Cohen`.
+
+    Raises:
+        pydantic.ValidationError: as for `dpdist.Cohen`; or radii are missing, do not ascend or
+            cannot be reached with this noise.
+
+    Source:
+        Armitage, McPherson and Rowe, JRSS A 1969; spending by Lan and DeMets, Biometrika 1983.
+
+    Example:
+        >>> import numpy as np, torch, dpdist
+        >>> inputs, labels = np.eye(2, dtype=np.float32), np.array([0, 1])
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
+        >>> settings = dpdist.TargetRadius(sigma=0.25, radii=(0.25,), n=10_000, batch=100)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table.radius.tolist(), max(table.to_arrow()["n"].to_pylist()) < 10_000
+        ([0.25, 0.25], True)
+    """
 
     mode: Literal["target"] = "target"
     spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
@@ -453,7 +483,37 @@ def _possible(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndar
 
 
 class Anytime(_Sequential):
-    """A confidence sequence: stops when every radius is decided, and may be re-bounded later."""
+    """Certify by a confidence sequence, which is valid at every number of draws at once.
+
+    Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
+    smoothed classifier answers the certified class everywhere within the certified radius, or the
+    verdict abstains, whenever the draws were stopped. Drawing stops when every radius of the list
+    is decided. The table may be bounded again at another alpha that was chosen beforehand.
+
+    Args:
+        sigma: standard deviation of the noise, in input units.
+        radii: the radii that end the draws once they are decided, in input units of the noise's
+            norm, ascending; without any, each input takes all n draws.
+        n: the most draws for each input.
+        alpha: error probability of each input's certificate, strictly between 0 and 1/4.
+        batch: draws between two decisions; all further fields are those of `dpdist.Cohen`.
+
+    Raises:
+        pydantic.ValidationError: as for `dpdist.Cohen`; or alpha is 1/4 or more.
+
+    Source:
+        Ville's inequality, for the likelihood ratio averaged over a beta distribution.
+
+    Example:
+        >>> import numpy as np, torch, dpdist
+        >>> inputs, labels = np.eye(2, dtype=np.float32), np.array([0, 1])
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
+        >>> settings = dpdist.Anytime(sigma=0.25, radii=(0.25,), n=10_000, batch=100)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table.certified_accuracy(0.25), max(table.to_arrow()["n"].to_pylist()) < 10_000
+        (1.0, True)
+    """
 
     mode: Literal["anytime"] = "anytime"
     spending: ClassVar[str] = "beta mixture, 1/alpha"

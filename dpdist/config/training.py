@@ -150,11 +150,10 @@ class ScriptTraining(TrainingRecipe):
 
 
 class ScriptRecipe(Section):
-    """The objects that a script gave `dpdist.PrivateTraining`, by name: no command can repeat it.
+    """Describe the arguments of `dpdist.PrivateTraining` in words: no command can repeat them.
 
-    model, optimizer, loss: names of their classes or functions, or of a loss. replaced: parts that
-    came with the records and were not used. assumed: assumptions of the guarantee that nobody
-    checked.
+    model, optimizer, loss: names of their classes or functions, or of a loss. replaced: what came
+    with the records and was not used. assumed: what the guarantee rests on and nobody checked.
     """
 
     model: Text

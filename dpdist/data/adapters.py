@@ -66,7 +66,7 @@ class Options:
     single: bool = False
 
     def refuse(self, rule: str, then: str) -> NoReturn:
-        """Raise UserError: what the data must be, and what to do."""
+        """Raise UserError with a rule that the data break, and a way to go on."""
         raise UserError(f"{self.name}: {rule}; {then}") from None
 
     def length_of(self, name: str) -> int | None:
@@ -76,7 +76,7 @@ class Options:
         return self.pad_to if name != TARGETS and name != self.target else None
 
     def padding_of(self, name: str) -> float:
-        """Return the value that pads a field."""
+        """Return the value that fills up a field."""
         if isinstance(self.pad_value, Mapping):
             return self.pad_value.get(name, 0)
         return self.pad_value
@@ -97,6 +97,10 @@ def as_records(
 ) -> Records:
     """Make records of arrays, tables, data sets and loaders, whose own samplers are not used.
 
+    Guarantee: each record's tensors are made of one item alone, under seeds of its position, and a
+    loader's collate function gets one item at a time. A training draws its own samples: orders,
+    weights and batches of a sampler are replaced, and `replaced` names them.
+
     Args:
         data: `(X, y)` or X, of arrays or tensors (X may be a tuple or dict of them); a map-style
             data set, a list of items or a `DataLoader`; a `datasets.Dataset`, a pandas `DataFrame`,
@@ -104,24 +108,33 @@ def as_records(
             set; `Records`.
         inputs: of named fields, the one that is the input, or several: features of a table, else a
             dict. Default: all but target and unit.
-        target: of named fields, the one that a model should say.
+        target: of named fields, the one that a model should say: one value or tensor a record.
         unit: whom each record belongs to: a field's name, or one value for each record.
         classes: whole-number targets must lie in 0..classes-1.
         pad_to: public length of dimension 0 of a record's input, or of several by field: shorter
             ones are filled up with `pad_value`, longer ones are cut.
+        pad_value: fills up short records: one value, or one by field.
         ranges: public ranges by field, for the examples that a model is checked on: n for whole
             numbers 0..n-1, (low, high) for others.
         before_transform: returns the item at a position without random transforms, for the
             fingerprint; needed where a data set does not keep them in `transform`.
-        name: the name of the data in errors.
+        name: name of the data in complaints and on cards.
+
+    Returns:
+        `dpdist.Records`: their `batch(indices)` returns inputs (B, ...), a tensor or a tuple or
+        dict of tensors, and `targets(indices)` returns (B,) or (B, ...). `Records` are returned
+        as they are.
 
     Raises:
         UserError: the data have no length or no records by position, or their records do not fit
-            together. The text says what to do, and holds no record's value.
+            together. The text says how to go on, and holds no record's value.
 
     Example:
-        >>> len(as_records((np.zeros((4, 2)), np.array([0, 1, 1, 0])), classes=2))
-        4
+        >>> import numpy as np, dpdist
+        >>> data = np.zeros((4, 2)), np.array([0, 1, 1, 0])
+        >>> records = dpdist.as_records(data, classes=2)
+        >>> len(records), records.batch(np.array([0, 3])).shape
+        (4, torch.Size([2, 2]))
     """
     named = (inputs,) if isinstance(inputs, str) else tuple(inputs)
     options = Options(
@@ -132,7 +145,7 @@ def as_records(
 
 
 def adapt(data: Any, options: Options) -> Records:
-    """Return records of whatever `as_records` takes. Raises UserError."""
+    """Return records of anything that `as_records` takes. Raises UserError."""
     if isinstance(data, Records):
         if not hasattr(data, "name"):
             data.name = options.name
@@ -277,15 +290,13 @@ def _long(target: Tensor) -> Tensor:
 def check_targets(records: Records, loss: str, outputs: int) -> None:
     """Raise UserError for records that a named loss cannot learn: without targets, or with classes
     that the model has no output for, whose value torch would tell in its error."""
-    options = Options(records.name, classes=outputs if loss == "cross-entropy" else None)
     if not records.has_targets:
-        options.refuse(
+        Options(records.name).refuse(
             f"must have targets for the loss {loss}, got inputs alone",
             "give (X, y), name the field with as_records(..., target=...), or a loss of your own",
         )
-    for start in range(0, len(records) if options.classes else 0, _AT_ONCE):
-        rows = np.arange(start, min(start + _AT_ONCE, len(records)))
-        check_labels(records.targets(rows), options)
+    if loss == "cross-entropy":
+        check_classes(records, outputs)
 
 
 def check_labels(target: Tensor, options: Options) -> None:
@@ -300,6 +311,21 @@ def check_labels(target: Tensor, options: Options) -> None:
             f"targets must be 0 to {options.classes - 1} ({options.classes} classes), got others",
             "number the classes from 0, or say how many there are",
         )
+
+
+def check_classes(records: Records, classes: int) -> None:
+    """Raise UserError for a target outside 0..classes-1, whose value torch's own error would tell.
+
+    Items were read once when they were checked, and are not read again.
+    """
+    options = Options(records.name, classes=classes)
+    if isinstance(records, ItemRecords):
+        for extreme in records.extremes:
+            check_labels(extreme, options)
+        return
+    for start in range(0, len(records), _AT_ONCE):
+        rows = np.arange(start, min(start + _AT_ONCE, len(records)))
+        check_labels(records.targets(rows), options)
 
 
 def _units(options: Options, named: dict[str, Tensor]) -> Sequence[Hashable] | None:
@@ -519,6 +545,7 @@ class ItemRecords(Records):
         self._plain = source if plain is None else plain
         self._key = _CHECK_KEY
         self._last: tuple[bytes, Any, Tensor] | None = None
+        self.extremes: tuple[Tensor, ...] = ()  # targets (1, ...) with the least and largest class
         self._count = _length(source, options)
         self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         with kept_generators():
@@ -676,6 +703,7 @@ class ItemRecords(Records):
             wanted = self._split(named, shape)[1]
             if wanted is not None:
                 check_labels(wanted.unsqueeze(0), options)
+                self._widen(wanted)
             if isinstance(options.unit, str):
                 item = self._item(self._plain.__getitem__, index, _CHECK_KEY)
                 if not isinstance(item, Mapping) or options.unit not in item:
@@ -686,6 +714,17 @@ class ItemRecords(Records):
         return None if options.unit is None else _check_units(
             options, list(options.unit), self._count
         )  # fmt: skip
+
+    def _widen(self, wanted: Tensor) -> None:
+        """Remember a record's target where it is the least or the largest so far."""
+        if wanted.is_floating_point() or not wanted.numel():
+            return
+        least, most = self.extremes or (wanted.unsqueeze(0), wanted.unsqueeze(0))
+        if wanted.min() < least.min():
+            least = wanted.unsqueeze(0)
+        if wanted.max() > most.max():
+            most = wanted.unsqueeze(0)
+        self.extremes = least, most
 
     def _compare(self, own: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Raise UserError for a record of other fields, types or shapes than the first one."""
@@ -736,7 +775,7 @@ def _chained(first: tuple[Any, ...], items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _length(source: Any, options: Options) -> int:
-    """Return a data set's length. Raises UserError for what has none, or no items by position."""
+    """Return a data set's length. Raises UserError without one, or without items by position."""
     kind = type(source).__name__
     iterable = isinstance(source, torch_data.IterableDataset) or kind.startswith("Iterable")
     if iterable or not hasattr(source, "__getitem__"):
@@ -758,7 +797,7 @@ def _length(source: Any, options: Options) -> int:
 
 
 def _named(item: Any, options: Options) -> tuple[dict[str, Any], Any]:
-    """Return an item's fields by name, and what a batch of them is: dict, tuple or None."""
+    """Return an item's fields by name, and the form of a batch of them: dict, tuple or None."""
     if isinstance(item, Mapping):
         if options.inputs:
             unit = options.unit if isinstance(options.unit, str) else None

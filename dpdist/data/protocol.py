@@ -1,10 +1,10 @@
-"""The protocol of data: the methods that every training calls on its records.
+"""The protocol of data: the calls by which every training reads its records.
 
 `dpdist.data.adapters.as_records` makes such records of arrays, tables, data sets and loaders.
 
-A record's draw, its unit and its place never depend on another record, and positions stay what they
-are for a whole run: a step's sample is a set of positions, drawn under the run key. So whatever
-orders, weights or batches records elsewhere (a sampler, a shuffled loader) is replaced, and named.
+A record's draw, its unit and its place never depend on another record, and positions stay the
+same for a whole run: a step's sample is a set of positions, drawn under the run key. So a sampler
+or a shuffled loader, which orders, weights or batches records elsewhere, is replaced, and named.
 
 No text of an error holds a record's value: it names fields, types, shapes and positions.
 """
@@ -30,15 +30,35 @@ INPUTS, TARGETS = "inputs", "targets"  # names of fields where the data give non
 
 
 class Records(ABC):
-    """Records to train on, each at a position from 0 on that it keeps for the whole run.
+    """Hold records to train on, each at a position from 0 on that it keeps for the whole run.
 
-    A class of one's own defines `__len__`, `batch` and `targets`, and may define the others.
+    Guarantee: a private training samples these positions itself, and its guarantee speaks of the
+    records as this class returns them. So a record's tensors must depend on no other record, and
+    the same position must return the same record. Nobody can check that: say so in `assumed`, which
+    the run's card prints.
+
+    A class of one's own defines `__len__`, `batch` and `targets`, and may define the others. A
+    unit is whom a record belongs to (`unit_id`).
 
     Attributes:
-        name: the records' name in errors and on cards.
+        name: name of the records in complaints and on cards.
         has_targets: whether `targets` says anything; a loss of one's own may need none.
         assumed: assumptions of the guarantee about these records that nobody can check.
-        replaced: parts that came with the data and are not used, such as a loader's sampler.
+        replaced: parts of the data that are not used, in words, such as a loader's sampler.
+
+    Example:
+        >>> import torch, dpdist
+        >>> class Parity(dpdist.Records):
+        ...     name = "parity"
+        ...     def __len__(self):
+        ...         return 100
+        ...     def batch(self, indices):
+        ...         return torch.arange(100.0)[indices, None]
+        ...     def targets(self, indices):
+        ...         return torch.arange(100)[indices] % 2
+        >>> records = Parity()
+        >>> records.batch([3, 5]).shape, records.targets([3, 4]).tolist(), records.unit_id(3)
+        (torch.Size([2, 1]), [1, 0], 3)
     """
 
     name: str
@@ -64,7 +84,7 @@ class Records(ABC):
 
     @abstractmethod
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Return the targets of the records at these positions: (B,) or (B, ...)."""
+        """Return the right answers for the records at these positions: (B,) or (B, ...)."""
 
     def unit_id(self, index: int) -> Hashable:
         """Return whom the record at this position belongs to; by default the record is its own
@@ -127,7 +147,7 @@ def _mac(key: bytes) -> hashlib.blake2b:
 
 
 def fingerprint_of(key: bytes, records: Records, items: Iterator[Any]) -> str:
-    """Return the keyed fingerprint of items that are not what `batch` returns."""
+    """Return the keyed fingerprint of items that differ from those that `batch` returns."""
     mac = _mac(key)
     for item in items:
         for part in canonical(item):

@@ -19,7 +19,6 @@ from dpdist.audits.target import AuditResult
 from dpdist.certification import statistics, table_reader
 from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.evaluation import Evaluation, refuse_decisions
-from dpdist.certification.table import input_range, range_words
 from dpdist.config.search import TuneRecipe
 from dpdist.core.console import exact, percent
 from dpdist.core.errors import UserError
@@ -358,7 +357,7 @@ class Facts:
 
     @property
     def post_processed(self) -> list[str]:
-        """Return the changes that a script made between steps, whose origin nobody checked."""
+        """Return a script's changes between steps, whose origin nobody checked."""
         return _changed_between(self.recipe, self.folder)
 
     @property
@@ -435,7 +434,7 @@ class Facts:
 
     @property
     def measures(self) -> dict[str, str]:
-        """Return the measures of targets that are no classes, by name, as text."""
+        """Return the measures for targets that are no classes, by name, in words."""
         measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
         found = {name: measured[name] for name in MEASURES.get(kind, ()) if name in measured}
         shares = kind == "labels"
@@ -492,7 +491,7 @@ class Facts:
             if self.next_tokens is not None:
                 rows.append(("perplexity", f"{self.evaluation['perplexity']:.2f} of {self.asked})"))
         for table in self.tables:
-            rows += [_certified_row(table), statistics.line(table), *_units_row(table)]
+            rows += [_certified_row(table), statistics.line(table)]
         for kind, found in self.evaluations.items():
             rows += kind.lines(found)
         if self.folder.report.exists():
@@ -515,11 +514,6 @@ class Facts:
             for name, value in self.summary()
         )
         return f"<table><caption>run {html.escape(self.folder.name)}</caption>{rows}</table>"
-
-
-def _units_row(table: CertificateTable) -> list[tuple[str, str]]:
-    found = input_range(table.path)
-    return [] if found is None else [("units", range_words(*found, table.sigma))]
 
 
 def _certified_row(table: CertificateTable) -> tuple[str, str]:

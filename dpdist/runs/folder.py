@@ -194,7 +194,7 @@ class RunFolder:
 
     @property
     def script(self) -> Path:
-        """Return the file that lists the changes a script made between the steps of its own loop."""
+        """Return the file of changes that a script's own loop made between steps."""
         return self.private / "script.json"
 
     @property

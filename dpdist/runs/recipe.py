@@ -84,7 +84,7 @@ class Recipe(Sections):
 
     @property
     def by_script(self) -> ScriptRecipe | None:
-        """What a script gave, where its own loop makes the run; None where commands make it."""
+        """Return the script's entries, where its own loop makes the run; None where commands do."""
         return None
 
     @property

@@ -69,7 +69,7 @@ class PrivateStep:
         noise_on_device: whether noise is drawn where the sum lies, in place of on the CPU.
         ledger: every release is announced there first. Worker 0 has one, or nobody.
         permit: returns once a step may be announced.
-        canaries: what an audit adds to the sums.
+        canaries: values that an audit adds to the sums.
         announced: attempts whose steps are replayed, as (first step, end, label).
 
     Example:

@@ -54,7 +54,9 @@ def rows(output: Path) -> list[dict]:
 def _one_form() -> Iterator[None]:
     """The executed form is the fastest of a short probe: under load not always the same one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inference, "_seconds", lambda forms, batch, rounds=1: dict.fromkeys(forms, 1.0))
+        patch.setattr(
+            inference, "_seconds", lambda forms, batch, rounds=1: dict.fromkeys(forms, 1.0)
+        )
         yield
 
 
