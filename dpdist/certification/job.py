@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -224,8 +224,8 @@ class Certification(Work):
             spec = _probed(assignment, failed)
         else:
             spec = run_once(probe, assignment, failed, num_gpus=gpus)
+        low, high, looked = _range_of(self._dataset, self._indices)
         write_json(output / _RATE, spec.rate)
-        low, high, looked = _range_of(self._dataset)
         write_json(output / tables.RANGE, {"low": low, "high": high, "inputs": looked})
         if self._say is not None:
             self._say(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
@@ -290,10 +290,11 @@ class Certification(Work):
 _MOST_LOOKED_AT = 1000
 
 
-def _range_of(dataset: Data) -> tuple[float, float, int]:
-    """Return the least and the largest number in up to 1,000 inputs, spread over a data set."""
-    count = len(dataset.labels)
-    some = np.unique(np.linspace(0, count - 1, min(count, _MOST_LOOKED_AT)).astype(np.int64))
+def _range_of(dataset: Data, indices: Sequence[int]) -> tuple[float, float, int]:
+    """Return the least and the largest number in up to 1,000 of the chosen inputs, spread out."""
+    count = len(indices)
+    places = np.unique(np.linspace(0, count - 1, min(count, _MOST_LOOKED_AT)).astype(np.int64))
+    some = np.asarray(indices)[places]
     low, high = np.inf, -np.inf
     for start in range(0, len(some), 100):
         batch = dataset.batch(some[start : start + 100])

@@ -259,6 +259,7 @@ def certify_command(
     _refuse_settings(given | {"data_root": data_root, "actors": actors}, merge, rebound)
     folder = open_anywhere(run, runs)
     if not merge and rebound is None:
+        folder.require_trained()
         console.say(f"certifying: {folder.path}")  # before torch and Ray are loaded
     Archive.check_key(folder)
     refuse_decisions(folder, output)
