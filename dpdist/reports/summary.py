@@ -105,7 +105,7 @@ def _doubtful(facts: Facts) -> list[tuple[Mood, str]]:
         ("caution", text) for table in facts.tables for text in statistics.doubts(table)
     ]
     about = facts.evaluation
-    if about is None or facts.next_tokens is not None:
+    if about is None or facts.next_tokens is not None or "correct" not in about:
         return found
     counts = [each for each, _ in about.get("by_class", [])]
     commonest = max(counts, default=0) / max(1, sum(counts))

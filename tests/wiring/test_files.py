@@ -34,7 +34,10 @@ RELEASE = {
     "release/model.safetensors", "release/model.json", "release/privacy_card.json",
     "release/privacy_card.md", "release/release.json", "release/README.md", "release/SHA256SUMS",
 }  # fmt: skip
-CERTIFIED = {"certificates.parquet", "journal.jsonl", "rate.json", "settings.json", "timings.csv"}
+CERTIFIED = {
+    "certificates.parquet", "journal.jsonl", "range.json", "rate.json", "settings.json",
+    "timings.csv",
+}  # fmt: skip
 REPORT = {"report/index.html"}
 PRIVATE = {
     "run.key", "plan.json", "begun-with.json", "ledger.jsonl", "ledger.anchor", "data.json",
