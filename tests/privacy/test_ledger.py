@@ -131,6 +131,7 @@ else:
 """
 
 
+@pytest.mark.whole
 def test_a_fork_announces_nothing(path):
     """It holds the lock too: both would add the noise of one step to two sums."""
     done = subprocess.run([sys.executable, "-c", _FORKING, path, PLAN.fingerprint()])
