@@ -115,6 +115,7 @@ class DataRecipe(Section):
     targets: Literal["class", "number", "labels"] = Field(
         default="class",
         description="the label column: one of the classes; number(s); a 0 or 1 for each label",
+        exclude_if=lambda targets: targets == "class",  # as training.loss is
     )
     root: FilePath | None = None
     classes: Classes = 10

@@ -54,7 +54,11 @@ class TrainingRecipe(Section):
     steps: Steps | None = None
     epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    loss: str = Field(default="cross-entropy", description="a name, or package.module:function")
+    # Not written at its default: digests and settings made before there was a choice stay.
+    loss: str = Field(
+        default="cross-entropy", description="a name, or package.module:function",
+        exclude_if=lambda loss: loss == "cross-entropy",
+    )  # fmt: skip
     learning_rate: Positive
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     milestones: list[Probability] = Field(default=[], max_length=100)

@@ -37,8 +37,6 @@ _NOT_IN_A_MODEL: Any = {
     **dict.fromkeys(("name", "resources", "certify", "tune", "audit"), True),
     "data": {"names"},
 }
-# Keys that were added with a default which changes nothing: digests made without them stay.
-_ADDED: dict[str, Any] = {"training.loss": "cross-entropy", "data.targets": "class"}
 
 
 class Recipe(Sections):
@@ -111,8 +109,7 @@ class Recipe(Sections):
     @property
     def of_model(self) -> dict[str, Any]:
         """Return all settings that a model trained by it depends on, by dotted key."""
-        settings = dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
-        return {key: value for key, value in settings.items() if value != _ADDED.get(key, ...)}
+        return dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
 
 
 class ScriptedRecipe(Recipe):
