@@ -7,8 +7,7 @@ with the same table, to the byte, on any number of actors.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import sys
+import secrets
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,8 @@ from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
 from dpdist.evaluation import require_model
 from dpdist.importing import ForeignModel, build_foreign
-from dpdist.models.factory_code import FactoryCode
+from dpdist.models.factory_code import FactoryCode, is_library
+from dpdist.models.object_digest import object_digest
 from dpdist.release.bundle import Release, is_release
 from dpdist.release.bundle import load as load_release
 from dpdist.runs.folder import RunFolder, open_run
@@ -248,7 +248,7 @@ def _resolved(
         shape = tuple(inputs.batch(slice(0, 1)).shape[1:])
         network, spec = build_foreign(ForeignModel(what), shape, known)
         code = FactoryCode.of(spec.own_factories)
-        subject = Subject(network, _digest(network, code), what, code)
+        subject = Subject(network, _digest(network), what, code)
     elif isinstance(what, torch.nn.Module):
         subject = _of_module(what)
     elif callable(what):
@@ -261,9 +261,6 @@ def _resolved(
             f"Release or a path, got {type(what).__name__}"
         )
     return _with_classes(inputs, _answered(subject, inputs)), chosen, subject
-
-
-_INSTALLED = frozenset({"site-packages", "dist-packages"})  # libraries: named by the weights alone
 
 
 def _is_factory(what: str | Path) -> bool:
@@ -281,12 +278,11 @@ def _at_path(path: Path, trusted_factory: str | None) -> RunFolder | Release | S
 
 def _of_module(module: nn.Module) -> Subject:
     copied = models.fresh_copy(module).eval()  # the caller's own stays in its mode
-    code = _code_of(type(module))
-    return Subject(copied, _digest(copied, code), type(module).__name__, code)
+    return Subject(copied, _digest(copied), type(module).__name__, _code_of(type(module)))
 
 
 def _of_callable(function: Callable[..., Any]) -> Subject:
-    """A callable as a module. Its digest is that of its pickled form and of its source."""
+    """Return a callable as a module. Raises UserError where workers could not receive it."""
     from ray import cloudpickle
 
     from dpdist.models.outputs import Answers
@@ -294,43 +290,35 @@ def _of_callable(function: Callable[..., Any]) -> Subject:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = _code_of(function if hasattr(function, "__module__") else type(function))
     try:
-        raw = cloudpickle.dumps(function)
+        cloudpickle.dumps(function)
     except Exception as error:  # whatever a user's object does
         raise UserError(
             f"what: {name}: must be a callable that can be pickled, as workers receive it, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    module = Answers(function).eval()
-    return Subject(module, _digest(module, code, raw), name, code)
+    return Subject(Answers(function).eval(), _digest(function), name, code)
 
 
 def _code_of(what: Any) -> FactoryCode:
-    """The source of the module that defines a class or a function, where that is a file's."""
+    """Return the code that each worker must have: none where a worker receives it by value."""
     module = getattr(what, "__module__", None) or "__main__"
-    file = str(getattr(sys.modules.get(module), "__file__", None) or "")
-    if module in ("__main__", "builtins", "__mp_main__") or not _INSTALLED.isdisjoint(
-        Path(file).parts
-    ):
+    if module in ("__main__", "__mp_main__") or is_library(module):
         return FactoryCode()
     name = f"{module}:{getattr(what, '__qualname__', 'factory')}"
     try:
         code = FactoryCode.of((name,))
-    except UserError:  # no source: the digest of the weights has to do
+    except UserError:  # no source to compare
         return FactoryCode()
     return code if code.modules else FactoryCode()
 
 
-def _digest(module: nn.Module, code: FactoryCode, raw: bytes = b"") -> str:
-    """Hex digest of a module's weights, structure and code: names the executed classifier."""
-    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.object")
-    digest.update(repr(module).encode())
-    for name, tensor in module.state_dict().items():
-        array = np.ascontiguousarray(tensor.detach().cpu().numpy())
-        digest.update(f"{name}{array.dtype.str}{array.shape}".encode() + array.tobytes())
-    for name, value in sorted(code.modules.items()):
-        digest.update(f"{name}={value}".encode())
-    digest.update(raw)
-    return digest.hexdigest()
+def _digest(classifier: Any) -> str:
+    """Return a digest of everything that a classifier's answers depend on.
+
+    Where a part cannot be read it is a new one each time: no table is taken for that of another
+    classifier, and none is continued.
+    """
+    return object_digest(classifier) or secrets.token_hex(16)
 
 
 def _answered(subject: Subject, inputs: Data) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -204,3 +207,67 @@ def test_the_call_of_the_version_before_works_and_warns(here: None, tmp_path: Pa
         warnings.simplefilter("error", DeprecationWarning)
         new = dpdist.certify(tmp_path / "model", inputs, SETTINGS, folder=tmp_path / "out")
     assert old.equals(new.to_arrow()) and old.num_rows == 6
+
+
+# ---- a finished table is of the classifier that was asked about
+
+
+class Scaled(nn.Module):
+    """Answers turned round by a plain attribute, or by another `forward`."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.inner, self.scale = network(), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)
+
+
+def test_another_attribute_or_forward_is_another_classifier(tmp_path: Path) -> None:
+    """The same weights and the same words of the module: what it does was not in its digest."""
+    given, folder = points(), tmp_path / "certs"
+    before = dpdist.certify(Scaled(1.0), given, SETTINGS, folder=folder, here=True)
+    again = dpdist.certify(Scaled(1.0), given, SETTINGS, folder=folder, here=True)
+    assert again.to_arrow() == before.to_arrow() and before.certified_accuracy(0.0) > 0.5
+    turned = Scaled(1.0)
+    turned.forward = lambda x: -turned.inner(x)  # type: ignore[method-assign]
+    for other in (Scaled(-1.0), turned):
+        with pytest.raises(UserError, match=r"holds another certification \(model was"):
+            dpdist.certify(other, given, SETTINGS, folder=folder, here=True)
+        found = dpdist.certify(other, given, SETTINGS, here=True)
+        assert found.certified_accuracy(0.0) < 0.5
+
+
+def test_a_classifier_with_a_hidden_state_is_never_taken_for_another(tmp_path: Path) -> None:
+    random, module = torch.Generator().manual_seed(0), network()
+
+    def answer(x: torch.Tensor, kept: torch.Generator = random) -> torch.Tensor:
+        return module(x)
+
+    dpdist.certify(answer, points(), SETTINGS, folder=tmp_path / "certs", here=True)
+    with pytest.raises(UserError, match=r"holds another certification \(model was"):
+        dpdist.certify(answer, points(), SETTINGS, folder=tmp_path / "certs", here=True)
+
+
+@pytest.mark.whole
+def test_a_script_s_own_function_is_continued_by_another_process(tmp_path: Path) -> None:
+    """The order of a set in its code was in the digest: each process had another."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np, torch, dpdist\n"
+        "W = torch.eye(3)\n"
+        "def answer(x):\n"
+        "    return x @ W if 'a' in {'a', 'b', 'c'} else x\n"
+        "x = np.random.default_rng(0).random((6, 3), dtype=np.float32)\n"
+        "settings = dpdist.Cohen(sigma=0.1, n=100)\n"
+        "t = dpdist.certify(answer, (x, x.argmax(1)), settings, folder='certs', here=True)\n"
+        "print(t.to_arrow().to_pylist())\n"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True,
+            check=True, env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(printed) == 1

@@ -119,6 +119,13 @@ def _digests(module: str, factory: str) -> dict[str, str]:
     return found
 
 
+def is_library(module: str) -> bool:
+    """Return whether a module is Python's, dpdist's or of an installed package."""
+    top = module.partition(".")[0]
+    ours = top == _OURS or top in sys.stdlib_module_names or top in sys.builtin_module_names
+    return ours or (_find(top) is not None and not _folders(top))
+
+
 def is_beside(factory: str, module: str) -> bool:
     """Return whether a module is one of those that are covered when the factory's code uses it."""
     top, first = factory.partition(":")[0].partition(".")[0], module.partition(".")[0]

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import digests
+from dpdist.models.object_digest import code_bytes
 
 # --- state_dicts as tensors -------------------------------------------------------------------
 
@@ -225,18 +226,7 @@ def _source(thing: Any) -> bytes:
     except (OSError, TypeError):
         functions = [*vars(thing).values()] if isinstance(thing, type) else [thing]
         codes = [each.__code__ for each in functions if isinstance(each, types.FunctionType)]
-        return b"".join(_code(code) for code in codes)
-
-
-def _code(code: types.CodeType) -> bytes:
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    plain = [
-        repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each)
-        for each in code.co_consts
-        if not isinstance(each, types.CodeType)
-    ]
-    own = f"{code.co_name} {code.co_names} {plain} ".encode() + code.co_code
-    return own + b"".join(_code(each) for each in inner)
+        return b"".join(map(code_bytes, codes))
 
 
 def _hash(raw: bytes) -> str:

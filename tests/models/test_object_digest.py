@@ -1,0 +1,157 @@
+"""Two objects of one digest give the same answers; the digest is the same in every process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpdist.models.object_digest import object_digest
+
+pytestmark = pytest.mark.guarantee
+
+SCRIPT = '''
+import sys
+import numpy as np, torch
+from torch import nn
+from dpdist.models.object_digest import object_digest
+
+W = torch.arange(4.0)
+NAMES = {"a", "b", "c"}
+
+class Net(nn.Module):
+    """Words."""
+    def __init__(self):
+        super().__init__()
+        self.scale, self.names = 2.0, {"x", "y", "z"}
+        self.register_buffer("mean", torch.ones(2), persistent=False)
+    def forward(self, x):
+        return helper(x) * self.scale
+
+def helper(x):
+    return x @ W if "a" in {"a", "b", "c"} | NAMES else x
+
+def made(k):
+    def inner(x):
+        return x * k
+    return inner
+
+print(object_digest(Net()), object_digest(helper), object_digest(made(3)))
+'''
+
+
+def run(folder: Path, text: str, seed: str = "0") -> list[str]:
+    script = folder / "script.py"
+    script.write_text(text)
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.whole
+def test_a_script_s_digests_are_those_of_every_process_and_follow_every_change(
+    tmp_path: Path,
+) -> None:
+    before = run(tmp_path, SCRIPT)
+    assert None not in before and len(set(before)) == 3
+    assert run(tmp_path, SCRIPT, "7") == before  # another order of every set
+    (tmp_path / "elsewhere").mkdir()
+    assert run(tmp_path / "elsewhere", SCRIPT.replace("Words.", "Other words.")) == before
+    changes = {  # which of the three: module, function, closure
+        ("self.scale, self.names = 2.0", "self.scale, self.names = 3.0"): [0],
+        ('{"x", "y", "z"}', '{"x", "y"}'): [0],
+        ("torch.ones(2)", "torch.zeros(2)"): [0],
+        ("return helper(x) * self.scale", "return -helper(x) * self.scale"): [0],
+        ("torch.arange(4.0)", "torch.arange(4.0) + 1"): [0, 1],
+        ('NAMES = {"a", "b", "c"}', 'NAMES = {"a", "b"}'): [0, 1],
+        ('"a" in {"a", "b", "c"} |', '"a" in {"a", "b"} |'): [0, 1],
+        ("made(3)", "made(4)"): [2],
+        ("return x * k", "return x + k"): [2],
+    }
+    for (old, new), which in changes.items():
+        assert SCRIPT.count(old) == 1, old
+        after = run(tmp_path, SCRIPT.replace(old, new))
+        assert [place for place in range(3) if after[place] != before[place]] == which, old
+
+
+def linear(**changed: Any) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    torch.manual_seed(0)
+    nn.init.normal_(module[0].weight)
+    nn.init.zeros_(module[0].bias)
+    for name, value in changed.items():
+        setattr(module, name, value)
+    return module
+
+
+def touch(change: Callable[[nn.Module], Any]) -> nn.Module:
+    module = linear()
+    with torch.no_grad():
+        change(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: touch(lambda m: m[0].weight[0, 0].add_(1e-6)),
+        lambda: touch(lambda m: m.double()),
+        lambda: touch(lambda m: setattr(m[1], "p", 0.25)),
+        lambda: touch(lambda m: m.append(nn.ReLU())),
+        lambda: touch(lambda m: m[0].register_forward_hook(lambda *a: None)),
+        lambda: linear(temperature=2),
+        lambda: linear(table=np.arange(3)),
+        lambda: linear(shift=torch.ones(1)),
+        lambda: linear(after=functools.partial(torch.clamp, min=0)),
+        lambda: linear(forward=lambda x: x),
+    ],
+)
+def test_every_part_of_a_module_counts(other: Callable[[], nn.Module]) -> None:
+    assert object_digest(linear()) == object_digest(linear()) is not None
+    assert object_digest(other()) not in (None, object_digest(linear()))
+
+
+def test_plain_values_differ_by_type_shape_and_order() -> None:
+    values: list[Any] = [
+        0, False, 0.0, -0.0, "0", b"0", None, [], (), {}, set(), [[]], [0, 1], [1, 0], {"a": 1},
+        {"a": 2}, {"b": 1}, np.zeros(2), np.zeros((2, 1)), np.zeros(2, np.float32),
+        torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), range(3), torch.float32,
+        torch.relu, torch.sigmoid, functools.partial(torch.clamp, max=1), nn.ReLU, nn.Tanh,
+    ]  # fmt: skip
+    found = [object_digest(value) for value in values]
+    assert None not in found and len(set(found)) == len(values)
+    assert object_digest({"a", "b"}) == object_digest({"b", "a"})
+    assert object_digest(1, 2) != object_digest(2, 1) and object_digest([1], [2]) is not None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        threading.Lock(), random.Random(0), torch.Generator(), sys.__stderr__,
+        torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), torch.zeros(2).to_sparse(),
+    ],
+    ids=["lock", "random", "generator", "file", "graph", "sparse"],
+)  # fmt: skip
+def test_a_state_that_cannot_be_read_has_no_digest(value: Any) -> None:
+    assert object_digest(value) is None
+    assert object_digest(linear(hidden=[{"deep": value}])) is None
+
+
+def test_what_a_module_may_well_hold_has_one() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert object_digest(linear(log=logging.getLogger("mine"), loop=loop, path=Path("a")))
