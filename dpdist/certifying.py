@@ -34,8 +34,7 @@ from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
 from dpdist.evaluation import require_model
 from dpdist.importing import ForeignModel, build_foreign
-from dpdist.models.factory_code import FactoryCode, is_library
-from dpdist.models.object_digest import object_digest
+from dpdist.models.factory_code import MAIN, FactoryCode, is_library, object_digest
 from dpdist.release.bundle import Release, is_release
 from dpdist.release.bundle import load as load_release
 from dpdist.runs.folder import RunFolder, open_run
@@ -302,7 +301,7 @@ def _of_callable(function: Callable[..., Any]) -> Subject:
 def _code_of(what: Any) -> FactoryCode:
     """Return the code that each worker must have: none where a worker receives it by value."""
     module = getattr(what, "__module__", None) or "__main__"
-    if module in ("__main__", "__mp_main__") or is_library(module):
+    if module in MAIN or is_library(module):
         return FactoryCode()
     name = f"{module}:{getattr(what, '__qualname__', 'factory')}"
     try:

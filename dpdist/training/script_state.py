@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpdist.core.errors import UserError
-from dpdist.models.factory_code import digests
-from dpdist.models.object_digest import code_bytes
+from dpdist.models.factory_code import code_bytes, digests
 
 # --- state_dicts as tensors -------------------------------------------------------------------
 

@@ -18,15 +18,14 @@ import pytest
 import torch
 from torch import nn
 
-from dpdist.models.object_digest import object_digest
+from dpdist.models.factory_code import object_digest
 
 pytestmark = pytest.mark.guarantee
 
 SCRIPT = '''
-import sys
 import numpy as np, torch
 from torch import nn
-from dpdist.models.object_digest import object_digest
+from dpdist.models.factory_code import object_digest
 
 W = torch.arange(4.0)
 NAMES = {"a", "b", "c"}
@@ -48,44 +47,53 @@ def made(k):
         return x * k
     return inner
 
-print(object_digest(Net()), object_digest(helper), object_digest(made(3)))
+things = [Net(), helper, made(3)]
 '''
 
 
-def run(folder: Path, text: str, seed: str = "0") -> list[str]:
-    script = folder / "script.py"
-    script.write_text(text)
-    environment = {**os.environ, "PYTHONHASHSEED": seed}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout.split()
+CHANGES = {  # which of the three: module, function, closure
+    ("self.scale, self.names = 2.0", "self.scale, self.names = 3.0"): [0],
+    ('{"x", "y", "z"}', '{"x", "y"}'): [0],
+    ("torch.ones(2)", "torch.zeros(2)"): [0],
+    ("return helper(x) * self.scale", "return -helper(x) * self.scale"): [0],
+    ("torch.arange(4.0)", "torch.arange(4.0) + 1"): [0, 1],
+    ('NAMES = {"a", "b", "c"}', 'NAMES = {"a", "b"}'): [0, 1],
+    ('"a" in {"a", "b", "c"} |', '"a" in {"a", "b"} |'): [0, 1],
+    ("made(3)", "made(4)"): [2],
+    ("return x * k", "return x + k"): [2],
+}
+
+
+def digests_of(text: str) -> list[str | None]:
+    """Execute the script in a main module of its own."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "script.py", "exec"), space)
+    return [object_digest(each) for each in space["things"]]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_a_script_s_objects_is_another_digest(change: tuple[str, str]) -> None:
+    assert SCRIPT.count(change[0]) == 1
+    before, after = digests_of(SCRIPT), digests_of(SCRIPT.replace(*change))
+    assert None not in before and len(set(before)) == 3
+    assert [place for place in range(3) if after[place] != before[place]] == CHANGES[change]
+    assert digests_of("# moved\n" + SCRIPT.replace("Words.", "Other words.")) == before
 
 
 @pytest.mark.whole
-def test_a_script_s_digests_are_those_of_every_process_and_follow_every_change(
-    tmp_path: Path,
-) -> None:
-    before = run(tmp_path, SCRIPT)
-    assert None not in before and len(set(before)) == 3
-    assert run(tmp_path, SCRIPT, "7") == before  # another order of every set
-    (tmp_path / "elsewhere").mkdir()
-    assert run(tmp_path / "elsewhere", SCRIPT.replace("Words.", "Other words.")) == before
-    changes = {  # which of the three: module, function, closure
-        ("self.scale, self.names = 2.0", "self.scale, self.names = 3.0"): [0],
-        ('{"x", "y", "z"}', '{"x", "y"}'): [0],
-        ("torch.ones(2)", "torch.zeros(2)"): [0],
-        ("return helper(x) * self.scale", "return -helper(x) * self.scale"): [0],
-        ("torch.arange(4.0)", "torch.arange(4.0) + 1"): [0, 1],
-        ('NAMES = {"a", "b", "c"}', 'NAMES = {"a", "b"}'): [0, 1],
-        ('"a" in {"a", "b", "c"} |', '"a" in {"a", "b"} |'): [0, 1],
-        ("made(3)", "made(4)"): [2],
-        ("return x * k", "return x + k"): [2],
-    }
-    for (old, new), which in changes.items():
-        assert SCRIPT.count(old) == 1, old
-        after = run(tmp_path, SCRIPT.replace(old, new))
-        assert [place for place in range(3) if after[place] != before[place]] == which, old
+def test_every_process_has_the_same_digests(tmp_path: Path) -> None:
+    found = set()
+    for seed in ("0", "7", "8"):  # each another order of sets of texts
+        (tmp_path / seed).mkdir()
+        script = tmp_path / seed / "script.py"
+        script.write_text(SCRIPT + "print(*map(object_digest, things))\n")
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        found.add(done.stdout)
+    assert found == {" ".join(map(str, digests_of(SCRIPT))) + "\n"}
 
 
 def linear(**changed: Any) -> nn.Module:
@@ -134,7 +142,8 @@ def test_plain_values_differ_by_type_shape_and_order() -> None:
     ]  # fmt: skip
     found = [object_digest(value) for value in values]
     assert None not in found and len(set(found)) == len(values)
-    assert object_digest({"a", "b"}) == object_digest({"b", "a"})
+    assert list({0, 8}) != list({8, 0})  # whichever came first
+    assert object_digest({0, 8}) == object_digest({8, 0})
     assert object_digest(1, 2) != object_digest(2, 1) and object_digest([1], [2]) is not None
 
 

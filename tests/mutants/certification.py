@@ -814,7 +814,7 @@ FAULTS: list[Fault] = [
         ("    if most > classes:\n", "    if False:\n", "labels beyond the classifier's classes are certified"),
     ),
     *group(
-        "dpdist/models/object_digest.py", "models/test_object_digest",
+        "dpdist/models/factory_code.py", "models/test_object_digest",
         ("flat.view(torch.uint8).numpy().tobytes()", "b''", "other weights have the same digest"),
         ("        self.add(function.__code__)\n", "        pass\n", "changed code of a script has the same digest"),
         ("            self.add(function.__globals__[name])\n", "            pass\n",
