@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,13 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from dpdist import models
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import read_json, write_json
+from dpdist.core.files import read_json
 from dpdist.data.adapters import as_records, check_targets
 from dpdist.data.protocol import Records
 from dpdist.data.record_hashes import hashes_of
@@ -47,7 +47,7 @@ from dpdist.gradients.objective import objective_of
 from dpdist.methods.base import Fixed
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
-from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee
+from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
@@ -474,7 +474,7 @@ class PrivateTraining:
         self._objective = objective_of(loss)
         self._engine = self._engine_of(examples)
         self._check_form()
-        self._done, self._changed = 0, list[str]()
+        self._done = 0
         self._begun = self._inside = False
         self._step: PrivateStep | None = None
         self._monitor: Monitor | None = None
@@ -663,7 +663,6 @@ class PrivateTraining:
                 f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
         self._done, self._initial = state.step, found["initial"]
-        self._changed = found["changed"]
         try:
             self.model.load_state_dict(unpack("model", state.slots))
             self.optimizer.load_state_dict(unpack("optimizer", state.slots))
@@ -681,7 +680,6 @@ class PrivateTraining:
         assert self._step is not None and self._step.ledger is not None
         kept = {
             "initial": self._initial,
-            "changed": self._changed,
             "kept": [type(each).__name__ for each in self.state],
         }
         slots = {
@@ -711,8 +709,7 @@ class PrivateTraining:
         ledger = self._step.ledger if self._step is not None else None
         if ledger is None:
             ledger = Ledger.read(self.run.ledger)
-        found = ledger.guarantee(self.plan)
-        return replace(found, kind=POST_PROCESSED) if self._changed else found
+        return ledger.guarantee(self.plan)
 
     def step(self) -> StepReport:
         """Take the next step of the plan: noisy gradient, then one step of the optimizer.
@@ -817,13 +814,8 @@ class PrivateTraining:
 
     def _look_between(self) -> None:
         """Note what the script changed since the last step, before anything more is released."""
-        public = [each for each in self.state if isinstance(each, LRScheduler)]
-        told = [each for each in public if not isinstance(each, ReduceLROnPlateau)]
-        allowed = {"optimizer settings"} if told and len(told) == len(public) else set()
-        found = sorted({*self._changed, *({*self._watch.changed()} - allowed)})
-        if found != self._changed:
-            self._changed = found
-            self._save()  # the run never forgets it
+        assert self._step is not None and self._step.ledger is not None
+        self._step.ledger.note_changes(self._watch.changed(self.state))
 
     # --- pieces of a step
 
@@ -886,7 +878,6 @@ class PrivateTraining:
         assert self._monitor is not None
         self._save()
         models.save(self.model, self._spec, self.run.model)
-        write_json(self.run.script, {"changed": self._changed})
         frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self._monitor.finish(self._engine.fallback_layers, frozen, self._step.ledger)
         self.close()

@@ -32,13 +32,13 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from dpdist.core.files import make_folder, not_blocking, sync
-from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -410,6 +410,7 @@ class Ledger(OnJournal):
         self._per_step: Counter[int] = Counter()
         self._asked: list[tuple[str, str]] = []  # question and nonce
         self._answers: dict[str, list[float]] = {}
+        self._changes: set[str] = set()
         for record in journal.records:
             self._apply(record)
 
@@ -460,12 +461,24 @@ class Ledger(OnJournal):
             self._asked.append((record["id"], self._nonces[-1] if self._nonces else ""))
         elif kind == "answered":
             self._answers[record["id"]] = record["values"]
+        elif kind == "changed":
+            self._changes.update(record["parts"])
         else:
             raise LedgerError(f"{self.path} holds an unknown kind of record: {kind!r}")
 
     def _append(self, record: dict[str, Any]) -> None:
         self._journal.append(record)
         self._apply(record)
+
+    def note_changes(self, parts: Iterable[str]) -> None:
+        """Put durably on record what other code changed in the training between two steps."""
+        if new := sorted({*parts} - self._changes):
+            self._append({"kind": "changed", "parts": new})
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Return the parts of the training that other code changed between steps, in words."""
+        return tuple(sorted(self._changes))
 
     def begin_attempt(self, identity: dict[str, str]) -> int:
         """Return the attempt epoch for a start or restart with this identity.
@@ -704,9 +717,11 @@ class Ledger(OnJournal):
         """Return the proved guarantee of everything on record, superseded attempts included.
 
         Each distinct (epoch, step) is one release with that step's parameters; equal to
-        plan.guarantee(steps=n) after n undisturbed steps.
+        plan.guarantee(steps=n) after n undisturbed steps. Its kind is "assumed: post-processing"
+        where other code changed the training between steps.
         """
-        return plan.guarantee_of(plan.alternatives(self.phases(plan)), delta)
+        found = plan.guarantee_of(plan.alternatives(self.phases(plan)), delta)
+        return replace(found, kind=POST_PROCESSED) if self._changes else found
 
 
 def _check_id(release_id: str) -> None:

@@ -357,8 +357,10 @@ class Facts:
 
     @property
     def post_processed(self) -> list[str]:
-        """Return a script's changes between steps, whose origin nobody checked."""
-        return _changed_between(self.recipe, self.folder)
+        """Return a line of a script's changes between steps, whose origin nobody checked."""
+        changes = " and ".join(self.ledger.changes)
+        said = f"between two steps the script changed {changes} by released values alone"
+        return [f"{POST_PROCESSED}: {said}"] if changes else []
 
     @property
     def _own_code(self) -> list[str]:
@@ -572,8 +574,6 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     _check_models(trained, [(t.path, t.about.get("model")) for t in tables])
     _check_models(trained, [(each.path, each.model) for each in found])
     guarantee = ledger.guarantee(plan) if search is None else whole.guarantee()
-    if _changed_between(recipe, folder):
-        guarantee = dataclasses.replace(guarantee, kind=POST_PROCESSED)
     checks = evaluations[CheckSettings]
     _check_models(trained, [(each["path"], each["model"]) for each in checks])
     return Facts(
@@ -590,19 +590,6 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         tables=tables,
         evaluations=evaluations,
     )
-
-
-def _changed_between(recipe: Recipe, folder: RunFolder) -> list[str]:
-    """Return a line of what a script changed between steps; none of a run without a script."""
-    if recipe.by_script is None:
-        return []
-    changed = read_json(folder.script, {"changed": list})["changed"]
-    if not changed:
-        return []
-    what = " and ".join(map(str, changed))
-    return [
-        f"{POST_PROCESSED}: between two steps the script changed {what} by released values alone"
-    ]
 
 
 def _check_trained_by(folder: RunFolder, ledger: Ledger) -> None:

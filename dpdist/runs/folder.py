@@ -193,11 +193,6 @@ class RunFolder:
         return self.private / "pretrained.json"
 
     @property
-    def script(self) -> Path:
-        """Return the file of changes that a script's own loop made between steps."""
-        return self.private / "script.json"
-
-    @property
     def imported(self) -> Path:
         """Return the file that names the origin of an imported model."""
         return self.private / "imported.json"

@@ -12,7 +12,7 @@ import json
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import code_bytes, digests
@@ -115,8 +116,13 @@ class Watch:
                 self._numbers[name] = value
         self._kept, self._settings = kept, self._groups()
 
-    def changed(self) -> list[str]:
-        """Return the differences since then, in words; empty where there are none."""
+    def changed(self, state: Sequence[Any] = ()) -> list[str]:
+        """Return the differences since then, in words; empty where there are none.
+
+        state: objects whose own changes are none, as far as they are schedulers of this optimizer
+        that follow no measured value: the learning rate that such a one computed, and momentum
+        where it cycles that too.
+        """
         found, seen = set(), set()
         for name, value in self._now():
             kind = name.partition("/")[0]
@@ -129,9 +135,30 @@ class Watch:
                 found.add(kind)
         for name in (self._kept.keys() | self._numbers.keys()) - seen:
             found.add(name.partition("/")[0])
-        if self._groups() != self._settings:
+        if not self._scheduled(state):
             found.add("optimizer settings")
         return sorted(found)
+
+    def _scheduled(self, state: Sequence[Any]) -> bool:
+        """Return whether the settings are as they were, but for those that schedulers set."""
+        schedulers = [each for each in state if isinstance(each, LRScheduler)]
+        free = set[str]()
+        if schedulers and not any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
+            inner = [each for whole in schedulers for each in getattr(whole, "_schedulers", ())]
+            cycles = any(getattr(each, "cycle_momentum", False) for each in (*schedulers, *inner))
+            free = {"lr", "momentum", "betas"} if cycles else {"lr"}
+        now = self._groups()
+        if len(now) != len(self._settings):
+            return False
+        for place, (old, new) in enumerate(zip(self._settings, now, strict=True)):
+            if {n: v for n, v in old.items() if n not in free} != {
+                n: v for n, v in new.items() if n not in free
+            }:
+                return False
+            rates = [each.get_last_lr() for each in schedulers]
+            if new["lr"] != old["lr"] and new["lr"] not in [float(r[place]) for r in rates]:
+                return False
+        return True
 
     def _now(self) -> Iterable[tuple[str, Any]]:
         for name, value in (*self._model.named_parameters(), *self._model.named_buffers()):

@@ -1078,24 +1078,38 @@ FAULTS: list[Fault] = [
         "dpdist/private_training.py",
         f"{OWN}::test_a_change_between_steps_is_on_the_card {OWN}::test_the_optimizer_is_watched_too {OWN}::test_a_registered_scheduler_is_no_change",
         (
-            "found = sorted({*self._changed, *({*self._watch.changed()} - allowed)})",
-            "found = self._changed",
+            "        self._step.ledger.note_changes(self._watch.changed(self.state))\n",
+            "        pass\n",
             "a script's own changes are not seen",
         ),
+    ),
+    *group(
+        "dpdist/training/script_state.py",
+        f"{OWN}::test_a_registered_scheduler_is_no_change {OWN}::test_a_rate_set_by_hand_is_a_change_beside_a_scheduler {OWN}::test_a_rate_that_follows_losses_is_on_the_card",
         (
-            '{"optimizer settings"} if told and len(told) == len(public) else set()',
-            '{"optimizer settings"}',
-            "settings may be changed by anything",
+            'new["lr"] not in [float(r[place]) for r in rates]',
+            "not rates",
+            "a rate set by hand passes for the scheduler's",
         ),
+        ('if cycles else {"lr"}', "", "momentum may be changed by hand beside any scheduler"),
         (
-            "            self._save()  # the run never forgets it\n",
-            "            pass\n",
-            "a restart forgets a script's change",
+            "if schedulers and not any(isinstance(each, ReduceLROnPlateau) for each in schedulers):",
+            "if schedulers:",
+            "a rate that follows losses passes for a fixed one",
         ),
+    ),
+    *group(
+        "dpdist/privacy/ledger.py",
+        f"{OWN}::test_a_change_between_steps_is_on_the_card privacy/test_ledger",
         (
-            "        return replace(found, kind=POST_PROCESSED) if self._changed else found",
-            "        return found",
+            "return replace(found, kind=POST_PROCESSED) if self._changes else found",
+            "return found",
             "a changed model is called proved",
+        ),
+        (
+            '            self._append({"kind": "changed", "parts": new})\n',
+            "            self._changes.update(new)\n",
+            "a script's change is not on record",
         ),
     ),
     *group(
@@ -1126,7 +1140,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/script_state.py",
         f"{OWN}::test_the_optimizer_is_watched_too",
         (
-            "        if self._groups() != self._settings:",
+            "        if not self._scheduled(state):",
             "        if False:",
             "a changed learning rate is not seen",
         ),
@@ -1210,15 +1224,6 @@ FAULTS: list[Fault] = [
             "        if self.ledger is not None:\n            self.permit(step)",
             "        if False:\n            self.permit(step)",
             "a step without a recipe is not put on record",
-        ),
-    ),
-    *group(
-        "dpdist/reports/facts.py",
-        f"{OWN}::test_a_change_between_steps_is_on_the_card",
-        (
-            "    if _changed_between(recipe, folder):\n",
-            "    if False:\n",
-            "a report calls a changed model proved",
         ),
     ),
 ]

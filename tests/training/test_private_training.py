@@ -23,7 +23,7 @@ from torch import nn
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
 from dpdist.core.files import read_json
-from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.randomness.keys import derive_key, words
 from dpdist.runs.folder import RunFolder
 from dpdist.training import job, model_setup
@@ -233,6 +233,12 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
     assert t.guarantee.kind == facts.guarantee.kind == "assumed: post-processing"
     assert facts.card()["guarantee"]["kind"] == "assumed: post-processing"
     assert any("changed parameters" in line for line in facts.card()["assumptions"])
+    lines = t.run.ledger.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"changed"' not in line]
+    assert len(kept) == len(lines) - 1
+    t.run.ledger.write_text("".join(kept))
+    with pytest.raises((UserError, LedgerError)):  # no edit takes it off the card
+        dpdist.read_facts(t.run)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +255,7 @@ def test_the_optimizer_is_watched_too(tmp_path, change, what):
     t.step()
     change(t)
     t.run_all()
-    assert read_json(t.run.script)["changed"] == [what]
+    assert Ledger.read(t.run.ledger).changes == (what,)
 
 
 def test_a_registered_scheduler_is_no_change(tmp_path):
@@ -262,7 +268,33 @@ def test_a_registered_scheduler_is_no_change(tmp_path):
         rates.append(round(t.step().learning_rate, 9))
         scheduler.step()
     assert rates == [0.3, 0.3, 0.03, 0.03, 0.003, 0.003]
-    assert read_json(t.run.script)["changed"] == [] and t.guarantee.kind == "proved"
+    assert Ledger.read(t.run.ledger).changes == () and t.guarantee.kind == "proved"
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])
+def test_a_rate_set_by_hand_is_a_change_beside_a_scheduler(tmp_path, key):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    t = training(tmp_path / "own", model, optimizer, state=[scheduler])
+    t.step()
+    scheduler.step()
+    t.step()
+    assert t.guarantee.kind == "proved"
+    optimizer.param_groups[0][key] = 0.017
+    t.run_all()
+    assert Ledger.read(t.run.ledger).changes == ("optimizer settings",)
+
+
+def test_a_schedule_that_cycles_momentum_is_no_change(tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10)
+    t = training(tmp_path / "own", model, optimizer, state=[cycle])
+    while t.steps_left:
+        t.step()
+        cycle.step()
+    assert t.guarantee.kind == "proved"
 
 
 def test_only_the_gradient_that_was_released_is_read(tmp_path):
@@ -411,7 +443,7 @@ def test_what_a_pass_leaves_in_buffers_is_discarded(tmp_path, replace):
     model = Counting(replace)
     t = training(tmp_path / "own", model, sgd(model), data=(inputs * 1e4, labels))
     t.run_all()
-    assert float(model.seen) == 0 and read_json(t.run.script)["changed"] == []
+    assert float(model.seen) == 0 and Ledger.read(t.run.ledger).changes == ()
 
 
 def test_isolated_records_are_said_to_be(tmp_path):
@@ -428,7 +460,7 @@ def test_a_rate_that_follows_losses_is_on_the_card(tmp_path):
     while t.steps_left:
         t.step()
         scheduler.step(1.0)
-    assert read_json(t.run.script)["changed"] == ["optimizer settings"]
+    assert Ledger.read(t.run.ledger).changes == ("optimizer settings",)
 
 
 def test_nothing_released_costs_nothing(tmp_path):
@@ -598,8 +630,7 @@ def test_another_setting_is_another_run(tmp_path):
 def test_a_run_that_ended_before_it_said_so_is_finished(tmp_path):
     t = training(tmp_path / "own")
     t.run_all()
-    for path in (t.run.trained, t.run.script):
-        path.unlink()
+    t.run.trained.unlink()
     again = training(tmp_path / "own")
     assert again.steps_left == 0 and t.run.trained.exists()
     assert dpdist.read_facts(again.run).ledger.releases == dict.fromkeys(range(6), 1)
