@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import re
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -595,6 +596,12 @@ class PrivateTraining:
         if self._public is not None:
             _store_public(self._public, records, folder, recipe)
         folder.begin(recipe)
+        if recipe.privacy.run_key is not None:
+            warnings.warn(
+                "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
+                "subtract the noise); leave it out outside of tests",
+                stacklevel=3,
+            )
         ensure_run_key(recipe, folder)
         run_key = read_run_key(folder)
         records_key = derive_key(run_key, _FINGERPRINT)
@@ -632,7 +639,9 @@ class PrivateTraining:
                 f"folder: {folder.path}: another process trains this run; wait for it, or end it, "
                 "and this script continues it"
             ) from None
-        assert attempt.ledger is not None
+        assert attempt.ledger is not None and attempt.ledger.epoch is not None
+        self._epoch = attempt.ledger.epoch
+        self._before = attempt.ledger.steps_of(self._epoch)
         shards = shards_of(len(self._records), plan.records, reducer, False)
         self._step = PrivateStep(
             self._engine, self._records, key, attempt.label, reducer=reducer,
@@ -862,12 +871,14 @@ class PrivateTraining:
     def _so_far(self) -> Callable[[], Guarantee]:
         """Return a function that computes the guarantee of the steps up to the present one."""
         plan, path, last = self.plan, self.run.ledger, self._done
+        epoch, before = self._epoch, self._before
 
         def found() -> Guarantee:
-            counts = [0 for _ in plan.counts()]
-            for step, releases in Ledger.read(path).releases.items():
-                if step < last:
-                    counts[plan.phase_of(step)] += releases
+            counts, ledger = [0 for _ in plan.counts()], Ledger.read(path)
+            for of in range(epoch + 1):
+                for step in ledger.steps_of(of):
+                    # What an earlier process released of later steps was released by then.
+                    counts[plan.phase_of(step)] += of < epoch or step < last or step in before
             return plan.guarantee_of(plan.alternatives(plan.with_counts(counts)))
 
         return found

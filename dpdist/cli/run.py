@@ -3,7 +3,7 @@
 run: all stages of a recipe. train: the training stage alone. tune: search hyper-parameters
 privately; the guarantee covers training and search. pretrain: the public classifier or denoiser of
 a model, trained without privacy. denoise: a run's denoiser before another classifier, or a
-denoiser before a run's. recipes: list the included ones, show one complete with defaults.
+denoiser before a run's. recipes: list the included ones, show one with its defaults.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Give access to the folder of one run: its files, its identity, and its verified ledger.
 
-    recipe.yaml    the recipe, complete with defaults
+    recipe.yaml    the recipe with its defaults
     search.yaml    of a private search: its recipe; recipe.yaml then has the chosen values
     run.json       format and version
     release/       SAFE to publish; only `dpdist release` writes there
@@ -91,7 +91,7 @@ class RunFolder:
 
     @property
     def recipe_file(self) -> Path:
-        """Return recipe.yaml: the recipe, complete with defaults."""
+        """Return recipe.yaml: the recipe with its defaults."""
         return self.path / "recipe.yaml"
 
     @property

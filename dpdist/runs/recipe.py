@@ -74,7 +74,9 @@ class Recipe(Sections):
         return {"name": value} if isinstance(value, str) else value
 
     def to_yaml(self) -> str:
-        """Return the recipe as YAML, complete with defaults.
+        """Return the recipe as YAML with the defaults of its options.
+
+        `training.loss` and `data.targets` are left out at their defaults.
 
         Reading it back gives an equal recipe.
         """

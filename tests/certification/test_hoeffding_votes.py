@@ -47,8 +47,8 @@ def test_it_is_hoeffdings_number_rounded_down_and_never_above_clopper_and_pearso
 @pytest.mark.parametrize("alpha", ALPHAS[:3])
 @pytest.mark.parametrize("draws", [5, 60, 1000])
 def test_its_error_computed_exactly_is_at_most_alpha(alpha: float, draws: int) -> None:
-    """Of all counts of a binomial at many probabilities, no sampling: those whose bound lies above
-    the probability have at most alpha together."""
+    """Add up, at many probabilities, the binomial weights of all counts whose bound lies above the
+    probability: at most alpha."""
     counts = np.arange(draws + 1)
     bounds = np.asarray(hoeffding_lower(counts, draws, alpha))
     for p in np.linspace(0.001, 0.999, 333):

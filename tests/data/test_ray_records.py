@@ -17,7 +17,8 @@ KEY = bytes(range(32))
 
 
 def test_ray_data_are_materialised_in_one_order():
-    ray.init(num_cpus=1, include_dashboard=False, ignore_reinit_error=True)
+    # "local": a cluster that another test started at the same time is not joined.
+    ray.init("local", num_cpus=1, include_dashboard=False, ignore_reinit_error=True)
     try:
         rows = [{"x": x.tolist(), "label": int(y)} for x, y in zip(X, Y, strict=True)]
         some = as_records(ray.data.from_items(rows), inputs="x", target="label")

@@ -196,7 +196,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip(case):
 
 
 def test_examples_decide_what_is_run_in_screening():
-    """What was screened is what other passes are tried on: invented tokens would not fit."""
+    """Other passes are tried on the examples that were screened: invented tokens would not fit."""
     make, loss, inputs, targets, _ = CASES["dict batches"]
     engine = GradientEngine(make(), objective_of(loss), clipping=FlatClipping(CLIP))
     engine.screen(inputs, targets)

@@ -38,7 +38,8 @@ def points(scale: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def certified(scale: float, tmp_path: Path, sigma: float = 0.25) -> dpdist.CertificateTable:
-    settings = dpdist.Cohen(sigma=sigma, n=200, n0=20, alpha=0.01, radii=(0.05, 0.1), seed="a")
+    # Of 30 fair coins one is certified by chance once in 30,000 times.
+    settings = dpdist.Cohen(sigma=sigma, n=200, n0=20, alpha=1e-6, radii=(0.05, 0.1), seed="a")
     found = dpdist.certify(Scaled(scale), points(scale), settings, folder=tmp_path, here=True)
     assert isinstance(found, dpdist.CertificateTable)
     return found

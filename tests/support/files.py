@@ -1,4 +1,4 @@
-"""What files hold, to be compared with what they held before, and how they are damaged."""
+"""Read files for comparison with an earlier state, and damage them."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class Oracle:
 
 
 def targets_loss(name: str, output: Tensor, wanted: Tensor) -> Tensor:
-    """Of one record's numbers or labels (K,), by the formulas."""
+    """Return one record's loss from its K outputs and targets, by the formulas."""
     error = output - wanted
     if name in ("mse", "support.losses:squared"):
         return (error**2).sum() / len(error)

@@ -271,6 +271,19 @@ def test_a_registered_scheduler_is_no_change(tmp_path):
     assert Ledger.read(t.run.ledger).changes == () and t.guarantee.kind == "proved"
 
 
+def test_a_step_s_epsilon_counts_what_an_earlier_process_released(tmp_path):
+    """Steps that were released and then lost with their process were left out of it."""
+    slow = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "resources": {"checkpoint_seconds": 1e6}}
+    t = training(tmp_path / "own", **slow)
+    first = [t.step() for _ in range(4)]
+    assert first[0].epsilon < first[3].epsilon == t.guarantee.epsilon
+    t.close()
+    again = training(tmp_path / "own", **slow)  # from the checkpoint before the first step
+    reports = [again.step() for _ in range(5)]
+    assert len({report.epsilon for report in reports[:4]}) == 1
+    assert first[3].epsilon <= reports[0].epsilon < reports[4].epsilon == again.guarantee.epsilon
+
+
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])
 def test_a_rate_set_by_hand_is_a_change_beside_a_scheduler(tmp_path, key):
     model = Net()
@@ -558,7 +571,7 @@ def layers() -> nn.Sequential:
     ],
 )  # fmt: skip
 def test_another_forward_pass_than_the_checked_one_is_refused(tmp_path, change, what):
-    """Whatever mixes records must not come in after the checks."""
+    """A model that is made to mix records after the checks is refused."""
     model = layers()
     t = training(tmp_path / "own", model, sgd(model))
     t.step()
@@ -921,3 +934,9 @@ def test_the_page_runs_as_it_is_printed(tmp_path):
     *lines, last = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["9", "19", "29", "39"]
     assert last == str(dpdist.read_facts(tmp_path / "runs" / "mine").guarantee) and "-DP" in last
+
+
+def test_a_fixed_run_key_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="NOT PRIVATE.*leave it out") as found:
+        training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3, "run_key": "ab" * 32})
+    assert found[0].filename == __file__
