@@ -96,7 +96,9 @@ class AttackedCopies:
                 strict=True,
             )
         }
-        digest = hashlib.blake2b(f"{dataset.fingerprint} {at}".encode(), digest_size=16)
+        # The words of the first versions: copies that were made keep their name.
+        named = f"At(attack={at.attack!r}, size={at.size!r}, norm={at.norm!r})"
+        digest = hashlib.blake2b(f"{dataset.fingerprint} {named}".encode(), digest_size=16)
         for copy in self._copies.values():
             digest.update(copy.numpy().tobytes())
         self.fingerprint = digest.hexdigest()
