@@ -20,7 +20,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 @cache
-def scratch() -> Path:
+def scratch_folder() -> Path:
     """Return a temporary folder, which is removed when the script ends."""
     folder = tempfile.TemporaryDirectory(prefix="dpdist-benchmark-")
     atexit.register(folder.cleanup)
@@ -30,26 +30,26 @@ def scratch() -> Path:
 def parse_arguments(
     parser: argparse.ArgumentParser,
     quick: Mapping[str, Any],
-    writes: Sequence[str] = (),
+    output_options: Sequence[str] = (),
     arguments: list[str] | None = None,
 ) -> argparse.Namespace:
     """Parse the command line, with one more option: --quick, a smoke test of seconds.
 
     With --quick an option that is not given has its value in `quick`, and nothing is written
-    outside `scratch()`: neither results nor decoded data.
+    outside `scratch_folder()`: neither results nor decoded data.
 
     Args:
         parser: the script's own options.
         quick: tiny values of its options, by destination.
-        writes: destinations of the options that say where results go.
+        output_options: destinations of the options that say where results go.
         arguments: the command line; None for that of the process.
     """
     told = "seconds, on built-in or invented data; its figures mean nothing, and none are kept"
     parser.add_argument("--quick", action="store_true", help=told)
     if parser.parse_known_args(arguments)[0].quick:
         for variable in ("DPDIST_CACHE", "HOME", "XDG_CACHE_HOME"):  # libraries' files, too
-            os.environ[variable] = str(scratch() / "home")
-        parser.set_defaults(**{name: scratch() / name for name in writes}, **quick)
+            os.environ[variable] = str(scratch_folder() / "home")
+        parser.set_defaults(**{name: scratch_folder() / name for name in output_options}, **quick)
     return parser.parse_args(arguments)
 
 
@@ -59,34 +59,37 @@ def data_root() -> Path:
     return Path(os.environ.get("DPDIST_DATA_ROOT") or beside).resolve()
 
 
-def require_data(given: Path | None, *names: str) -> Path:
+def require_data(requested_root: Path | None, *names: str) -> Path:
     """Return the folder that holds these data sets, or end the script with the reason.
 
     Args:
-        given: the folder that was asked for; None for `data_root()`. A script that was not told
+        requested_root: the folder that was asked for; None for `data_root()`. A script that was
+            not told
             where to look ends well, so that `make bench` goes on.
         names: of data sets, each a subfolder.
     """
-    root = data_root() if given is None else given
+    root = data_root() if requested_root is None else requested_root
     missing = [name for name in names if not (root / name).is_dir()]
     if missing:
-        stop(f"needs {' and '.join(missing)} as Parquet under {root}", given is not None)
+        end_script(
+            f"needs {' and '.join(missing)} as Parquet under {root}", requested_root is not None
+        )
     return root
 
 
-def stop(reason: str, failed: bool = False) -> None:
+def end_script(reason: str, failed: bool = False) -> None:
     """End the script: it cannot run here, which is a failure only if this was asked for."""
     print(f"{Path(sys.argv[0]).name}: not run: {reason}")
     sys.exit(2 if failed else 0)
 
 
-def make_images(root: Path, name: str, records: int, test: int = 10) -> None:
+def make_images(root: Path, name: str, num_train: int, num_test: int = 10) -> None:
     """Write a data set of random 28 x 28 pictures, for work that depends on no record.
 
     Args:
         root: folder of data sets, in which `name` becomes one.
-        records: of the split train.
-        test: records of the split test.
+        num_train: of the split train.
+        num_test: records of the split test.
     """
     import numpy as np  # not above: what a test of light imports loads needs none of these
     import pyarrow as pa
@@ -95,39 +98,43 @@ def make_images(root: Path, name: str, records: int, test: int = 10) -> None:
 
     rng = np.random.default_rng(0)
     rows = []
-    for _ in range(records + test):
+    for _ in range(num_train + num_test):
         buffer = io.BytesIO()
         Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)).save(buffer, format="PNG")
         rows.append({"bytes": buffer.getvalue(), "path": ""})
     (root / name).mkdir(parents=True)
-    table = pa.table({"image": rows, "label": rng.integers(0, 10, records + test)})
-    pq.write_table(table.slice(0, records), root / name / "train.parquet")
-    pq.write_table(table.slice(records), root / name / "test.parquet")
+    table = pa.table({"image": rows, "label": rng.integers(0, 10, num_train + num_test)})
+    pq.write_table(table.slice(0, num_train), root / name / "train.parquet")
+    pq.write_table(table.slice(num_train), root / name / "test.parquet")
 
 
-def small_run(name: str, change: dict[str, Any]) -> Path:
-    """Train a recipe in this process, without Ray, and return its run folder in `scratch()`.
+def train_small_run(name: str, changes: dict[str, Any]) -> Path:
+    """Train a recipe in this process, without Ray, and return its run folder in `scratch_folder()`.
 
     Args:
         name: of a recipe that comes along, or the path of one.
-        change: fields of it, by dotted key.
+        changes: fields of it, by dotted key.
     """
     import torch
 
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import find, load
+    from dpdist.runs.recipe import find_recipe, load_recipe
     from dpdist.training.collectives import Reducer
     from dpdist.training.job import prepare
     from dpdist.training.trainer import fit
-    from dpdist.training.worker import run
+    from dpdist.training.worker import run_training
 
-    folder = scratch() / "runs" / Path(name).stem
-    job = prepare(load(find(name), change), RunFolder(folder), name)
-    fit(job, workers=lambda it: run(it, Reducer(0, 1, torch.device("cpu"))), here=True)
+    folder = scratch_folder() / "runs" / Path(name).stem
+    job = prepare(load_recipe(find_recipe(name), changes), RunFolder(folder), name)
+    fit(
+        job,
+        start_workers=lambda it: run_training(it, Reducer(0, 1, torch.device("cpu"))),
+        in_process=True,
+    )
     return folder
 
 
-def used(root: int) -> dict[tuple[str, str], float]:
+def processor_seconds(root: int) -> dict[tuple[str, str], float]:
     """Return the processor seconds of all processes below `root`, by number and name."""
     parents, found = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
@@ -144,10 +151,10 @@ def used(root: int) -> dict[tuple[str, str], float]:
             pid = parents.get(pid, 0)
         return pid == root
 
-    return {(str(p), short(t)): seconds for p, (t, seconds) in found.items() if below(p)}
+    return {(str(p), process_label(t)): seconds for p, (t, seconds) in found.items() if below(p)}
 
 
-def short(title: str) -> str:
+def process_label(title: str) -> str:
     """Return a process's title, or the name that Ray's own processes go by."""
     for name in ("gcs_server", "raylet/raylet", "log_monitor", "monitor.py", "dashboard/agent",
                  "runtime_env/agent", "dashboard.py", "plasma"):  # fmt: skip

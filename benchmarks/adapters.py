@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from _common import parse_arguments
 
-from dpdist.core.console import table
+from dpdist.core.console import format_table
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.sampling import Blocks
@@ -78,7 +78,7 @@ def main() -> None:
         return step
 
     plain = engine(2 * asked.batch)
-    quarter = blocks.rows(max(1, asked.batch // 4))
+    quarter = blocks.rows_per_pass(max(1, asked.batch // 4))
     ways = {
         "clipped per document": clipped(plain),
         f"as a run does it: {blocks.capacity} rows a pass": clipped(engine(1024, blocks)),
@@ -106,7 +106,7 @@ def main() -> None:
     for name, seconds in took.items():
         ratio = statistics.median(one / other for one, other in zip(seconds, base, strict=True))
         rows.append((name, f"{ratio:.3f}"))
-    print(table(rows, title=f"LoRA in a frozen base, {asked.batch} documents expected"))
+    print(format_table(rows, title=f"LoRA in a frozen base, {asked.batch} documents expected"))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 import dpdist.data
 from dpdist import models
 from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, distance
-from dpdist.certification.worker import Randomness
+from dpdist.certification.worker import KeyedGenerator
 from dpdist.core.fields import ATTACKS
-from dpdist.randomness.keys import UnitSource
-from dpdist.randomness.noise_location import OnInput
+from dpdist.randomness.keys import StreamKeys
+from dpdist.randomness.noise_location import InputNoise
 
 BLOCK = 100
 SIZES = {"linf": 0.1, "l2": 1.5}
@@ -35,10 +35,10 @@ SIZES = {"linf": 0.1, "l2": 1.5}
 def data(train: int, test: int, built_in: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images and labels, then test images and labels."""
     root = data_root()
-    source = dpdist.data.Source("mnist", 10, root)
+    source = dpdist.data.DataSource("mnist", 10, root)
     if built_in or not (root / "mnist").is_dir():
         print("digits enlarged to 28x28" + ("" if built_in else f": no MNIST under {root}"))
-        source = dpdist.data.Source("digits", 10)
+        source = dpdist.data.DataSource("digits", 10)
     parts = [dpdist.data.load(source, split) for split in ("train", "test")]
     found: list[Tensor] = []
     for part, limit in zip(parts, (train, test), strict=True):
@@ -62,7 +62,7 @@ def train(x: Tensor, y: Tensor, epochs: int) -> nn.Module:
 
 def ours(model: nn.Module, name: str, norm: str, steps: int, x: Tensor, y: Tensor) -> Tensor:
     """As a worker does it: blocks of 100, keyed randomness, float64 projections."""
-    randomness = Randomness(UnitSource("benchmark", "1", "", "", "", 0.0))
+    randomness = KeyedGenerator(StreamKeys("benchmark", "1", "", "", "", 0.0))
     classifier = RandomisedClassifier(model)
     found = []
     for low in range(0, len(x), BLOCK):
@@ -137,8 +137,8 @@ def side_by_side(model: nn.Module, x: Tensor, y: Tensor, steps: int, rounds: int
 
 def expectation(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     """What EOT costs: PGD on the smoothed classifier, by draws per gradient."""
-    randomness = Randomness(UnitSource("benchmark", "1", "", "", "", 0.0))
-    classifier = RandomisedClassifier(model, OnInput(0.25))
+    randomness = KeyedGenerator(StreamKeys("benchmark", "1", "", "", "", 0.0))
+    classifier = RandomisedClassifier(model, InputNoise(0.25))
     ball = Ball(x, torch.full((len(x),), SIZES["l2"], dtype=torch.float64), "l2")
     print(f"\nPGD in L2 on the smoothed classifier, sigma 0.25, {len(x)} images, {steps} steps")
     for draws in (1, 4, 16, 64):

@@ -21,7 +21,7 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpdist.audits.mechanism import Step, audit_step
+from dpdist.audits.mechanism import AuditedStep, audit_step
 from dpdist.privacy import audit_bounds
 
 WIDTH = 64
@@ -78,7 +78,7 @@ def main() -> None:
     for name, release in rows().items():
         began = time.perf_counter()
         promised = 1 / NOISE  # of a whole batch; sampling promises less
-        scene = Step(release, influence, audit_bounds.gaussian_curve(promised))
+        scene = AuditedStep(release, influence, audit_bounds.gaussian_tradeoff(promised))
         found = audit_step(scene, releases, ERROR)
         verdict = "BROKEN" if found.rejected else "nothing found"
         print(

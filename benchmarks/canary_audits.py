@@ -32,13 +32,13 @@ from _common import parse_arguments
 from scipy.stats import binomtest
 
 from dpdist.audits.canaries import audit_canaries
-from dpdist.audits.target import of_run
+from dpdist.audits.target import target_of_run
 from dpdist.config.sections import CanaryAudit
 from dpdist.core.binomial import clopper_pearson_upper
-from dpdist.privacy.card import Audited
+from dpdist.privacy.card import AuditFinding
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse, resolve
+from dpdist.runs.recipe import Recipe, parse_recipe, resolve_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
@@ -63,14 +63,16 @@ CANARIES = {"digits": 9000, "digits-linear": 600}
 def planted(raw: dict[str, Any], epsilon: float, section: dict[str, Any]) -> Recipe:
     """The recipe at this epsilon, with the audit's section."""
     privacy = {**raw["privacy"], "noise_multiplier": None, "epsilon": epsilon}
-    return parse({**raw, "privacy": privacy, "audit": {"kind": "canaries", **section}}, "benchmark")
+    return parse_recipe(
+        {**raw, "privacy": privacy, "audit": {"kind": "canaries", **section}}, "benchmark"
+    )
 
 
-def audited(recipe: Recipe, folder: RunFolder) -> Audited:
+def audited(recipe: Recipe, folder: RunFolder) -> AuditFinding:
     """Train and audit."""
-    worker.run(prepare(recipe, folder, recipe.name), Reducer(0, 1, torch.device("cpu")))
+    worker.run_training(prepare(recipe, folder, recipe.name), Reducer(0, 1, torch.device("cpu")))
     assert isinstance(recipe.audit, CanaryAudit)
-    target = of_run(folder, read_facts(folder).guarantee)
+    target = target_of_run(folder, read_facts(folder).guarantee)
     return audit_canaries(recipe.audit, target, folder.path, lambda done, total: None)
 
 
@@ -83,7 +85,7 @@ def measure(raw: dict[str, Any], epsilon: float, section: dict[str, Any]) -> dic
     return {
         "proved": found.proved, "audited": found.epsilon, "counted": counted,
         "right": found.details["right"], "guesses": found.details["guesses"],
-        "exceeded": found.bug, "seconds": round(time.perf_counter() - began, 1),
+        "exceeded": found.exceeds_proved, "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
 
 
@@ -131,14 +133,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="of what is there")
     tiny = {"runs": 1, "epsilons": "8", "canaries": 100, "coverage": True}
-    asked = parse_arguments(parser, tiny, writes=["results"])
+    asked = parse_arguments(parser, tiny, output_options=["results"])
     torch.set_num_threads(1)
     raw = SHORT if asked.coverage else DIGITS
     section = {"canary": asked.canary, "canaries": asked.canaries or CANARIES[raw["name"]]}
     quarter = (DIGITS_RECORDS + section["canaries"]) // 4
     raw = {**raw, "training": {**raw["training"], "batch_size": quarter}}
     if asked.recipe:
-        raw = resolve(asked.recipe, data_root=asked.data_root).model_dump(mode="json")
+        raw = resolve_recipe(asked.recipe, data_root=asked.data_root).model_dump(mode="json")
         raw["training"]["epochs"] = asked.epochs or raw["training"]["epochs"]
     print("| proved epsilon | audited / proved | by counting | exceeded | s |")
     print("|---|---|---|---|---|")

@@ -23,23 +23,23 @@ from _common import data_root, parse_arguments
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification.inference import ExecutedClassifier, choose
+from dpdist.certification.inference import ExecutedClassifier, choose_inference_form
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.sequential import (
-    FUTILE,
+    FUTILITY_ALPHA,
     TargetRadius,
     TargetTest,
     beta_mixture_rejects,
     planned_looks,
 )
-from dpdist.certification.worker import Sampler
+from dpdist.certification.worker import InputNoiseCounter
 from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.randomness import keys
-from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.keys import StreamKeys
 
 SIGMA, ALPHA, CAP, RADIUS = 0.25, 0.001, 100_000, 0.5
 BATCH, STEP = 1000, 500
-SOURCE = UnitSource("benchmark", "1", "model", "data", "gaussian", SIGMA)
+SOURCE = StreamKeys("benchmark", "1", "model", "data", "gaussian", SIGMA)
 
 
 def images(count: int, split: str, invented: bool = False) -> tuple[Tensor, Tensor]:
@@ -104,15 +104,15 @@ def rates(works: dict[str, Callable[[], Any]], draws: int, rounds: int) -> dict[
     return {name: draws / statistics.median(values) for name, values in times.items()}
 
 
-def sampler(model: nn.Module, rows: int, form: str = "frozen") -> Sampler:
+def sampler(model: nn.Module, rows: int, form: str = "frozen") -> InputNoiseCounter:
     shapes = [(size, 1, 28, 28) for size in (rows, 100)]
     classify = ExecutedClassifier(model, form, shapes)
-    return Sampler(classify, Gaussian(SIGMA), SOURCE, 10, (1, 28, 28))
+    return InputNoiseCounter(classify, Gaussian(SIGMA), SOURCE, 10, (1, 28, 28))
 
 
 def fixed_n(model: nn.Module, x: Tensor, draws: int, rounds: int) -> dict[str, float]:
     check = torch.rand(BATCH, 1, 28, 28) + SIGMA * torch.randn(BATCH, 1, 28, 28)
-    spec, bare = choose(model, check)
+    spec, bare = choose_inference_form(model, check)
     print(f"executed classifier: {spec.form} {spec.notes or ''}")
     engine = sampler(model, BATCH, spec.form)
     blocks = draws // BATCH
@@ -145,14 +145,14 @@ def replay(p: np.ndarray, rng: np.random.Generator) -> None:
     paths = rng.binomial(np.diff((0, *looks)), p[:, None], size=(len(p), len(looks))).cumsum(1)
     draws, passed = [], []
     for path in paths:
-        test = TargetTest((p0,), ALPHA, looks, FUTILE)
-        place = next(i for i, hits in enumerate(path) if test.look(i, int(hits)))
+        test = TargetTest((p0,), ALPHA, looks, FUTILITY_ALPHA)
+        place = next(i for i, hits in enumerate(path) if test.update(i, int(hits)))
         draws.append(looks[place])
         passed.append(test.passed())
     steps = np.arange(STEP, CAP + 1, STEP)
     walks = rng.binomial(STEP, p[:, None], size=(len(p), len(steps))).cumsum(1)
     rejects = beta_mixture_rejects(walks, steps, p0, ALPHA)
-    stop = rejects | (clopper_pearson_upper(walks, steps, FUTILE) <= p0)
+    stop = rejects | (clopper_pearson_upper(walks, steps, FUTILITY_ALPHA) <= p0)
     stop[:, -1] = True
     first = stop.argmax(1)
     any_draws, any_passed = steps[first], rejects[np.arange(len(p)), first]
@@ -168,9 +168,9 @@ def replay(p: np.ndarray, rng: np.random.Generator) -> None:
 def one_radius(model: nn.Module, xs: Tensor, loop_rate: float) -> None:
     """Time to decide every input at one radius, against the plain loop's fixed n."""
     settings = TargetRadius(sigma=SIGMA, n=CAP, alpha=ALPHA, radii=(RADIUS,))
-    engine, place = sampler(model, STEP), settings.place(model, (1, 28, 28))
+    engine, place = sampler(model, STEP), settings.build_sampler(model, (1, 28, 28))
     start = time.perf_counter()
-    draws = [settings.work(engine, x, i, 0, 1, STEP, place)["n"] for i, x in enumerate(xs)]
+    draws = [settings.sample(engine, x, i, 0, 1, STEP, place)["n"] for i, x in enumerate(xs)]
     seconds = (time.perf_counter() - start) / len(xs)
     plain = (CAP + 100) / loop_rate
     print(f"\ndeciding {len(xs)} inputs at radius {RADIUS}: {seconds * 1e3:.1f} ms each, ")

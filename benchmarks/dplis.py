@@ -35,11 +35,11 @@ from dpdist import models
 from dpdist.data import Dataset
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, find, load, parse
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import evaluation_data
+from dpdist.training.records import test_records
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "dplis.jsonl"
@@ -96,10 +96,10 @@ def reading(recipe: Recipe, steps: dict[str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {"test": {}, "train": {}, "steps": steps, "proved": {}}
     with tempfile.TemporaryDirectory(prefix="dpdist-dplis-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
-        splits = {"test": evaluation_data(recipe, job.source), "train": job.records()}
+        splits = {"test": test_records(recipe, job.source), "train": job.records()}
         for column, until in steps.items():
-            worker.run(job, Reducer(0, 1, torch.device("cpu")), until)
-            model = models.load(job.folder.model, trusted_factory=recipe.model.name)
+            worker.run_training(job, Reducer(0, 1, torch.device("cpu")), until)
+            model = models.load(job.folder.model_folder, trusted_factory=recipe.model.name)
             for split, records in splits.items():
                 found[split][column] = accuracy(model, records)
             step = job.plan.step(0)
@@ -123,7 +123,7 @@ def small_trainings(
         for sweep in sweeps:
             for row, method in SWEEPS[sweep].items():
                 own = SMALL["training"] | {"steps": max(steps.values()), "init_seed": seed}
-                recipe = parse(SMALL | {"method": method, "training": own}, row)
+                recipe = parse_recipe(SMALL | {"method": method, "training": own}, row)
                 name = {"sweep": sweep, "row": row, "seed": seed, "setting": setting}
                 yield name, recipe, steps
 
@@ -138,7 +138,7 @@ def full_trainings(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], 
     rows = [row for row in item["rows"] if given.row in (None, row["row"])]
     for seed in range(given.seeds):
         for row in rows:
-            recipe = load(find(row["recipe"]), row.get("change"))
+            recipe = load_recipe(find_recipe(row["recipe"]), row.get("change"))
             root = require_data(given.data_root, recipe.data.name)
             budgets = list(about["budgets"][recipe.data.name]["steps"].values())
             steps = {c: budgets[i] for c, i in zip(item["columns"], item["at"], strict=True)}
@@ -147,7 +147,11 @@ def full_trainings(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], 
                 "data.root": str(root),
             }  # fmt: skip
             name = {"item": item["id"], "row": row["row"], "seed": seed, "setting": None}
-            yield name | {"recipe": row["recipe"]}, load(find(row["recipe"]), change), steps
+            yield (
+                name | {"recipe": row["recipe"]},
+                load_recipe(find_recipe(row["recipe"]), change),
+                steps,
+            )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -173,7 +177,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of each small training; default: the budgets'")
     parser.add_argument("--results", type=Path, default=RESULTS)
     tiny = {"sweeps": "radius", "seeds": 1, "steps": 2}
-    given = parse_arguments(parser, tiny, writes=["results"])
+    given = parse_arguments(parser, tiny, output_options=["results"])
     torch.set_num_threads(1)
     if given.item is None:
         trainings = small_trainings(given.sweeps.split(","), given.seeds, given.steps)

@@ -29,11 +29,11 @@ from dpdist.evaluation import load_model
 from dpdist.gradients.engine import cross_entropy
 from dpdist.gradients.perturbations import standard_normal_shared
 from dpdist.runs.folder import RunFolder, open_run
-from dpdist.runs.recipe import Recipe, parse, resolve
+from dpdist.runs.recipe import Recipe, parse_recipe, resolve_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.training.records import data_source, test_records
 
 BOX = 0.0045  # DPlis, PoPETs 2021
 # theta + alpha * direction for alpha in [-0.8, 0.8], as the paper plots it.
@@ -188,7 +188,7 @@ def measured(
 ) -> str:
     """The table of a run's minimum on its first test inputs; its picture goes into a file."""
     model = load_model(recipe, folder)
-    dataset = evaluation_data(recipe, source_of(recipe)).first(inputs)
+    dataset = test_records(recipe, data_source(recipe)).first(inputs)
     batch, targets = dataset.batch(slice(None)), dataset.targets(slice(None))
     sharp = sharpness(model, cross_entropy, batch, targets, iterations=iterations)
     rows = [
@@ -199,13 +199,13 @@ def measured(
     if picture is not None:
         draw(losses_along(model, cross_entropy, batch, targets, key=bytes(32)), picture)
         rows.append(("picture", str(picture)))
-    return console.table(rows, title=f"landscape of {recipe.name}")
+    return console.format_table(rows, title=f"landscape of {recipe.name}")
 
 
 def quick(picture: Path | None) -> str:
     with tempfile.TemporaryDirectory(prefix="dpdist-landscape-") as place:
-        recipe, folder = parse(QUICK, "quick"), RunFolder(Path(place) / "run")
-        worker.run(prepare(recipe, folder, "quick"), Reducer(0, 1, torch.device("cpu")))
+        recipe, folder = parse_recipe(QUICK, "quick"), RunFolder(Path(place) / "run")
+        worker.run_training(prepare(recipe, folder, "quick"), Reducer(0, 1, torch.device("cpu")))
         return measured(recipe, folder, 20, 2, picture)
 
 
@@ -226,7 +226,7 @@ def main() -> None:
             print(quick(given.picture))
             return
         folder = open_run(given.run, given.runs)
-        recipe = resolve(folder.read_recipe(), data_root=given.data_root)
+        recipe = resolve_recipe(folder.read_recipe(), data_root=given.data_root)
         print(measured(recipe, folder, given.inputs, given.iterations, given.picture))
     except UserError as error:
         raise SystemExit(str(error)) from error

@@ -29,9 +29,9 @@ from dpdist.certification import cohen, sequential
 from dpdist.certification.cohen import certify_against_runner_up
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.registry import settings_of
-from dpdist.certification.worker import Assignment, Piece, Worker, probe
+from dpdist.certification.worker import Assignment, InputWorkUnit, Worker, probe
 from dpdist.core.errors import UserError
-from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.keys import StreamKeys
 
 HIDDEN = 0.3  # standard deviation behind the first layer
 ARCHITECTURE = {False: ("small-cnn", {"width": 8}), True: ("tf-cnn", {})}
@@ -86,8 +86,8 @@ class Counting:
 
     def __init__(self, model: nn.Module, section: dict[str, Any], shape: tuple[int, ...]) -> None:
         settings = settings_of({"seed": "1", "form": "frozen", **section})
-        place = settings.place(model, shape)
-        source = UnitSource("benchmark", "1", "", "", settings.noise, place.sigma)
+        place = settings.build_sampler(model, shape)
+        source = StreamKeys("benchmark", "1", "", "", settings.noise, place.sigma)
         grey = np.full((1, *shape), 0.5, np.float32)
         assignment = Assignment(model, settings, place, source, 10, shape, grey)
         self.assignment = replace(assignment, spec=probe(assignment))
@@ -95,12 +95,12 @@ class Counting:
 
     def all(self, x: Tensor, labels: Tensor) -> tuple[list[dict[str, Any]], float]:
         """Rows of a table, and processor seconds."""
-        units, rows, settings = self.assignment.units, [], self.assignment.settings
+        units, rows, settings = self.assignment.num_units, [], self.assignment.settings
         began = time.process_time()
         for index, (each, label) in enumerate(zip(x.numpy(), labels.tolist(), strict=True)):
-            (found,) = self._worker([Piece(index, 0, units, each)])
-            verdict = self.assignment.verdict(found["partial"])
-            rows.append(settings.row(index, label, verdict, self.assignment.place))
+            (found,) = self._worker([InputWorkUnit(index, 0, units, each)])
+            verdict = self.assignment.decide(found["partial"])
+            rows.append(settings.row(index, label, verdict, self.assignment.sampler))
         return rows, time.process_time() - began
 
 
@@ -150,7 +150,7 @@ def looks_of(count: int, futile: float) -> Iterator[None]:
 
     with (
         mock.patch.object(sequential, "planned_looks", more),
-        mock.patch.object(sequential, "FUTILE", futile),
+        mock.patch.object(sequential, "FUTILITY_ALPHA", futile),
     ):
         yield
 

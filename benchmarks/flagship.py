@@ -42,10 +42,10 @@ from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.reports.charts import Axis, Line, alone, chart
+from dpdist.reports.charts import Axis, Line, chart, standalone_svg
 from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import find, load
+from dpdist.runs.recipe import find_recipe, load_recipe
 
 PUBLISHED = {  # by data set and sigma: certified at radii, in %
     ("MNIST", 0.25): {0.0: 98.0, 0.3: 95.6, 0.5: 92.8, 0.7: 87.4},
@@ -338,7 +338,7 @@ class Bench:
 
     def recipe(self, row: Row, name: str) -> Path:
         """The row's recipe as a file of its own."""
-        found = load(find(row.recipe), {**self._changes(row), "name": name})
+        found = load_recipe(find_recipe(row.recipe), {**self._changes(row), "name": name})
         path = self.out / "recipes" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(found.to_yaml())
@@ -355,7 +355,7 @@ class Bench:
         changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
         changes["method.sigma"] = 1.2 * row.sigma
         # Where draws stop early, 0 is decided with the others.
-        decides_zero = 0 in load(find(row.recipe)).certify.radii
+        decides_zero = 0 in load_recipe(find_recipe(row.recipe)).certify.radii
         radii = [radius for radius in PUBLISHED[row.task] if radius or decides_zero]
         changes["certify.radii"] = radii
         if "method" in row.changes:
@@ -498,7 +498,7 @@ def figure(lines: list[dict[str, Any]]) -> str:
     title = "MNIST, sigma 0.25: test images not certified at L2 radius 0.5"
     said = (f"{label}: " + ", ".join(f"{y:.1f} % at {x:g}" for x, y in p) for label, p in drawn)
     shown = [
-        Line(label, p, quiet="published" in label, dots="not private" not in label)
+        Line(label, p, muted="published" in label, show_markers="not private" not in label)
         for label, p in drawn
     ]
     highest = max(y for line in shown for _, y in line.points)
@@ -506,7 +506,9 @@ def figure(lines: list[dict[str, Any]]) -> str:
         Axis("epsilon at delta = 1e-6", ENDS[1], ENDS[0]),
         Axis("not certified, %", max(20.0, 5 * math.ceil(highest / 5))),
     )
-    return alone(chart(shown, *axes, about="; ".join(said), name="flagship", title=title), title)
+    return standalone_svg(
+        chart(shown, *axes, description="; ".join(said), element_id="flagship", title=title), title
+    )
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -29,20 +29,20 @@ from _common import parse_arguments, require_data
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.evaluation import Counted, fix_form
-from dpdist.attacks.job import Assignment, Block, Worker
+from dpdist.attacks.counting import AttackedClassifier, choose_form
+from dpdist.attacks.job import Assignment, AttackBatch, Worker
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.worker import expected_log_scores
 from dpdist.core.fields import ATTACKS
 from dpdist.data import Dataset
-from dpdist.randomness.keys import UnitSource
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.keys import StreamKeys
+from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, find, load
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import evaluation_data
-from dpdist.training.worker import run
+from dpdist.training.records import test_records
+from dpdist.training.worker import run_training
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SIZES, PASSES, BLOCK = "0.025,0.05,0.1,0.3", 16, 1000  # half of those on [-1, 1]
@@ -77,16 +77,18 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {  # on built-in data
 
 def recipe_of(row: str, epsilon: float, data_root: Path | None) -> Recipe:
     name, change = (ROWS | SMALL)[row]
-    recipe = load(find(name), {**change, "privacy.epsilon": epsilon})
+    recipe = load_recipe(find_recipe(name), {**change, "privacy.epsilon": epsilon})
     if row in SMALL:
         return recipe
     root = require_data(data_root, recipe.data.name)
-    return load(find(name), {**change, "privacy.epsilon": epsilon, "data.root": str(root)})
+    return load_recipe(
+        find_recipe(name), {**change, "privacy.epsilon": epsilon, "data.root": str(root)}
+    )
 
 
 def right(model: nn.Module, test: Dataset) -> int:
     """How many of all inputs are named rightly."""
-    noisy, found = place_of(model).random, 0
+    noisy, found = find_noise_location(model).is_random, 0
     for low in range(0, len(test), BLOCK):
         rows = slice(low, min(low + BLOCK, len(test)))
         x = test.batch(rows)
@@ -101,18 +103,20 @@ def attacked(model: nn.Module, test: Dataset, settings: AttackSettings) -> dict[
     it in one of its workers; size 0 is no attack."""
     rows = settings.indices(len(test))
     x = test.batch(slice(rows.start, rows.stop)).numpy()
-    counted = Counted(model, place_of(model), test.classes, x[:64])
-    source = UnitSource("benchmark", "1", "", "", "", 0.0)
-    if counted.place.random:
-        counted = replace(counted, spec=fix_form(counted, source))
+    counted = AttackedClassifier(model, find_noise_location(model), test.classes, x[:64])
+    source = StreamKeys("benchmark", "1", "", "", "", 0.0)
+    if counted.location.is_random:
+        counted = replace(counted, spec=choose_form(counted, source))
     indices, labels = np.arange(len(x)), np.asarray(test.labels[: len(x)], np.int64)
     worker = Worker(Assignment(counted, settings, source, x, indices, labels))
     found: dict[str, dict[str, int]] = {name: {} for name in settings.attacks}
-    each = settings.block(x[0].size)
-    for name, size in settings.pairs:
+    each = settings.batch_size(x[0].size)
+    for name, size in settings.attack_sizes:
         blocks = [slice(low, low + each) for low in range(0, len(x), each)]
         answers = [
-            one for rows in blocks for one in worker(Block.of(name, rows, np.full(len(x), size)))
+            one
+            for rows in blocks
+            for one in worker(AttackBatch.from_rows(name, rows, np.full(len(x), size)))
         ]
         hits = sum(one["prediction"] == one["label"] for one in answers)
         for attack in [name] if size else settings.attacks:
@@ -125,10 +129,10 @@ def trained(recipe: Recipe, settings: AttackSettings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="dpdist-functional-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
         began = time.process_time()
-        run(job, Reducer(0, 1, torch.device("cpu")))
+        run_training(job, Reducer(0, 1, torch.device("cpu")))
         seconds = time.process_time() - began
-        model = models.load(job.folder.model).eval().requires_grad_(False)
-    test = evaluation_data(recipe, job.source)
+        model = models.load(job.folder.model_folder).eval().requires_grad_(False)
+    test = test_records(recipe, job.source)
     return {
         "proved": round(job.plan.guarantee().epsilon, 4), "seconds": round(seconds, 1),
         "n": len(test), "right": right(model, test),
@@ -156,7 +160,9 @@ def line_of(row: str, found: list[dict[str, Any]], settings: AttackSettings) -> 
 def columns(settings: AttackSettings) -> list[tuple[str, str]]:
     """Attack and size of each; without attack once."""
     first = settings.attacks[0]
-    return [(first if name == "none" else name, f"{size:g}") for name, size in settings.pairs]
+    return [
+        (first if name == "none" else name, f"{size:g}") for name, size in settings.attack_sizes
+    ]
 
 
 def read(path: Path, setting: dict[str, Any], asked: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -183,7 +189,7 @@ def main() -> None:
         "rows": ",".join(SMALL), "epsilon": 1.0, "seeds": 1, "inputs": 4, "attacks": "fgsm,pgd",
         "sizes": "0.1", "draws": 1, "answers": 20,
     }  # fmt: skip
-    asked = parse_arguments(parser, tiny, writes=["results"])
+    asked = parse_arguments(parser, tiny, output_options=["results"])
     torch.set_num_threads(1)
     settings = AttackSettings(
         sizes=tuple(map(float, asked.sizes.split(","))), attacks=tuple(asked.attacks.split(",")),

@@ -34,13 +34,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from _common import make_images, parse_arguments, require_data, scratch
+from _common import make_images, parse_arguments, require_data, scratch_folder
 from scipy.stats import t as student_t
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.evaluation import Counted, fix_form
-from dpdist.attacks.job import Assignment, Block, Worker
+from dpdist.attacks.counting import AttackedClassifier, choose_form
+from dpdist.attacks.job import Assignment, AttackBatch, Worker
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import worker as certifying
 from dpdist.certification.expected_scores import ExpectedScores
@@ -49,15 +49,15 @@ from dpdist.certification.statistics import compare
 from dpdist.certification.worker import expected_log_scores
 from dpdist.core.fields import ATTACKS
 from dpdist.data import Dataset
-from dpdist.randomness.keys import UnitSource
-from dpdist.randomness.noise_location import place_of
-from dpdist.reports.compare import markdown
+from dpdist.randomness.keys import StreamKeys
+from dpdist.randomness.noise_location import find_noise_location
+from dpdist.reports.compare import markdown_table
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, find, load
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import evaluation_data, source_of
-from dpdist.training.worker import run
+from dpdist.training.records import data_source, test_records
+from dpdist.training.worker import run_training
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PIXELDP, HGM = "pixeldp-mnist", "hgm-pixeldp-mnist"
@@ -126,7 +126,7 @@ def recipe_of(row: str, seed: int, given: argparse.Namespace) -> Recipe:
     if given.quick:
         more |= {"training.batch_size": 8, "method.redistribution.steps": 1}
         more["method.redistribution.max_records"] = 16
-    return load(find(name), {**change, **more})
+    return load_recipe(find_recipe(name), {**change, **more})
 
 
 def bits(right: np.ndarray) -> str:
@@ -143,19 +143,19 @@ def right(model: nn.Module, test: Dataset) -> int:
     found = 0
     for low in range(0, len(test), BLOCK):
         part = slice(low, min(low + BLOCK, len(test)))
-        scores = expected_log_scores(model, test.batch(part), PASSES, first=low)
+        scores = expected_log_scores(model, test.batch(part), PASSES, first_index=low)
         found += int((scores.argmax(1) == test.targets(part)).sum())
     return found
 
 
 def certified(
-    model: nn.Module, test: Dataset, chosen: np.ndarray, source: UnitSource, draws: int
+    model: nn.Module, test: Dataset, chosen: np.ndarray, source: StreamKeys, draws: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Whether each chosen image is certified right at the sizes, by certificate; and sigma_r with
     the first layer's norms. As an actor of `dpdist certify` does it, all blocks of an input."""
     x, labels = test.batch(chosen).numpy(), np.asarray(test.labels)[chosen]
     settings = ExpectedScores(n=draws, alpha=0.05, form=FORM)
-    place = settings.place(model, tuple(x.shape[1:]))
+    place = settings.build_sampler(model, tuple(x.shape[1:]))
     own = replace(source, purpose="certify", noise=settings.noise, sigma=place.sigma)
     assignment = certifying.Assignment(
         model, settings, place, own, test.classes, tuple(x.shape[1:]), x[:64]
@@ -168,16 +168,20 @@ def certified(
     ]
     table = pa.Table.from_pylist(lines, schema=settings.table_schema())
     found: dict[str, Any] = {}
-    for one in settings.sizes(table):
-        held, name = one.certified(labels), f"{one.name}_{one.norm}"
+    for one in settings.read_sizes(table):
+        held, name = one.size_if_correct(labels), f"{one.name}_{one.norm}"
         for size in COLUMNS.get(name, ()):
             found.setdefault(name, {})[f"{size:g}"] = bits(held >= size)
-    norms = {"l2": place.norms.l2, "linf": place.norms.linf, "printed": place.norms.as_printed}
+    norms = {
+        "l2": place.sensitivity.l2,
+        "linf": place.sensitivity.linf,
+        "printed": place.sensitivity.as_printed,
+    }
     return found, {"sigma": place.sigma, **norms}
 
 
 def attacked(
-    model: nn.Module, test: Dataset, settings: AttackSettings, source: UnitSource
+    model: nn.Module, test: Dataset, settings: AttackSettings, source: StreamKeys
 ) -> dict[str, Any]:
     """Whether each chosen image is answered rightly, by attack and size, as a worker of `dpdist
     attack` does it; 0 is no attack."""
@@ -185,16 +189,18 @@ def attacked(
     x, labels = test.batch(chosen).numpy(), np.asarray(test.labels, np.int64)[chosen]
     # Batches of one answer: larger ones would be executed whole for a part of them.
     form = ClassifierSpec(FORM, settings.n, "", "", "", 0.0)
-    counted = Counted(model, place_of(model), test.classes, x[:64], form)
+    counted = AttackedClassifier(model, find_noise_location(model), test.classes, x[:64], form)
     own = replace(source, purpose="attack")
-    counted = replace(counted, spec=fix_form(counted, own))
+    counted = replace(counted, spec=choose_form(counted, own))
     worker = Worker(Assignment(counted, settings, own, x, chosen, labels))
-    each, found = settings.block(x[0].size), {}
-    for name, size in settings.pairs:
+    each, found = settings.batch_size(x[0].size), {}
+    for name, size in settings.attack_sizes:
         answers = [
             one
             for low in range(0, len(x), each)
-            for one in worker(Block.of(name, slice(low, low + each), np.full(len(x), size)))
+            for one in worker(
+                AttackBatch.from_rows(name, slice(low, low + each), np.full(len(x), size))
+            )
         ]
         hits = np.array([one["prediction"] == one["label"] for one in answers])
         found.setdefault(name, {})[f"{size:g}"] = bits(hits)
@@ -206,11 +212,11 @@ def trained(recipe: Recipe, settings: AttackSettings, draws: int) -> dict[str, A
     clock = [time.process_time()]
     with tempfile.TemporaryDirectory(prefix="dpdist-hidden-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
-        run(job, Reducer(0, 1, torch.device("cpu")))
-        model = models.load(job.folder.model).eval().requires_grad_(False)
-        identity = models.model_hash(job.folder.model)
-    test = evaluation_data(recipe, job.source)
-    source = UnitSource("", secrets.token_hex(16), identity, test.fingerprint, "", 0.0)
+        run_training(job, Reducer(0, 1, torch.device("cpu")))
+        model = models.load(job.folder.model_folder).eval().requires_grad_(False)
+        identity = models.model_hash(job.folder.model_folder)
+    test = test_records(recipe, job.source)
+    source = StreamKeys("", secrets.token_hex(16), identity, test.fingerprint, "", 0.0)
     clock.append(time.process_time())
     good = right(model, test)
     chosen = np.asarray(settings.indices(len(test)))
@@ -273,7 +279,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
             [100 * success(one, "as_printed_linf", f"{s:g}").mean() for one in own] for s in PRINTED
         ]
         printed.append([name, *norms, *map(told, says)])
-    return "\n\n".join(markdown(part) for part in (grid, printed, differences(by_row, shown)))
+    return "\n\n".join(markdown_table(part) for part in (grid, printed, differences(by_row, shown)))
 
 
 def differences(
@@ -333,7 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="of what is there")
     tiny = {
         "only": ["hgm-4", "secure-4"], "seeds": 1, "steps": 2, "inputs": 2, "draws": 100,
-        "data_root": scratch() / "data",
+        "data_root": scratch_folder() / "data",
     }  # fmt: skip
     given = parse_arguments(parser, tiny, ["results"], arguments)
     if given.quick:
@@ -354,7 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
         if read(given.results, mine) or time.monotonic() > end:
             continue
         recipe = recipe_of(row, seed, given)
-        every = max(1, len(evaluation_data(recipe, source_of(recipe))) // given.inputs)
+        every = max(1, len(test_records(recipe, data_source(recipe))) // given.inputs)
         settings = AttackSettings(
             sizes=sizes, attacks=ATTACKS, draws=2, n=100, alpha=0.05, every=every,
             max_inputs=given.inputs,

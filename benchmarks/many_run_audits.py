@@ -27,18 +27,18 @@ import numpy as np
 import torch
 from _common import parse_arguments
 
-from dpdist.audits.canaries import audit_many_runs, judge
-from dpdist.audits.target import of_recipe
+from dpdist.audits.canaries import audit_many_runs, evaluate_trials
+from dpdist.audits.target import target_of_recipe
 from dpdist.config.sections import ManyRunsAudit
-from dpdist.privacy.audit_bounds import Trials
-from dpdist.privacy.card import Audited
+from dpdist.privacy.audit_bounds import CanaryScores
+from dpdist.privacy.card import AuditFinding
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import checkpoint, worker
-from dpdist.training.canaries import SLOT, coins
+from dpdist.training.canaries import SLOT, draw_coins
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import source_of, training_data
+from dpdist.training.records import data_source, records_with_canaries
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SEED = "5b" * 32
@@ -55,24 +55,26 @@ def recipe_at(epsilon: float, rate: float, **more: Any) -> Recipe:
         "resources": {"checkpoint_seconds": 1e6},
     }
     raw |= more
-    recipe = parse(raw, "benchmark")
-    records = len(training_data(recipe, source_of(recipe)))
+    recipe = parse_recipe(raw, "benchmark")
+    records = len(records_with_canaries(recipe, data_source(recipe)))
     raw["training"]["batch_size"] = round(rate * records)
-    return parse(raw, "benchmark")
+    return parse_recipe(raw, "benchmark")
 
 
 def trained(recipe: Recipe) -> dict[str, Any]:
     """Coin and score of the first canary of one training."""
     with tempfile.TemporaryDirectory(prefix="dpdist-many-runs-") as place:
         folder = RunFolder(Path(place) / "run")
-        worker.run(prepare(recipe, folder, "benchmark"), Reducer(0, 1, torch.device("cpu")))
-        state = checkpoint.latest(folder.checkpoints)
+        worker.run_training(
+            prepare(recipe, folder, "benchmark"), Reducer(0, 1, torch.device("cpu"))
+        )
+        state = checkpoint.load_latest(folder.checkpoints)
         assert state is not None and state.step == folder.read_plan().steps
-        present = coins(folder.read_key(), PLANTED["canaries"])[0]
+        present = draw_coins(folder.read_run_key(), PLANTED["canaries"])[0]
         return {"present": bool(present), "score": float(state.slots[SLOT][0])}
 
 
-def by_the_loop(recipe: Recipe, options: ManyRunsAudit, folder: Path) -> Audited:
+def by_the_loop(recipe: Recipe, options: ManyRunsAudit, folder: Path) -> AuditFinding:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "scores.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -82,8 +84,10 @@ def by_the_loop(recipe: Recipe, options: ManyRunsAudit, folder: Path) -> Audited
             file.write(lines[-1] + "\n")
     found = list(map(json.loads, lines[: options.trainings]))
     present, scores = (np.array([one[key] for one in found]) for key in ("present", "score"))
-    return judge(
-        options, of_recipe(recipe, "bench"), Trials(np.arange(len(found)), present, scores)
+    return evaluate_trials(
+        options,
+        target_of_recipe(recipe, "bench"),
+        CanaryScores(np.arange(len(found)), present, scores),
     )
 
 
@@ -94,11 +98,11 @@ def measure(setting: dict[str, Any], options: ManyRunsAudit, runs: Path) -> dict
     if setting["loop"]:
         found = by_the_loop(recipe_at(*at, audit=PLANTED), options, folder)
     else:
-        target = of_recipe(recipe_at(*at), "benchmark")
+        target = target_of_recipe(recipe_at(*at), "benchmark")
         found = audit_many_runs(options, target, folder, lambda *_: None)
     told = ("if_gaussian", "epsilon_by_counting", "counting_at_most", "hits")
     return {
-        "proved": found.proved, "audited": found.epsilon, "exceeded": found.bug,
+        "proved": found.proved, "audited": found.epsilon, "exceeded": found.exceeds_proved,
         **{name: found.details[name] for name in told},
         "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
@@ -122,7 +126,9 @@ def main() -> None:
     parser.add_argument("--seed", default=SEED, help="64 hex digits; lines without it have this")
     parser.add_argument("--runs", type=Path, default=Path("runs/many-run-audits"))
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parse_arguments(parser, {"epsilons": "4", "trainings": 100}, writes=["runs", "results"])
+    asked = parse_arguments(
+        parser, {"epsilons": "4", "trainings": 100}, output_options=["runs", "results"]
+    )
     torch.set_num_threads(1)
     options = ManyRunsAudit(trainings=asked.trainings, canary="gradient", seed=asked.seed)
     of = {"rate": asked.rate, "trainings": asked.trainings, "loop": asked.loop}

@@ -20,7 +20,7 @@ from typing import Any
 
 from _common import parse_arguments, require_data
 
-from dpdist.runs.recipe import Recipe, find, load, parse
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe
 
 PRIVATE = {"batch_size": 256, "learning_rate": 0.25, "momentum": 0.0}  # of DP-SGD
 QUICK: dict[str, Any] = {
@@ -47,7 +47,7 @@ def variants(
         name = f"{recipe.name}-eps-{epsilon:g}"
         training = raw["training"] | PRIVATE
         found.append(raw | {"name": name, "privacy": privacy, "training": training})
-    return [parse(one, one["name"]) for one in found]
+    return [parse_recipe(one, one["name"]) for one in found]
 
 
 def measure(recipe: Recipe, runs: Path, models: int, attacks: str, root: Path | None) -> list[str]:
@@ -92,10 +92,10 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--only", choices=("plain", "private"), help="of a recipe's two rows")
     parser.add_argument("--runs", type=Path, default=Path("runs/membership"))
-    given = parse_arguments(parser, {"models": 4, "attacks": "lira,rmia"}, writes=["runs"])
-    recipes, root = [parse(QUICK, "quick")], None
+    given = parse_arguments(parser, {"models": 4, "attacks": "lira,rmia"}, output_options=["runs"])
+    recipes, root = [parse_recipe(QUICK, "quick")], None
     if not given.quick:
-        recipes = [load(find(name)) for name in given.recipes.split(",")]
+        recipes = [load_recipe(find_recipe(name)) for name in given.recipes.split(",")]
         root = require_data(None, *(recipe.data.name for recipe in recipes))
     given.runs.mkdir(parents=True, exist_ok=True)
     print("| recipe | attack | proved ε | AUC | mean AUC | ceiling | TPR at 1 % FPR, % | s |")

@@ -4,9 +4,9 @@ Processor seconds of one thread. The ways are interleaved in one process, round 
 medians of the rounds compared, so that a machine that is busy treats all alike. Peers draw N(0, 1)
 and nothing else: numpy's Philox and SFC64 in float64, torch's generator in float64 and float32 (its
 seeds have 32 bits; docs/explanation/sharp-edges.md). Ours draws from a 256-bit key, and `add_noise`
-also scales, adds to a sum and rounds to the grid. `add_noise_on` is what `resources.noise: device`
-does, here on the CPU: hundreds of calls of torch a piece, whose speed says nothing about a GPU's.
-Memory is the peak of a process of its own, the sum and the result included.
+also scales, adds to a sum and rounds to the grid. `add_device_noise` is what `resources.noise:
+device` does, here on the CPU: hundreds of calls of torch a piece, whose speed says nothing about a
+GPU's. Memory is the peak of a process of its own, the sum and the result included.
 
     python benchmarks/noise.py [--entries 4000000] [--rounds 9] [--quick]
 """
@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from _common import parse_arguments
 
-from dpdist.gradients.engine import keep_freed_memory
-from dpdist.gradients.noise import add_noise, add_noise_on, standard_normal
+from dpdist.gradients.engine import raise_malloc_thresholds
+from dpdist.gradients.noise import add_device_noise, add_noise, standard_normal
 
 KEY, STD = bytes(range(32)), 1.3
 OURS, RELEASE = "standard_normal (ours)", "add_noise (ours: scale, add, round)"
@@ -42,7 +42,7 @@ def ways(entries: int) -> dict[str, Callable[[], object]]:
     return {
         RELEASE: lambda: add_noise(total, KEY, STD),
         OURS: lambda: standard_normal(KEY, 0, entries),
-        THERE: lambda: add_noise_on(torch.from_numpy(total.copy()), KEY, STD),
+        THERE: lambda: add_device_noise(torch.from_numpy(total.copy()), KEY, STD),
         "numpy Philox": lambda: philox.standard_normal(entries),
         "numpy SFC64": lambda: sfc.standard_normal(entries),
         "torch.randn float64": lambda: torch.randn(
@@ -91,7 +91,7 @@ def main() -> None:
         print(peak(options.entries))
         return
     torch.set_num_threads(1)
-    keep_freed_memory()  # as the engine does
+    raise_malloc_thresholds()  # as the engine does
     found = seconds(options.entries, options.rounds)
     print(f"{options.entries:,} entries, load average {os.getloadavg()[0]:.1f}")
     print("| way | million a second and core | times numpy's Philox |")

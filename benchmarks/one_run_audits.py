@@ -15,7 +15,7 @@ import time
 import numpy as np
 from _common import parse_arguments
 
-from dpdist.privacy.audit_bounds import OneRun, epsilon_of_mu, one_run_mu
+from dpdist.privacy.audit_bounds import OneRunGuesses, mu_to_epsilon, one_run_mu
 
 DELTA = 1e-5
 ROWS = [(0.5, 1_000), (0.5, 5_000), (1.0, 1_000), (1.0, 5_000), (2.0, 1_000), (2.0, 5_000)]
@@ -30,10 +30,12 @@ def row(mu: float, canaries: int, runs: int, seed: int = 0) -> tuple[np.ndarray,
     audits = []
     for _ in range(runs):
         coins = rng.random(canaries) < 0.5
-        audits.append(OneRun.of(mu * coins + rng.standard_normal(canaries), coins, guesses))
-    found = one_run_mu(canaries, guesses, [audit.right for audit in audits])
+        audits.append(
+            OneRunGuesses.from_scores(mu * coins + rng.standard_normal(canaries), coins, guesses)
+        )
+    found = one_run_mu(canaries, guesses, [audit.correct for audit in audits])
     counted = [audit.epsilon(DELTA) for audit in audits]
-    return np.array(counted), np.array([epsilon_of_mu(mu, DELTA) for mu in found])
+    return np.array(counted), np.array([mu_to_epsilon(mu, DELTA) for mu in found])
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
     print("| true epsilon (mu) | canaries | counting | curves | reference | exceeded the truth |")
     print("|---|---|---|---|---|---|")
     for (mu, canaries), reference in zip(ROWS, REFERENCE, strict=True):
-        truth = epsilon_of_mu(mu, DELTA)
+        truth = mu_to_epsilon(mu, DELTA)
         found = row(mu, canaries, runs)
         means = " | ".join(f"{values.mean():.2f}" for values in found)
         above = ", ".join(str(int((values > truth).sum())) for values in found)

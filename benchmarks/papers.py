@@ -37,7 +37,7 @@ from _common import parse_arguments
 from scipy import stats
 
 from dpdist.audits.membership_statistics import Estimate
-from dpdist.runs.recipe import Recipe, find, load
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 
 HERE = Path(__file__).resolve().parent
 DATA, PAGE = HERE / "papers", HERE.parent / "docs" / "evidence" / "papers.md"
@@ -79,7 +79,7 @@ def lines_of(name: str) -> tuple[dict[str, Any], ...]:
 
 def recipe_of(name: str, change: dict[str, Any] | None = None) -> Recipe:
     """A recipe that comes along, with fields changed. Raises UserError."""
-    return load(find(name), change)
+    return load_recipe(find_recipe(name), change)
 
 
 def results(paper: str, item: dict[str, Any]) -> list[Result]:
@@ -134,8 +134,8 @@ def interval(values: list[float], n: int | None, statistic: str = "mean") -> Est
         low, high = (math.sqrt(squares / stats.chi2.ppf(q, freedom)) for q in (0.975, 0.025))
         return Estimate(math.sqrt(squares / freedom), low, high)
     if len(values) > 1 or n is None:
-        return Estimate.mean(values)
-    share = Estimate.rate(round(values[0] / 100 * n), n)
+        return Estimate.from_values(values)
+    share = Estimate.from_counts(round(values[0] / 100 * n), n)
     return Estimate(values[0], 100 * share.low, 100 * share.high)
 
 

@@ -24,19 +24,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import parse_arguments, small_run, stop
+from _common import end_script, parse_arguments, train_small_run
 
-from dpdist.core.files import private_folder, write_atomic
+from dpdist.core.files import make_private_folder, write_atomic
 from dpdist.evaluation import evaluate_stage
 from dpdist.methods.pate import UNANSWERED, VOTES
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.trainer import fit
-from dpdist.training.worker import run
+from dpdist.training.worker import run_training
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SMALL = {
@@ -47,16 +47,20 @@ SMALL = {
 
 def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[str, Any]:
     """Epsilon, the share of labels that are right, the student's accuracy on the test split."""
-    recipe, folder = parse(raw, "benchmark"), RunFolder(home)
-    folder.begin(recipe)
+    recipe, folder = parse_recipe(raw, "benchmark"), RunFolder(home)
+    folder.create_or_open(recipe)
     write_atomic(folder.run_key, key.hex())
-    shutil.copy(votes, private_folder(folder.private) / VOTES)
+    shutil.copy(votes, make_private_folder(folder.private) / VOTES)
     job = prepare(recipe, folder, "benchmark")
-    fit(job, workers=lambda it: run(it, Reducer(0, 1, torch.device("cpu"))), here=True)
+    fit(
+        job,
+        start_workers=lambda it: run_training(it, Reducer(0, 1, torch.device("cpu"))),
+        in_process=True,
+    )
     evaluate_stage(recipe, folder)
-    labels = np.array(Ledger.read(folder.ledger).answers[0])
+    labels = np.array(Ledger.read(folder.ledger).recorded_answers[0])
     answered = np.flatnonzero(labels != UNANSWERED)
-    public = job.public()
+    public = job.public_records()
     true = public.targets(slice(0, len(public))).numpy()
     right = labels[answered] == true[answered]
     found = {
@@ -86,12 +90,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--results", type=Path, default=RESULTS)
     tiny = {"noises": [4.0], "draws": 2, "seeds": 1}
-    given = parse_arguments(parser, tiny, writes=["results"])
+    given = parse_arguments(parser, tiny, output_options=["results"])
     torch.set_num_threads(1)
     if given.quick and given.run is None:
-        given.run = small_run("digits-pate", SMALL)
+        given.run = train_small_run("digits-pate", SMALL)
     if given.run is None:
-        stop("needs the folder of a finished run of method pate: pate.py RUN --data-root DATA")
+        end_script(
+            "needs the folder of a finished run of method pate: pate.py RUN --data-root DATA"
+        )
     raw = RunFolder(given.run).read_recipe().model_dump(mode="json")
     if given.data_root is not None:
         raw["data"]["root"] = str(given.data_root.resolve())

@@ -15,16 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from _common import parse_arguments, small_run, stop
+from _common import end_script, parse_arguments, train_small_run
 
 from dpdist.core import console
-from dpdist.methods.private_prediction import bounded
-from dpdist.privacy.calibration import least_noise
+from dpdist.methods.private_prediction import clip_logits
+from dpdist.privacy.calibration import calibrate_noise_multiplier
 from dpdist.privacy.phases import GaussianAnswers
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
-from dpdist.training.ensembles import Ensemble
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.training.ensembles import TeacherEnsemble
+from dpdist.training.records import data_source, test_records
 
 SMALL = {
     "method.teachers": 4, "method.queries": 8, "method.evaluate": 4, "training.steps": 2,
@@ -33,7 +33,7 @@ SMALL = {
 
 def noise_for(plan: PrivacyPlan, epsilon: float, queries: int) -> float:
     """The noise multiplier with which so many answers cost epsilon."""
-    return least_noise(
+    return calibrate_noise_multiplier(
         lambda noise: replace(plan, phases=(GaussianAnswers(noise, queries),)), epsilon
     )
 
@@ -49,16 +49,16 @@ def main() -> None:
     tiny = {"queries": [25, 100], "bounds": [1, 10], "inputs": 20, "draws": 2}
     given = parse_arguments(parser, tiny)
     if given.quick and given.run is None:
-        given.run = small_run("digits-private-prediction", SMALL)
+        given.run = train_small_run("digits-private-prediction", SMALL)
     if given.run is None:
-        stop("needs the folder of a finished run of method private-prediction: RUN")
+        end_script("needs the folder of a finished run of method private-prediction: RUN")
     folder = RunFolder(given.run)
     recipe, plan = folder.read_recipe(), folder.read_plan()
-    source = source_of(recipe)
+    source = data_source(recipe)
     if given.data_root is not None:
         source = replace(source, root=given.data_root.resolve())
-    test = evaluation_data(recipe, source).first(given.inputs)
-    scores = Ensemble(folder, recipe.model.name).scores(test.batch(slice(None)))
+    test = test_records(recipe, source).first(given.inputs)
+    scores = TeacherEnsemble(folder, recipe.model.name).scores_file(test.batch(slice(None)))
     labels, rng = np.asarray(test.labels), np.random.default_rng(0)
     epsilon, teachers = plan.guarantee().epsilon, len(scores)
     own = (scores.argmax(-1) == labels).mean(axis=1)
@@ -67,7 +67,7 @@ def main() -> None:
     )
     rows = []
     for bound in given.bounds:
-        parts = [bounded(scores[:, i], bound).mean(axis=0) for i in range(len(labels))]
+        parts = [clip_logits(scores[:, i], bound).mean(axis=0) for i in range(len(labels))]
         mean = np.array(parts)
         cells = [f"{100 * (mean.argmax(1) == labels).mean():.1f}"]
         for queries in given.queries:
@@ -78,7 +78,7 @@ def main() -> None:
             ]
             cells.append(f"{100 * np.mean(found):.1f} (s {std:.3g})")
         rows.append([f"{bound:g}", *cells])
-    print(console.columns(["B", "no noise", *(f"Q {q:,}" for q in given.queries)], rows))
+    print(console.format_columns(["B", "no noise", *(f"Q {q:,}" for q in given.queries)], rows))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from _common import make_images, parse_arguments, require_data, scratch
+from _common import make_images, parse_arguments, require_data, scratch_folder
 from PIL import Image
 from safetensors.numpy import load as load_tensors
 from scipy.special import expit
@@ -43,20 +43,20 @@ from dpdist.audits.canaries import audit_canaries
 from dpdist.audits.membership import Membership
 from dpdist.audits.membership_findings import Lira, Shadow
 from dpdist.audits.membership_statistics import GAMES, BankScores, Estimate, Game, Roc, log_odds
-from dpdist.audits.target import of_run
+from dpdist.audits.target import target_of_run
 from dpdist.audits.trainings import ShadowSetup, ShadowTrainer
 from dpdist.certification.worker import expected_log_scores
 from dpdist.config.sections import CanaryAudit
 from dpdist.data.parquet import decode_picture, split_files
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.records import data_source, records_with_canaries, test_records
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 Scores = dict[str, np.ndarray]
@@ -156,7 +156,7 @@ def recipe_of(data: str, row: str, given: argparse.Namespace, seed: int, part: f
     if "gamma" in raw["method"]:  # pi = gamma / 2 and R = 30 on standardised pixels
         std = float(np.mean(setting["std"]))
         raw["method"] |= {"pi": round(raw["method"]["gamma"] / 2 * std, 4), "input_norm": 30 * std}
-    return parse(raw, row)
+    return parse_recipe(raw, row)
 
 
 def smaller(source: Path, root: Path, name: str, side: int, needed: Mapping[str, int]) -> Path:
@@ -190,9 +190,9 @@ def scores_of(
     population: int,
 ) -> tuple[Scores, float]:  # fmt: skip
     """Of one model of a bank, and the proved epsilon of its training. plain: of the shadow."""
-    records = len(training_data(recipe, source_of(recipe)))
+    records = len(records_with_canaries(recipe, data_source(recipe)))
     settings = Membership(game.name, game.models)
-    both = [settings.shadows(one, records)[0] for one in (recipe, plain)]
+    both = [settings.plan_shadows(one, records)[0] for one in (recipe, plain)]
     recipes, plans = zip(*both, strict=True)
     setup = ShadowSetup(game, key, recipes, plans, passes, population)
     found = load_tensors(ShadowTrainer(setup)(number)["scores.safetensors"])
@@ -242,14 +242,16 @@ def shadow(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
     most = LONG if row == QUERIED and not seed else given.passes
     passes = tuple(sorted({1, given.passes, most}))
     target, epsilon = scores_of(recipe, plain, game, key, 0, passes, given.population)
-    judged, out = (game.judged(key, model, len(target["member"])) for model in (0, 1))
+    judged, out = (game.guessed_records(key, model, len(target["member"])) for model in (0, 1))
     line: dict[str, Any] = {"epsilon": format_epsilon(epsilon), "auc": {}, "train": {}, "test": {}}
     for each in passes:
         bank, several = bank_of([target, besides[seed]], each), bank_of([target, *besides], each)
-        roc = Roc.of(Shadow().score(bank, 0, out, seed)[judged], bank.member[0][judged])
-        own = Roc.of(bank.phi[0][judged], bank.member[0][judged])
+        roc = Roc.from_scores(Shadow().score(bank, 0, out, seed)[judged], bank.member[0][judged])
+        own = Roc.from_scores(bank.phi[0][judged], bank.member[0][judged])
         line["auc"][each] = roc.auc.value
-        ratio = Roc.of(Lira().score(several, 0, judged, seed)[judged], bank.member[0][judged])
+        ratio = Roc.from_scores(
+            Lira().score(several, 0, judged, seed)[judged], bank.member[0][judged]
+        )
         line.setdefault("auc_lira", {})[each] = ratio.auc.value
         line.setdefault("auc_log_odds", {})[each] = own.auc.value
         line["train"][each], line["test"][each] = accuracies(target, each)
@@ -263,15 +265,15 @@ def audit(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Pa
     raw = recipe.model_dump(mode="json") | {"audit": options.model_dump(mode="json")}
     if recipe.privacy.noise_multiplier == 0:  # what the paper claims it of
         raw["privacy"]["neighbours"] = "replace-one"
-    recipe = parse(raw, row)
+    recipe = parse_recipe(raw, row)
     with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
         folder = RunFolder(Path(place) / "run")
-        worker.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
-        target = of_run(folder, read_facts(folder).guarantee)
+        worker.run_training(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
+        target = target_of_run(folder, read_facts(folder).guarantee)
         found = audit_canaries(options, target, folder.path, lambda done, total: None)
     return {
-        "proved": format_epsilon(target.proved.epsilon), "claimed": target.claimed,
-        "at_least": found.epsilon, "right": found.details["right"], "of": options.guessed,
+        "proved": format_epsilon(target.proved.epsilon), "claimed": target.claimed_epsilon,
+        "at_least": found.epsilon, "right": found.details["right"], "of": options.num_guesses,
     }  # fmt: skip
 
 
@@ -280,21 +282,21 @@ def inside(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
     recipe = recipe_of(data, row, given, seed, 1.0)
     with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
         folder = RunFolder(Path(place) / "run")
-        worker.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
-        model, epsilon = models.load(folder.model), read_facts(folder).guarantee.epsilon
+        worker.run_training(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
+        model, epsilon = models.load(folder.model_folder), read_facts(folder).guarantee.epsilon
     line: dict[str, Any] = {"epsilon": format_epsilon(epsilon), "test": {}, "auc": {}}
-    source = source_of(recipe)
-    splits = (training_data(recipe, source), evaluation_data(recipe, source))
+    source = data_source(recipe)
+    splits = (records_with_canaries(recipe, source), test_records(recipe, source))
     for passes in (1, given.passes):
         odds = []
         for records in splits:
             x, y = records.batch(slice(None)), np.asarray(records.labels)
             with torch.inference_mode():
-                noisy = place_of(model).random
+                noisy = find_noise_location(model).is_random
                 answers = expected_log_scores(model, x, passes, str(seed)) if noisy else model(x)
             odds.append(log_odds(answers.double().numpy(), y))
             line["test"][passes] = float((answers.argmax(1).numpy() == y).mean())  # the last's
-        line["auc"][passes] = Roc.of(
+        line["auc"][passes] = Roc.from_scores(
             np.concatenate(odds), np.repeat([True, False], list(map(len, odds)))
         ).auc.value
     return line
@@ -327,7 +329,7 @@ def inside_cells(own: list[dict[str, Any]]) -> list[str]:
 def _mean(values: list[float]) -> str:
     if len(values) < 2:
         return "".join(f"{value:.3f}" for value in values)
-    estimate = Estimate.mean(values)
+    estimate = Estimate.from_values(values)
     return f"{estimate.value:.3f} ± {estimate.high - estimate.value:.3f}"
 
 
@@ -403,10 +405,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
     tiny = {
-        "data": "mnist,digits", "data_root": scratch() / "data", "seeds": 1, "records": 48,
+        "data": "mnist,digits", "data_root": scratch_folder() / "data", "seeds": 1, "records": 48,
         "side": 7, "epochs": 1, "batch": 4, "width": 2, "passes": 2, "population": 10,
     }  # fmt: skip
-    given = parse_arguments(parser, tiny, writes=["runs", "results"])
+    given = parse_arguments(parser, tiny, output_options=["runs", "results"])
     if given.quick:
         make_images(given.data_root, "mnist", 48, 10)
     if not given.table:

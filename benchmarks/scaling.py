@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from _common import make_images, parse_arguments, small_run
+from _common import make_images, parse_arguments, train_small_run
 from training_ray import _ALONE, RECORDS, recipe
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -304,7 +304,7 @@ def certification(quick: bool, limit: int | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "scaling.yaml"
         path.write_text(yaml.safe_dump(raw))
-        runs = ["--runs", str(small_run(str(path), {}).parent)]
+        runs = ["--runs", str(train_small_run(str(path), {}).parent)]
         print(f"\ncertification: small CNN, {inputs} inputs, {n:,} draws each")
         print(f"{'actors':>8} {'draws/s':>10} {'efficiency':>11}")
         base = 0.0

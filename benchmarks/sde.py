@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--queries", type=int, default=QUERIES)
     parser.add_argument("--every", type=int, default=4, help="pixels of the picture on each side")
-    asked = parse_arguments(parser, {"queries": 2, "every": 16}, writes=["out"])
+    asked = parse_arguments(parser, {"queries": 2, "every": 16}, output_options=["out"])
     x, out, pictures = picture(asked.every), asked.out, []
     flowed = forward(x, 0.0, False, np.random.default_rng(0))
     back = backward(flowed, 0.0, False, np.random.default_rng(0))

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import psutil
 import yaml
-from _common import parse_arguments, scratch, small_run
+from _common import parse_arguments, scratch_folder, train_small_run
 
 import dpdist
 from dpdist import pipeline
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
-from dpdist.serving.app import Limits
-from dpdist.serving.deployment import Serving, deployed
+from dpdist.serving.app import RequestLimits
+from dpdist.serving.deployment import ServingSettings, deploy_release
 
 MODELS = ("linear", "small-cnn")
 IMAGES, PORT = 40, 8017
@@ -46,11 +46,11 @@ def made(model: str) -> Path:
         "training": {"batch_size": 50, "steps": 20, "learning_rate": 0.5},
         "certify": {"sigma": 0.25, "n": 100, "max_inputs": 1},
     }
-    path = scratch() / f"{model}.yaml"
+    path = scratch_folder() / f"{model}.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    folder = RunFolder(small_run(str(path), {}))
+    folder = RunFolder(train_small_run(str(path), {}))
     write_release(folder)
-    return folder.release
+    return folder.release_folder
 
 
 class Loop:
@@ -150,13 +150,18 @@ def measure(release: Path, arguments: argparse.Namespace) -> None:
     import ray
 
     found = dpdist.load(release)
-    limits = Limits(rate=1e6, burst=10**6, waiting=10 * arguments.clients, seconds=60)
-    serving = Serving(
+    limits = RequestLimits(
+        requests_per_second=1e6,
+        burst_size=10**6,
+        max_concurrent=10 * arguments.clients,
+        timeout_seconds=60,
+    )
+    serving = ServingSettings(
         release.resolve(), None, None, arguments.draws, 0.001, arguments.replicas, limits
     )
     with (
-        pipeline.session(None, arguments.replicas),
-        deployed(found, serving, "127.0.0.1", PORT) as address,
+        pipeline.run_session(None, arguments.replicas),
+        deploy_release(found, serving, "127.0.0.1", PORT) as address,
         loops(release.resolve(), arguments) as bare,
     ):
         asked(address, arguments.clients, 2)

@@ -124,10 +124,10 @@ def work(job: Any, rank: int, workers: int, folder: str, answers: Any) -> None:
 def alone(raw: dict[str, Any], folder: str) -> list[str]:
     """A row: without Ray."""
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import parse
+    from dpdist.runs.recipe import parse_recipe
     from dpdist.training.job import prepare
 
-    recipe, workers = parse(raw, "benchmark"), raw["resources"]["workers"]
+    recipe, workers = parse_recipe(raw, "benchmark"), raw["resources"]["workers"]
     job = prepare(recipe, RunFolder(Path(folder) / "run"), "benchmark")
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -158,8 +158,8 @@ def alone(raw: dict[str, Any], folder: str) -> list[str]:
 def on_ray(raw: dict[str, Any], folder: str) -> list[str]:
     """A row: the peaks of Ray's training workers."""
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import parse
-    from dpdist.training.job import check
+    from dpdist.runs.recipe import parse_recipe
+    from dpdist.training.job import check_training
 
     path = Path(folder) / "r.yaml"
     path.write_text(json.dumps(raw))
@@ -180,8 +180,8 @@ def on_ray(raw: dict[str, Any], folder: str) -> list[str]:
         time.sleep(0.1)
     if process.returncode:
         raise SystemExit("the training failed")
-    recipe = parse(raw, "benchmark")
-    plan = check(recipe, RunFolder(Path(folder) / "other"), "benchmark").plan
+    recipe = parse_recipe(raw, "benchmark")
+    plan = check_training(recipe, RunFolder(Path(folder) / "other"), "benchmark").plan
     said, largest = stated(recipe, plan), max(most.values())
     return [
         "", str(raw["resources"]["workers"]), f"{kind(raw['resources'])}, on Ray",
@@ -197,7 +197,7 @@ def _below(pid: str, root: int) -> bool:
 
 
 def main() -> None:
-    from dpdist.core.console import columns
+    from dpdist.core.console import format_columns
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--millions", type=float, nargs="+", default=[0.03, 1.0, 25.0])
@@ -216,7 +216,7 @@ def main() -> None:
                     raw = asked(millions, workers, release, wire, options.steps)
                     rows.append((on_ray if options.ray else alone)(raw, folder))
                     print("  ".join(rows[-1]), flush=True)
-    print(columns(HEADS, rows))
+    print(format_columns(HEADS, rows))
 
 
 if __name__ == "__main__":

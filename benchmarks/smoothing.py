@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import make_images, parse_arguments, require_data, scratch, stop
+from _common import end_script, make_images, parse_arguments, require_data, scratch_folder
 
 from dpdist.audits.membership_statistics import Estimate
 from dpdist.evaluation import evaluate_stage
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import find, load, read_changes
+from dpdist.runs.recipe import find_recipe, load_recipe, parse_changes
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
@@ -31,10 +31,12 @@ from dpdist.training.job import prepare
 
 def training(name: str, change: dict[str, Any], root: Path) -> dict[str, float]:
     """Accuracy of one, in %; of next tokens their perplexity too."""
-    recipe = load(find(name), change | {"data.root": str(root.resolve()), "resources.workers": 1})
+    recipe = load_recipe(
+        find_recipe(name), change | {"data.root": str(root.resolve()), "resources.workers": 1}
+    )
     with tempfile.TemporaryDirectory(prefix="dpdist-smoothing-") as place:
         folder = RunFolder(Path(place) / "run")
-        worker.run(prepare(recipe, folder, name), Reducer(0, 1, torch.device("cpu")))
+        worker.run_training(prepare(recipe, folder, name), Reducer(0, 1, torch.device("cpu")))
         evaluate_stage(recipe, folder)
         found = json.loads(folder.evaluation.read_text())
     told = {"accuracy": round(100 * found["accuracy"], 3)}
@@ -50,7 +52,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="of the recipe")
     parser.add_argument("--seeds", type=int, default=3)
     tiny = {
-        "recipe": "dplis-mnist-mlp", "data_root": scratch() / "data", "radii": "10", "draws": 2,
+        "recipe": "dplis-mnist-mlp", "data_root": scratch_folder() / "data", "radii": "10",
+        "draws": 2,
         "set": ["training.steps=2", "training.batch_size=8"], "seeds": 1,
     }  # fmt: skip
     given = parse_arguments(parser, tiny)
@@ -58,9 +61,11 @@ def main() -> None:
     if given.quick:
         make_images(given.data_root, "mnist", 60)
     if given.recipe is None:
-        stop("needs a recipe of method dplis and its data: smoothing.py RECIPE --data-root DATA")
-    root = require_data(given.data_root, load(find(given.recipe)).data.name)
-    changes = read_changes(given.set)
+        end_script(
+            "needs a recipe of method dplis and its data: smoothing.py RECIPE --data-root DATA"
+        )
+    root = require_data(given.data_root, load_recipe(find_recipe(given.recipe)).data.name)
+    changes = parse_changes(given.set)
     draws = {} if given.draws is None else {"method.draws": given.draws}
     rows: dict[str, dict[str, Any]] = {"none": {"method": "dp-sgd"}}
     for radius in given.radii.split(","):
@@ -75,7 +80,7 @@ def main() -> None:
         for row, lines in found.items():
             values = [one[what] for one in lines]
             apart = [value - other for value, other in zip(values, base, strict=True)]
-            told = (Estimate.mean(each) for each in (values, apart))
+            told = (Estimate.from_values(each) for each in (values, apart))
             shown = ", ".join(f"{e.value:.2f} [{e.low:.2f}, {e.high:.2f}]" for e in told)
             print(f"{what}, {row}: mean, and less none: {shown}")
 

@@ -18,8 +18,8 @@ from _common import parse_arguments
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from dpdist.methods.pate import Spreading, ties
-from dpdist.reports.compare import markdown
+from dpdist.methods.pate import SpreadingRecipe, similarity_graph
+from dpdist.reports.compare import markdown_table
 
 SHARES = (1.0, 0.5, 0.3, 0.1)
 CLASSES, WRONG = 10, 0.1
@@ -44,9 +44,9 @@ def right(share: float, asked: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     points, labels = thinned(share, rng)
     places = rng.choice(len(labels), asked, replace=False)
-    told, graph = told_of(labels[places], rng), ties(points, 10)
+    told, graph = told_of(labels[places], rng), similarity_graph(points, 10)
     hits = [
-        Spreading(equal_classes=equal).labels(graph, places, told, CLASSES) == labels
+        SpreadingRecipe(equal_classes=equal).spread_labels(graph, places, told, CLASSES) == labels
         for equal in (False, True)
     ]
     return np.array([[one.mean(), one[labels >= CLASSES // 2].mean()] for one in hits])
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--asked", type=int, default=100)
     parser.add_argument("--draws", type=int, default=20)
     given = parse_arguments(parser, {"asked": 20, "draws": 2})
-    print(markdown(list(lines(given.asked, given.draws))))
+    print(markdown_table(list(lines(given.asked, given.draws))))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--runs", type=int, default=RUNS)
-    given = parse_arguments(parser, {"runs": 20}, writes=["out"])
+    given = parse_arguments(parser, {"runs": 20}, output_options=["out"])
     ends = {f"smoothing {s:g}": train(s, given.runs) for s in (0, 3, 5)}
     for name, theta in ends.items():
         at = loss(theta)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import ParameterDraws
+from dpdist.gradients.perturbations import ParameterPerturbation
 from dpdist.gradients.sampling import Blocks
 from dpdist.models.zoo import resnet_gn, tf_cnn
 
@@ -61,11 +61,11 @@ def channels_last_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Ste
 
 
 def our_step(
-    model: nn.Module, inputs: Tensor, targets: Tensor, draws: ParameterDraws | None = None
+    model: nn.Module, inputs: Tensor, targets: Tensor, draws: ParameterPerturbation | None = None
 ) -> Step:
     """As a run executes it: keyed blocks, passes filled up to one shape."""
     engine = GradientEngine(
-        model, cross_entropy, clipping=FlatClipping(CLIP_NORM), draws=draws,
+        model, cross_entropy, clipping=FlatClipping(CLIP_NORM), perturbation=draws,
         blocks=Blocks.for_batches(RECORDS, len(inputs) / RECORDS),
     )  # fmt: skip
     ids = torch.arange(len(inputs))
@@ -222,7 +222,7 @@ def bench_dplis(quick: bool, chosen: Sequence[str]) -> None:
         for _ in range(draws):
             plain()
 
-    smoothed = our_step(copy.deepcopy(model), inputs, targets, ParameterDraws(draws, 6.6e-3))
+    smoothed = our_step(copy.deepcopy(model), inputs, targets, ParameterPerturbation(draws, 6.6e-3))
     medians = interleave({"ten": ten, "dplis": smoothed}, 1 if quick else 11, 1)
     print(f"  one step {1e3 * medians['dplis']:.1f} ms, ten plain {1e3 * medians['ten']:.1f} ms")
     verdict("against ten plain steps", medians["ten"] / medians["dplis"], 1.0)

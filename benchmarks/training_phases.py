@@ -7,10 +7,11 @@ TF-Privacy CNN, one thread each, by the loop that trains runs: `alone` two proce
 talk, `gloo` two that meet through gloo on loopback without Ray, `ray` two of Ray Train. Of each
 phase: wall milliseconds a step and processor milliseconds of the thread that runs the loop, means
 over both workers and the last two thirds of the steps. `waiting` is a collective of one number put
-before the sum, so that a worker that comes early waits there. `queued` is how long the thread was
-ready to run and had no core (Linux's schedstat): of other processes' making. Then the processor
-time, in per cent of one core, of all other processes that Ray started. `--asleep` lets the two
-workers on Ray sleep for half a minute and prints that, theirs included: what Ray itself takes.
+before the sum, so that a worker that comes early waits there. `queued_seconds` is how long the
+thread was ready to run and had no core (Linux's schedstat): of other processes' making. Then the
+processor time, in per cent of one core, of all other processes that Ray started. `--asleep` lets
+the two workers on Ray sleep for half a minute and prints that, theirs included: what Ray itself
+takes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _common import make_images, parse_arguments, used
+from _common import make_images, parse_arguments, processor_seconds
 from training_ray import RECORDS, lines, recipe
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -37,73 +38,76 @@ PHASES = (
 )  # fmt: skip
 
 
-def queued() -> float:
+def queued_seconds() -> float:
     """Seconds that this thread was ready and had no core."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
-class Watch:
+class PhaseTimer:
     """Takes the times of one worker's phases from step `first` on."""
 
     def __init__(self, first: int) -> None:
-        self.first, self.on, self.steps = first, False, 0
+        self.first, self.is_active, self.steps = first, False, 0
         self.wall = dict.fromkeys(PHASES, 0.0)
         self.processor = dict.fromkeys(PHASES, 0.0)
         self.others = self.queued = self.began = self.ended = 0.0
 
-    def timed(self, phase: str, do: Any) -> Any:
+    def wrap(self, phase: str, do: Any) -> Any:
         def done(*arguments: Any, **options: Any) -> Any:
             wall, processor = time.perf_counter(), time.thread_time()
             try:
                 return do(*arguments, **options)
             finally:
-                if self.on:
+                if self.is_active:
                     self.wall[phase] += time.perf_counter() - wall
                     self.processor[phase] += time.thread_time() - processor
 
         return done
 
-    def put_on(self, one: Any) -> None:
+    def attach(self, one: Any) -> None:
         """Wrap what a `Loop` calls in a step."""
         import torch
 
         from dpdist.training import private_step
 
         of = one.step
-        of.members = self.timed("sample", of.members)
-        fetch = self.timed("records", of.data.batch)
+        of.members = self.wrap("sample", of.members)
+        fetch = self.wrap("records", of.data.batch)
         object.__setattr__(of.data, "batch", fetch)  # a frozen dataclass
-        of.engine.clipped_sum = self.timed("gradients", of.engine.clipped_sum)
-        private_step._announce = self.timed("ledger", private_step._announce)
-        private_step.add_noise = self.timed("noise", private_step.add_noise)
-        one.optimizer.update = self.timed("update", one.optimizer.update)
-        one.divergence.check = self.timed("check", one.divergence.check)
+        of.engine.clipped_sum = self.wrap("gradients", of.engine.clipped_sum)
+        private_step._announce = self.wrap("ledger", private_step._announce)
+        private_step.add_noise = self.wrap("noise", private_step.add_noise)
+        one.optimizer.update = self.wrap("update", one.optimizer.update)
+        one.divergence.check = self.wrap("check", one.divergence.check)
         if one.monitor is not None:
-            one.monitor.step = self.timed("write", one.monitor.step)
-        total, meet = self.timed("sum", of.sharing.sum), of.reducer.all_sum
-        of.sharing.digests = self.timed("digest", of.sharing.digests)
-        waits = self.timed("waiting", meet)
+            one.monitor.step = self.wrap("write", one.monitor.step)
+        total, meet = self.wrap("sum", of.sharing.sum), of.reducer.all_reduce
+        of.sharing.all_leaf_digests = self.wrap("digest", of.sharing.all_leaf_digests)
+        waits = self.wrap("waiting", meet)
 
         def summed(*arguments: Any) -> Any:
             waits(torch.zeros(1))
             return total(*arguments)
 
         of.sharing.sum = summed
-        whole = self.timed("step", one._step)
+        whole = self.wrap("step", one._step)
 
         def step(number: int, todo: Any) -> None:
             if number == self.first:
-                self.on, self.began = True, time.perf_counter()
-                self.queued, self.others = -queued(), -time.process_time()
-            self.steps += self.on
+                self.is_active, self.began = True, time.perf_counter()
+                self.queued, self.others = -queued_seconds(), -time.process_time()
+            self.steps += self.is_active
             whole(number, todo)
             if number + 1 == one.last:
-                self.queued, self.others = self.queued + queued(), self.others + time.process_time()
+                self.queued, self.others = (
+                    self.queued + queued_seconds(),
+                    self.others + time.process_time(),
+                )
                 self.ended = time.perf_counter()
 
         one._step = step
 
-    def kept(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         each = 1e3 / self.steps
         return {
             "wall": {name: each * seconds for name, seconds in self.wall.items()},
@@ -114,20 +118,20 @@ class Watch:
         }
 
 
-def watched(steps: int, answer: Path) -> Any:
-    """`dpdist.training.worker.run`, watched."""
+def make_watched_run(steps: int, answer: Path) -> Any:
+    """`dpdist.training.worker.run_training`, watched."""
     from contextlib import ExitStack
 
     from dpdist.training import worker
 
     def run(job: Any, reducer: Any, until: int | None = None) -> None:
-        watch = Watch(steps // 3)
+        watch = PhaseTimer(steps // 3)
         with ExitStack() as stack:
             one = worker.restore(job, reducer, stack, until)
-            watch.put_on(one)
+            watch.attach(one)
             job.recipe.method.learn(one)
             one.finish()
-        (answer / f"{os.getpid()}.json").write_text(json.dumps(watch.kept()))
+        (answer / f"{os.getpid()}.json").write_text(json.dumps(watch.to_dict()))
 
     return run
 
@@ -150,17 +154,17 @@ def one_process(path: Path, folder: Path, rank: int, workers: int, answer: Path)
         )
     job = pickle.loads(path.read_bytes())
     steps = job.recipe.training.steps
-    watched(steps, answer)(job, Reducer(rank, workers, torch.device("cpu")))
+    make_watched_run(steps, answer)(job, Reducer(rank, workers, torch.device("cpu")))
     if workers > 1:
         dist.destroy_process_group()
 
 
-def prepared(recipe: Path, folder: Path) -> Any:
+def prepare_job(recipe: Path, folder: Path) -> Any:
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import load
+    from dpdist.runs.recipe import load_recipe
     from dpdist.training.job import prepare
 
-    return prepare(load(recipe), RunFolder(folder), str(recipe))
+    return prepare(load_recipe(recipe), RunFolder(folder), str(recipe))
 
 
 def on_ray(path: Path, answer: Path) -> None:
@@ -175,7 +179,7 @@ def on_ray(path: Path, answer: Path) -> None:
     def train_worker(config: dict[str, Any]) -> None:
         from dpdist.training import worker
 
-        worker.run = watched(steps, answer)
+        worker.run_training = make_watched_run(steps, answer)
         worker.train_worker(config)  # the worker's own, which is not this one
 
     worker.train_worker = train_worker
@@ -183,7 +187,7 @@ def on_ray(path: Path, answer: Path) -> None:
         train(job, session)
 
 
-def asleep(folder: Path) -> None:
+def measure_idle_group(folder: Path) -> None:
     """Print what every process of a Ray Train group takes while its two workers sleep."""
     import threading
 
@@ -191,7 +195,7 @@ def asleep(folder: Path) -> None:
     from ray.train.torch import TorchTrainer
 
     from dpdist.cluster.session import connect
-    from dpdist.training.rendezvous import OwnRendezvous
+    from dpdist.training.rendezvous import ManualProcessGroupConfig
 
     def sleeps(config: dict[str, Any]) -> None:
         (folder / str(os.getpid())).touch()
@@ -201,7 +205,7 @@ def asleep(folder: Path) -> None:
         trainer = TorchTrainer(
             sleeps,
             train_loop_config={},
-            torch_config=OwnRendezvous(),
+            torch_config=ManualProcessGroupConfig(),
             scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
             run_config=ray.train.RunConfig(name="asleep", storage_path=str(folder / "ray")),
         )
@@ -210,15 +214,15 @@ def asleep(folder: Path) -> None:
         while len([path for path in folder.iterdir() if path.name.isdigit()]) < 2:
             time.sleep(0.2)
         time.sleep(10)
-        before, began = used(os.getpid()), time.monotonic()
+        before, began = processor_seconds(os.getpid()), time.monotonic()
         time.sleep(30)
-        shares = shares_of(before, used(os.getpid()), time.monotonic() - began)
+        shares = processor_shares(before, processor_seconds(os.getpid()), time.monotonic() - began)
         thread.join()
     show_shares({title: [share] for title, share in shares.items()})
     print(f"{sum(shares.values()):6.1f} %  in all")
 
 
-def shares_of(
+def processor_shares(
     before: dict[tuple[str, str], float], after: dict[tuple[str, str], float], seconds: float
 ) -> dict[str, float]:
     """Per cent of a core by name."""
@@ -243,7 +247,7 @@ def processes(way: str, folder: Path, recipe: Path) -> list[list[str]]:
     jobs = []
     for number in range(count):
         jobs.append(folder / f"{number}.job")
-        jobs[-1].write_bytes(pickle.dumps(prepared(recipe, folder / f"run-{number}")))
+        jobs[-1].write_bytes(pickle.dumps(prepare_job(recipe, folder / f"run-{number}")))
     me = [sys.executable, __file__]
     if way == "ray":
         return [[*me, "--ray", str(jobs[0]), str(answer)]]
@@ -255,7 +259,7 @@ def processes(way: str, folder: Path, recipe: Path) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def round_of(
+def run_round(
     way: str, folder: Path, recipe: Path, steps: int
 ) -> tuple[list[Any], dict[str, float]]:
     """What both workers kept, and per cent of a core of all other processes of Ray's."""
@@ -266,13 +270,13 @@ def round_of(
     while any(process.poll() is None for process in started):
         time.sleep(0.5)
         if way == "ray" and steps // 3 <= lines(metrics) < steps:
-            looks.append((time.monotonic(), used(started[0].pid)))
+            looks.append((time.monotonic(), processor_seconds(started[0].pid)))
     if any(process.returncode for process in started):
         raise SystemExit(f"{way}: a run failed")
     shares: dict[str, float] = {}
     if len(looks) > 1:
         (began, before), (ended, after) = looks[0], looks[-1]
-        shares = shares_of(before, after, ended - began)
+        shares = processor_shares(before, after, ended - began)
     return [json.loads(p.read_text()) for p in (folder / "answer").glob("*.json")], shares
 
 
@@ -286,7 +290,7 @@ def main() -> None:
     options = parse_arguments(parser, {"steps": 30, "rounds": 1, "records": 256})
     if options.asleep:
         with tempfile.TemporaryDirectory() as name:
-            asleep(Path(name))
+            measure_idle_group(Path(name))
         return
     found: dict[str, list[list[Any]]] = {way: [] for way in options.ways}
     shares: dict[str, list[float]] = {}
@@ -299,7 +303,7 @@ def main() -> None:
         one = recipe(top, "half", options.records // 16, 1, options.steps)
         for number in range(options.rounds):
             for way in options.ways:
-                kept, others = round_of(
+                kept, others = run_round(
                     way, top / f"{way}-{number}", one if way == "alone" else two, options.steps
                 )
                 found[way].append(kept)
@@ -311,7 +315,7 @@ def main() -> None:
 
 
 def show(found: dict[str, list[list[Any]]], shares: dict[str, list[float]]) -> None:
-    from dpdist.core.console import columns
+    from dpdist.core.console import format_columns
 
     def typical(way: str, *names: str) -> float:
         per_round = []
@@ -334,7 +338,7 @@ def show(found: dict[str, list[list[Any]]], shares: dict[str, list[float]]) -> N
     for name in ("queued", "other threads"):
         rows.append([name, *(f"{typical(way, name):.2f}" for way in found)])
     rows.append(["steps/s", *(f"{typical(way, 'per second'):.2f}" for way in found)])
-    print(columns(heads, rows))
+    print(format_columns(heads, rows))
     show_shares(shares)
 
 

@@ -25,21 +25,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from _common import make_images, parse_arguments, used
+from _common import make_images, parse_arguments, processor_seconds
 
 RECORDS = 8192
 _ALONE = """
 import sys, torch
 from pathlib import Path
-from dpdist.runs.recipe import load
+from dpdist.runs.recipe import load_recipe
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
-from dpdist.training.worker import run
+from dpdist.training.worker import run_training
 from dpdist.training.collectives import Reducer
 torch.set_num_threads(1)
 path = Path(sys.argv[1])
-job = prepare(load(path), RunFolder(Path(sys.argv[2])), str(path))
-run(job, Reducer(0, 1, torch.device("cpu")))
+job = prepare(load_recipe(path), RunFolder(Path(sys.argv[2])), str(path))
+run_training(job, Reducer(0, 1, torch.device("cpu")))
 """
 
 
@@ -114,7 +114,9 @@ def starting(process: subprocess.Popen, private: Path) -> list[tuple[str, float,
             if process.poll() is not None:
                 sys.exit("the training failed")
             time.sleep(0.02)
-        spent.update({number: seconds for (number, _), seconds in used(process.pid).items()})
+        spent.update(
+            {number: seconds for (number, _), seconds in processor_seconds(process.pid).items()}
+        )
         found.append((name, time.monotonic() - began, sum(spent.values()) - before))
         began = time.monotonic()
     process.wait()

@@ -44,10 +44,10 @@ from dpdist.core.fields import ATTACKS
 from dpdist.evaluation import load_model
 from dpdist.methods.stobatch import StoBatch
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, find, load, parse, resolve
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe, resolve_recipe
 
 RADII = {0.25: (0.0, 0.1, 0.25, 0.5), 0.1: (0.0, 0.1, 0.2)}
 SIZES = (0.5, 1.0, 2.0)
@@ -165,11 +165,11 @@ class Bench:
         elif row.recipe != SECURE:
             changes["method.sigma"] = row.noise
         if row.recipe == STOBATCH:  # certified by noise of the same worth, of which a part is here
-            method = load(find(STOBATCH), {"method.sigma": row.noise}).method
+            method = load_recipe(find_recipe(STOBATCH), {"method.sigma": row.noise}).method
             assert isinstance(method, StoBatch)
-            changes["certify.sigma"] = method.input_noise
+            changes["certify.sigma"] = method.input_noise_std
         name = row.runs()[repeat]
-        recipe = load(find(row.recipe), copy.deepcopy({**changes, "name": name}))
+        recipe = load_recipe(find_recipe(row.recipe), copy.deepcopy({**changes, "name": name}))
         path = self.out / "recipes" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(recipe.to_yaml())
@@ -177,10 +177,10 @@ class Bench:
 
     def private_classifier(self, row: Row) -> Path:
         """As `recipe`, without the denoiser: what `dpdist denoise` puts one before."""
-        raw = load(self.recipe(row, 0)).model_dump(mode="json")
+        raw = load_recipe(self.recipe(row, 0)).model_dump(mode="json")
         raw["model"]["denoiser"] = raw["public"] = None
         path = self.out / "recipes" / f"{row.runs()[0]}.yaml"
-        path.write_text(parse(raw, str(path)).to_yaml())
+        path.write_text(parse_recipe(raw, str(path)).to_yaml())
         return path
 
     def command(self, *words: str) -> None:
@@ -239,10 +239,12 @@ class Bench:
         elif not (self.runs / name / "report" / "index.html").exists():
             self.command("run", str(path), *runs)
         if not attacked(self.runs / name, self.attacks):
-            every = str(load(path).certify.every)  # type: ignore[union-attr]
+            every = str(load_recipe(path).certify.every)  # type: ignore[union-attr]
             sizes = ",".join(f"{size:g}" for size in SIZES)
             folder = RunFolder(self.runs / name)
-            noisy = place_of(load_model(load(folder.recipe_file), folder)).random
+            noisy = find_noise_location(
+                load_model(load_recipe(folder.recipe_file), folder)
+            ).is_random
             self.command(
                 "attack", name, *runs, "--norm", "l2", "--attacks", ",".join(self.attacks),
                 "--sizes", sizes, "--every", every, *(("--n", "200") if noisy else ()),
@@ -259,12 +261,12 @@ class Bench:
         from dpdist.attacks.settings import AttackSettings
         from dpdist.certification.job import certify
         from dpdist.training.public_training import accuracy
-        from dpdist.training.records import evaluation_data, source_of
+        from dpdist.training.records import data_source, test_records
 
-        recipe = resolve(self.recipe(row, 0), data_root=self.data_root)
+        recipe = resolve_recipe(self.recipe(row, 0), data_root=self.data_root)
         section = recipe.certify
         assert section is not None
-        test = evaluation_data(recipe, source_of(recipe))
+        test = test_records(recipe, data_source(recipe))
         print(f"{row.title}, noise {row.noise:g}", flush=True)
         settings = Cohen(sigma=row.noise, n=section.n, every=section.every)
         certify(self.public / ALONE, test, settings, folder / "certificates")
@@ -289,7 +291,7 @@ class Measured:
         return self.certificates.certified_accuracy(radius)
 
     def attacked(self, size: float, attack: str = PGD) -> float:
-        return self.attacks.shares(attack, size).right
+        return self.attacks.outcome_shares(attack, size).correct
 
     def withstood(self, size: float, attacks: tuple[str, ...]) -> np.ndarray:
         """bool (N,): whether each image, by its index, is right under each of these attacks."""
@@ -299,7 +301,7 @@ class Measured:
 
     def line(self, row: Row) -> dict[str, Any]:
         """For --results: of every image whether it succeeded, as hexadecimal bits."""
-        held, labels = self.certificates.certified(), len(self.certificates.index)
+        held, labels = self.certificates.size_if_correct(), len(self.certificates.index)
         return {
             "row": row.name, "noise": row.noise, "repeat": self.repeat, "proved": self.epsilon,
             "clean": self.clean, "inputs": labels,
@@ -326,7 +328,7 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
     from dpdist.methods.transdenoiser_split import MixedJacobian, remainders
 
     name = "digits" if data_root is None else "mnist"
-    public = data.load(data.Source(name, 10, data_root), "train").part(0.0, 0.5)
+    public = data.load(data.DataSource(name, 10, data_root), "train").select_by_hash(0.0, 0.5)
     options = {"channels": [2, 3], "activation": activation}
     spec = models.ModelSpec("conv-autoencoder", public.input_shape, 10, options)
     denoiser = models.initialise(spec, 0).double()
@@ -339,8 +341,8 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
         x = public.batch(slice(0, 64)).double()
         chosen = x[remainders(denoiser, x, noised(x)) >= 0]
         part = MixedJacobian(denoiser, squared_error, chosen, chosen)
-        identity = torch.eye(part.width, dtype=torch.float64)
-        m = torch.stack([part.squares(column) for column in identity]) / len(x) ** 2
+        identity = torch.eye(part.num_parameters, dtype=torch.float64)
+        m = torch.stack([part.gram_matvec(column) for column in identity]) / len(x) ** 2
         return torch.linalg.eigvalsh((m + m.T) / 2).numpy()
 
     before = spectrum()
@@ -462,7 +464,7 @@ def under_attacks(bench: Bench, chosen: list[Row]) -> list[str]:
                 for name in bench.attacks
                 for size in SIZES
             ]
-            cells += [cell([m.attacks.worst(size).right for m in found]) for size in SIZES]
+            cells += [cell([m.attacks.worst(size).correct for m in found]) for size in SIZES]
             lines.append([f"{row.noise:g}", row.title, found[0].epsilon, *cells])
     return [*(f"| {' | '.join(line)} |" for line in lines), ""]
 
@@ -491,7 +493,7 @@ def _successes(
     names = bench.attacks
     made = [p for p in both if all(m.attacks.has(a, s) for m in p for a in names for s in SIZES)]
     for radius in RADII[noise] if both else ():
-        held = [[m.certificates.certified() >= radius for m in pair] for pair in both]
+        held = [[m.certificates.size_if_correct() >= radius for m in pair] for pair in both]
         yield f"noise {noise:g}, radius {radius:g}", ([a for a, _ in held], [b for _, b in held])
     for size in SIZES if made else ():
         kept = [[m.withstood(size, names) for m in pair] for pair in made]

@@ -22,19 +22,19 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dpdist.core.errors import ClusterError, InvalidResults, UserError
+from dpdist.core.errors import ClusterError, InvalidResultsError, UserError
 
 # --- the actor and its calls ------------------------------------------------------------------
 
 
-class Runner:
+class PoolActor:
     """The actor: builds the worker once, then applies it to whatever arrives."""
 
     def __init__(self, factory: Callable[..., Callable[[Any], Any]], shared: Any) -> None:
         self._factory, self._shared = factory, shared
 
     def ready(self) -> bool:
-        self._work = self._factory(self._shared)
+        self._worker = self._factory(self._shared)
         return True
 
     def run(self, payloads: list[Any], seconds: float) -> tuple[list[Any], float]:
@@ -45,8 +45,8 @@ class Runner:
         begun = time.perf_counter()
         for payload in payloads:
             try:
-                results.append(self._work(payload))
-            except InvalidResults:
+                results.append(self._worker(payload))
+            except InvalidResultsError:
                 raise
             except Exception:
                 if not results:
@@ -58,11 +58,11 @@ class Runner:
 
 
 @dataclass(frozen=True, eq=False)
-class Failed:
+class CallFailure:
     error: RayError
 
 
-def fetched(refs: list[Any]) -> dict[Any, Any]:
+def fetch_results(refs: list[Any]) -> dict[Any, Any]:
     """Return the values of the references that arrived.
 
     They are fetched together, which is several times faster, unless one of them failed.
@@ -76,22 +76,22 @@ def fetched(refs: list[Any]) -> dict[Any, Any]:
         try:
             values[ref] = ray.get(ref)
         except RayError as error:
-            values[ref] = Failed(error)
+            values[ref] = CallFailure(error)
     return values
 
 
-def gpus() -> float:
+def cluster_gpus() -> float:
     """Return the number of GPUs of the whole cluster."""
     return float(ray.cluster_resources().get("GPU", 0.0)) if ray.is_initialized() else 0.0
 
 
-def may_grow() -> bool:
+def is_elastic() -> bool:
     """Whether hosts may join: not in a session on this machine alone."""
     return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
 
 
 def run_once(
-    function: Callable[[Any], Any], argument: Any, failed: str, num_gpus: float = 0.0
+    function: Callable[[Any], Any], argument: Any, error_prefix: str, num_gpus: float = 0.0
 ) -> Any:
     """function(argument) on one of the machines that actors run on.
 
@@ -101,7 +101,7 @@ def run_once(
         once = ray.remote(function).options(num_cpus=1, num_gpus=num_gpus)
         return ray.get(once.remote(argument))
     except RayTaskError as error:
-        raise UserError(f"{failed}: {error.cause}") from error.cause
+        raise UserError(f"{error_prefix}: {error.cause}") from error.cause
 
 
 # --- the pool ---------------------------------------------------------------------------------
@@ -111,11 +111,11 @@ _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this of
 _MAX_DEATHS_WITHOUT_RESULT = 6
 _GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
 _STALL_EVERY = 1.0  # seconds between looks for stalled actors
-_AHEAD = 64  # chunks taken from the caller before they are needed, at least
+_READ_AHEAD_CHUNKS = 64  # chunks taken from the caller before they are needed, at least
 _CALL_SECONDS = 0.1  # how long a call should take
 _CALLS_PER_SECOND = 500  # of all actors: one driver handles a few thousand, at most
-_LARGEST_CALL = 64  # chunks
-_LEAVE_SECONDS = 2.0  # for calls under way when the caller is interrupted
+_MAX_CHUNKS_PER_CALL = 64  # chunks
+_DRAIN_SECONDS = 2.0  # for calls under way when the caller is interrupted
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,16 @@ class PoolSettings:
     actors: int | None = None
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    in_flight: int = 2
-    stall_after: float = 60.0
+    calls_per_actor: int = 2
+    stall_seconds: float = 60.0
     start_timeout: float = 600.0
-    poll: float = 0.5
+    poll_seconds: float = 0.5
 
     def __post_init__(self) -> None:
         if self.actors is not None and self.actors < 1:
             raise ClusterError(f"actors: must be at least 1, got {self.actors}")
-        if self.in_flight < 1:
-            raise ClusterError(f"in_flight: must be at least 1, got {self.in_flight}")
+        if self.calls_per_actor < 1:
+            raise ClusterError(f"in_flight: must be at least 1, got {self.calls_per_actor}")
 
 
 def run_chunks(
@@ -179,7 +179,7 @@ def run_chunks(
         pool.stop()
 
 
-def run_here(
+def run_in_process(
     factory: Callable[..., Callable[[Any], Any]],
     shared: Any,
     chunks: Iterable[Chunk],
@@ -195,27 +195,27 @@ def run_here(
 @dataclass(eq=False)
 class _Slot:
     actor: Any
-    ready: Any
-    live: bool = False
-    last_answer: float = 0.0
-    size: int = 1  # chunks of its next call, at most
-    refs: list[Any] = field(default_factory=list)
+    ready_ref: Any
+    is_ready: bool = False
+    last_result_time: float = 0.0
+    max_chunks: int = 1  # chunks of its next call, at most
+    call_refs: list[Any] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class _Todo:
+class _PendingChunk:
     chunk: Chunk
     order: int
     attempts: int = 0
-    copies: int = 0  # calls in flight
-    alone: bool = False  # it was in a call that failed: the next failure is its own
+    calls_in_flight: int = 0  # calls in flight
+    run_alone: bool = False  # it was in a call that failed: the next failure is its own
 
 
 @dataclass
 class _Call:
     slot: _Slot
     chunks: list[Chunk]
-    since: float
+    start_time: float
 
 
 class _Pool:
@@ -236,78 +236,78 @@ class _Pool:
         )
         self.source = iter(ordered)
         self.exhausted = False
-        self.taken = 0
-        self.todo: dict[str, _Todo] = {}  # taken from the source, no result yet
+        self.chunks_read = 0
+        self.pending: dict[str, _PendingChunk] = {}  # taken from the source, no result yet
         self.queue: list[tuple[float, int, str]] = []
         self.calls: dict[Any, _Call] = {}
         self.slots: list[_Slot] = []
         self.durations: list[float] = []
-        self.deaths = 0
-        self.grown = self.looked = 0.0
-        self.limit = 1  # actors there could be
-        self.begun = time.monotonic()
+        self.deaths_without_result = 0
+        self.last_growth = self.last_stall_check = 0.0
+        self.max_actors = 1  # actors there could be
+        self.start_time = time.monotonic()
         self._read_ahead()
-        if not self.todo:
+        if not self.pending:
             return
         self.factory = factory
         self.shared = ray.put(shared)
-        self.runner: Any = ray.remote(Runner)
+        self.actor_class: Any = ray.remote(PoolActor)
 
     def run(self) -> None:
-        while self.todo:
-            self._grow()
-            self._fill()
-            waiting = [*self.calls, *(slot.ready for slot in self.slots if not slot.live)]
+        while self.pending:
+            self._start_actors()
+            self._assign_calls()
+            waiting = [*self.calls, *(slot.ready_ref for slot in self.slots if not slot.is_ready)]
             if not waiting:
-                time.sleep(self.settings.poll)
+                time.sleep(self.settings.poll_seconds)
                 continue
-            done, _ = ray.wait(waiting, num_returns=1, timeout=self.settings.poll)
+            done, _ = ray.wait(waiting, num_returns=1, timeout=self.settings.poll_seconds)
             if done:
                 done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)  # what else came
-            values = fetched([ref for ref in done if ref in self.calls])
+            values = fetch_results([ref for ref in done if ref in self.calls])
             for ref in done:
-                self._take(ref, values)
+                self._handle_done(ref, values)
             self._replace_stalled()
             self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Keep the queue long enough for every actor, and no longer."""
-        calls = max(self.limit, sum(slot.size for slot in self.slots))
-        ahead = max(_AHEAD, 2 * self.settings.in_flight * calls)
+        calls = max(self.max_actors, sum(slot.max_chunks for slot in self.slots))
+        ahead = max(_READ_AHEAD_CHUNKS, 2 * self.settings.calls_per_actor * calls)
         while not self.exhausted and len(self.queue) < ahead:
             chunk = next(self.source, None)
             if chunk is None:
                 self.exhausted = True
                 return
-            if chunk.key in self.todo:
+            if chunk.key in self.pending:
                 raise ClusterError(f"two chunks are called {chunk.key!r}")
-            self.todo[chunk.key] = _Todo(chunk, self.taken)
-            heapq.heappush(self.queue, (chunk.priority, self.taken, chunk.key))
-            self.taken += 1
+            self.pending[chunk.key] = _PendingChunk(chunk, self.chunks_read)
+            heapq.heappush(self.queue, (chunk.priority, self.chunks_read, chunk.key))
+            self.chunks_read += 1
 
     def deliver_finished(self) -> None:
-        """Deliver what calls under way return within `_LEAVE_SECONDS`, before leaving."""
+        """Deliver what calls under way return within `_DRAIN_SECONDS`, before leaving."""
         refs = list(self.calls)
         if not refs:
             return
         with suppress(RayError):  # a lost session: what ended it is what is to be said
-            done, _ = ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_SECONDS)
-            for ref, answer in fetched(done).items():
-                if not isinstance(answer, Failed):
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=_DRAIN_SECONDS)
+            for ref, answer in fetch_results(done).items():
+                if not isinstance(answer, CallFailure):
                     self._deliver(self.calls[ref], answer[0])
 
     def _deliver(self, call: _Call, results: list[Any]) -> None:
         for chunk, result in zip(call.chunks, results, strict=False):
-            if chunk.key in self.todo:
+            if chunk.key in self.pending:
                 self.on_result(chunk.key, result)
-                del self.todo[chunk.key]  # only now: Ctrl-C before must not lose it
+                del self.pending[chunk.key]  # only now: Ctrl-C before must not lose it
 
     def stop(self) -> None:
         for slot in self.slots:
             ray.kill(slot.actor, no_restart=True)
         self.slots.clear()
 
-    def _most_actors(self) -> int:
+    def _max_actors_now(self) -> int:
         if self.settings.actors is not None:
             return self.settings.actors
         have = ray.cluster_resources()
@@ -317,39 +317,39 @@ class _Pool:
             return max(1, int(have.get("CPU", 0) / self.settings.num_cpus))
         return 1
 
-    def _grow(self) -> None:
+    def _start_actors(self) -> None:
         now = time.monotonic()
-        if self.slots and now - self.grown < _GROW_EVERY:
+        if self.slots and now - self.last_growth < _GROW_EVERY:
             return
-        self.grown = now
-        self.limit = self._most_actors()
+        self.last_growth = now
+        self.max_actors = self._max_actors_now()
         self._read_ahead()
-        for _ in range(min(self.limit, len(self.todo)) - len(self.slots)):
-            actor = self.runner.options(
+        for _ in range(min(self.max_actors, len(self.pending)) - len(self.slots)):
+            actor = self.actor_class.options(
                 num_cpus=self.settings.num_cpus, num_gpus=self.settings.num_gpus
             ).remote(self.factory, self.shared)
             self.slots.append(_Slot(actor, actor.ready.remote()))
-        never = not self.durations and not any(slot.live for slot in self.slots)
-        if never and now - self.begun > self.settings.start_timeout:
+        never = not self.durations and not any(slot.is_ready for slot in self.slots)
+        if never and now - self.start_time > self.settings.start_timeout:
             raise ClusterError(
                 f"no worker could start in {self.settings.start_timeout:.0f} s: each needs "
                 f"{self.settings.num_cpus:g} CPU and {self.settings.num_gpus:g} GPU, free now: "
                 f"{ray.available_resources()}"
             )
 
-    def _fill(self) -> None:
+    def _assign_calls(self) -> None:
         late: list[Chunk] | None = None
-        starting = sum(not slot.live for slot in self.slots)
+        starting = sum(not slot.is_ready for slot in self.slots)
         # One each, then the next: no actor hoards chunks while another is idle or yet to start.
-        for depth in range(1, self.settings.in_flight + 1):
+        for depth in range(1, self.settings.calls_per_actor + 1):
             for slot in self.slots:
-                while slot.live and len(slot.refs) < depth:
+                while slot.is_ready and len(slot.call_refs) < depth:
                     if depth > 1 and len(self.queue) <= starting:
                         break
                     chunks = self._next_call(slot)
                     if not chunks:
-                        late = self._late() if late is None else late
-                        if slot.refs or not late:
+                        late = self._late_chunks() if late is None else late
+                        if slot.call_refs or not late:
                             break
                         chunks = [late.pop()]  # never from the slot itself: it has no calls
                     self._send(slot, chunks)
@@ -357,37 +357,37 @@ class _Pool:
     def _next_call(self, slot: _Slot) -> list[Chunk]:
         """Chunks for one call, none when the queue is empty. Near the end calls are small, so that
         all actors finish together."""
-        share = -(-len(self.queue) // (2 * self.settings.in_flight * len(self.slots)))
-        size = max(1, min(slot.size, share))
+        share = -(-len(self.queue) // (2 * self.settings.calls_per_actor * len(self.slots)))
+        size = max(1, min(slot.max_chunks, share))
         chunks: list[Chunk] = []
-        while len(chunks) < size and (todo := self._next()) is not None:
-            if todo.alone and chunks:
+        while len(chunks) < size and (todo := self._next_pending()) is not None:
+            if todo.run_alone and chunks:
                 self._requeue(todo.chunk.key)
                 break
             chunks.append(todo.chunk)
-            if todo.alone:
+            if todo.run_alone:
                 break
         return chunks
 
-    def _next(self) -> _Todo | None:
+    def _next_pending(self) -> _PendingChunk | None:
         while self.queue:
             _, _, key = heapq.heappop(self.queue)
-            if key in self.todo and not self.todo[key].copies:
-                return self.todo[key]
+            if key in self.pending and not self.pending[key].calls_in_flight:
+                return self.pending[key]
         return None
 
-    def _late(self) -> list[Chunk]:
+    def _late_chunks(self) -> list[Chunk]:
         """Chunks that an actor has had for much longer than chunks usually take, the latest
         first."""
         if not self.durations:
             return []
         limit = time.monotonic() - max(3 * statistics.median(self.durations), 1.0)
-        late = [call for call in self.calls.values() if call.since < limit]
+        late = [call for call in self.calls.values() if call.start_time < limit]
         return [
             chunk
-            for call in sorted(late, key=lambda call: -call.since)
+            for call in sorted(late, key=lambda call: -call.start_time)
             for chunk in reversed(call.chunks)
-            if chunk.key in self.todo and self.todo[chunk.key].copies == 1
+            if chunk.key in self.pending and self.pending[chunk.key].calls_in_flight == 1
         ]
 
     def _call_seconds(self) -> float:
@@ -401,67 +401,67 @@ class _Pool:
         payloads = [chunk.payload for chunk in chunks]
         ref = slot.actor.run.remote(payloads, 2 * self._call_seconds())
         now = time.monotonic()
-        if not slot.refs:
-            slot.last_answer = now
-        slot.refs.append(ref)
+        if not slot.call_refs:
+            slot.last_result_time = now
+        slot.call_refs.append(ref)
         self.calls[ref] = _Call(slot, chunks, now)
         for chunk in chunks:
-            self.todo[chunk.key].copies += 1
+            self.pending[chunk.key].calls_in_flight += 1
 
-    def _take(self, ref: Any, values: dict[Any, Any]) -> None:
+    def _handle_done(self, ref: Any, values: dict[Any, Any]) -> None:
         if ref not in self.calls:
-            self._take_ready(ref)
+            self._handle_ready(ref)
             return
         call = self.calls[ref]
         answer = values[ref]
-        if isinstance(answer, Failed):
+        if isinstance(answer, CallFailure):
             if isinstance(answer.error, RayTaskError):
-                if isinstance(answer.error.cause, InvalidResults):
-                    raise InvalidResults(str(answer.error.cause)) from None
-                self._forget(ref)
-                self._again(call.chunks, answer.error)
+                if isinstance(answer.error.cause, InvalidResultsError):
+                    raise InvalidResultsError(str(answer.error.cause)) from None
+                self._remove_call(ref)
+                self._retry(call.chunks, answer.error)
             else:
-                self._bury(call.slot, answer.error)
+                self._remove_dead_actor(call.slot, answer.error)
             return
         results, seconds = answer
         now = time.monotonic()
-        self.durations.append(now - max(call.since, call.slot.last_answer))
+        self.durations.append(now - max(call.start_time, call.slot.last_result_time))
         del self.durations[:-200]
-        call.slot.last_answer = now
+        call.slot.last_result_time = now
         fitting = int(self._call_seconds() * len(results) / max(seconds, 1e-9))
-        call.slot.size = max(1, min(fitting, 4 * len(results), _LARGEST_CALL))
-        self.deaths = 0
+        call.slot.max_chunks = max(1, min(fitting, 4 * len(results), _MAX_CHUNKS_PER_CALL))
+        self.deaths_without_result = 0
         self._deliver(call, results)
-        self._forget(ref)
+        self._remove_call(ref)
         for chunk in call.chunks[len(results) :]:
             self._requeue(chunk.key)
 
-    def _take_ready(self, ref: Any) -> None:
-        slot = next((slot for slot in self.slots if slot.ready == ref), None)
+    def _handle_ready(self, ref: Any) -> None:
+        slot = next((slot for slot in self.slots if slot.ready_ref == ref), None)
         if slot is None:
             return
         try:
-            slot.live = ray.get(ref)
+            slot.is_ready = ray.get(ref)
         except RayTaskError as error:
             raise ClusterError(f"a worker could not be set up: {error.cause}") from error.cause
         except RayError as error:
-            self._bury(slot, error)
+            self._remove_dead_actor(slot, error)
 
-    def _forget(self, ref: Any) -> None:
+    def _remove_call(self, ref: Any) -> None:
         call = self.calls.pop(ref)
-        call.slot.refs.remove(ref)
+        call.slot.call_refs.remove(ref)
         for chunk in call.chunks:
-            if chunk.key in self.todo:
-                self.todo[chunk.key].copies -= 1
+            if chunk.key in self.pending:
+                self.pending[chunk.key].calls_in_flight -= 1
 
-    def _again(self, chunks: list[Chunk], error: Exception) -> None:
+    def _retry(self, chunks: list[Chunk], error: Exception) -> None:
         """Queue the chunks of a failed call again. A chunk that was alone in it is to blame; of
         several nobody knows, and each goes alone next time."""
         for chunk in chunks:
-            todo = self.todo.get(chunk.key)
+            todo = self.pending.get(chunk.key)
             if todo is None:
                 continue
-            todo.alone = True
+            todo.run_alone = True
             todo.attempts += len(chunks) == 1
             if todo.attempts >= _MAX_ATTEMPTS:
                 cause = error.cause if isinstance(error, RayTaskError) else error
@@ -469,39 +469,39 @@ class _Pool:
             self._requeue(chunk.key)
 
     def _requeue(self, key: str) -> None:
-        todo = self.todo.get(key)
-        if todo is not None and not todo.copies:
+        todo = self.pending.get(key)
+        if todo is not None and not todo.calls_in_flight:
             heapq.heappush(self.queue, (todo.chunk.priority, todo.order, key))
 
-    def _bury(self, slot: _Slot, error: Exception) -> None:
+    def _remove_dead_actor(self, slot: _Slot, error: Exception) -> None:
         if slot not in self.slots:
             return
         self.slots.remove(slot)
         ray.kill(slot.actor, no_restart=True)
-        self.grown = 0.0
-        self.deaths += 1
-        if self.deaths > _MAX_DEATHS_WITHOUT_RESULT:
+        self.last_growth = 0.0
+        self.deaths_without_result += 1
+        if self.deaths_without_result > _MAX_DEATHS_WITHOUT_RESULT:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise ClusterError(
-                f"{self.deaths} workers died one after another without finishing anything: "
-                f"{lines[-1] if lines else type(error).__name__}"
+                f"{self.deaths_without_result} workers died one after another without finishing "
+                f"anything: {lines[-1] if lines else type(error).__name__}"
             ) from error
-        for place, ref in enumerate(list(slot.refs)):
+        for place, ref in enumerate(list(slot.call_refs)):
             chunks = self.calls[ref].chunks
-            self._forget(ref)
+            self._remove_call(ref)
             if place == 0:  # only the call it was working on can be to blame
-                self._again(chunks, error)
+                self._retry(chunks, error)
             else:
                 for chunk in chunks:
                     self._requeue(chunk.key)
 
     def _replace_stalled(self) -> None:
         now = time.monotonic()
-        if not self.durations or now - self.looked < _STALL_EVERY:
+        if not self.durations or now - self.last_stall_check < _STALL_EVERY:
             return
-        self.looked = now
-        limit = max(self.settings.stall_after, 20 * statistics.median(self.durations))
+        self.last_stall_check = now
+        limit = max(self.settings.stall_seconds, 20 * statistics.median(self.durations))
         limit += 2 * self._call_seconds()  # before the last chunk of a call is begun
         for slot in list(self.slots):
-            if slot.refs and now - slot.last_answer > limit:
-                self._bury(slot, ClusterError(f"no answer for {limit:.0f} s"))
+            if slot.call_refs and now - slot.last_result_time > limit:
+                self._remove_dead_actor(slot, ClusterError(f"no answer for {limit:.0f} s"))

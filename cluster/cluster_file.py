@@ -38,7 +38,7 @@ class Needs:
 
 
 @dataclass
-class Findings:
+class Report:
     """complaints: "key: what is wrong; what would be right". notes: worth knowing, not wrong.
 
     dpdist, ray, python ("py311"): the versions every host must have, which are this machine's.
@@ -48,11 +48,11 @@ class Findings:
     needs: Needs | None = None
     ray: str = field(default_factory=lambda: version("ray"))
     python: str = "py{}{}".format(*sys.version_info)
-    complaints: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def wrong(self, key: str, text: str) -> None:
-        self.complaints.append(f"{key}: {text}")
+    def add_error(self, key: str, text: str) -> None:
+        self.errors.append(f"{key}: {text}")
 
 
 _SECRETS = {
@@ -67,17 +67,17 @@ _SECRETS = {
 }
 
 
-def check_strings(document: Any, findings: Findings, prefix: str = "") -> None:
+def check_strings(document: Any, report: Report, prefix: str = "") -> None:
     """Rules about any value, wherever it stands: placeholders, secrets, the open world."""
     for key, value in iter_strings(document):
         where = prefix + key
         if "FILL-IN" in value:
-            findings.wrong(where, f"fill in {value!r}")
+            report.add_error(where, f"fill in {value!r}")
         for kind, pattern in _SECRETS.items():
             if re.search(pattern, value):
-                findings.wrong(where, f"holds {kind}; keep it in a file or secret store outside")
+                report.add_error(where, f"holds {kind}; keep it in a file or secret store outside")
         if re.search(r"(?<![\d.])0\.0\.0\.0/0(?!\d)|(?<![\w:])::/0(?!\d)", value):
-            findings.wrong(where, "opens the cluster to the world; name your own address range")
+            report.add_error(where, "opens the cluster to the world; name your own address range")
 
 
 def iter_strings(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -92,19 +92,19 @@ def iter_strings(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, value
 
 
-def check_images(images: dict[str, str], findings: Findings) -> None:
+def check_images(images: dict[str, str], report: Report) -> None:
     """images: key -> image. All the same kind, pinned, and Ray's own at our versions."""
     kinds = {}
     for key, image in images.items():
         name, _, tag = image.rpartition(":")
         if not name or "/" in tag or tag == "latest":
-            findings.wrong(key, f"{image} names no version; pin a tag or a digest")
+            report.add_error(key, f"{image} names no version; pin a tag or a digest")
             continue
         found = re.fullmatch(r"(\d+\.\d+\.\d+)(?:\.[0-9a-f]+)?(?:-(py\d+))?(?:-.*)?", tag)
         if name.split("/")[-1] in ("ray", "ray-ml") and found:
-            wanted = (findings.ray, findings.python)
+            wanted = (report.ray, report.python)
             if (found[1], found[2]) != wanted:
-                findings.wrong(
+                report.add_error(
                     key,
                     f"{image} is Ray {found[1]} on {found[2] or 'an unnamed Python'}; here it is "
                     f"Ray {wanted[0]} on {wanted[1]}: take rayproject/ray:{wanted[0]}-{wanted[1]}"
@@ -115,36 +115,36 @@ def check_images(images: dict[str, str], findings: Findings) -> None:
             kinds[key] = (image,)
     if len(set(kinds.values())) > 1:
         listed = ", ".join(f"{key} {image}" for key, image in images.items())
-        findings.wrong(
+        report.add_error(
             next(iter(images)), f"head and workers differ ({listed}); use one image version"
         )
 
 
-def within(path: str, folder: str) -> bool:
+def is_within(path: str, folder: str) -> bool:
     """Whether `path` lies in `folder` or is it; the root folder holds nothing."""
     place, outer = PurePosixPath(path), PurePosixPath(folder)
     return len(outer.parts) > 1 and (place == outer or outer in place.parents)
 
 
-def check_room(kinds: list[tuple[int, float, float]], key: str, findings: Findings) -> None:
+def check_capacity(host_types: list[tuple[int, float, float]], key: str, report: Report) -> None:
     """kinds: (number of hosts, CPUs, GPUs of each). Complains when the recipe does not fit."""
-    needs = findings.needs
+    needs = report.needs
     if needs is None:
         return
     room = 0
-    for hosts, cpus, gpus in kinds:
+    for hosts, cpus, gpus in host_types:
         by_cpu = cpus // needs.cpus
         by_gpu = gpus // needs.gpus if needs.gpus else by_cpu
         room += hosts * int(min(by_cpu, by_gpu))
     if room < needs.workers:
         each = f"{needs.cpus:g} CPUs and {needs.gpus:g} GPUs each"
-        findings.wrong(
+        report.add_error(
             key,
             f"has room for {room} training workers, the recipe asks for {needs.workers} with "
             f"{each}; raise the number of hosts, take a larger type, or lower resources.workers",
         )
-    if needs.gpus == 0 and any(gpus for _, _, gpus in kinds):
-        findings.notes.append(
+    if needs.gpus == 0 and any(gpus for _, _, gpus in host_types):
+        report.notes.append(
             "training asks for no GPU (resources.gpus_per_worker), hosts have: certification takes "
             "them, unless resources.certify_gpus is 0"
         )
@@ -155,7 +155,7 @@ def check_room(kinds: list[tuple[int, float, float]], key: str, findings: Findin
 
 # Instance type -> (vCPUs, GPUs): Amazon EC2's accelerated-computing pages, 2026. Only to catch a
 # contradiction between a type and its `resources`; a type that is not listed is believed.
-_AWS_GPUS = {
+_AWS_INSTANCE_TYPES = {
     "g4dn.xlarge": (4, 1), "g4dn.2xlarge": (8, 1), "g4dn.12xlarge": (48, 4),
     "g5.xlarge": (4, 1), "g5.2xlarge": (8, 1), "g5.12xlarge": (48, 4), "g5.48xlarge": (192, 8),
     "g6.xlarge": (4, 1), "g6.2xlarge": (8, 1), "g6.12xlarge": (48, 4), "g6.48xlarge": (192, 8),
@@ -169,33 +169,33 @@ _INSTALL = re.compile(
 )
 
 
-def check_ray_up(raw: dict[str, Any], findings: Findings) -> None:
-    """Add to `findings` what is wrong with one cluster file, given as plain data."""
-    config = _prepared(raw, findings)
+def check_ray_up(raw: dict[str, Any], report: Report) -> None:
+    """Add to `report` what is wrong with one cluster file, given as plain data."""
+    config = _complete_config(raw, report)
     if config is None:
         return
     kind = config["provider"].get("type")
-    _check_network(config, kind, findings)
+    _check_network(config, kind, report)
     starts = {
-        side: _start_command(config, f"{side}_start_ray_commands", findings)
+        side: _start_command(config, f"{side}_start_ray_commands", report)
         for side in ("head", "worker")
     }
-    _check_dashboard(starts["head"], findings)
-    _check_ray_up_token(config, starts, findings)
-    _check_versions(config, findings)
-    _check_ray_up_storage(config, starts, findings)
+    _check_dashboard(starts["head"], report)
+    _check_ray_up_token(config, starts, report)
+    _check_versions(config, report)
+    _check_ray_up_storage(config, starts, report)
     if kind == "local":
-        findings.notes.append(
+        report.notes.append(
             "start it with RAY_UP_enable_autoscaler_v2=0 ray up: the newer autoscaler counts the "
             "head among the workers of one's own hosts and leaves one host out"
         )
-        if findings.needs is not None:
-            findings.notes.append("whether the recipe fits on your own hosts cannot be seen here")
+        if report.needs is not None:
+            report.notes.append("whether the recipe fits on your own hosts cannot be seen here")
     else:
-        _check_types(config, findings)
+        _check_instance_types(config, report)
 
 
-def _prepared(raw: dict[str, Any], findings: Findings) -> dict[str, Any] | None:
+def _complete_config(raw: dict[str, Any], report: Report) -> dict[str, Any] | None:
     """The file completed with Ray's defaults, or None (and a complaint) when Ray would refuse it.
 
     Ray's defaults are what `ray up` would run, so they are checked like the rest.
@@ -204,7 +204,7 @@ def _prepared(raw: dict[str, Any], findings: Findings) -> dict[str, Any] | None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     if not isinstance(raw.get("provider"), dict) or "type" not in raw["provider"]:
-        findings.wrong("provider.type", "is missing; give aws, gcp or local")
+        report.add_error("provider.type", "is missing; give aws, gcp or local")
         return None
     said = io.StringIO()
     logging.getLogger("ray").setLevel(logging.WARNING)
@@ -214,23 +214,23 @@ def _prepared(raw: dict[str, Any], findings: Findings) -> dict[str, Any] | None:
             validate_config(config)
     except jsonschema.ValidationError as error:
         key = ".".join(str(part) for part in error.absolute_path) or "the file"
-        findings.wrong(key, f"{error.message} (Ray's schema)")
+        report.add_error(key, f"{error.message} (Ray's schema)")
         return None
     except Exception as error:  # Ray aborts in many ways; each means that `ray up` would refuse
         text = " ".join((str(error) or said.getvalue() or type(error).__name__).split())
-        findings.wrong("the file", f"Ray refuses it: {text}")
+        report.add_error("the file", f"Ray refuses it: {text}")
         return None
     return config
 
 
-def _check_network(config: dict[str, Any], kind: str, findings: Findings) -> None:
+def _check_network(config: dict[str, Any], kind: str, report: Report) -> None:
     for name, node in config.get("available_node_types", {}).items():
         setup, key = node.get("node_config", {}), f"available_node_types.{name}.node_config"
         if kind == "aws":
             cards = setup.get("NetworkInterfaces", [])
             own = setup.get("SecurityGroupIds") or (cards and all(c.get("Groups") for c in cards))
             if not own:
-                findings.wrong(
+                report.add_error(
                     f"{key}.SecurityGroupIds",
                     "is missing: Ray then makes a group whose port 22 is open to the world "
                     "(whatever provider.security_group says); name a group of your own",
@@ -239,35 +239,35 @@ def _check_network(config: dict[str, Any], kind: str, findings: Findings) -> Non
             cards = setup.get("networkInterfaces") or []
             networks = [f"{c.get('network', '')} {c.get('subnetwork', '')}" for c in cards]
             if not cards or any(not n.strip() or n.rstrip().endswith("/default") for n in networks):
-                findings.wrong(
+                report.add_error(
                     f"{key}.networkInterfaces",
                     "is missing or names the default network, whose port 22 is open to the world; "
                     "name a subnetwork of your own",
                 )
 
 
-def _start_command(config: dict[str, Any], key: str, findings: Findings) -> tuple[str, str]:
+def _start_command(config: dict[str, Any], key: str, report: Report) -> tuple[str, str]:
     """(key, command) of the one that starts Ray; the command is empty when there is none."""
     for number, command in enumerate(config.get(key) or []):
         if re.search(r"\bray\s+start\b", command):
             return f"{key}[{number}]", command
-    findings.wrong(key, "no `ray start` among them")
+    report.add_error(key, "no `ray start` among them")
     return key, ""
 
 
-def _check_dashboard(start: tuple[str, str], findings: Findings) -> None:
+def _check_dashboard(start: tuple[str, str], report: Report) -> None:
     key, command = start
     hosts = re.findall(r"--dashboard-host[=\s]+[\"']?([^\s\"']+)", command)
     if command and not hosts:
-        findings.wrong(key, "give --dashboard-host=127.0.0.1")
+        report.add_error(key, "give --dashboard-host=127.0.0.1")
     for host in hosts:
         if host not in ("127.0.0.1", "localhost", "::1"):
-            findings.wrong(
+            report.add_error(
                 key, f"--dashboard-host={host} shows the dashboard to others; give 127.0.0.1"
             )
 
 
-def _before_start(command: str, name: str) -> str | None:
+def _variable_at_start(command: str, name: str) -> str | None:
     """The value that environment variable `name` has for the `ray start` of a command."""
     head = re.split(r"\bray\s+start\b", command)[0]
     found = re.findall(rf"\b{name}=[\"']?([^\s\"';]+)", head)
@@ -275,26 +275,26 @@ def _before_start(command: str, name: str) -> str | None:
 
 
 def _check_ray_up_token(
-    config: dict[str, Any], starts: dict[str, tuple[str, str]], findings: Findings
+    config: dict[str, Any], starts: dict[str, tuple[str, str]], report: Report
 ) -> None:
     mounts = config.get("file_mounts") or {}
     for key, command in starts.values():
         if not command:
             continue
-        mode = _before_start(command, "RAY_AUTH_MODE")
+        mode = _variable_at_start(command, "RAY_AUTH_MODE")
         if mode != "token":
-            findings.wrong(
+            report.add_error(
                 key, f"RAY_AUTH_MODE is {mode or 'not set'}; put RAY_AUTH_MODE=token before it"
             )
-        place = _before_start(command, "RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+        place = _variable_at_start(command, "RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
         if place not in mounts:
-            findings.wrong(
+            report.add_error(
                 "file_mounts",
                 f"no token reaches the hosts ({key}); add {place}: ~/.ray/auth_token",
             )
 
 
-def _check_versions(config: dict[str, Any], findings: Findings) -> None:
+def _check_versions(config: dict[str, Any], report: Report) -> None:
     docker = config.get("docker") or {}
     images = {
         f"docker.{side}_image" if docker.get(f"{side}_image") else "docker.image": docker.get(
@@ -304,30 +304,30 @@ def _check_versions(config: dict[str, Any], findings: Findings) -> None:
         for side in ("head", "worker")
     }
     if any(images.values()):
-        check_images({key: image for key, image in images.items() if image}, findings)
+        check_images({key: image for key, image in images.items() if image}, report)
     installed = {}
     for side in ("head", "worker"):
         key = f"{side}_setup_commands"
         commands = config.get(key) or []
-        installed[side] = _installs(key, commands, findings)
+        installed[side] = _installed_packages(key, commands, report)
         if not installed[side]:
-            findings.wrong(
+            report.add_error(
                 key,
                 "(with setup_commands) installs no dpdist; pip install its wheel or a pinned git "
                 "reference, with -c constraints.txt",
             )
         for wanted in re.findall(r"\bray(?:\[[\w,]+\])?==([\w.]+)", "\n".join(commands)):
-            if wanted != findings.ray:
-                findings.wrong(key, f"installs Ray {wanted}, here it is {findings.ray}")
+            if wanted != report.ray:
+                report.add_error(key, f"installs Ray {wanted}, here it is {report.ray}")
     if installed["head"] and installed["worker"] and installed["head"] != installed["worker"]:
-        findings.wrong(
+        report.add_error(
             "setup_commands",
             f"the head installs {sorted(installed['head'])}, the workers "
             f"{sorted(installed['worker'])}; install once, in setup_commands",
         )
 
 
-def _installs(key: str, commands: list[str], findings: Findings) -> set[str]:
+def _installed_packages(key: str, commands: list[str], report: Report) -> set[str]:
     """Return the installations of dpdist in these commands; complain about loose versions."""
     found = set()
     for command in commands:
@@ -338,33 +338,33 @@ def _installs(key: str, commands: list[str], findings: Findings) -> set[str]:
             found.add(match[0])
             released = wheel or exact or (git or "").removeprefix("v")
             if match["unpinned"] is not None or git == "":
-                findings.wrong(key, f"{match[0]} follows a branch; pin @v{findings.dpdist}")
+                report.add_error(key, f"{match[0]} follows a branch; pin @v{report.dpdist}")
             elif git and re.fullmatch(r"[0-9a-f]{40}", git):
-                findings.notes.append(f"{key}: is commit {git[:12]} what this machine has?")
-            elif released != findings.dpdist:
-                findings.wrong(
+                report.notes.append(f"{key}: is commit {git[:12]} what this machine has?")
+            elif released != report.dpdist:
+                report.add_error(
                     key,
-                    f"installs dpdist {released}, here it is {findings.dpdist}; take the same "
-                    f"wheel, @v{findings.dpdist}, or a full commit",
+                    f"installs dpdist {released}, here it is {report.dpdist}; take the same "
+                    f"wheel, @v{report.dpdist}, or a full commit",
                 )
             if not re.search(r"(\s-c|--constraint)[=\s]\S*constraints\.txt", command):
-                findings.wrong(key, "installs dpdist without -c constraints.txt")
+                report.add_error(key, "installs dpdist without -c constraints.txt")
     return found
 
 
 def _check_ray_up_storage(
-    config: dict[str, Any], starts: dict[str, tuple[str, str]], findings: Findings
+    config: dict[str, Any], starts: dict[str, tuple[str, str]], report: Report
 ) -> None:
     places = {}
     for side, (key, command) in starts.items():
         if command:
-            places[side] = _before_start(command, "DPDIST_RUNS")
+            places[side] = _variable_at_start(command, "DPDIST_RUNS")
             if not (places[side] or "").startswith("/"):
-                findings.wrong(
+                report.add_error(
                     key, "put DPDIST_RUNS=/a/shared/folder before it, the same on all hosts"
                 )
     if len(set(places.values())) > 1:
-        findings.wrong(
+        report.add_error(
             starts["worker"][0], f"DPDIST_RUNS differs between head and workers: {places}"
         )
     for side, place in places.items():
@@ -375,8 +375,8 @@ def _check_ray_up_storage(
         for node in config.get("available_node_types", {}).values():
             commands += node.get("initialization_commands") or []
         text = "\n".join(c for c in commands if re.search(r"\bmount(point)?\b", c))
-        if not any(within(place, word) for word in re.findall(r"/[\w./-]+", text)):
-            findings.wrong(
+        if not any(is_within(place, word) for word in re.findall(r"/[\w./-]+", text)):
+            report.add_error(
                 f"{side}_setup_commands",
                 f"nothing mounts or checks the shared storage of DPDIST_RUNS={place}; mount it in "
                 "initialization_commands, or check it with `mountpoint -q`",
@@ -384,55 +384,55 @@ def _check_ray_up_storage(
         docker = config.get("docker") or {}
         options = [*(docker.get("run_options") or []), *(docker.get(f"{side}_run_options") or [])]
         inside = re.findall(r"(?:-v|--volume)[=\s]+[^\s:]+:([^\s:]+)", " ".join(options))
-        if docker.get("container_name") and not any(within(place, target) for target in inside):
-            findings.wrong(
+        if docker.get("container_name") and not any(is_within(place, target) for target in inside):
+            report.add_error(
                 "docker.run_options",
                 f"the container of the {side} does not see {place}; add -v FOLDER:FOLDER",
             )
 
 
-def _check_types(config: dict[str, Any], findings: Findings) -> None:
+def _check_instance_types(config: dict[str, Any], report: Report) -> None:
     kinds = []
     head = config.get("head_node_type")
     for name, node in config.get("available_node_types", {}).items():
         key = f"available_node_types.{name}"
         resources, setup = node.get("resources") or {}, node.get("node_config") or {}
-        known = _AWS_GPUS.get(setup.get("InstanceType", ""))
+        known = _AWS_INSTANCE_TYPES.get(setup.get("InstanceType", ""))
         gpus = resources.get("GPU", known[1] if known else 0)
         cpus = resources.get("CPU", known[0] if known else None)
         if known and gpus > known[1]:
-            findings.wrong(
+            report.add_error(
                 f"{key}.resources.GPU",
                 f"{setup['InstanceType']} has {known[1]} GPUs, not {gpus}",
             )
         if setup.get("InstanceType", "").startswith(("p2.", "p3.", "p3dn.")):
-            findings.wrong(
+            report.add_error(
                 f"{key}.node_config.InstanceType",
                 f"{setup['InstanceType']}: CUDA 13, which the pinned torch is built for, no longer "
                 "supports its GPU; take g4dn, g5, g6, p4d or p5",
             )
         if name == head:
             if (setup.get("InstanceMarketOptions") or {}).get("MarketType") == "spot":
-                findings.notes.append(f"{key}: a head on spot takes every job with it when it goes")
+                report.notes.append(f"{key}: a head on spot takes every job with it when it goes")
             hosts = 1
         else:
             hosts = min(node.get("max_workers", config["max_workers"]), config["max_workers"])
-        if findings.needs is not None and cpus is None:
-            findings.wrong(
+        if report.needs is not None and cpus is None:
+            report.add_error(
                 f"{key}.resources", "give CPU and GPU, so that the recipe can be checked"
             )
         kinds.append((hosts, cpus or 0, gpus))
-    check_room(kinds, "available_node_types", findings)
+    check_capacity(kinds, "available_node_types", report)
 
 
 # --- KubeRay manifests ------------------------------------------------------------------------
 
 
-_SHARED = ("persistentVolumeClaim", "nfs", "csi")
+_SHARED_VOLUME_TYPES = ("persistentVolumeClaim", "nfs", "csi")
 
 
-def check_kuberay(documents: list[dict[str, Any]], findings: Findings) -> None:
-    """Add to `findings` what is wrong with a file of manifests."""
+def check_kuberay(documents: list[dict[str, Any]], report: Report) -> None:
+    """Add to `report` what is wrong with a file of manifests."""
     claims = {}
     seen = 0
     for number, document in enumerate(documents):
@@ -441,11 +441,11 @@ def check_kuberay(documents: list[dict[str, Any]], findings: Findings) -> None:
         if kind == "PersistentVolumeClaim":
             claims[(document.get("metadata") or {}).get("name")] = (key, spec)
         elif kind == "Secret" and (document.get("data") or document.get("stringData")):
-            findings.wrong(key, "holds a secret; create it with kubectl, outside of files")
+            report.add_error(key, "holds a secret; create it with kubectl, outside of files")
         elif kind == "Ingress":
-            findings.wrong(key, "leads the world to the cluster; use kubectl port-forward")
+            report.add_error(key, "leads the world to the cluster; use kubectl port-forward")
         elif kind == "Service" and spec.get("type") in ("LoadBalancer", "NodePort"):
-            findings.wrong(f"{key}.spec.type", f"{spec['type']} opens the cluster; use ClusterIP")
+            report.add_error(f"{key}.spec.type", f"{spec['type']} opens the cluster; use ClusterIP")
     for number, document in enumerate(documents):
         kind, spec = document.get("kind"), document.get("spec") or {}
         if kind not in ("RayCluster", "RayJob"):
@@ -453,34 +453,32 @@ def check_kuberay(documents: list[dict[str, Any]], findings: Findings) -> None:
         seen += 1
         key = f"[{number}].{kind}.spec"
         if document.get("apiVersion") != "ray.io/v1":
-            findings.wrong(f"[{number}].apiVersion", f"must be ray.io/v1 for a {kind}")
+            report.add_error(f"[{number}].apiVersion", f"must be ray.io/v1 for a {kind}")
         if kind == "RayJob":
             if "dpdist " not in str(spec.get("entrypoint", "")):
-                findings.wrong(f"{key}.entrypoint", "must run dpdist, as in `dpdist run my.yaml`")
+                report.add_error(f"{key}.entrypoint", "must run dpdist, as in `dpdist run my.yaml`")
             if "rayClusterSpec" not in spec:
                 if not spec.get("clusterSelector"):
-                    findings.wrong(f"{key}.rayClusterSpec", "is missing")
+                    report.add_error(f"{key}.rayClusterSpec", "is missing")
                 continue
             key, spec = f"{key}.rayClusterSpec", spec["rayClusterSpec"]
-        _check_cluster(key, spec, claims, findings)
+        _check_cluster(key, spec, claims, report)
     if not seen:
-        findings.wrong("kind", "there is no RayCluster and no RayJob in the file")
+        report.add_error("kind", "there is no RayCluster and no RayJob in the file")
 
 
-def _check_cluster(
-    key: str, spec: dict[str, Any], claims: dict[Any, Any], findings: Findings
-) -> None:
-    if spec.get("rayVersion") != findings.ray:
-        findings.wrong(
-            f"{key}.rayVersion", f"is {spec.get('rayVersion')}, here it is {findings.ray}"
+def _check_cluster(key: str, spec: dict[str, Any], claims: dict[Any, Any], report: Report) -> None:
+    if spec.get("rayVersion") != report.ray:
+        report.add_error(
+            f"{key}.rayVersion", f"is {spec.get('rayVersion')}, here it is {report.ray}"
         )
     head = spec.get("headGroupSpec") or {}
     workers = spec.get("workerGroupSpecs") or []
     if not head or not workers:
-        findings.wrong(key, "needs headGroupSpec and workerGroupSpecs")
+        report.add_error(key, "needs headGroupSpec and workerGroupSpecs")
         return
     if head.get("serviceType") not in (None, "ClusterIP"):
-        findings.wrong(
+        report.add_error(
             f"{key}.headGroupSpec.serviceType",
             f"{head['serviceType']} opens the dashboard and the job server; leave it at ClusterIP",
         )
@@ -492,63 +490,63 @@ def _check_cluster(
         pod = (group.get("template") or {}).get("spec") or {}
         containers = pod.get("containers") or []
         if not containers:
-            findings.wrong(f"{where}.template.spec.containers", "is missing")
+            report.add_error(f"{where}.template.spec.containers", "is missing")
             continue
         ray, where_ray = containers[0], f"{where}.template.spec.containers[0]"
         images[f"{where_ray}.image"] = str(ray.get("image", ""))
         environment = {entry.get("name"): entry for entry in ray.get("env") or []}
         if not managed:
-            _check_kuberay_token(where_ray, environment, findings)
+            _check_kuberay_token(where_ray, environment, report)
         place = (environment.get("DPDIST_RUNS") or {}).get("value")
         places[where] = place
-        _check_kuberay_storage(where_ray, place, ray, pod, claims, findings)
+        _check_kuberay_storage(where_ray, place, ray, pod, claims, report)
         limits = (ray.get("resources") or {}).get("limits") or {}
         hosts = 1 if where.endswith("headGroupSpec") else int(group.get("maxReplicas", 1))
         start = group.get("rayStartParams") or {}
-        cpus = float(start.get("num-cpus", _cpus(limits.get("cpu", 0))))
+        cpus = float(start.get("num-cpus", _parse_cpus(limits.get("cpu", 0))))
         kinds.append((hosts, cpus, float(limits.get("nvidia.com/gpu", 0))))
-    check_images(images, findings)
+    check_images(images, report)
     for where, image in images.items():
         if re.match(r"(docker\.io/)?rayproject/ray", image):
-            findings.wrong(where, f"{image} has no dpdist in it; build an image on top of it")
+            report.add_error(where, f"{image} has no dpdist in it; build an image on top of it")
     if len(set(places.values())) > 1:
-        findings.wrong(key, f"DPDIST_RUNS differs between the groups: {sorted(map(str, places))}")
-    check_room(kinds, f"{key}.workerGroupSpecs", findings)
+        report.add_error(key, f"DPDIST_RUNS differs between the groups: {sorted(map(str, places))}")
+    check_capacity(kinds, f"{key}.workerGroupSpecs", report)
 
 
-def _check_kuberay_token(key: str, environment: dict[Any, Any], findings: Findings) -> None:
+def _check_kuberay_token(key: str, environment: dict[Any, Any], report: Report) -> None:
     mode = (environment.get("RAY_AUTH_MODE") or {}).get("value")
     token = environment.get("RAY_AUTH_TOKEN") or {}
     if mode != "token":
-        findings.wrong(
+        report.add_error(
             f"{key}.env", "token authentication is off; give spec.authOptions: {mode: token}"
         )
     elif "secretKeyRef" not in (token.get("valueFrom") or {}):
-        findings.wrong(f"{key}.env", "RAY_AUTH_TOKEN must come from a secret (valueFrom)")
+        report.add_error(f"{key}.env", "RAY_AUTH_TOKEN must come from a secret (valueFrom)")
 
 
 def _check_kuberay_storage(
     key: str,
-    place: Any,
+    runs_folder: Any,
     container: dict[str, Any],
     pod: dict[str, Any],
     claims: dict[Any, Any],
-    findings: Findings,
+    report: Report,
 ) -> None:
-    if not str(place or "").startswith("/"):
-        findings.wrong(f"{key}.env", "give DPDIST_RUNS, a folder on the shared volume")
+    if not str(runs_folder or "").startswith("/"):
+        report.add_error(f"{key}.env", "give DPDIST_RUNS, a folder on the shared volume")
         return
     mounted = [
         mount
         for mount in container.get("volumeMounts") or []
-        if within(str(place), mount["mountPath"])
+        if is_within(str(runs_folder), mount["mountPath"])
     ]
     volumes = {volume.get("name"): volume for volume in pod.get("volumes") or []}
     shared = [volumes.get(mount.get("name"), {}) for mount in mounted]
-    if not any(any(kind in volume for kind in _SHARED) for volume in shared):
-        findings.wrong(
+    if not any(any(kind in volume for kind in _SHARED_VOLUME_TYPES) for volume in shared):
+        report.add_error(
             f"{key}.volumeMounts",
-            f"DPDIST_RUNS={place} is on no volume that all pods share; mount a "
+            f"DPDIST_RUNS={runs_folder} is on no volume that all pods share; mount a "
             "persistentVolumeClaim (ReadWriteMany) or nfs there",
         )
     for volume in shared:
@@ -556,11 +554,11 @@ def _check_kuberay_storage(
         where, spec = claims.get(name, ("", None))
         if spec is not None and "ReadWriteMany" not in (spec.get("accessModes") or []):
             complaint = f"{where}.spec.accessModes: must hold ReadWriteMany: every host writes"
-            if complaint not in findings.complaints:
-                findings.complaints.append(complaint)
+            if complaint not in report.errors:
+                report.errors.append(complaint)
 
 
-def _cpus(text: Any) -> float:
+def _parse_cpus(text: Any) -> float:
     """Kubernetes counts CPUs as 4 or "3500m"."""
     text = str(text)
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
@@ -576,7 +574,7 @@ def check_file(
     documents = [document for document in read_yaml(path, other_bases=True) if document is not None]
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise ClusterError(f"{path}: holds no mapping of keys to values")
-    findings = Findings(dpdist_version, needs)
+    findings = Report(dpdist_version, needs)
     if any("apiVersion" in document for document in documents):
         check_kuberay(documents, findings)
     elif len(documents) > 1:
@@ -586,12 +584,12 @@ def check_file(
     for number, document in enumerate(documents):
         prefix = f"[{number}]." if len(documents) > 1 else ""
         check_strings(document, findings, prefix)
-    return findings.complaints, findings.notes
+    return findings.errors, findings.notes
 
 
 def templates() -> dict[str, str]:
     """The cluster files that come along: name -> text, for this machine's Ray and Python."""
-    here = Findings("")
+    here = Report("")
     tag = here.python.removeprefix("py")
     written_for = {
         "py311": here.python,

@@ -32,13 +32,13 @@ from numpy.typing import ArrayLike
 from dpdist.core import files
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.core.files import (
-    Column,
-    not_blocking,
+    ColumnSpec,
+    atomic_replacement,
+    check_regular_or_missing,
     parse_json,
     read_json,
     remove_leftovers,
     write_json,
-    written_aside,
 )
 
 # --- the journal ------------------------------------------------------------------------------
@@ -47,11 +47,11 @@ from dpdist.core.files import (
 _LOCK_SECONDS = 2.0  # a writer that was just killed may need that long to be gone
 
 
-class InUse(ClusterError):
+class JournalInUseError(ClusterError):
     """Another process appends to the file."""
 
 
-class OtherHeader(ClusterError):
+class HeaderMismatchError(ClusterError):
     """The file's first line is not the one it must have."""
 
 
@@ -67,19 +67,19 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _locked(self.path)
-        self._earlier = 0  # bytes of undamaged lines
-        for _, end in _lines(self.path):
-            self._earlier = end
-        self._file.truncate(self._earlier)
-        self._begun = False
+        self._file = _open_locked(self.path)
+        self._initial_size = 0  # bytes of undamaged lines
+        for _, end in _iter_lines(self.path):
+            self._initial_size = end
+        self._file.truncate(self._initial_size)
+        self._has_header = False
 
     @property
     def header(self) -> Any:
         """The first line, or None while there is none."""
-        return next((json.loads(text) for text, _ in _lines(self.path)), None)
+        return next((json.loads(text) for text, _ in _iter_lines(self.path)), None)
 
-    def begin(self, header: Any) -> None:
+    def ensure_header(self, header: Any) -> None:
         """Let `header` be the first line, no entry: written to an empty journal, else required.
 
         Raises OtherHeader when the first line is another.
@@ -88,16 +88,16 @@ class Journal:
         if found is None:
             self.append(header)
         elif found != header:
-            raise OtherHeader(f"{self.path} does not begin with {header!r}")
-        self._begun = True
+            raise HeaderMismatchError(f"{self.path} does not begin with {header!r}")
+        self._has_header = True
 
     @property
     def entries(self) -> Iterator[Any]:
         """Yield the entries that the file held when it was opened, since they may exceed memory."""
-        for place, (text, end) in enumerate(_lines(self.path)):
-            if end > self._earlier:
+        for place, (text, end) in enumerate(_iter_lines(self.path)):
+            if end > self._initial_size:
                 return
-            if place or not self._begun:
+            if place or not self._has_header:
                 yield json.loads(text)
 
     def append(self, entry: Any) -> None:
@@ -125,10 +125,10 @@ class Journal:
         self.close()
 
 
-def _locked(path: Path) -> IO[bytes]:
+def _open_locked(path: Path) -> IO[bytes]:
     """The file, opened to append and locked. Raises InUse."""
     deadline = time.monotonic() + _LOCK_SECONDS
-    not_blocking(path)
+    check_regular_or_missing(path)
     while True:
         file = open(path, "ab")  # noqa: SIM115 - closed by close()
         try:
@@ -138,12 +138,12 @@ def _locked(path: Path) -> IO[bytes]:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.close()
-                raise InUse(f"{path} is being written by another process") from None
+                raise JournalInUseError(f"{path} is being written by another process") from None
         file.close()  # held, or removed meanwhile by who held it
         time.sleep(0.05)
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+def _iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     """(text, where its line ends) up to the first damaged line."""
     end = 0
     with open(path, "rb") as file:
@@ -161,34 +161,36 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
 FORMAT = 1
 SETTINGS, JOURNAL = "settings.json", "journal.jsonl"
 _DIGEST = b"dpdist.settings"
-LABELS = "labels"  # what a table says of the labels of its inputs
+LABEL_DIGEST_KEY = "labels"  # what a table says of the labels of its inputs
 _SHAPE = {"format": int, "seed": str, "settings": dict}
 
 Progress = Callable[[int, int, float], None]
 
 
-def settings_digest(about: Mapping[str, Any]) -> str:
+def settings_digest(job_record: Mapping[str, Any]) -> str:
     """Names what was executed: equal for the same JSON, whatever the order of its keys."""
-    return hashlib.blake2b(_canonical(about), digest_size=16, person=b"dpdist.bulk.1").hexdigest()
+    return hashlib.blake2b(
+        _canonical(job_record), digest_size=16, person=b"dpdist.bulk.1"
+    ).hexdigest()
 
 
-def _canonical(about: Mapping[str, Any]) -> bytes:
-    return json.dumps(about, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+def _canonical(job_record: Mapping[str, Any]) -> bytes:
+    return json.dumps(job_record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 @dataclass(frozen=True)
-class Kind:
+class JobKind:
     """One kind of job, in words for its messages. free: settings on which no result depends.
     secret: its seed is a key, which no message shows."""
 
     name: str  # "certification"
-    doing: str  # "certifying"
-    free: frozenset[str] = frozenset()
-    secret: bool = False
+    activity: str  # "certifying"
+    result_free_fields: frozenset[str] = frozenset()
+    is_seed_secret: bool = False
 
 
 @contextmanager
-def held(output: Path, kind: Kind) -> Iterator[Journal]:
+def open_job_folder(output: Path, kind: JobKind) -> Iterator[Journal]:
     """The folder's journal, held by this process alone; a folder in which nothing began is removed.
 
     Raises UserError when another process holds it.
@@ -196,10 +198,10 @@ def held(output: Path, kind: Kind) -> Iterator[Journal]:
     known = output.exists()
     try:
         journal = Journal(output / JOURNAL)
-    except InUse as error:
+    except JournalInUseError as error:
         raise UserError(
-            f"{output}: another process is {kind.doing} into this folder; wait for it, stop it, or "
-            "choose another folder (--output)"
+            f"{output}: another process is {kind.activity} into this folder; wait for it, stop it, "
+            "or choose another folder (--output)"
         ) from error
     with journal:
         remove_leftovers(output, *(path for path in output.rglob("*") if path.is_dir()))
@@ -212,12 +214,12 @@ def held(output: Path, kind: Kind) -> Iterator[Journal]:
                     output.rmdir()
 
 
-def pin(
+def pin_settings(
     journal: Journal,
-    kind: Kind,
-    wanted: Mapping[str, Any],
+    kind: JobKind,
+    requested: Mapping[str, Any],
     seed: str | None,
-    begin: Callable[[], dict[str, Any]],
+    make_initial_record: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the pinned settings of the journal's folder.
 
@@ -231,18 +233,18 @@ def pin(
     path = output / SETTINGS
     if path.exists():
         about = _read_settings(path)
-        refuse_difference(output, kind, about, wanted, seed)
+        refuse_difference(output, kind, about, requested, seed)
     elif journal.header is not None:
         raise UserError(
             f"{output}: holds results of some {kind.name} (journal.jsonl), but not settings.json, "
             "which says of which; remove the folder, or choose another with --output"
         )
     else:
-        about = json.loads(json.dumps({"format": FORMAT, **wanted, **begin()}))
+        about = json.loads(json.dumps({"format": FORMAT, **requested, **make_initial_record()}))
         write_json(path, about)
     try:
-        journal.begin({"settings": settings_digest(about)})
-    except OtherHeader as error:
+        journal.ensure_header({"settings": settings_digest(about)})
+    except HeaderMismatchError as error:
         raise UserError(
             f"{output}: the results in journal.jsonl do not belong to settings.json (one of the "
             "two was changed or comes from elsewhere); remove the folder, or choose another with "
@@ -253,21 +255,21 @@ def pin(
 
 def refuse_difference(
     output: Path,
-    kind: Kind,
-    about: Mapping[str, Any],
-    wanted: Mapping[str, Any],
+    kind: JobKind,
+    job_record: Mapping[str, Any],
+    requested: Mapping[str, Any],
     seed: str | None,
 ) -> None:
-    """Raise UserError, naming what differs, unless `about` is what is `wanted`."""
-    old, new = _flat(about), _flat(json.loads(json.dumps(wanted)))
+    """Raise UserError, naming what differs, unless `job_record` is what is `requested`."""
+    old, new = _flatten_record(job_record), _flatten_record(json.loads(json.dumps(requested)))
     differences = [
         f"{name} was {old.get(name)!r}, now {value!r}"
         for name, value in new.items()
-        if name not in kind.free and old.get(name) != value
+        if name not in kind.result_free_fields and old.get(name) != value
     ]
-    if seed is not None and seed != about.get("seed"):
-        shown = f"seed was {about.get('seed')!r}, now {seed!r}"
-        differences.append("the seed is another" if kind.secret else shown)
+    if seed is not None and seed != job_record.get("seed"):
+        shown = f"seed was {job_record.get('seed')!r}, now {seed!r}"
+        differences.append("the seed is another" if kind.is_seed_secret else shown)
     if differences:
         raise UserError(
             f"{output}: holds another {kind.name} ({'; '.join(differences)}); choose another "
@@ -275,9 +277,11 @@ def refuse_difference(
         )
 
 
-def _flat(about: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {key: value for key, value in about.items() if key not in ("settings", "format", "seed")}
-    return flat | dict(about.get("settings", {}))
+def _flatten_record(job_record: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {
+        key: value for key, value in job_record.items() if key not in ("settings", "format", "seed")
+    }
+    return flat | dict(job_record.get("settings", {}))
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -288,23 +292,23 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def build_table(
-    rows: list[dict[str, Any]], schema: pa.Schema, about: Mapping[str, Any], key: bytes
+    rows: list[dict[str, Any]], schema: pa.Schema, job_record: Mapping[str, Any], key: bytes
 ) -> pa.Table:
-    """The rows as they are ordered, with `about` and its digest in the metadata."""
-    return pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata(about, key)))
+    """The rows as they are ordered, with `job_record` and its digest in the metadata."""
+    return pa.Table.from_pylist(rows, schema=schema.with_metadata(table_metadata(job_record, key)))
 
 
-def metadata(about: Mapping[str, Any], key: bytes) -> dict[bytes, bytes]:
+def table_metadata(job_record: Mapping[str, Any], key: bytes) -> dict[bytes, bytes]:
     """Return a table's metadata: its pinned settings and their digest."""
-    return {key: _canonical(about), _DIGEST: settings_digest(about).encode()}
+    return {key: _canonical(job_record), _DIGEST: settings_digest(job_record).encode()}
 
 
-def about_table(table: pa.Table, key: bytes, where: str = "the table") -> dict[str, Any]:
+def read_job_record(table: pa.Table, key: bytes, context: str = "the table") -> dict[str, Any]:
     """Return a table's pinned settings; empty where it has none.
 
     Raises UserError if they are damaged.
     """
-    return parse_json((table.schema.metadata or {}).get(key, b"{}"), f"{where}: its description")
+    return parse_json((table.schema.metadata or {}).get(key, b"{}"), f"{context}: its description")
 
 
 def label_digest(index: ArrayLike, label: ArrayLike) -> str:
@@ -314,26 +318,28 @@ def label_digest(index: ArrayLike, label: ArrayLike) -> str:
     return hashlib.blake2b(pairs.tobytes(), digest_size=16, person=b"dpdist.labels").hexdigest()
 
 
-def check_labels(about: Mapping[str, Any], index: ArrayLike, label: ArrayLike, where: Any) -> None:
+def check_labels(
+    job_record: Mapping[str, Any], index: ArrayLike, label: ArrayLike, context: Any
+) -> None:
     """Raise UserError for labels of a table that are not those it was made with, where it says."""
-    if about.get(LABELS, found := label_digest(index, label)) != found:
-        raise UserError(f"{where}: damaged: its labels are not those it was made with")
+    if job_record.get(LABEL_DIGEST_KEY, found := label_digest(index, label)) != found:
+        raise UserError(f"{context}: damaged: its labels are not those it was made with")
 
 
 def write_table(table: pa.Table, path: Path) -> None:
     """One Parquet file, whole or not at all, and the same bytes for the same table."""
-    with written_aside(path) as aside:
+    with atomic_replacement(path) as aside:
         pq.write_table(table.combine_chunks(), aside, row_group_size=1 << 20)
 
 
-def read_table(path: Path, columns: Mapping[str, Column], key: bytes) -> pa.Table:
+def read_table(path: Path, columns: Mapping[str, ColumnSpec], key: bytes) -> pa.Table:
     """A table with these columns, held against the settings that it names.
 
     Raises as `dpdist.core.files.read_table`, and UserError when it is not of the settings in
     its metadata or in the settings.json beside it.
     """
     table = files.read_table(path, columns)
-    own = settings_digest(about_table(table, key, str(path)))
+    own = settings_digest(read_job_record(table, key, str(path)))
     if (table.schema.metadata or {}).get(_DIGEST) != own.encode():
         raise UserError(f"{path}: damaged: the settings in it are not those of its results")
     beside = path.parent / SETTINGS

@@ -18,14 +18,19 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from dpdist.core.errors import ClusterError, UserError
-from dpdist.core.files import MOST_BYTES, NoSuchFile, check_path, regular_file
+from dpdist.core.files import (
+    MAX_JSON_BYTES,
+    MissingFileError,
+    check_regular_file,
+    check_relative_path,
+)
 
 SCHEMES = ("s3", "gs", "file")
 _OPTIONS = {"region", "scheme", "endpoint_override"}
-_PIECE = 8 * 2**20  # bytes
+_CHUNK_BYTES = 8 * 2**20  # bytes
 
 
-class Missing(ClusterError):
+class ObjectNotFoundError(ClusterError):
     """There is no object of that name."""
 
 
@@ -52,34 +57,34 @@ class ObjectStore:
 
         check_url(url)
         self.url = url.rstrip("/")
-        with self._errors():
+        with self._translate_errors():
             self._fs, root = fs.FileSystem.from_uri(_with_region(self.url))
         self._root = root.rstrip("/")
         self._local = isinstance(self._fs, fs.LocalFileSystem)
 
     @contextmanager
-    def _errors(self, name: str = "") -> Iterator[None]:
+    def _translate_errors(self, name: str = "") -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
-            raise Missing(f"{self.url}: there is no {name or 'such bucket'}") from error
+            raise ObjectNotFoundError(f"{self.url}: there is no {name or 'such bucket'}") from error
         except (OSError, ValueError) as error:
             said = str(error).strip().splitlines()[0]
             raise ClusterError(f"{self.url}: {name + ': ' if name else ''}{said}") from error
 
     def _path(self, name: str) -> str:
         try:
-            return f"{self._root}/{check_path(name)}"
+            return f"{self._root}/{check_relative_path(name)}"
         except ValueError as error:
             raise ClusterError(f"{self.url}: {error}") from None
 
-    def _opened(self, name: str) -> Any:
+    def _open_input(self, name: str) -> Any:
         """The stream of an object; of a file system, of a regular file only."""
         path = self._path(name)
         if self._local:
             try:
-                regular_file(path)
-            except NoSuchFile as error:
+                check_regular_file(path)
+            except MissingFileError as error:
                 raise FileNotFoundError(str(error)) from None
             except UserError as error:
                 raise ClusterError(f"{self.url}: {error}") from None
@@ -95,12 +100,12 @@ class ObjectStore:
         target = self._path(name)
         folder, _, base = target.rpartition("/")
         partial = f"{folder}/.{base}.{secrets.token_hex(4)}" if self._local else target
-        with self._errors(name):
+        with self._translate_errors(name):
             if self._local:
                 self._fs.create_dir(folder, recursive=True)
             try:
                 with self._fs.open_output_stream(partial) as stream:
-                    for piece in _pieces(source):
+                    for piece in _iter_chunks(source):
                         stream.write(piece)
                         digest.update(piece)
                         size += len(piece)
@@ -114,43 +119,45 @@ class ObjectStore:
                 raise
         return digest.hexdigest(), size
 
-    def get(self, name: str, most: int = MOST_BYTES) -> bytes:
-        """An object's content. Raises Missing, and ClusterError above `most` bytes."""
-        with self._errors(name), self._opened(name) as stream:
-            raw: bytes = stream.read(most + 1)
-        if len(raw) > most:
+    def get(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+        """An object's content. Raises Missing, and ClusterError above `max_bytes` bytes."""
+        with self._translate_errors(name), self._open_input(name) as stream:
+            raw: bytes = stream.read(max_bytes + 1)
+        if len(raw) > max_bytes:
             raise ClusterError(
-                f"{self.url}: {name}: more than {most:,} bytes, must be at most that"
+                f"{self.url}: {name}: more than {max_bytes:,} bytes, must be at most that"
             )
         return raw
 
-    def download(self, name: str, target: Path, most: int) -> tuple[str, int]:
+    def download(self, name: str, target: Path, max_bytes: int) -> tuple[str, int]:
         """Copy an object into the new file `target`; return its digest and size. Of one of more
-        than `most` bytes no piece beyond that is written. Raises Missing."""
+        than `max_bytes` bytes no piece beyond that is written. Raises Missing."""
         digest, size = hashlib.blake2b(digest_size=32), 0
         with (
-            self._errors(name),
-            self._opened(name) as stream,
+            self._translate_errors(name),
+            self._open_input(name) as stream,
             open(target, "xb") as file,
         ):
-            while size <= most and (piece := stream.read(min(_PIECE, most + 1 - size))):
+            while size <= max_bytes and (
+                piece := stream.read(min(_CHUNK_BYTES, max_bytes + 1 - size))
+            ):
                 file.write(piece)
                 digest.update(piece)
                 size += len(piece)
         return digest.hexdigest(), size
 
-    def names(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         """Return the names directly in `folder`, sorted; not what a killed writer left of one."""
         from pyarrow import fs
 
-        with self._errors(folder):
+        with self._translate_errors(folder):
             selector = fs.FileSelector(self._path(folder), allow_not_found=True)
             found = sorted(info.base_name for info in self._fs.get_file_info(selector))
         return [name for name in found if not (self._local and name.startswith("."))]
 
     def delete(self, name: str) -> None:
         """Remove an object; one that is gone already is no error."""
-        with self._errors(name):
+        with self._translate_errors(name):
             try:
                 self._fs.delete_file(self._path(name))
             except FileNotFoundError:
@@ -158,13 +165,13 @@ class ObjectStore:
 
     def delete_folder(self, name: str) -> None:
         """Remove every object below `name`; none is no error."""
-        with self._errors(name):
+        with self._translate_errors(name):
             try:
                 self._fs.delete_dir(self._path(name))
             except FileNotFoundError:
                 return
 
-    def readable_by_all(self, name: str) -> bool:
+    def is_public(self, name: str) -> bool:
         """Whether somebody without credentials can read this object (of S3; False elsewhere)."""
         from pyarrow import fs
 
@@ -194,10 +201,10 @@ def _with_region(url: str) -> str:
     return f"{url}{'&' if parts.query else '?'}region={quote(region)}"
 
 
-def _pieces(source: bytes | Path) -> Iterator[bytes]:
+def _iter_chunks(source: bytes | Path) -> Iterator[bytes]:
     if isinstance(source, bytes):
         yield source
         return
     with open(source, "rb") as file:
-        while piece := file.read(_PIECE):
+        while piece := file.read(_CHUNK_BYTES):
             yield piece

@@ -18,12 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _ROUNDS = 100  # at most; two rounds in a row that find nothing end it
-_BETWEEN = 0.1  # seconds
-_DONE = b"done"  # what the pipe brings when the command ended by itself
+_ROUND_SECONDS = 0.1  # seconds
+_CLEAN_EXIT = b"done"  # what the pipe brings when the command ended by itself
 
 
 @contextmanager
-def reaped(folder: Path) -> Iterator[None]:
+def reap_on_exit(folder: Path) -> Iterator[None]:
     """Remove the session's `folder` at the end, and end who still uses it if this process dies."""
     watching = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(folder)],
@@ -38,10 +38,10 @@ def reaped(folder: Path) -> Iterator[None]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(BrokenPipeError):  # the reaper was killed
-            watching.communicate(_DONE)
+            watching.communicate(_CLEAN_EXIT)
 
 
-def users(folder: Path) -> list[int]:
+def find_processes_using(folder: Path) -> list[int]:
     """Return the processes of this user that have a file below `folder` open, but for this one."""
     below = f"{folder}/"
     found = []
@@ -54,23 +54,24 @@ def users(folder: Path) -> list[int]:
     return found
 
 
-def reap(folder: Path) -> None:
+def kill_processes_using(folder: Path) -> None:
     """Kill the processes that use `folder` until none is left, then remove it."""
     quiet = 0
     for _ in range(_ROUNDS):
-        left = users(folder)
+        left = find_processes_using(folder)
         quiet = 0 if left else quiet + 1
         for number in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(number, signal.SIGKILL)
         if quiet == 2:
             break
-        time.sleep(_BETWEEN)
+        time.sleep(_ROUND_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.SIG_IGN)
-    if sys.stdin.buffer.read() != _DONE:  # which returns when the command ends, however it does
-        reap(Path(sys.argv[1]))
+    # which returns when the command ends, however it does
+    if sys.stdin.buffer.read() != _CLEAN_EXIT:
+        kill_processes_using(Path(sys.argv[1]))

@@ -1,13 +1,15 @@
 """Run a resumable job on a Ray cluster: the same table to the byte, however it was computed.
 
-`run` pins all that is executed, keeps a journal, cuts the missing work into chunks, gives them to
-a pool of actors that may die, and writes the table last. A kind of work brings two descriptions:
+`run_job` pins all that is executed, keeps a journal, cuts the missing work into chunks, gives them
+to a pool of actors that may die, and writes the table last. A kind of work brings two descriptions:
 
-* `Work`: its words (`kind`), its table (`file`, `key`, `schema`, `columns`), all that its results
+* `JobSpec`: its words (`kind`), its table (`file`, `key`, `schema`, `columns`), all that its
+results
   depend on (`identity`, with the `seed` that was asked for), and the choices fixed once before the
   first result (`begin`: a seed, an executed classifier found by
   `dpdist.cluster.actor_pool.run_once`);
-* `Task`, from `Work.open`: the items to do, once that is pinned. Named `items`, each with the
+* `WorkItems`, from `JobSpec.work_items`: the items to do, once that is pinned. Named `items`, each
+with the
   payload that a worker is called with, and the `worker`: called once per actor with `shared`, it
   returns the function from a payload to the item's rows of the table, as JSON.
 
@@ -48,12 +50,12 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from dpdist.cluster import job_folder
-from dpdist.cluster.actor_pool import Chunk, PoolSettings, run_chunks, run_here
-from dpdist.cluster.job_folder import Journal, Kind, Progress
+from dpdist.cluster.actor_pool import Chunk, PoolSettings, run_chunks, run_in_process
+from dpdist.cluster.job_folder import JobKind, Journal, Progress
 from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
-from dpdist.core.errors import InvalidResults
-from dpdist.core.files import Column
+from dpdist.core.errors import InvalidResultsError
+from dpdist.core.files import ColumnSpec
 
 Item = int | str
 Partial = Any  # JSON: what is known of some units of an item
@@ -65,7 +67,7 @@ _INVALID = "invalid"  # the journal's line that says why none of its results hol
 
 
 @dataclass(frozen=True)
-class Piece:
+class WorkUnit:
     """Units low..high-1 of one item."""
 
     item: Item
@@ -74,66 +76,67 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The sizes of work: at most `budget` units in a chunk, `step` of one item in a piece.
+class ChunkPlan:
+    """The sizes of work: at most `max_units` units in a chunk, `grid_step` of one item in a piece.
 
     silence: seconds after which a worker that says nothing must be hanging. across: one stretch of
     units after the other for all items, not one item after the other.
     """
 
-    budget: int = 1
-    step: int = 1
-    silence: float = 60.0
-    across: bool = False
+    max_units: int = 1
+    grid_step: int = 1
+    stall_seconds: float = 60.0
+    interleave_items: bool = False
 
 
-class Task:
+class WorkItems:
     """The work of a job; as it stands, for items that are done whole.
 
     items: payloads by name, in the order of work. worker(shared) is made once in every actor.
-    silence: see `Cut`. weights: what an item counts in the progress that is shown; 1 by default.
+    silence: see `ChunkPlan`. weights: what an item counts in the progress that is shown; 1 by
+        default.
     """
 
-    units: int = 1  # into how many units the work on an item can be cut
-    gpus: float = 0.0  # of each actor
-    _silence: float = 60.0
+    units_per_item: int = 1  # into how many units the work on an item can be cut
+    gpus_per_actor: float = 0.0  # of each actor
+    _stall_seconds: float = 60.0
     _weights: Mapping[Item, int] = {}
 
     def __init__(
         self,
         items: Mapping[Item, Any],
-        worker: Callable[[Any], Callable[[Any], Any]],
+        make_worker: Callable[[Any], Callable[[Any], Any]],
         shared: Any,
         *,
-        silence: float = 60.0,
+        stall_seconds: float = 60.0,
         weights: Mapping[Item, int] | None = None,
     ) -> None:
         self.items: Sequence[Item] | Mapping[Item, Any] = items
-        self.worker, self.shared = worker, shared
-        self._silence, self._weights = silence, weights or {}
+        self.make_worker, self.shared = make_worker, shared
+        self._stall_seconds, self._weights = stall_seconds, weights or {}
 
-    def cut(self, seconds: float) -> Cut:
+    def chunk_plan(self, seconds: float) -> ChunkPlan:
         """Chunks of about that many seconds; no result may depend on it."""
-        return Cut(silence=self._silence)
+        return ChunkPlan(stall_seconds=self._stall_seconds)
 
-    def chunk(self, pieces: list[Piece]) -> tuple[str, Any]:
+    def make_chunk(self, work_units: list[WorkUnit]) -> tuple[str, Any]:
         """The name of a chunk of these pieces, and what the worker is called with."""
-        (piece,) = pieces
+        (piece,) = work_units
         return str(piece.item), self.items[piece.item]  # type: ignore[index]
 
-    def entries(self, name: str, answer: Any) -> Iterable[dict[str, Any]]:
+    def journal_entries(self, name: str, answer: Any) -> Iterable[dict[str, Any]]:
         """A worker's answer to the chunk of that name, as lines of the journal."""
         return [{"key": name, "rows": answer}]
 
-    def read(self, entry: dict[str, Any]) -> tuple[Piece, Partial]:
+    def parse_entry(self, entry: dict[str, Any]) -> tuple[WorkUnit, Partial]:
         """Return the piece and the partial result of a line of the journal."""
-        return Piece(entry["key"], 0, 1), entry["rows"]
+        return WorkUnit(entry["key"], 0, 1), entry["rows"]
 
-    def join(self, first: Partial, second: Partial) -> Partial:
+    def merge_partials(self, first: Partial, second: Partial) -> Partial:
         """Return the partial result of two intervals of units that touch, in order."""
         raise NotImplementedError("items that are cut need join")
 
-    def rows(self, item: Item, partial: Partial) -> list[Row]:
+    def table_rows(self, item: Item, partial: Partial) -> list[Row]:
         """The item's rows of the table, from what is known of all its units."""
         rows: list[Row] = partial
         return rows
@@ -142,57 +145,58 @@ class Task:
         """Return the weight of a finished item in the progress."""
         return self._weights.get(item, 1)
 
-    def effort(self, piece: Piece, partial: Partial) -> int:
+    def effort(self, work_unit: WorkUnit, partial: Partial) -> int:
         """Return the weight of a piece in the rate that is shown beside the progress."""
-        return self.weight(piece.item)
+        return self.weight(work_unit.item)
 
 
-class Work:
-    """A kind of job. Subclasses define everything but `grows` and `finish`."""
+class JobSpec:
+    """A kind of job. Subclasses define everything but `is_extensible` and `finish`."""
 
-    kind: Kind
-    file: ClassVar[str]  # the table's name in its folder
-    key: ClassVar[bytes]  # of what was executed, in the table's metadata
+    kind: JobKind
+    table_file: ClassVar[str]  # the table's name in its folder
+    metadata_key: ClassVar[bytes]  # of what was executed, in the table's metadata
     schema: pa.Schema
-    columns: Mapping[str, Column] = {}  # what readers rely on
-    grows: ClassVar[bool] = False  # the same folder may be asked for more: a table is no end
-    order: ClassVar[tuple[str, ...]] = ("index",)  # columns by which rows are sorted
+    columns: Mapping[str, ColumnSpec] = {}  # what readers rely on
+    # the same folder may be asked for more: a table is no end
+    is_extensible: ClassVar[bool] = False
+    sort_columns: ClassVar[tuple[str, ...]] = ("index",)  # columns by which rows are sorted
     seed: str | None = None  # the one asked for
 
     def identity(self) -> dict[str, Any]:
         """All that results depend on, as JSON: who continues must have the same."""
         raise NotImplementedError
 
-    def begin(self, output: Path) -> dict[str, Any]:
+    def initial_record(self, output: Path) -> dict[str, Any]:
         """The rest of what is executed ("seed", "classifier"), fixed before the first result."""
         raise NotImplementedError
 
-    def open(self, about: dict[str, Any], output: Path) -> Task:
+    def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
         """Return the task for the pinned settings."""
         raise NotImplementedError
 
-    def finish(self, book: Book, output: Path) -> list[Row]:
+    def finish(self, state: JobState, output: Path) -> list[Row]:
         """The rows of the table, from all that is done; may write files beside it."""
-        return [row for item in book.task.items for row in book.rows[item]]
+        return [row for item in state.work_items.items for row in state.finished_rows[item]]
 
-    def build(self, rows: list[Row], about: Mapping[str, Any]) -> pa.Table:
+    def build_table(self, rows: list[Row], job_record: Mapping[str, Any]) -> pa.Table:
         """The rows in their order, with what was executed."""
-        ordered = sorted(rows, key=lambda row: tuple(row[name] for name in self.order))
-        return job_folder.build_table(ordered, self.schema, about, self.key)
+        ordered = sorted(rows, key=lambda row: tuple(row[name] for name in self.sort_columns))
+        return job_folder.build_table(ordered, self.schema, job_record, self.metadata_key)
 
-    def load(self, path: Path) -> pa.Table:
+    def load_table(self, path: Path) -> pa.Table:
         """The table. Raises UserError when it is damaged, or not of its settings."""
-        return job_folder.read_table(path, self.columns, self.key)
+        return job_folder.read_table(path, self.columns, self.metadata_key)
 
 
-def run(
-    work: Work,
+def run_job(
+    spec: JobSpec,
     output: Path,
     *,
     actors: int | None = None,
     progress: Progress | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
-    here: bool = False,
+    in_process: bool = False,
 ) -> pa.Table:
     """Do what is missing of the work in the folder `output`; return the table.
 
@@ -206,174 +210,186 @@ def run(
     in it, ClusterError when the cluster cannot do it; InvalidResults when a worker found that none
     of the results hold, then and whenever it is called again.
     """
-    finished, wanted = output / work.file, work.identity()
-    if finished.exists() and not work.grows:
-        table = work.load(finished)
-        found = job_folder.about_table(table, work.key)
-        job_folder.refuse_difference(output, work.kind, found, wanted, work.seed)
+    finished, wanted = output / spec.table_file, spec.identity()
+    if finished.exists() and not spec.is_extensible:
+        table = spec.load_table(finished)
+        found = job_folder.read_job_record(table, spec.metadata_key)
+        job_folder.refuse_difference(output, spec.kind, found, wanted, spec.seed)
         return table
     session = (
-        nullcontext() if here else connect(worker_setup=optional_imports.install_torchvision_hook)
+        nullcontext()
+        if in_process
+        else connect(worker_setup=optional_imports.install_torchvision_hook)
     )
-    with session, job_folder.held(output, work.kind) as journal:
-        about = job_folder.pin(journal, work.kind, wanted, work.seed, lambda: work.begin(output))
-        task = work.open(about, output)
-        book = _taken_up(task, journal, output)
-        parts = _Parts(output / "parts", work, about, book)
+    with session, job_folder.open_job_folder(output, spec.kind) as journal:
+        about = job_folder.pin_settings(
+            journal, spec.kind, wanted, spec.seed, lambda: spec.initial_record(output)
+        )
+        task = spec.work_items(about, output)
+        book = _resume_state(task, journal, output)
+        parts = _PartialTables(output / "parts", spec, about, book)
         meter = _Meter(book, progress)
 
         def on_result(name: str, answer: Any) -> None:
-            for entry in task.entries(name, answer):
+            for entry in task.journal_entries(name, answer):
                 journal.append(entry)
-                book.add(entry)
+                book.add_entry(entry)
             parts.write_if_due()
-            meter.show()
+            meter.report()
 
-        cut = task.cut(chunk_seconds)
-        pool = PoolSettings(actors=actors, num_gpus=task.gpus, stall_after=cut.silence)
-        execute = run_here if here else run_chunks
-        with _invalidating(journal, parts, output):
-            execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
-    job_folder.write_table(work.build(work.finish(book, output), about), finished)
+        cut = task.chunk_plan(chunk_seconds)
+        pool = PoolSettings(
+            actors=actors, num_gpus=task.gpus_per_actor, stall_seconds=cut.stall_seconds
+        )
+        execute = run_in_process if in_process else run_chunks
+        with _record_invalid_results(journal, parts, output):
+            execute(task.make_worker, task.shared, iter_chunks(book, cut), on_result, pool)
+    job_folder.write_table(spec.build_table(spec.finish(book, output), about), finished)
     parts.remove()
-    return work.load(finished)
+    return spec.load_table(finished)
 
 
 @contextmanager
-def _invalidating(journal: Journal, parts: _Parts, output: Path) -> Iterator[None]:
+def _record_invalid_results(
+    journal: Journal, parts: _PartialTables, output: Path
+) -> Iterator[None]:
     """Record in the journal when a worker finds that none of the results hold."""
     try:
         yield
-    except InvalidResults as error:
+    except InvalidResultsError as error:
         journal.append({_INVALID: str(error)})
         parts.remove()
-        raise InvalidResults(f"{output}: {error}") from None
+        raise InvalidResultsError(f"{output}: {error}") from None
 
 
-def _taken_up(task: Task, journal: Journal, output: Path) -> Book:
+def _resume_state(work_items: WorkItems, journal: Journal, output: Path) -> JobState:
     """Return what the journal says is done. Raises InvalidResults where it says that none holds."""
-    book = Book(task)
+    book = JobState(work_items)
     for entry in journal.entries:
         if _INVALID in entry:
-            raise InvalidResults(f"{output}: its results do not hold: {entry[_INVALID]}")
-        book.add(entry)
+            raise InvalidResultsError(f"{output}: its results do not hold: {entry[_INVALID]}")
+        book.add_entry(entry)
     return book
 
 
 _Interval = tuple[int, int, Partial]  # low, high, what is known
 
 
-class Book:
+class JobState:
     """The finished pieces of each item, and the rows of finished items. Overlaps count once.
 
     Of a folder that grows it also holds items of earlier calls that were not asked for now.
     """
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.rows: dict[Item, list[Row]] = {}
+    def __init__(self, work_items: WorkItems) -> None:
+        self.work_items = work_items
+        self.finished_rows: dict[Item, list[Row]] = {}
         self.seconds: dict[Item, float] = defaultdict(float)
-        self.total = sum(task.weight(item) for item in task.items)
+        self.total = sum(work_items.weight(item) for item in work_items.items)
         self.done = self.effort = 0
-        self._pieces: dict[Item, list[_Interval]] = defaultdict(list)
-        self._wanted = frozenset(task.items)
+        self._known_intervals: dict[Item, list[_Interval]] = defaultdict(list)
+        self._requested_items = frozenset(work_items.items)
 
-    def add(self, entry: dict[str, Any]) -> None:
+    def add_entry(self, entry: dict[str, Any]) -> None:
         """Take in a line of the journal."""
-        piece, partial = self.task.read(entry)
+        piece, partial = self.work_items.parse_entry(entry)
         item, low, high = piece.item, piece.low, piece.high
-        if item in self.rows:
+        if item in self.finished_rows:
             return
-        known = self._pieces[item]
+        known = self._known_intervals[item]
         if any(low < h and l < high for l, h, _ in known):  # noqa: E741
             return
         self.seconds[item] += entry.get("seconds", 0.0)
-        self.effort += self.task.effort(piece, partial)
-        known = self._pieces[item] = self._with(known, (low, high, partial))
-        if known[0][:2] == (0, self.task.units):
-            self.rows[item] = self.task.rows(item, known[0][2])
-            del self._pieces[item]
-            if item in self._wanted:
-                self.done += self.task.weight(item)
+        self.effort += self.work_items.effort(piece, partial)
+        known = self._known_intervals[item] = self._merge_interval(known, (low, high, partial))
+        if known[0][:2] == (0, self.work_items.units_per_item):
+            self.finished_rows[item] = self.work_items.table_rows(item, known[0][2])
+            del self._known_intervals[item]
+            if item in self._requested_items:
+                self.done += self.work_items.weight(item)
 
-    def missing(self, item: Item) -> list[tuple[int, int]]:
+    def missing_intervals(self, item: Item) -> list[tuple[int, int]]:
         """Intervals of units that are not done."""
-        if item in self.rows:
+        if item in self.finished_rows:
             return []
         gaps, at = [], 0
-        for low, high, _ in self._pieces.get(item, []):
+        for low, high, _ in self._known_intervals.get(item, []):
             if low > at:
                 gaps.append((at, low))
             at = high
-        if at < self.task.units:
-            gaps.append((at, self.task.units))
+        if at < self.work_items.units_per_item:
+            gaps.append((at, self.work_items.units_per_item))
         return gaps
 
-    def _with(self, known: list[_Interval], new: _Interval) -> list[_Interval]:
+    def _merge_interval(self, known: list[_Interval], new: _Interval) -> list[_Interval]:
         """The intervals in order, those that touch joined: an item takes little memory."""
         joined: list[_Interval] = []
         for low, high, partial in sorted([*known, new], key=lambda interval: interval[0]):
             if joined and joined[-1][1] == low:
                 before, _, found = joined.pop()
-                low, partial = before, self.task.join(found, partial)
+                low, partial = before, self.work_items.merge_partials(found, partial)
             joined.append((low, high, partial))
         return joined
 
 
-def chunks(book: Book, cut: Cut) -> Iterator[Chunk]:
+def iter_chunks(state: JobState, plan: ChunkPlan) -> Iterator[Chunk]:
     """Missing units, packed into chunks. A stream: a million chunks are never there at once."""
-    pieces: list[Piece] = []
+    pieces: list[WorkUnit] = []
     number = units_in = 0
-    for piece in _pieces(book, cut):
+    for piece in _iter_work_units(state, plan):
         size = piece.high - piece.low
-        if pieces and units_in + size > cut.budget:
-            yield Chunk(*book.task.chunk(pieces), float(number))
+        if pieces and units_in + size > plan.max_units:
+            yield Chunk(*state.work_items.make_chunk(pieces), float(number))
             pieces, units_in, number = [], 0, number + 1
         pieces.append(piece)
         units_in += size
     if pieces:
-        yield Chunk(*book.task.chunk(pieces), float(number))
+        yield Chunk(*state.work_items.make_chunk(pieces), float(number))
 
 
-def _pieces(book: Book, cut: Cut) -> Iterator[Piece]:
-    """Every missing interval of units, cut on a grid of ``cut.step``.
+def _iter_work_units(state: JobState, plan: ChunkPlan) -> Iterator[WorkUnit]:
+    """Every missing interval of units, cut on a grid of ``plan.step``.
 
     What is missing of a piece is found out when its turn comes: nobody else computes it, so that it
     does not matter when.
     """
-    grid = range(0, book.task.units, cut.step)
-    if cut.across:
-        places = ((item, at) for at in grid for item in book.task.items)
+    grid = range(0, state.work_items.units_per_item, plan.grid_step)
+    if plan.interleave_items:
+        places = ((item, at) for at in grid for item in state.work_items.items)
     else:
-        places = ((item, at) for item in book.task.items for at in grid)
+        places = ((item, at) for item in state.work_items.items for at in grid)
     for item, at in places:
-        for low, high in book.missing(item):
-            if low < at + cut.step and at < high:
-                yield Piece(item, max(low, at), min(high, at + cut.step))
+        for low, high in state.missing_intervals(item):
+            if low < at + plan.grid_step and at < high:
+                yield WorkUnit(item, max(low, at), min(high, at + plan.grid_step))
 
 
-class _Parts:
+class _PartialTables:
     """Finished rows, appended as Parquet parts while the job runs, for whoever watches it."""
 
-    def __init__(self, folder: Path, work: Work, about: dict[str, Any], book: Book) -> None:
-        self._folder, self._work, self._about, self._book = folder, work, about, book
+    def __init__(
+        self, folder: Path, spec: JobSpec, job_record: dict[str, Any], state: JobState
+    ) -> None:
+        self._folder, self._spec, self._job_record, self._state = folder, spec, job_record, state
         self._written: set[Item] = set()
-        self._last = time.monotonic()
+        self._last_write = time.monotonic()
         self.remove()  # the journal holds all of them
 
     def write_if_due(self) -> None:
         now = time.monotonic()
-        if now - self._last < _PART_SECONDS:  # asked for every chunk: nothing else happens here
+        # asked for every chunk: nothing else happens here
+        if now - self._last_write < _PART_SECONDS:
             return
-        self._last = now
-        fresh = {i: rows for i, rows in self._book.rows.items() if i not in self._written}
+        self._last_write = now
+        fresh = {i: rows for i, rows in self._state.finished_rows.items() if i not in self._written}
         if not fresh:
             return
         self._written |= fresh.keys()
         number = len(list(self._folder.glob("*.parquet"))) if self._folder.exists() else 0
         rows = [row for some in fresh.values() for row in some]
         job_folder.write_table(
-            self._work.build(rows, self._about), self._folder / f"part-{number:05d}.parquet"
+            self._spec.build_table(rows, self._job_record),
+            self._folder / f"part-{number:05d}.parquet",
         )
 
     def remove(self) -> None:
@@ -386,15 +402,15 @@ class _Parts:
 class _Meter:
     """The finished share, and the rate since this call began."""
 
-    def __init__(self, book: Book, progress: Progress | None) -> None:
-        self._book, self._progress = book, progress
+    def __init__(self, state: JobState, progress: Progress | None) -> None:
+        self._state, self._progress = state, progress
         self._start = time.monotonic()
-        self._before = book.effort
-        self.show()
+        self._before = state.effort
+        self.report()
 
-    def show(self) -> None:
+    def report(self) -> None:
         if self._progress is None:
             return
         elapsed = max(time.monotonic() - self._start, 1e-9)
-        rate = (self._book.effort - self._before) / elapsed
-        self._progress(self._book.done, self._book.total, rate)
+        rate = (self._state.effort - self._before) / elapsed
+        self._progress(self._state.done, self._state.total, rate)

@@ -19,56 +19,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.cluster.reaper import reaped
-from dpdist.core.console import say
+from dpdist.cluster.reaper import reap_on_exit
+from dpdist.core.console import log
 from dpdist.core.errors import ClusterError, UserError
-from dpdist.core.files import SESSION_FOLDER, TRAINING_FOLDER, held, remove_temporary
+from dpdist.core.files import (
+    SESSION_FOLDER,
+    TRAINING_FOLDER,
+    lock_temporary_folder,
+    remove_unlocked_folders,
+)
 
 # --- waiting for lost hosts -------------------------------------------------------------------
 
 
-_LOOK_EVERY = 10.0  # seconds
+_POLL_SECONDS = 10.0  # seconds
 
 
-class Room:
+class CapacityMonitor:
     """A monitor that says, once each time, that the cluster is smaller than the work needs.
 
-    need, and what `have` returns: amounts of Ray's resources ("CPU", "GPU") in the whole cluster.
+    need, and what `get_resources` returns: amounts of Ray's resources ("CPU", "GPU") in the whole
+    cluster.
     """
 
     def __init__(
         self,
-        what: str,
-        need: dict[str, float],
-        say: Callable[[str], None],
-        have: Callable[[], dict[str, float]] | None = None,
-        look_every: float = _LOOK_EVERY,
+        work_name: str,
+        needed: dict[str, float],
+        log: Callable[[str], None],
+        get_resources: Callable[[], dict[str, float]] | None = None,
+        poll_seconds: float = _POLL_SECONDS,
     ) -> None:
-        self._what, self._say, self._look_every = what, say, look_every
-        self._need = {name: amount for name, amount in need.items() if amount > 0}
-        self._have = have or _cluster_resources
-        self._looked, self._missing = time.monotonic(), False
+        self._work_name, self._log, self._poll_seconds = work_name, log, poll_seconds
+        self._needed = {name: amount for name, amount in needed.items() if amount > 0}
+        self._get_resources = get_resources or _cluster_resources
+        self._last_poll, self._is_short = time.monotonic(), False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Ask Ray, at most every ten seconds, for the cluster's size; call it often."""
         now = time.monotonic()
-        if now - self._looked < self._look_every:
+        if now - self._last_poll < self._poll_seconds:
             return
-        self._looked = now
-        have = self._have()
-        missing = any(have.get(name, 0.0) < amount - 1e-9 for name, amount in self._need.items())
-        if missing and not self._missing:
+        self._last_poll = now
+        have = self._get_resources()
+        missing = any(have.get(name, 0.0) < amount - 1e-9 for name, amount in self._needed.items())
+        if missing and not self._is_short:
             shares = " and ".join(
                 f"{have.get(name, 0.0):g} of {amount:g} {name}s"
-                for name, amount in self._need.items()
+                for name, amount in self._needed.items()
             )
-            self._say(
-                f"{self._what}: waits for hosts: the cluster has {shares}; an autoscaler starts "
-                "them, on your own hosts `ray up` does"
+            self._log(
+                f"{self._work_name}: waits for hosts: the cluster has {shares}; an autoscaler "
+                "starts them, on your own hosts `ray up` does"
             )
-        elif self._missing and not missing:
-            self._say(f"{self._what}: the cluster has room again")
-        self._missing = missing
+        elif self._is_short and not missing:
+            self._log(f"{self._work_name}: the cluster has room again")
+        self._is_short = missing
 
 
 def _cluster_resources() -> dict[str, float]:
@@ -86,11 +92,12 @@ def _cluster_resources() -> dict[str, float]:
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # A thread that outlives the session, as Tune's does an interrupt, would start another one by its
 # next word to Ray, without a token.
-_START_BY_ITSELF_VARIABLE = "RAY_ENABLE_AUTO_CONNECT"
+_AUTO_START_VARIABLE = "RAY_ENABLE_AUTO_CONNECT"
 # What keeps a local session to this user of this machine, whatever the environment says: variables
 # that were exported for a cluster would open it to the network, or to the machine's other users.
-_CLOSED = {_LOOPBACK_VARIABLE: "0", "RAY_AUTH_MODE": "token"}
-_NOT_LOCAL = ("RAY_REDIS_ADDRESS",)  # a server elsewhere, which the session's state would go to
+_SECURE_VARIABLES = {_LOOPBACK_VARIABLE: "0", "RAY_AUTH_MODE": "token"}
+# a server elsewhere, which the session's state would go to
+_REMOVED_VARIABLES = ("RAY_REDIS_ADDRESS",)
 _TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # the session's own: a cluster's is known to others
 _LOCAL_ENVIRONMENT = {
     # Nobody reads a local session's metrics, or takes its one host away: less for Ray's idle
@@ -104,12 +111,12 @@ _LOCAL_ENVIRONMENT = {
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_V2_ENABLED": "1",
-    _START_BY_ITSELF_VARIABLE: "0",
+    _AUTO_START_VARIABLE: "0",
 }
 _CONNECT_SECONDS = 5.0
-_FOLDER = "dpdist-ray-"
+_FOLDER_PREFIX = "dpdist-ray-"
 # A socket's path has at most 107 bytes, of which Ray takes about 70 below its folder.
-_LONGEST_ROOT = 20
+_MAX_ROOT_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -175,8 +182,8 @@ def connect(
         return
     before: dict[str, str | None] = {}
     if address is None:
-        before = _close_environment()
-        read_environment_again()
+        before = _secure_environment()
+        reload_ray_environment()
     else:
         _check_reachable(address)
     handler: logging.Handler | None = None
@@ -189,24 +196,24 @@ def connect(
                 os.environ[SESSION_FOLDER] = str(folder)
                 options["_temp_dir"] = str(folder / "ray")  # which Ray opens to all users
             _start(address, options)
-            handler = _log_to(log_file)
+            handler = _add_log_handler(log_file)
             yield _describe(address)
         finally:
             ray.shutdown()
             _set_environment(before)
-            read_environment_again()
+            reload_ray_environment()
             _stop_logging(handler)
 
 
-def _close_environment() -> dict[str, str | None]:
+def _secure_environment() -> dict[str, str | None]:
     """Set the environment of a local session; return what it replaces, None for what was not set.
 
     A user's settings that the session's closeness does not rest on stay as they are.
     """
-    new: dict[str, str | None] = {**_CLOSED, **dict.fromkeys(_NOT_LOCAL)}
+    new: dict[str, str | None] = {**_SECURE_VARIABLES, **dict.fromkeys(_REMOVED_VARIABLES)}
     for name, value in new.items():
         if os.environ.get(name) not in (None, value):
-            say(
+            log(
                 f"{name} is put aside: a session on this machine listens on loopback "
                 "alone and asks for a token; the variable counts where RAY_ADDRESS is a cluster's"
             )
@@ -226,27 +233,27 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def require_gpus(key: str, what: str, need: float) -> None:
+def require_gpus(key: str, purpose: str, needed: float) -> None:
     """Raise UserError, before Ray is started, where a session on this machine lacks GPUs.
 
     A cluster is asked when it is connected to: hosts may join it. key: of the recipe, for the
     complaint. what: has the need.
     """
-    if not need:
+    if not needed:
         return
     import ray
 
-    from dpdist.cluster.actor_pool import may_grow
+    from dpdist.cluster.actor_pool import is_elastic
 
-    if may_grow() or ray.is_initialized() or need <= (have := gpus_here()):
+    if is_elastic() or ray.is_initialized() or needed <= (have := count_local_gpus()):
         return
     raise UserError(
-        f"{key}: must be what this machine has, {what} needs {need:g} GPUs, it has {have:g}; leave "
-        "it out or set 0 to compute on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
+        f"{key}: must be what this machine has, {purpose} needs {needed:g} GPUs, it has {have:g}; "
+        "leave it out or set 0 to compute on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
     )
 
 
-def gpus_here() -> float:
+def count_local_gpus() -> float:
     """Return how many GPUs Ray would find on this machine; infinity where it does not say."""
     try:
         from ray._private.accelerators import get_accelerator_manager_for_resource
@@ -270,16 +277,16 @@ def _session_folder() -> Iterator[Path]:
     nobody holds, and what single trainings left (`dpdist.core.files.temporary_folder`).
     """
     root = Path(tempfile.gettempdir())
-    if len(os.fsencode(root)) > _LONGEST_ROOT:
+    if len(os.fsencode(root)) > _MAX_ROOT_BYTES:
         root = Path("/tmp")
-    remove_temporary(root, _FOLDER)
-    remove_temporary(Path(tempfile.gettempdir()), TRAINING_FOLDER)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=root))  # mode 0700
-    with reaped(folder), held(folder):
+    remove_unlocked_folders(root, _FOLDER_PREFIX)
+    remove_unlocked_folders(Path(tempfile.gettempdir()), TRAINING_FOLDER)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=root))  # mode 0700
+    with reap_on_exit(folder), lock_temporary_folder(folder):
         yield folder
 
 
-def staged_artifacts() -> Path:
+def secure_staging_folder() -> Path:
     """Return the folder where Ray Train and Tune stage files on this node, closed to other users.
 
     They stage in Ray's session folder even when `storage_path` is set; a cluster's session folder
@@ -334,13 +341,13 @@ def _options(
     }
 
 
-def read_environment_again() -> None:
+def reload_ray_environment() -> None:
     """Make Ray read its mode, token and interfaces again, as it does when it is imported."""
     from ray._common.utils import env_bool
     from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    auto_init_hook.enable_auto_connect = env_bool(_START_BY_ITSELF_VARIABLE, True)
+    auto_init_hook.enable_auto_connect = env_bool(_AUTO_START_VARIABLE, True)
     ray_constants.ENABLE_RAY_CLUSTER = env_bool(_LOOPBACK_VARIABLE, True)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
@@ -376,7 +383,7 @@ class _LogFile(logging.FileHandler):
         """Drop Ray's messages on a full disk; logging would print a traceback for each line."""
 
 
-def _log_to(log_file: Path | None) -> logging.Handler:
+def _add_log_handler(log_file: Path | None) -> logging.Handler:
     """Return the handler that takes Ray's messages, installed after `ray.init`.
 
     `ray.init` takes all handlers away. Without one, Python's own would print warnings and

@@ -21,12 +21,12 @@ from dpdist.core.errors import ClusterError
 # --- packing a working directory --------------------------------------------------------------
 
 
-MAX_BYTES = 50 * 2**20
+MAX_PACKAGE_BYTES = 50 * 2**20
 # What every host has installed, or needs not: left at home from a checkout.
-_OF_CHECKOUT = ("cluster", "dpdist", "tuning", "tests", "docs", "benchmarks")
+_CHECKOUT_FOLDERS = ("cluster", "dpdist", "tuning", "tests", "docs", "benchmarks")
 _FOLDERS = frozenset({"runs", "private", "data", "fetched", "build", "dist", "node_modules"})
 # Code and recipes. All else travels only when it is named: a picture or a table may be a record.
-_ENDINGS = frozenset({
+_INCLUDED_SUFFIXES = frozenset({
     ".py", ".pyi", ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".sh",
     ".yaml", ".yml", ".toml", ".cfg", ".ini", ".md", ".rst",
 })  # fmt: skip
@@ -36,18 +36,18 @@ _SECRETS = (".pem", ".key", ".p12", ".pfx", ".jks", ".keystore", ".kdbx")
 
 
 @dataclass(frozen=True)
-class Packed:
+class Package:
     """folder holds copies of `files` (relative paths), `size` bytes in all. left: what does not
     travel, files and whole folders (with a slash)."""
 
     folder: Path
     files: tuple[Path, ...]
     size: int
-    left: tuple[str, ...]
+    excluded: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Sending:
+class PackageSpec:
     """Choose the files of a directory that are sent to a cluster.
 
     source: the directory. named: files and folders in it that the user wants to travel, whatever
@@ -56,11 +56,11 @@ class Sending:
     """
 
     source: Path
-    named: tuple[Path, ...] = ()
-    used: tuple[Path, ...] = ()
-    closed: tuple[Path, ...] = ()
+    included: tuple[Path, ...] = ()
+    recipe_files: tuple[Path, ...] = ()
+    excluded: tuple[Path, ...] = ()
 
-    def chosen(self) -> tuple[list[Path], list[str]]:
+    def select_files(self) -> tuple[list[Path], list[str]]:
         """Return the files that travel, relative and sorted, and what is left at home.
 
         Never: what is hidden (.git, .venv, .env, .ssh), folders named runs, private, data, fetched,
@@ -82,46 +82,46 @@ class Sending:
         left: list[str] = []
         for folder, folders, files in os.walk(source):
             here = Path(folder)
-            ours = _OF_CHECKOUT if checkout and here == source else ()
-            kept = [name for name in sorted(folders) if self._travels(here / name, ours)]
+            ours = _CHECKOUT_FOLDERS if checkout and here == source else ()
+            kept = [name for name in sorted(folders) if self._may_be_sent(here / name, ours)]
             for name in set(folders) - set(kept):
                 if not (name.startswith((".", "__")) or name in ours):
                     left.append(f"{(here / name).relative_to(source)}/")
             folders[:] = kept
             for name in files:
                 path = here / name
-                if self._travels(path) and self._wanted(path):
+                if self._may_be_sent(path) and self._is_selected(path):
                     found.append(path.relative_to(source))
                 elif not name.startswith("."):
                     left.append(str(path.relative_to(source)))
-        self._refuse_missing(found)
+        self._check_included(found)
         return sorted(found), sorted(left)
 
-    def _travels(self, path: Path, ours: Sequence[str] = ()) -> bool:
+    def _may_be_sent(self, path: Path, own_packages: Sequence[str] = ()) -> bool:
         """Return whether a file, or anything in a folder, may travel at all."""
         name = path.name
-        if name.startswith(".") or path.is_symlink() or self._is_closed(path):
+        if name.startswith(".") or path.is_symlink() or self._is_excluded(path):
             return False
         if not path.is_dir():
             return path.is_file() and not name.lower().endswith(_SECRETS)
         known = name.startswith("__") or name in _FOLDERS or name.endswith(".egg-info")
         made = any((path / each).exists() for each in ("pyvenv.cfg", "run.json"))
-        return not (known or made or name in ours)
+        return not (known or made or name in own_packages)
 
-    def _is_closed(self, path: Path) -> bool:
+    def _is_excluded(self, path: Path) -> bool:
         """Return whether a path is, or lies in, what is closed."""
-        return any(path == each or each in path.parents for each in self.closed)
+        return any(path == each or each in path.parents for each in self.excluded)
 
-    def _wanted(self, path: Path) -> bool:
+    def _is_selected(self, path: Path) -> bool:
         by_name = any(fnmatch(path.name, pattern) for pattern in _NAMES)
-        if by_name or path.suffix.lower() in _ENDINGS:
+        if by_name or path.suffix.lower() in _INCLUDED_SUFFIXES:
             return True
-        meant = (*self.named, *self.used)
+        meant = (*self.included, *self.recipe_files)
         return any(path == each or each in path.parents for each in meant)
 
-    def _refuse_missing(self, found: Sequence[Path]) -> None:
+    def _check_included(self, found: Sequence[Path]) -> None:
         """Raise ClusterError for something named of which nothing travels."""
-        for each in self.named:
+        for each in self.included:
             if not any(each == self.source / path or each in (self.source / path).parents
                        for path in found):  # fmt: skip
                 raise ClusterError(
@@ -130,47 +130,56 @@ class Sending:
                 )
 
 
-def closed_by(settings: Any, here: Path, root: Path | None = None) -> tuple[Path, ...]:
+def excluded_paths(
+    settings: Any, working_directory: Path, root: Path | None = None
+) -> tuple[Path, ...]:
     """Return the files and folders that a recipe's settings name and that are never sent.
 
-    Each `root` of data, where it does not hold `here` itself, and the data set below it; each
-    `budget`; an `archive` that is a folder.
+    Each `root` of data, where it does not hold `working_directory` itself, and the data set below
+    it; each `budget`; an `archive` that is a folder.
 
     Args:
         settings: a recipe as plain data.
-        here: the directory that is sent, and that relative paths are relative to.
+        working_directory: the directory that is sent, and that relative paths are relative to.
         root: of data sections that have none of their own.
     """
     if isinstance(settings, list | tuple):
-        return tuple(path for each in settings for path in closed_by(each, here, root))
+        return tuple(
+            path for each in settings for path in excluded_paths(each, working_directory, root)
+        )
     if not isinstance(settings, dict):
         return ()
     found: list[Path] = []
     if settings.get("root") is not None:
-        root = (here / settings["root"]).resolve()
-        found += [root] if here != root and root not in here.parents else []
+        root = (working_directory / settings["root"]).resolve()
+        found += (
+            [root] if working_directory != root and root not in working_directory.parents else []
+        )
     if root is not None and "root" in settings:
         names = (settings.get(key) for key in ("name", "data"))
         found += [(root / name).resolve() for name in names if isinstance(name, str)]
     if settings.get("budget") is not None:
-        found.append((here / settings["budget"]).resolve())
+        found.append((working_directory / settings["budget"]).resolve())
     archive = settings.get("archive")
     if isinstance(archive, str) and archive.startswith("file://"):
         found.append(Path(archive.removeprefix("file://")).resolve())
     own = settings.get("data")  # the recipe's own data: their root is that of all others
     if isinstance(own, dict) and own.get("root") is not None:
-        root = (here / own["root"]).resolve()
-    found += [path for each in settings.values() for path in closed_by(each, here, root)]
+        root = (working_directory / own["root"]).resolve()
+    found += [
+        path for each in settings.values() for path in excluded_paths(each, working_directory, root)
+    ]
     return tuple(dict.fromkeys(found))
 
 
-def pack(sending: Sending, target: Path, limit: int = MAX_BYTES) -> Packed:
+def pack(spec: PackageSpec, target: Path, limit: int = MAX_PACKAGE_BYTES) -> Package:
     """Copy what travels into the new folder `target`.
 
-    Raises ClusterError as `Sending.chosen`, and above `limit` bytes, naming the largest files.
+    Raises ClusterError as `PackageSpec.select_files`, and above `limit` bytes, naming the largest
+    files.
     """
-    source = sending.source
-    files, left = sending.chosen()
+    source = spec.source
+    files, left = spec.select_files()
     sizes = {path: (source / path).stat().st_size for path in files}
     total = sum(sizes.values())
     if total > limit:
@@ -185,16 +194,16 @@ def pack(sending: Sending, target: Path, limit: int = MAX_BYTES) -> Packed:
     for path in files:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, target / path)
-    return Packed(target, tuple(files), total, tuple(left))
+    return Package(target, tuple(files), total, tuple(left))
 
 
 # --- jobs -------------------------------------------------------------------------------------
 
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-_DONE = ("SUCCEEDED", "FAILED", "STOPPED")
+_FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 _POLL = 1.0  # seconds
-_SILENT = 300.0  # seconds without any answer before following gives up
+_MAX_SILENCE_SECONDS = 300.0  # seconds without any answer before following gives up
 
 
 @dataclass(frozen=True)
@@ -207,14 +216,14 @@ class Job:
     message: str
     entrypoint: str
     metadata: dict[str, str]
-    begun: float
+    start_time: float
 
     @property
     def done(self) -> bool:
-        return self.state in _DONE
+        return self.state in _FINAL_STATES
 
 
-class Jobs:
+class JobClient:
     """The jobs of the cluster whose job server answers at `address` (http://HOST:PORT).
 
     Raises ClusterError when nothing answers there or the token is refused.
@@ -224,7 +233,7 @@ class Jobs:
         self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
         if not self.address.startswith(("http://", "https://")):
             raise ClusterError(f"--address {self.address}: must be http://HOST:PORT")
-        _use_token()
+        _enable_token_authentication()
         from ray.job_submission import JobSubmissionClient
 
         self._client = self._call(lambda: JobSubmissionClient(self.address))
@@ -241,12 +250,12 @@ class Jobs:
                 "cluster was started with (~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH)"
             ) from error
         except (ConnectionError, RequestException) as error:
-            raise _NoAnswer(
+            raise _ServerUnreachableError(
                 f"no cluster answers at {self.address}; open the tunnel first, with `ray dashboard "
                 "cluster.yaml` or `ssh -N -L 8265:127.0.0.1:8265 HEAD`"
             ) from error
         except RuntimeError as error:
-            raise ClusterError(f"{self.address}: {_gist(error)}") from error
+            raise ClusterError(f"{self.address}: {_last_line(error)}") from error
 
     def submit(
         self,
@@ -268,29 +277,29 @@ class Jobs:
             )
         )
 
-    def job(self, name: str) -> Job:
+    def get_job(self, name: str) -> Job:
         """Return the status of a job. Raises ClusterError when there is none of that name."""
         try:
             return _job(self._call(lambda: self._client.get_job_info(name)))
-        except _NoAnswer:
+        except _ServerUnreachableError:
             raise
         except ClusterError as error:
             if "does not exist" in str(error):
                 raise ClusterError(f"{name}: no such job at {self.address}") from error
             raise
 
-    def jobs(self) -> list[Job]:
+    def list_jobs(self) -> list[Job]:
         """All submitted jobs, the newest first."""
         found = [_job(info) for info in self._call(self._client.list_jobs) if info.submission_id]
-        return sorted(found, key=lambda job: -job.begun)
+        return sorted(found, key=lambda job: -job.start_time)
 
-    def log(self, name: str) -> str:
+    def read_log(self, name: str) -> str:
         """All that the job has printed so far."""
         return self._call(lambda: self._client.get_job_logs(name)) or ""
 
     def stop(self, name: str) -> bool:
         """Ask a job to end (it gets SIGTERM); False when it had ended."""
-        self.job(name)
+        self.get_job(name)
         return bool(self._call(lambda: self._client.stop_job(name)))
 
     def follow(self, name: str, write: Callable[[str], None]) -> Job:
@@ -301,13 +310,13 @@ class Jobs:
         shown, silent_since = 0, None
         while True:
             try:
-                job = self.job(name)
-                text = self.log(name)
+                job = self.get_job(name)
+                text = self.read_log(name)
                 silent_since = None
-            except _NoAnswer:
+            except _ServerUnreachableError:
                 now = time.monotonic()
                 silent_since = silent_since or now
-                if now - silent_since > _SILENT:
+                if now - silent_since > _MAX_SILENCE_SECONDS:
                     raise
                 time.sleep(5 * _POLL)
                 continue
@@ -319,7 +328,7 @@ class Jobs:
             time.sleep(_POLL)
 
 
-class _NoAnswer(ClusterError):
+class _ServerUnreachableError(ClusterError):
     pass
 
 
@@ -330,21 +339,21 @@ def _job(info: Any) -> Job:
         message=info.message or "",
         entrypoint=info.entrypoint or "",
         metadata=dict(info.metadata or {}),
-        begun=(info.start_time or 0) / 1000,
+        start_time=(info.start_time or 0) / 1000,
     )
 
 
-def _gist(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     """The last line of a server's traceback."""
     lines = [line for line in str(error).replace("\\n", "\n").splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
 
 
-def _use_token() -> None:
+def _enable_token_authentication() -> None:
     """Send the token whenever this machine has one: Ray only does when the mode is set."""
     has_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     if "RAY_AUTH_MODE" not in os.environ and ("RAY_AUTH_TOKEN" in os.environ or has_file.exists()):
         os.environ["RAY_AUTH_MODE"] = "token"
-    from dpdist.cluster.session import read_environment_again
+    from dpdist.cluster.session import reload_ray_environment
 
-    read_environment_again()
+    reload_ray_environment()

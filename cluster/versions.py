@@ -21,17 +21,17 @@ from dpdist.core.errors import ClusterError
 LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting", "transformers", "peft")
 
 
-def fingerprint(packages: Sequence[str]) -> dict[str, str]:
+def package_fingerprints(packages: Sequence[str]) -> dict[str, str]:
     """Return the versions of this process: of package sources, by digest, and of libraries.
 
     Package name to "path:digest of its Python sources", library name to version. Read once: the
     process has loaded the files of that time, not those that replace them later.
     """
-    return dict(_loaded(tuple(packages)))
+    return dict(_compute_fingerprints(tuple(packages)))
 
 
 @cache
-def _loaded(packages: tuple[str, ...]) -> dict[str, str]:
+def _compute_fingerprints(packages: tuple[str, ...]) -> dict[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in packages:
         module = importlib.import_module(name)
@@ -39,7 +39,7 @@ def _loaded(packages: tuple[str, ...]) -> dict[str, str]:
             raise ClusterError(f"package {name!r} has no __init__.py; another folder of that name?")
         folder = Path(module.__file__).parent
         digest = hashlib.blake2b(digest_size=8)
-        for file in _sources(folder):
+        for file in _python_files(folder):
             digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
         found[name] = f"{folder}:{digest.hexdigest()}"
     for library in LIBRARIES:
@@ -50,7 +50,7 @@ def _loaded(packages: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _sources(folder: Path) -> list[Path]:
+def _python_files(folder: Path) -> list[Path]:
     """Return the Python sources, those that links in a checkout lead to included.
 
     A wheel holds these as folders.
@@ -61,37 +61,37 @@ def _sources(folder: Path) -> list[Path]:
 
 def code_digest(packages: Sequence[str]) -> str:
     """One digest for code and library versions, wherever they are installed."""
-    found = fingerprint(packages)
+    found = package_fingerprints(packages)
     parts = [f"{name}={found[name].rpartition(':')[2]}" for name in sorted(found)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def check_same(driver: dict[str, str], packages: Sequence[str], where: str) -> None:
+def check_same_versions(driver: dict[str, str], packages: Sequence[str], context: str) -> None:
     """Raise ClusterError in a worker whose packages differ from the driver's fingerprint.
 
     The place of installation may differ between hosts; the sources and versions may not.
     """
-    here = fingerprint(packages)
+    here = package_fingerprints(packages)
     for name, expected in driver.items():
         if here.get(name, "missing").rpartition(":")[2] != expected.rpartition(":")[2]:
             raise ClusterError(
-                f"{where}: {name} is {here.get(name, 'missing')}, on the driver it is {expected}; "
-                "install the same version on every host, and keep no file or folder named dpdist "
-                "in the directory the command is started from"
+                f"{context}: {name} is {here.get(name, 'missing')}, on the driver it is "
+                f"{expected}; install the same version on every host, and keep no file or folder "
+                "named dpdist in the directory the command is started from"
             )
 
 
-def check_nodes(packages: Sequence[str], shared: Path) -> None:
-    """Check on every live node the driver's packages, and the driver's files under `shared`.
+def check_nodes(packages: Sequence[str], shared_folder: Path) -> None:
+    """Check on every live node the driver's packages, and the driver's files under `shared_folder`.
 
     Raises ClusterError naming the node that differs.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    driver = fingerprint(packages)
+    driver = package_fingerprints(packages)
     # Called like a file that is being written: a killed command's goes with the next one.
-    token = shared / f".seen.{os.getpid()}-{secrets.token_hex(4)}"
+    token = shared_folder / f".seen.{os.getpid()}-{secrets.token_hex(4)}"
     token.write_bytes(secrets.token_bytes(16))
     check = ray.remote(num_cpus=0)(_check_node)
     waiting = []
@@ -114,15 +114,15 @@ def check_nodes(packages: Sequence[str], shared: Path) -> None:
 
 
 def _check_node(
-    driver: dict[str, str], packages: Sequence[str], where: str, token: Path, content: bytes
+    driver: dict[str, str], packages: Sequence[str], context: str, token: Path, content: bytes
 ) -> None:
-    check_same(driver, packages, where)
+    check_same_versions(driver, packages, context)
     try:
         seen = token.read_bytes()
     except OSError:
         seen = b""
     if seen != content:
         raise ClusterError(
-            f"{where} does not see the run folder {token.parent}: put runs on storage that all "
+            f"{context} does not see the run folder {token.parent}: put runs on storage that all "
             "hosts share (--runs)"
         )

@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from dpdist.core.errors import UserError
-from dpdist.core.optional_imports import library
+from dpdist.core.optional_imports import import_extra
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -68,7 +68,9 @@ def slug(heading: str) -> str:
 
 def pages(root: Path = ROOT) -> list[Page]:
     """All of them, rendered, links as they are. Raises UserError without the renderer."""
-    markdown = library("markdown_it", "docs", "make docs").MarkdownIt("commonmark").enable("table")
+    markdown = (
+        import_extra("markdown_it", "docs", "make docs").MarkdownIt("commonmark").enable("table")
+    )
     in_docs = sorted((root / "docs").rglob("*.md"), key=lambda path: (_shelf(path, root), path))
     sources = [*(root / name for name in FIRST), *in_docs]
     found = [_page(path, path.read_text(), markdown, root) for path in sources if path.exists()]
@@ -185,7 +187,7 @@ def write(found: list[Page], out: Path, root: Path = ROOT) -> None:
 
 def reference(out: Path) -> None:
     """The API, of the docstrings. Raises UserError without pdoc."""
-    pdoc = library("pdoc", "docs", "make docs")
+    pdoc = import_extra("pdoc", "docs", "make docs")
     import dpdist
 
     found = {module.name for module in pkgutil.iter_modules(dpdist.__path__)} - NOT_API

@@ -20,16 +20,16 @@ from pydantic import ValidationError
 from dpdist import models
 from dpdist.certification import certificate, job, statistics, table_reader
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.job import Data, Subject
+from dpdist.certification.job import DatasetLike, Subject
 from dpdist.cluster.resumable_job import CHUNK_SECONDS
-from dpdist.cluster.resumable_job import run as run_job
+from dpdist.cluster.resumable_job import run_job as run_job
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.fields import rule_of
-from dpdist.core.files import shown
+from dpdist.core.fields import validation_message
+from dpdist.core.files import quoted
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns
-from dpdist.data.registry import BUILT_IN, Source
+from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
 from dpdist.evaluation import require_model
@@ -38,7 +38,7 @@ from dpdist.models.factory_code import MAIN, FactoryCode, is_library, object_dig
 from dpdist.release.bundle import Release, is_release
 from dpdist.release.bundle import load as load_release
 from dpdist.runs.folder import RunFolder, open_run
-from dpdist.training.records import evaluation_data, source_at, source_of
+from dpdist.training.records import data_source, data_source_under, test_records
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class CertificateTable(certificate.CertificateTable):
 
     def population_bounds(
         self, radii: Sequence[float] | None = None, error: float = statistics.ERROR
-    ) -> list[statistics.OfPopulation]:
+    ) -> list[statistics.PopulationBound]:
         """Bound the certified accuracy of the population that the inputs were drawn from.
 
         The bounds of all radii hold together with probability at least 1 - error, if the inputs are
@@ -166,13 +166,15 @@ def certify(
         )
         return job.certify(
             Path(what), data, _required(settings), Path(output), progress=progress,
-            trusted_factory=trusted_factory, chunk_seconds=chunk_seconds, say=say, **old,
+            trusted_factory=trusted_factory, chunk_seconds=chunk_seconds, log=say, **old,
         )  # fmt: skip
     if old:
         raise TypeError(f"certify() got an unexpected keyword argument {min(old)!r}")
     asked = _resources(resources or {})
     inputs, chosen, subject = _resolved(what, data, settings, trusted_factory)
-    work = job.Certification(subject, inputs, chosen, gpus=asked.certify_gpus, say=say, here=here)
+    work = job.CertificationJob(
+        subject, inputs, chosen, gpus=asked.certify_gpus, log=say, here=here
+    )
     workers = asked.certify_actors
     if folder is not None:
         return _done(work, Path(folder), workers, progress, chunk_seconds, here)
@@ -181,10 +183,12 @@ def certify(
 
 
 def _done(
-    work: job.Certification, folder: Path, actors: int | None, progress: Progress | None,
+    work: job.CertificationJob, folder: Path, actors: int | None, progress: Progress | None,
     chunk_seconds: float, here: bool,
 ) -> CertificateTable:  # fmt: skip
-    run_job(work, folder, actors=actors, progress=progress, chunk_seconds=chunk_seconds, here=here)
+    run_job(
+        work, folder, actors=actors, progress=progress, chunk_seconds=chunk_seconds, in_process=here
+    )
     found = table_reader.read(folder / job.TABLE)
     return CertificateTable(
         **{each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
@@ -197,7 +201,9 @@ def _resources(given: Mapping[str, Any]) -> ResourcesRecipe:
     except ValidationError as error:
         item = error.errors()[0]
         key = ".".join(map(str, item["loc"]))
-        raise UserError(f"resources.{key}: {rule_of(item)}, got {shown(item['input'])}") from None
+        raise UserError(
+            f"resources.{key}: {validation_message(item)}, got {quoted(item['input'])}"
+        ) from None
 
 
 def _required(settings: Certificate | None) -> Certificate:
@@ -214,7 +220,7 @@ def _required(settings: Certificate | None) -> Certificate:
 
 def _resolved(
     what: Any, data: Any, settings: Certificate | None, trusted_factory: str | None
-) -> tuple[Data, Certificate, Subject]:
+) -> tuple[DatasetLike, Certificate, Subject]:
     """Return inputs, settings and model. Raises UserError."""
     import torch
 
@@ -223,16 +229,20 @@ def _resolved(
     if isinstance(what, RunFolder):
         recipe = what.read_recipe()
         require_model(recipe, what)
-        inputs = evaluation_data(recipe, source_of(recipe)) if data is None else test_inputs(data)
+        inputs = test_records(recipe, data_source(recipe)) if data is None else test_inputs(data)
         return (
-            _with_classes(inputs, recipe.data.told_apart),
+            _with_classes(inputs, recipe.data.num_classes),
             _required(settings or recipe.certify),
-            Subject.load(what.model, recipe.model.name),
+            Subject.load(what.model_folder, recipe.model.name),
         )
     if isinstance(what, Release):
-        what.need_numbers()
-        about = what.about
-        own = load_data(source_at(about.data, None), "test") if data is None else test_inputs(data)
+        what.require_numeric_inputs()
+        about = what.description
+        own = (
+            load_data(data_source_under(about.data, None), "test")
+            if data is None
+            else test_inputs(data)
+        )
         return (
             _with_classes(own, len(about.classes)),
             _required(settings or about.certificate),
@@ -246,7 +256,7 @@ def _resolved(
         known = getattr(inputs, "classes", None) or int(np.max(inputs.labels)) + 1
         shape = tuple(inputs.batch(slice(0, 1)).shape[1:])
         network, spec = build_foreign(ForeignModel(what), shape, known)
-        code = FactoryCode.of(spec.own_factories)
+        code = FactoryCode.from_factories(spec.user_factories)
         subject = Subject(network, _digest(network), what, code)
     elif isinstance(what, torch.nn.Module):
         subject = _of_module(what)
@@ -305,7 +315,7 @@ def _code_of(what: Any) -> FactoryCode:
         return FactoryCode()
     name = f"{module}:{getattr(what, '__qualname__', 'factory')}"
     try:
-        code = FactoryCode.of((name,))
+        code = FactoryCode.from_factories((name,))
     except UserError:  # no source to compare
         return FactoryCode()
     return code if code.modules else FactoryCode()
@@ -320,7 +330,7 @@ def _digest(classifier: Any) -> str:
     return object_digest(classifier) or secrets.token_hex(16)
 
 
-def _answered(subject: Subject, inputs: Data) -> int:
+def _answered(subject: Subject, inputs: DatasetLike) -> int:
     """How many classes the classifier tells apart. Raises UserError where it fails on an input."""
     import torch
 
@@ -374,7 +384,7 @@ def as_numbers(inputs: Any) -> torch.Tensor:
     return inputs.to(torch.float32)
 
 
-def test_inputs(data: Any) -> Data:
+def test_inputs(data: Any) -> DatasetLike:
     """Return inputs with labels, of anything that `certify` takes. Raises UserError."""
     if data is None:
         raise UserError(
@@ -383,7 +393,7 @@ def test_inputs(data: Any) -> Data:
     if isinstance(data, Dataset | LabelledInputs):
         return data
     if all(hasattr(data, name) for name in ("classes", "fingerprint", "labels", "batch")):
-        found: Data = data
+        found: DatasetLike = data
         return found
     if isinstance(data, str | Path):
         return _by_name(data)
@@ -402,20 +412,20 @@ def test_inputs(data: Any) -> Data:
     return LabelledInputs(records, labels.astype(np.int64), fingerprint, int(labels.max()) + 1)
 
 
-def _by_name(data: str | Path) -> Data:
+def _by_name(data: str | Path) -> DatasetLike:
     if isinstance(data, str) and data in BUILT_IN and not Path(data).exists():
-        return load_data(Source(data, BUILT_IN[data]), "test")
+        return load_data(DataSource(data, BUILT_IN[data]), "test")
     with tempfile.TemporaryDirectory(prefix="dpdist-inputs-") as aside:
         found = find_test_inputs(Path(data), Path(aside) / "inputs")
         columns = Columns(found.image or "image", found.label, found.features)
-        source = Source(
+        source = DataSource(
             found.name, found.classes, found.root, test=found.split, columns=columns,
-            names=found.names,
+            class_names=found.names,
         )  # fmt: skip
         return load_data(source, "test")
 
 
-def _with_classes(inputs: Data, classes: int) -> Data:
+def _with_classes(inputs: DatasetLike, classes: int) -> DatasetLike:
     """Return the inputs with as many classes as the classifier tells apart.
 
     Raises UserError for a label beyond them.

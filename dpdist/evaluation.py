@@ -15,40 +15,41 @@ from typing import TYPE_CHECKING, Any
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MEASURES
-from dpdist.core.files import check_shape, json_number, write_json
+from dpdist.core.files import check_shape, finite_or_none, write_json
 from dpdist.data import Dataset
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.training.records import data_source, test_records
 
 if TYPE_CHECKING:
     import torch
 
-_BATCH, _FEWER = 1000, 100  # inputs at once; documents
+_BATCH, _DOCUMENT_BATCH_SIZE = 1000, 100  # inputs at once; documents
 _NUMBERS = 2**24  # of a batch of inputs
 _DRAWS = 16
-_SIDE = 96  # of an image in a report, at most
+_MAX_IMAGE_SIDE = 96  # of an image in a report, at most
 
 
 def require_model(recipe: Recipe, folder: RunFolder) -> None:
     """Raise UserError unless the run has finished, with a model that may be used and that is there
     as it was trained."""
     trained = folder.require_trained()
-    if recipe.method.withheld is not None:
-        raise UserError(f"{folder.path}: {recipe.method.withheld}")
-    own = check_shape(trained, str(folder.trained), {"model": str})["model"]
-    if models.model_hash(folder.model) != own:
+    if recipe.method.not_releasable_reason is not None:
+        raise UserError(f"{folder.path}: {recipe.method.not_releasable_reason}")
+    own = check_shape(trained, str(folder.training_summary), {"model": str})["model"]
+    if models.model_hash(folder.model_folder) != own:
         raise UserError(
-            f"{folder.model}: is not the model that this run trained (one of its files was damaged "
-            "or replaced), and its guarantee does not speak of it; put the trained model back"
+            f"{folder.model_folder}: is not the model that this run trained (one of its files was "
+            "damaged or replaced), and its guarantee does not speak of it; put the trained model "
+            "back"
         )
 
 
 def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
     """The run's trained model; its own recipe names the factory, so that is trusted."""
     require_model(recipe, folder)
-    return models.load(folder.model, trusted_factory=recipe.model.name)
+    return models.load(folder.model_folder, trusted_factory=recipe.model.name)
 
 
 def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
@@ -58,12 +59,12 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     A model with noise of its own answers by its mean scores over a few fresh draws of it. Where
     answers are paid for, the first few test inputs are asked about, or none.
     """
-    if folder.evaluation.exists() or recipe.method.evaluated == 0:
+    if folder.evaluation.exists() or recipe.method.max_evaluation_queries == 0:
         return
     import torch
 
-    dataset = evaluation_data(recipe, source_of(recipe)).first(recipe.method.evaluated)
-    asked, answer, about = _answering(recipe, folder, dataset)
+    dataset = test_records(recipe, data_source(recipe)).first(recipe.method.max_evaluation_queries)
+    asked, answer, about = _scoring_function(recipe, folder, dataset)
     dataset = dataset.first(asked)
     if not len(dataset):
         return
@@ -74,7 +75,9 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
         write_json(folder.evaluation, said | about)
         return
     with torch.inference_mode():
-        found = (_following if dataset.following else _classified)(dataset, answer)
+        found = (_evaluate_next_tokens if dataset.predicts_next_token else _evaluate_labels)(
+            dataset, answer
+        )
     asked, loss = found.pop("asked"), found.pop("loss")
     write_json(
         folder.evaluation,
@@ -83,18 +86,19 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
             "inputs": len(dataset),
             "accuracy": found["correct"] / asked,
             "fingerprint": dataset.fingerprint,
-            "cross_entropy": json_number(loss / asked),
-            "perplexity": json_number(math.exp(min(700.0, loss / asked))),
+            "cross_entropy": finite_or_none(loss / asked),
+            "perplexity": finite_or_none(math.exp(min(700.0, loss / asked))),
             **found,
             **about,
         },
     )
 
 
-_Answer = Callable[["torch.Tensor", int], "torch.Tensor"]  # inputs that begin at a place: scores
+# inputs that begin at a place: scores
+_ScoreFunction = Callable[["torch.Tensor", int], "torch.Tensor"]
 
 
-def _classified(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
+def _evaluate_labels(dataset: Dataset, score_inputs: _ScoreFunction) -> dict[str, Any]:
     """Which inputs are classified wrongly, or not at all (logits that are not finite), and the sum
     of their cross-entropies."""
     import torch
@@ -106,7 +110,7 @@ def _classified(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
     for start in range(0, len(dataset), batch):
         rows = slice(start, start + batch)
         inputs, targets = dataset.batch(rows), dataset.targets(rows)
-        outputs = answer(inputs, start)
+        outputs = score_inputs(inputs, start)
         missed = torch.nonzero(models.predicted_classes(outputs) != targets).flatten() + start
         wrong += missed.tolist()
         for row, found in enumerate((targets, targets[missed - start])):
@@ -121,7 +125,7 @@ def _classified(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
     }
 
 
-def _measured(dataset: Dataset, answer: _Answer) -> dict[str, float | None]:
+def _measured(dataset: Dataset, answer: _ScoreFunction) -> dict[str, float | None]:
     """Return the test split's measures by name, of numbers or of labels."""
     import torch
 
@@ -139,20 +143,20 @@ def _measured(dataset: Dataset, answer: _Answer) -> dict[str, float | None]:
             first, second = first + right.sum(), second + right.all(1).sum()
     values = len(dataset) * dataset.classes
     shares = float(first) / values, float(second) / (values if number else len(dataset))
-    return dict(zip(MEASURES[dataset.target_kind], map(json_number, shares), strict=True))
+    return dict(zip(MEASURES[dataset.target_kind], map(finite_or_none, shares), strict=True))
 
 
-def _following(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
+def _evaluate_next_tokens(dataset: Dataset, score_inputs: _ScoreFunction) -> dict[str, Any]:
     """How many of all next tokens are said rightly, and the sum of their cross-entropies."""
     import torch
 
     asked = correct = 0
     loss = 0.0
-    for start in range(0, len(dataset), _FEWER):
-        rows = slice(start, start + _FEWER)
+    for start in range(0, len(dataset), _DOCUMENT_BATCH_SIZE):
+        rows = slice(start, start + _DOCUMENT_BATCH_SIZE)
         targets = dataset.targets(rows)
         there = targets >= 0
-        outputs, targets = answer(dataset.batch(rows), start)[there], targets[there]
+        outputs, targets = score_inputs(dataset.batch(rows), start)[there], targets[there]
         asked += len(targets)
         correct += int((models.predicted_classes(outputs) == targets).sum())
         loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
@@ -161,20 +165,20 @@ def _following(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
     return {"asked": asked, "loss": loss, "correct": correct, "next_tokens": asked}
 
 
-def _answering(
+def _scoring_function(
     recipe: Recipe, folder: RunFolder, dataset: Dataset
-) -> tuple[int, _Answer, dict[str, Any]]:
+) -> tuple[int, _ScoreFunction, dict[str, Any]]:
     """How many of the inputs may be asked about, from the first on; scores of inputs that begin at
     a place in the data; and what the evaluation says of them."""
-    if recipe.method.withheld is not None:
-        from dpdist.training.ensembles import Oracle
+    if recipe.method.not_releasable_reason is not None:
+        from dpdist.training.ensembles import QueryOracle
 
-        oracle = Oracle(recipe, folder)
-        asked = oracle.affords(dataset.batch(slice(0, len(dataset))))
+        oracle = QueryOracle(recipe, folder)
+        asked = oracle.num_affordable(dataset.batch(slice(0, len(dataset))))
         return asked, lambda inputs, start: oracle(inputs), {"noise_draws": None}
     model = load_model(recipe, folder)
-    about: dict[str, Any] = {"model": models.model_hash(folder.model)}
-    if not place_of(model).random:
+    about: dict[str, Any] = {"model": models.model_hash(folder.model_folder)}
+    if not find_noise_location(model).is_random:
         return len(dataset), lambda inputs, start: model(inputs), about | {"noise_draws": None}
     from dpdist.certification.worker import expected_log_scores
 
@@ -205,7 +209,7 @@ class SplitImages:
         pixels = self.dataset.batch(slice(index, index + 1))[0].clamp(0, 1)
         channels = (255 * pixels).round().byte().permute(1, 2, 0).numpy()
         image = Image.fromarray(channels[:, :, 0] if channels.shape[2] == 1 else channels)
-        image.thumbnail((_SIDE, _SIDE))
+        image.thumbnail((_MAX_IMAGE_SIDE, _MAX_IMAGE_SIDE))
         buffer = io.BytesIO()
         image.save(buffer, format="PNG", optimize=True)
         return buffer.getvalue()
@@ -213,10 +217,10 @@ class SplitImages:
 
 def split_images(recipe: Recipe) -> SplitImages | str:
     """The images of the test split, or why there are none to show."""
-    if recipe.planted is not None:
+    if recipe.canary_audit is not None:
         return "canaries of an audit may be among the test inputs"
     try:
-        dataset = evaluation_data(recipe, source_of(recipe))
+        dataset = test_records(recipe, data_source(recipe))
     except UserError:
         return "the test data are not here, or cannot be read"
     shape = dataset.input_shape

@@ -15,16 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist import models
 from dpdist.core.errors import UserError
-from dpdist.core.files import built_aside, private_folder, read_json, write_atomic, write_json
+from dpdist.core.files import (
+    atomic_folder,
+    make_private_folder,
+    read_json,
+    write_atomic,
+    write_json,
+)
 from dpdist.core.version import __version__
-from dpdist.data.registry import BUILT_IN, Source
+from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
 from dpdist.methods.imported import UNUSED
 from dpdist.models import ModelSpec
 from dpdist.privacy.ledger import Ledger
-from dpdist.runs.folder import FORMAT, OtherRun, RunFolder
-from dpdist.runs.recipe import Recipe, parse, plan_at
+from dpdist.runs.folder import FORMAT, DifferentRecipeError, RunFolder
+from dpdist.runs.recipe import Recipe, parse_recipe, plan_with_noise
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,7 +105,7 @@ def import_model(
     asked = _asked(foreign, data)
     if folder.path.exists() and any(folder.path.iterdir()):
         return _found(folder, asked)
-    with built_aside(folder.path, first=True) as aside:
+    with atomic_folder(folder.path, keep_existing=True) as aside:
         section, shape, resized = _data_section(data, foreign, folder, aside / INPUTS)
         network, spec = build_foreign(foreign, shape, section["classes"])
         section |= _classes(section, spec.classes)
@@ -124,7 +130,7 @@ def _found(folder: RunFolder, asked: Mapping[str, Any]) -> Recipe:
     """The recipe of the run that such an import made."""
     folder.check_format()
     if not folder.imported.exists():
-        raise OtherRun(
+        raise DifferentRecipeError(
             f"{folder.path}: a run of that name exists, which is no import; choose another --name"
         )
     before = read_json(folder.imported, {"model": dict, "data": dict})
@@ -135,7 +141,7 @@ def _found(folder: RunFolder, asked: Mapping[str, Any]) -> Recipe:
         if before[part].get(name) != value
     ]
     if different:
-        raise OtherRun(
+        raise DifferentRecipeError(
             f"{folder.path}: a run of that name was imported from elsewhere "
             f"({', '.join(different)} differ); choose another --name"
         )
@@ -154,7 +160,7 @@ def _data_section(
     """
     path = data.path
     if path is None:
-        dataset = load_data(Source(data.where, BUILT_IN[data.where]), "test")
+        dataset = load_data(DataSource(data.where, BUILT_IN[data.where]), "test")
         return {"name": data.where, "classes": dataset.classes}, dataset.input_shape, ""
     found = find_test_inputs(path, target, foreign.input_shape, data.resize)
     written = found.root == target.parent
@@ -204,7 +210,7 @@ def build_foreign(
     import torch
 
     from dpdist.models.weights import load_foreign, read_weights
-    from dpdist.models.zoo import Normalised
+    from dpdist.models.zoo import NormalisedNetwork
 
     shape = foreign.input_shape or data_shape
     if shape != data_shape:
@@ -215,8 +221,8 @@ def build_foreign(
     spec = ModelSpec(
         name, shape, foreign.classes or data_classes, options, foreign.mean, foreign.std
     )
-    network = models.build(spec).eval()
-    inner = network.network if isinstance(network, Normalised) else network
+    network = models.build_model(spec).eval()
+    inner = network.network if isinstance(network, NormalisedNetwork) else network
     if foreign.weights is not None:
         load_foreign(inner, read_weights(foreign.weights), foreign.weights)
     with torch.inference_mode():
@@ -233,7 +239,7 @@ def build_foreign(
 def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
     """The factory's name and options, the number of classes among them where it takes that so."""
     from dpdist.models.builder import class_parameter, takes_shape
-    from dpdist.models.spec import ZOO, factory_of
+    from dpdist.models.spec import ZOO, import_factory
 
     package, _, last = foreign.name.partition(":")
     options = dict(foreign.options)
@@ -250,7 +256,7 @@ def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
     models.check_name(foreign.name)
     if foreign.name in ZOO:
         return foreign.name, options
-    factory = factory_of(foreign.name)
+    factory = import_factory(foreign.name)
     keyword = class_parameter(factory)
     if not takes_shape(factory, options) and keyword is not None:
         options.setdefault(keyword, classes)
@@ -298,28 +304,28 @@ def _recipe(
         "certify": None if certify is None else dict(certify),
         **UNUSED,
     }  # fmt: skip
-    return parse(raw, "import")
+    return parse_recipe(raw, "import")
 
 
 def _write(
     aside: RunFolder, recipe: Recipe, network: nn.Module, spec: ModelSpec, asked: Mapping[str, Any]
 ) -> None:
     """All files of the run: what a finished training would have left, and what was imported."""
-    private_folder(aside.private)
+    make_private_folder(aside.private)
     write_atomic(aside.recipe_file, recipe.to_yaml())
     write_json(aside.path / "run.json", {"format": FORMAT, "dpdist": __version__})
     aside.pin_recipe(recipe, 0.0)
-    plan = plan_at(recipe, 1, 0.0)
+    plan = plan_with_noise(recipe, 1, 0.0)
     write_json(aside.plan, plan.to_dict())
     write_json(aside.imported, dict(asked))
-    models.save(network, spec, aside.model)
+    models.save(network, spec, aside.model_folder)
     with Ledger.open(aside.ledger, plan.fingerprint()) as ledger:
         done = {
             "steps": 0, "seconds": 0.0, "fallback_layers": [], "superseded_releases": 0,
-            "attempt_epochs": 1, "model": models.model_hash(aside.model),
+            "attempt_epochs": 1, "model": models.model_hash(aside.model_folder),
             "ledger": ledger.anchor.to_dict(),
         }  # fmt: skip
-    write_json(aside.trained, done)
+    write_json(aside.training_summary, done)
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.cluster.session import Session, connect, require_gpus
 from dpdist.cluster.versions import check_nodes
 from dpdist.core import console, optional_imports
 from dpdist.core.errors import Interrupted, UserError
 from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
-from dpdist.runs.folder import OtherRun, RunFolder
-from dpdist.runs.recipe import Recipe, field_error, refuse_unused, resolve
+from dpdist.runs.folder import DifferentRecipeError, RunFolder
+from dpdist.runs.recipe import Recipe, field_error, refuse_unused, resolve_recipe
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
-from dpdist.training.job import check as check_training
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.job import check_training as check_training
+from dpdist.training.records import data_source, records_with_canaries, test_records
 from dpdist.training.trainer import train
 from dpdist.tuning.search import Search
-from dpdist.tuning.search import check as check_search
+from dpdist.tuning.search import check_search as check_search
 
 if TYPE_CHECKING:
-    from dpdist.certification.job import Data
+    from dpdist.certification.job import DatasetLike
 
 
 def run(
@@ -42,7 +42,7 @@ def run(
     name: str | None = None,
     data_root: str | Path | None = None,
     changes: Mapping[str, Any] | None = None,
-    where: str | None = None,
+    context: str | None = None,
 ) -> RunFolder:
     """Run every stage that a recipe asks for: train, evaluate, certify, report.
 
@@ -55,7 +55,7 @@ def run(
         name: the run's name; None for the recipe's.
         data_root: the folder of data sets that the recipe names.
         changes: new values by dotted key, as in {"training.batch_size": 512}.
-        where: begins complaints; None for the recipe's path.
+        context: begins complaints; None for the recipe's path.
 
     Returns:
         The run's folder.
@@ -80,39 +80,40 @@ def run(
         >>> dpdist.read_facts(folder).guarantee.epsilon <= 3
         True
     """
-    where = where or (str(recipe) if isinstance(recipe, str | Path) else "recipe")
-    recipe = resolve(recipe, changes=changes, name=name, data_root=data_root)
+    context = context or (str(recipe) if isinstance(recipe, str | Path) else "recipe")
+    recipe = resolve_recipe(recipe, changes=changes, name=name, data_root=data_root)
     searching = recipe.tune is not None
-    with _trained(recipe, Path(runs), where, search=searching) as (recipe, folder):
+    with _train_and_evaluate(recipe, Path(runs), context, search=searching) as (recipe, folder):
         if recipe.certify is not None:
             certify_stage(recipe, folder, recipe.certify)
         report_stage(folder)
     return folder
 
 
-def train_alone(recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe") -> RunFolder:
+def train_only(recipe: Recipe, *, runs: str | Path = "runs", context: str = "recipe") -> RunFolder:
     """Train a recipe as it stands, without a search, and measure its accuracy. Raises as `run`."""
-    with _trained(recipe, Path(runs), where, search=False) as (_, folder):
+    with _train_and_evaluate(recipe, Path(runs), context, search=False) as (_, folder):
         return folder
 
 
 def tune(
-    recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe", only_resume: bool = False
+    recipe: Recipe, *, runs: str | Path = "runs", context: str = "recipe", only_resume: bool = False
 ) -> RunFolder:
     """Run the private search of a recipe alone, and measure the best trial's accuracy.
 
-    only_resume: refuse to begin a new search. Raises as `run`, and dpdist.tuning.search.NoModel.
+    only_resume: refuse to begin a new search. Raises as `run`, and
+        dpdist.tuning.search.NoModelError.
     """
     if recipe.tune is None:
-        raise UserError(f"{where}: tune: is required to search: the space and the law of trials")
-    trained = _trained(recipe, Path(runs), where, search=True, only_resume=only_resume)
+        raise UserError(f"{context}: tune: is required to search: the space and the law of trials")
+    trained = _train_and_evaluate(recipe, Path(runs), context, search=True, only_resume=only_resume)
     with trained as (_, folder):
         return folder
 
 
 @contextmanager
-def _trained(
-    recipe: Recipe, runs: Path, where: str, *, search: bool, only_resume: bool = False
+def _train_and_evaluate(
+    recipe: Recipe, runs: Path, context: str, *, search: bool, only_resume: bool = False
 ) -> Iterator[tuple[Recipe, RunFolder]]:
     """Yield the recipe and the trained run with its Ray session open; then update its archive.
 
@@ -120,13 +121,13 @@ def _trained(
     """
     folder = RunFolder(runs / recipe.name)
     # Complaints come before anything is written, the archive is claimed and Ray started.
-    checked = _checked(recipe, folder, where, search=search, only_resume=only_resume)
+    checked = _check_run(recipe, folder, context, search=search, only_resume=only_resume)
     Archive.check_writable(folder, recipe.resources.archive)
-    if not folder.trained.exists():
+    if not folder.training_summary.exists():
         _require_gpus(recipe)
     work = checked.begin()
-    begin_archive(recipe, folder)
-    with session(folder, recipe.resources.cpus) as ray_session:
+    claim_archive(recipe, folder)
+    with run_session(folder, recipe.resources.min_cpus) as ray_session:
         if isinstance(work, Search):
             search_stage(work, ray_session)
             recipe = folder.read_recipe()
@@ -137,10 +138,10 @@ def _trained(
     archive_stage(folder)
 
 
-def _checked(
+def _check_run(
     recipe: Recipe,
     folder: RunFolder,
-    where: str,
+    context: str,
     *,
     search: bool,
     only_resume: bool = False,
@@ -150,16 +151,16 @@ def _checked(
 
     Public pre-training is left out, since it is made up for first. Raises UserError.
     """
-    refuse_elsewhere(recipe, where)
+    refuse_elsewhere(recipe, context)
     if not folder.recipe_file.exists():
-        refuse_unused(recipe, where)
-    Archive.check_free(folder, recipe.resources.archive)
-    check_evaluations(recipe, where)
+        refuse_unused(recipe, context)
+    Archive.check_unclaimed(folder, recipe.resources.archive)
+    check_evaluations(recipe, context)
     if pretrain:
-        public_stage(recipe, where)
+        pretrain_stage(recipe, context)
     if search:
-        return check_search(recipe, folder, where, only_resume=only_resume)
-    return check_training(recipe, folder, where)
+        return check_search(recipe, folder, context, only_resume=only_resume)
+    return check_training(recipe, folder, context)
 
 
 def refuse_elsewhere(recipe: Recipe, where: str) -> None:
@@ -169,7 +170,7 @@ def refuse_elsewhere(recipe: Recipe, where: str) -> None:
 
 
 def dry_run(
-    recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe"
+    recipe: Recipe, *, runs: str | Path = "runs", context: str = "recipe"
 ) -> list[tuple[str, str]]:
     """Return name and value of each planned step of `run`, by the same checks.
 
@@ -180,16 +181,16 @@ def dry_run(
     from dpdist.training.model_setup import describe_cost
 
     folder = RunFolder(Path(runs) / recipe.name)
-    checked = partial(_checked, recipe, search=recipe.tune is not None, pretrain=False)
+    checked = partial(_check_run, recipe, search=recipe.tune is not None, pretrain=False)
     taken: list[tuple[str, str]] = []
     try:
-        work = checked(folder, where)
-    except OtherRun as error:
+        work = checked(folder, context)
+    except DifferentRecipeError as error:
         taken = [("not under this name", str(error))]
         with tempfile.TemporaryDirectory() as empty:
-            work = checked(RunFolder(Path(empty) / recipe.name), where)
+            work = checked(RunFolder(Path(empty) / recipe.name), context)
     if isinstance(work, Search):
-        trial, plan = work.example()
+        trial, plan = work.example_trial()
         return [*taken, *work.describe(), *describe_cost(trial, plan)]
     return [
         *taken,
@@ -201,8 +202,12 @@ def dry_run(
 def _require_gpus(recipe: Recipe) -> None:
     """Raise UserError, before Ray starts, for GPUs that this machine has not."""
     resources = recipe.resources
-    what = "training" if resources.least == 1 else f"a training of {resources.least} workers"
-    need = resources.least * resources.gpus_per_worker
+    what = (
+        "training"
+        if resources.min_workers == 1
+        else f"a training of {resources.min_workers} workers"
+    )
+    need = resources.min_workers * resources.gpus_per_worker
     require_gpus("resources.gpus_per_worker", what, need)
     if recipe.certify is not None:
         require_certifying_gpus(recipe)
@@ -215,7 +220,7 @@ def require_certifying_gpus(recipe: Recipe) -> None:
 
 
 @contextmanager
-def session(folder: RunFolder | Path | None, workers_cpus: float = 0) -> Iterator[Session]:
+def run_session(folder: RunFolder | Path | None, training_cpus: float = 0) -> Iterator[Session]:
     """Yield the Ray session of a command about this run.
 
     Ray's messages go into the run's log file, or into the file named; None: nowhere.
@@ -224,95 +229,98 @@ def session(folder: RunFolder | Path | None, workers_cpus: float = 0) -> Iterato
     the machine has fewer: the workers then share, which is slower and changes nothing else.
     """
     here = len(os.sched_getaffinity(0))
-    cpus = max(here, math.ceil(workers_cpus))
+    cpus = max(here, math.ceil(training_cpus))
     try:
         log = folder.log if isinstance(folder, RunFolder) else folder
         with connect(
             log, cpus=cpus, worker_setup=optional_imports.install_torchvision_hook
         ) as ray_session:
             if ray_session.local and cpus > here:
-                console.say(f"training: {cpus} CPUs asked for, this machine has {here}: slower")
+                console.log(f"training: {cpus} CPUs asked for, this machine has {here}: slower")
             yield ray_session
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the same command continues where it stopped") from None
 
 
-def begin_archive(recipe: Recipe, folder: RunFolder) -> None:
+def claim_archive(recipe: Recipe, folder: RunFolder) -> None:
     """Claim the archive that the recipe asks for, before anything is computed."""
     resources = recipe.resources
-    archive = Archive.begin(folder, resources.archive, resources.archive_private)
+    archive = Archive.claim(folder, resources.archive, resources.archive_private)
     if archive is not None:
-        console.say(archive.notice)
+        console.log(archive.notice)
 
 
 def archive_stage(folder: RunFolder) -> None:
     """Bring the run's archive up to date, if it has one."""
-    archive = Archive.of(folder)
+    archive = Archive.find(folder)
     if archive is not None:
         archive.update()
-        console.say(f"archive: {archive.store.url} is up to date")
+        console.log(f"archive: {archive.store.url} is up to date")
 
 
-def public_stage(recipe: Recipe, where: str) -> None:
+def pretrain_stage(recipe: Recipe, context: str) -> None:
     """Run the recipe's public pre-training, when it has one and its folder is not there yet."""
-    if recipe.public is None or recipe.model.pretrained is None:
+    if recipe.public is None or recipe.model.pretrained_part is None:
         return
-    if recipe.model.pretrained[1].folder.exists():
+    if recipe.model.pretrained_part[1].folder.exists():
         return
     from dpdist.training.pretraining import pretrain
 
     with console.progress("pretraining, WITHOUT privacy, on public records", "steps") as show:
-        path, _ = pretrain(recipe, where, show)
-    console.say(f"pretraining: {path}")
+        path, _ = pretrain(recipe, context, show)
+    console.log(f"pretraining: {path}")
 
 
 def train_stage(job: TrainJob, ray_session: Session) -> None:
     """Train with differential privacy on Ray Train."""
     folder = job.folder
-    if folder.trained.exists():
+    if folder.training_summary.exists():
         train(job, ray_session)  # settles a budget that a crash left open
-        console.say(f"training: finished before ({folder.trained})")
+        console.log(f"training: finished before ({folder.training_summary})")
         return
-    console.say(f"training: {_work(job)}, {ray_session}; when done: {job.plan.guarantee()}")
+    console.log(
+        f"training: {_describe_work(job)}, {ray_session}; when done: {job.plan.guarantee()}"
+    )
     with console.progress("training", "steps" if job.plan.steps else "models") as show:
-        train(job, ray_session, show, console.say)
+        train(job, ray_session, show, console.log)
 
 
-def _work(job: TrainJob) -> str:
+def _describe_work(job: TrainJob) -> str:
     if not job.plan.steps:
-        return job.recipe.method.words(job.plan)
-    return f"{job.plan.steps:,} steps on {job.recipe.resources.span} workers"
+        return job.recipe.method.describe(job.plan)
+    return f"{job.plan.steps:,} steps on {job.recipe.resources.worker_count_text} workers"
 
 
 def search_stage(search: Search, ray_session: Session) -> None:
     """Run a private search on Ray Tune; the folder then holds its best trial."""
-    if search.run_folder.trained.exists():
+    if search.run_folder.training_summary.exists():
         search.run(ray_session)
-        console.say(f"search: finished before ({search.run_folder.model})")
+        console.log(f"search: finished before ({search.run_folder.model_folder})")
         return
-    console.say(
-        f"search: {search.tune.law.in_full}, {ray_session}; when done: {search.cost.guarantee}"
+    console.log(
+        f"search: {search.tune.law.full_description}, {ray_session}; when done: "
+        f"{search.cost.guarantee}"
     )
     if search.tune.law.name != "fixed":
-        console.say("search: the number of trials is secret: what follows is for your eyes only")
+        console.log("search: the number of trials is secret: what follows is for your eyes only")
     with console.progress("search", "trials") as show:
         search.run(ray_session, show)
 
 
-def check_evaluations(recipe: Recipe, where: str) -> None:
+def check_evaluations(recipe: Recipe, context: str) -> None:
     """Raise UserError for a certification that the test split could not carry.
 
     The check comes before a training has cost anything.
     """
     if recipe.certify is None:
         return
-    dataset = evaluation_data(recipe, source_of(recipe))
+    dataset = test_records(recipe, data_source(recipe))
     if not recipe.certify.indices(len(dataset)):
         rule = f"must be below the {len(dataset):,} inputs of {dataset.name}"
-        raise field_error(where, "certify.start", rule, recipe.certify.start)
+        raise field_error(context, "certify.start", rule, recipe.certify.start)
 
 
-def _shared(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, Any]:
+def _prepare_certification(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, Any]:
     """Return the arguments that certification and attacks share, after the checks before them."""
     require_model(recipe, folder)
     check_nodes(PACKAGES, folder.private.resolve())
@@ -328,32 +336,32 @@ def certify_stage(
     settings: Certificate,
     output: Path | None = None,
     actors: int | None = None,
-    inputs: Data | None = None,
+    inputs: DatasetLike | None = None,
 ) -> Path:
     """Certify the test split on Ray actors; return the table's path.
 
     output: its folder; by default one in the run folder, named by the settings. inputs: certified
     in place of the test split's.
     """
-    shared = _shared(recipe, folder, actors)
+    shared = _prepare_certification(recipe, folder, actors)
     from dpdist.certification.job import TABLE, certify
-    from dpdist.certification.table import about
+    from dpdist.certification.table import read_job_record
 
     output = output or folder.certificates / settings.folder_name
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
         table = certify(
-            folder.model,
-            evaluation_data(recipe, source_of(recipe)) if inputs is None else inputs,
+            folder.model_folder,
+            test_records(recipe, data_source(recipe)) if inputs is None else inputs,
             settings,
             output,
             progress=show,
             gpus=recipe.resources.certify_gpus,
-            say=console.say,
+            log=console.log,
             **shared,
         )
     if settings.form is not None:  # of forms that nobody asked for, another one was as good
-        for note in about(table)["classifier"]["notes"]:
-            console.say(f"certifying: {note}")
+        for note in read_job_record(table)["classifier"]["notes"]:
+            console.log(f"certifying: {note}")
     return output / TABLE
 
 
@@ -369,38 +377,42 @@ def evaluation_stage(
     output: its folder; by default one in the run folder, private for private results. Raises
     UserError for another one in which they would not stay so.
     """
-    if evaluation.of_trained:
+    if evaluation.needs_trained_model:
         require_model(recipe, folder)
     check_nodes(PACKAGES, folder.private.resolve())
-    output, recipe = evaluation.place(folder, output), evaluation.recipe_of(recipe)
-    source = source_of(recipe)
-    from dpdist.cluster.resumable_job import run as run_job
+    output, recipe = evaluation.output_folder(folder, output), evaluation.data_recipe(recipe)
+    source = data_source(recipe)
+    from dpdist.cluster.resumable_job import run_job as run_job
 
-    subject = Subject(
-        folder.model,
-        evaluation_data(recipe, source),
-        lambda: training_data(recipe, source),
+    subject = EvaluatedModel(
+        folder.model_folder,
+        test_records(recipe, source),
+        lambda: records_with_canaries(recipe, source),
         recipe.model.name,
         recipe,
     )
     title = f"{evaluation.name}, {evaluation.folder_name}"
     actors = actors or recipe.resources.certify_actors
-    with console.progress(title, evaluation.unit) as show:
-        run_job(evaluation.work(subject), output, actors=actors, progress=show)
+    with console.progress(title, evaluation.progress_unit) as show:
+        run_job(evaluation.job_spec(subject), output, actors=actors, progress=show)
     return output / evaluation.file
 
 
-def report_stage(folder: RunFolder, images: bool | None = None, *, dated: bool = False) -> None:
+def report_stage(
+    folder: RunFolder, show_images: bool | None = None, *, reveal_date: bool = False
+) -> None:
     """Write the HTML report from the folder's files and the test images that it may show.
 
     images: whether it may; None: as was asked last, and unasked only those of built-in data.
     dated: as in `dpdist.reports.html.write_report`.
     """
-    from dpdist.reports.html import UNASKED, allowed, write_report
+    from dpdist.reports.html import IMAGES_NOT_REQUESTED, are_images_allowed, write_report
 
     recipe = folder.read_recipe()
-    shown = allowed(folder, images, built_in=recipe.data.root is None)
-    write_report(folder, split_images(recipe) if shown else UNASKED, dated=dated)
+    shown = are_images_allowed(folder, show_images, built_in=recipe.data.root is None)
+    write_report(
+        folder, split_images(recipe) if shown else IMAGES_NOT_REQUESTED, reveal_date=reveal_date
+    )
 
 
 def summary(folder: RunFolder) -> list[tuple[str, str]]:

@@ -38,24 +38,24 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.data.adapters import as_records, check_targets
 from dpdist.data.protocol import Records
-from dpdist.data.record_hashes import hashes_of
+from dpdist.data.record_hashes import hash_inputs
 from dpdist.data.registry import store_split
 from dpdist.evaluation import evaluate_stage
-from dpdist.gradients.clipping import clipping_for
+from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, example_losses, take, tensors_of
 from dpdist.gradients.objective import objective_of
-from dpdist.methods.base import Fixed
+from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
-from dpdist.runs.folder import OtherRun, RunFolder, complete_checkpoints
-from dpdist.runs.recipe import Recipe, field_error, parse, settle
+from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints
+from dpdist.runs.recipe import Recipe, field_error, parse_recipe, resolve_plan
 from dpdist.training import checkpoint, monitoring
-from dpdist.training.collectives import Reducer, Whole
+from dpdist.training.collectives import Reducer, ReplicatedUpdate
 from dpdist.training.job import (
     CheckedTraining,
     check_kept,
@@ -64,10 +64,10 @@ from dpdist.training.job import (
     read_run_key,
 )
 from dpdist.training.model_setup import weakest_independence
-from dpdist.training.monitoring import Monitor, Seen
+from dpdist.training.monitoring import Monitor, StepMetrics
 from dpdist.training.private_step import PrivateStep, check_clip, shards_of
 from dpdist.training.script_state import Watch, code_digest_of, form_of, pack, unpack
-from dpdist.training.worker import Attempt, Diverged, identity_of, method_state_digest
+from dpdist.training.worker import Attempt, Diverged, method_state_digest, replay_fingerprint
 
 # --- what is refused --------------------------------------------------------------------------
 
@@ -235,18 +235,18 @@ def _store_public(public: Records, private: Records, folder: RunFolder, recipe: 
     """Keep public records in the run folder. Raises UserError where a private one is among them."""
     kind = recipe.data.targets
     inputs, labels = _arrays(public, np.arange(len(public)), kind)
-    found, common = hashes_of(inputs), 0
+    found, common = hash_inputs(inputs), 0
     for start in range(0, len(private), _AT_ONCE):
         some = private.batch(np.arange(start, min(start + _AT_ONCE, len(private))))
         if isinstance(some, Tensor) and some.shape[1:] == inputs.shape[1:]:
             own = some.float().cpu().numpy()
-            common += int(np.isin(hashes_of(np.ascontiguousarray(own)), found).sum())
+            common += int(np.isin(hash_inputs(np.ascontiguousarray(own)), found).sum())
     if common:
         raise UserError(
             f"held_out: must share no record with data, got {common:,} in common: scores on them "
             "would be published"
         )
-    folder.begin(recipe)
+    folder.create_or_open(recipe)
     root, data = folder.path / _HELD_OUT, recipe.data
     store_split(root, data.name, inputs, labels, data.classes, kind)
 
@@ -501,7 +501,7 @@ class PrivateTraining:
         """Return the statement of the run folder about this training. Raises UserError."""
         name = _NAME.sub("-", self.run.name).strip("-._") or "run"
         data = _NAME.sub("-", self._records.name).strip("-._") or "records"
-        recipe = parse(
+        recipe = parse_recipe(
             {
                 "name": name,
                 "data": {
@@ -559,14 +559,14 @@ class PrivateTraining:
         engine = GradientEngine(
             self.model,
             objective,
-            clipping=clipping_for(privacy.clipping, privacy.clip_norm),
+            clipping=make_clipping(privacy.clipping, privacy.clip_norm),
             micro_batch=self._recipe.resources.micro_batch,
             isolate=self._recipe.model.isolate,
         )
         with _kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: example_losses(self.model, objective, {}, *few), self._device)
-            engine.screen(*examples)
+            engine.validate(*examples)
         return engine
 
     def _begin(self, examples: tuple[Any, Tensor]) -> None:
@@ -575,7 +575,7 @@ class PrivateTraining:
         noise: float | None = None
         try:
             continued = folder.check_same_recipe(recipe)
-        except OtherRun as error:
+        except DifferentRecipeError as error:
             said = str(error).partition(": ")[2].partition("; choose")[0]
             raise UserError(
                 f"folder: {folder.path}: {said}; give another folder, or the same settings"
@@ -584,18 +584,18 @@ class PrivateTraining:
         if continued and folder.plan.exists():
             plan = folder.read_plan()
         else:
-            noise, plan = settle(recipe, len(records), "PrivateTraining")
+            noise, plan = resolve_plan(recipe, len(records), "PrivateTraining")
         if len(records) != plan.records and not plan.nominal:
             raise UserError(
                 f"data: must be the {plan.records:,} records that the run was begun with, got "
                 f"{len(records):,}"
             )
         _check_groups(recipe, records)
-        check_clip(self._engine, Whole(), plan.clip_norm)
+        check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)
         self.plan = plan
         if self._public is not None:
             _store_public(self._public, records, folder, recipe)
-        folder.begin(recipe)
+        folder.create_or_open(recipe)
         if recipe.privacy.run_key is not None:
             warnings.warn(
                 "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
@@ -611,7 +611,7 @@ class PrivateTraining:
         key = derive_key(run_key, "run", plan.fingerprint(), told.fingerprint, "trial", 0)
         self._initial = checkpoint.tensors_digest(self.model.state_dict())
         self._restore()
-        if folder.trained.exists():
+        if folder.training_summary.exists():
             self._evaluate()
             return
         self._attempt(key, examples)
@@ -625,10 +625,10 @@ class PrivateTraining:
         job, plan, folder = self._job, self.plan, self.run
         reducer = Reducer(0, 1, self._device)
         _take_over(folder.path, self)
-        fixed = Fixed(self.model, {}, key)
-        told = read_json(folder.data, {"train": str})["train"]
+        fixed = MethodState(self.model, {}, key)
+        told = read_json(folder.data_fingerprint, {"train": str})["train"]
         identity = {
-            **identity_of(job, reducer, told, self._initial),
+            **replay_fingerprint(job, reducer, told, self._initial),
             "hidden noise": method_state_digest(fixed),
             "script": code_digest_of(self.model, self._loss),
         }
@@ -641,7 +641,7 @@ class PrivateTraining:
             ) from None
         assert attempt.ledger is not None and attempt.ledger.epoch is not None
         self._epoch = attempt.ledger.epoch
-        self._before = attempt.ledger.steps_of(self._epoch)
+        self._before = attempt.ledger.released_steps(self._epoch)
         shards = shards_of(len(self._records), plan.records, reducer, False)
         self._step = PrivateStep(
             self._engine, self._records, key, attempt.label, reducer=reducer,
@@ -649,8 +649,8 @@ class PrivateTraining:
         )  # fmt: skip
         sure = ""
         if plan.step(0).noise_multiplier:
-            sure = weakest_independence(self._engine, *examples, plan, shards.largest)
-        group = monitoring.Group.of(reducer, attempt.ledger, self._done, sure)
+            sure = weakest_independence(self._engine, *examples, plan, shards.largest_shard)
+        group = monitoring.WorkerGroup.current(reducer, attempt.ledger, self._done, sure)
         monitoring.append_group(folder, group)
         if self._monitor is None:
             self._monitor = Monitor(job, plan.steps, self._done)
@@ -661,7 +661,7 @@ class PrivateTraining:
 
     def _restore(self) -> None:
         """Take over the newest checkpoint, or the finished model."""
-        state = checkpoint.latest(self.run.checkpoints)
+        state = checkpoint.load_latest(self.run.checkpoints)
         if state is None:
             return
         found = unpack("script", state.slots)
@@ -743,7 +743,7 @@ class PrivateTraining:
         self._check_finite(number)
         self._watch.remember()
         assert self._monitor is not None
-        self._monitor.step(number, seen)
+        self._monitor.record_step(number, seen)
         self._done, self._inside = number + 1, False
         private = asdict(seen) if self._private_metrics else None
         report = StepReport(number, rate, norm, private, _so_far=self._so_far())
@@ -828,7 +828,7 @@ class PrivateTraining:
 
     # --- pieces of a step
 
-    def _gradient(self, number: int, todo: StepPlan) -> tuple[Tensor, Seen]:
+    def _gradient(self, number: int, todo: StepPlan) -> tuple[Tensor, StepMetrics]:
         """Return the step's noisy gradient.
 
         Where its sum is not the announced one, that of a new attempt, and both are charged.
@@ -874,12 +874,14 @@ class PrivateTraining:
         epoch, before = self._epoch, self._before
 
         def found() -> Guarantee:
-            counts, ledger = [0 for _ in plan.counts()], Ledger.read(path)
+            counts, ledger = [0 for _ in plan.step_counts()], Ledger.read(path)
             for of in range(epoch + 1):
-                for step in ledger.steps_of(of):
+                for step in ledger.released_steps(of):
                     # What an earlier process released of later steps was released by then.
-                    counts[plan.phase_of(step)] += of < epoch or step < last or step in before
-            return plan.guarantee_of(plan.alternatives(plan.with_counts(counts)))
+                    counts[plan.training_phase_index(step)] += (
+                        of < epoch or step < last or step in before
+                    )
+            return plan.guarantee_for_events(plan.path_events(plan.executed_phases(counts)))
 
         return found
 
@@ -888,7 +890,7 @@ class PrivateTraining:
         assert self._step is not None and self._step.ledger is not None
         assert self._monitor is not None
         self._save()
-        models.save(self.model, self._spec, self.run.model)
+        models.save(self.model, self._spec, self.run.model_folder)
         frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self._monitor.finish(self._engine.fallback_layers, frozen, self._step.ledger)
         self.close()

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist import models
 from dpdist.core.errors import UserError
-from dpdist.core.files import built_aside, read_bytes, write_atomic, write_json
+from dpdist.core.files import atomic_folder, read_bytes, write_atomic, write_json
 from dpdist.core.version import __version__
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.phases import NOT_TRAINED_HERE
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.noise_location import find_noise_location
 from dpdist.release.bundle import (
-    CARD,
-    CARD_TEXT,
+    CHECKSUMS,
     DESCRIPTION,
     FORMAT,
-    OF_ONE_CERTIFICATION,
-    PAGE,
+    MODEL_CARD,
+    PER_CERTIFICATION_FIELDS,
+    PRIVACY_CARD,
+    PRIVACY_CARD_TEXT,
     SIGNATURE,
-    SUMS,
-    certified_of,
-    description_of,
-    is_released,
-    signature,
-    sums_of,
+    certified_accuracy_record,
+    compute_checksums,
+    is_release_file,
+    parse_description,
+    sign_checksums,
     table_name,
 )
 from dpdist.release.model_card import model_card
@@ -73,48 +73,50 @@ def write_release(
         >>> "runs/small/release/privacy_card.md" in [file.as_posix() for file in files]
         True
     """
-    _refuse_foreign(folder.release)
+    _refuse_foreign_files(folder.release_folder)
     facts = read_facts(folder)
-    if facts.audited_run is not None:
-        raise UserError(f"{folder.path}: an audited run is {facts.audited_run}")
-    if facts.recipe.method.withheld is not None:
-        raise UserError(f"{folder.path}: {facts.recipe.method.withheld}")
-    described = facts.card()
+    if facts.canary_notice is not None:
+        raise UserError(f"{folder.path}: an audited run is {facts.canary_notice}")
+    if facts.recipe.method.not_releasable_reason is not None:
+        raise UserError(f"{folder.path}: {facts.recipe.method.not_releasable_reason}")
+    described = facts.privacy_card()
     if not described["private"] and not not_private:
-        reason = "its run key is fixed" if facts.fixed_key else "its proved epsilon is infinite"
+        reason = "its run key is fixed" if facts.has_fixed_key else "its proved epsilon is infinite"
         reason = NOT_TRAINED_HERE if facts.plan.trained_elsewhere else reason
         raise UserError(
             f"{folder.path}: this run is not private ({reason}); to release it all the same, "
             "labelled as such, add --not-private"
         )
-    with built_aside(folder.release, replace=True) as aside:
+    with atomic_folder(folder.release_folder, replace=True) as aside:
         aside.mkdir()
         for name in ("model.safetensors", "model.json"):
-            write_atomic(aside / name, read_bytes(folder.model / name))
+            write_atomic(aside / name, read_bytes(folder.model_folder / name))
         for number, table in enumerate(facts.tables, 1):
             write_atomic(aside / table_name(number), read_bytes(table.path))
-        model = _checked_model(facts, aside)
+        model = _load_copied_model(facts, aside)
         for table in facts.tables:
             check_table(table, models.model_hash(aside), model, models.read_spec(aside))
-        about = _described(facts, model, aside, licence)
-        write_json(aside / CARD, described)
-        write_atomic(aside / CARD_TEXT, card_markdown(described))
+        about = _release_record(facts, model, aside, licence)
+        write_json(aside / PRIVACY_CARD, described)
+        write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(described))
         write_json(aside / DESCRIPTION, about)
-        page = model_card(description_of(about, DESCRIPTION), described, models.read_spec(aside))
-        write_atomic(aside / PAGE, page)
-        sums = sums_of(aside)
-        write_atomic(aside / SUMS, sums)
+        page = model_card(parse_description(about, DESCRIPTION), described, models.read_spec(aside))
+        write_atomic(aside / MODEL_CARD, page)
+        sums = compute_checksums(aside)
+        write_atomic(aside / CHECKSUMS, sums)
         if key is not None:
-            write_atomic(aside / SIGNATURE, signature(key, sums.encode()))
-    return sorted(folder.release.iterdir())
+            write_atomic(aside / SIGNATURE, sign_checksums(key, sums.encode()))
+    return sorted(folder.release_folder.iterdir())
 
 
-def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None) -> dict[str, Any]:
+def _release_record(
+    facts: Facts, model: nn.Module, copied_model: Path, licence: str | None
+) -> dict[str, Any]:
     """Return the content of release.json."""
     recipe, evaluation = facts.recipe, facts.evaluation
     certificate = None
     if recipe.certify is not None:  # how to certify, and nothing of what was certified
-        kept = type(recipe.certify).model_fields.keys() - OF_ONE_CERTIFICATION
+        kept = type(recipe.certify).model_fields.keys() - PER_CERTIFICATION_FIELDS
         certificate = recipe.certify.model_dump(mode="json", include=set(kept))
     tested = None
     if evaluation is not None and facts.accuracy is not None:
@@ -125,27 +127,27 @@ def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None
         "dpdist": __version__,
         "name": recipe.name,
         "method": recipe.method.name,
-        "model": models.model_hash(copied),
+        "model": models.model_hash(copied_model),
         "tokens": recipe.data.text is not None,
         "classes": recipe.data.class_names,
-        "noise": place_of(model).describe(),
+        "noise": find_noise_location(model).describe(),
         "certificate": certificate,
-        "data": recipe.data.model_dump(mode="json", include=_OF_TEST_DATA | kind),
+        "data": recipe.data.model_dump(mode="json", include=_TEST_DATA_FIELDS | kind),
         "tested": tested,
-        "certified": [certified_of(table) for table in facts.tables],
+        "certified": [certified_accuracy_record(table) for table in facts.tables],
         "licence": licence,
     }
 
 
-_OF_TEST_DATA = {"name", "classes", "names", "labels", "test", "columns"}
+_TEST_DATA_FIELDS = {"name", "classes", "names", "labels", "test", "columns"}
 
 
-def _refuse_foreign(release: Path) -> None:
+def _refuse_foreign_files(release: Path) -> None:
     """Raise UserError for anything in release/ that is not ours: the folder is published whole."""
     if release.is_symlink() or (release.exists() and not release.is_dir()):
         raise UserError(f"{release}: must be a folder that `dpdist release` makes; remove it")
     found = sorted(release.iterdir()) if release.exists() else []
-    foreign = [p.name for p in found if not is_released(p.name) or p.is_symlink() or p.is_dir()]
+    foreign = [p.name for p in found if not is_release_file(p.name) or p.is_symlink() or p.is_dir()]
     if foreign:
         raise UserError(
             f"{release}: holds {', '.join(map(repr, foreign))}, which `dpdist release` did not "
@@ -153,7 +155,7 @@ def _refuse_foreign(release: Path) -> None:
         )
 
 
-def _checked_model(facts: Facts, copied: Path) -> nn.Module:
+def _load_copied_model(facts: Facts, copied_model: Path) -> nn.Module:
     """Return the copied model, checked.
 
     Raises UserError unless it is the trained one, loads as its users will load it, and answers
@@ -161,17 +163,17 @@ def _checked_model(facts: Facts, copied: Path) -> nn.Module:
     """
     import torch
 
-    where = facts.folder.model
-    if models.model_hash(copied) != facts.trained["model"]:
+    where = facts.folder.model_folder
+    if models.model_hash(copied_model) != facts.training_summary["model"]:
         raise UserError(
             f"{where}: is not the model that this run trained, and its guarantee does not speak of "
             "it; put the trained model back"
         )
     try:
-        module = models.load(copied, trusted_factory=facts.recipe.model.name)
-        models.check_outputs(module, models.read_spec(copied))
+        module = models.load(copied_model, trusted_factory=facts.recipe.model.name)
+        models.check_outputs(module, models.read_spec(copied_model))
     except UserError as error:
-        said = str(error).replace(str(copied), str(where))
+        said = str(error).replace(str(copied_model), str(where))
         raise UserError(f"{where}: cannot be released: {said}") from error
     bad = [k for k, v in module.state_dict().items() if not bool(torch.isfinite(v).all())]
     if bad:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.core.errors import UserError
-from dpdist.core.optional_imports import library
+from dpdist.core.optional_imports import import_extra
 
 HERE = Path(__file__).resolve().parent
 
@@ -27,7 +27,9 @@ def tidy(notebook: Any) -> None:
 
 def main() -> None:
     try:
-        client, form = (library(name, "docs", "make notebook") for name in ("nbclient", "nbformat"))
+        client, form = (
+            import_extra(name, "docs", "make notebook") for name in ("nbclient", "nbformat")
+        )
     except UserError as error:
         sys.exit(f"{error}")
     for path in sorted(HERE.glob("*.ipynb")):

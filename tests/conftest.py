@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import cases, selection
+from support import hypothesis_settings, selection
 
 if TYPE_CHECKING:
-    from support.here import Done
+    from support.local_execution import Done
 
 MOST = 2.0  # seconds of processor time beyond which a test of `make check` is named
 TIMES = "dpdist/seconds"  # in pytest's cache: of each file in the last run that ran it
@@ -33,14 +33,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if "not long" not in config.option.markexpr and not config.option.check:
-        os.environ[cases.ALL] = "1"
+        os.environ[hypothesis_settings.RUN_LONG_TESTS] = "1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if not collection_path.name.startswith("test_"):
         return None
-    if collection_path.name.endswith(cases.ON_DEVICE):  # by name only: `test_devices.py` says why
-        return None if any(cases.ON_DEVICE in str(each) for each in config.args) else True
+    # by name only: `test_devices.py` says why
+    if collection_path.name.endswith(hypothesis_settings.DEVICE_TEST_SUFFIX):
+        return (
+            None
+            if any(hypothesis_settings.DEVICE_TEST_SUFFIX in str(each) for each in config.args)
+            else True
+        )
     return True if config.option.check and selection.is_left_out(collection_path) else None
 
 
@@ -100,7 +105,9 @@ def pytest_terminal_summary(
     if config.option.check:
         paths = Path(__file__).parent.rglob("test_*.py")
         terminalreporter.section("what --check runs")
-        for line in selection.report(p for p in paths if not p.name.endswith(cases.ON_DEVICE)):
+        for line in selection.report(
+            p for p in paths if not p.name.endswith(hypothesis_settings.DEVICE_TEST_SUFFIX)
+        ):
             terminalreporter.write_line(line)
 
 
@@ -123,10 +130,10 @@ def _own_cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def here() -> Iterator[None]:
     """Jobs and commands of the whole module run in this process, without Ray."""
-    from support.here import without_ray
+    from support.local_execution import run_without_ray
 
     with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
+        run_without_ray(patch)
         yield
 
 
@@ -135,7 +142,7 @@ def dpdist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., Done]:
     """`dpdist ARGUMENTS` in this process and in the test's own folder: what the command left."""
-    from support.here import command
+    from support.local_execution import command
 
     return lambda *arguments: command(monkeypatch, capsys, tmp_path, *arguments)
 
@@ -145,9 +152,9 @@ def dpdist_without_ray(
     monkeypatch: pytest.MonkeyPatch, dpdist: Callable[..., Done]
 ) -> Callable[..., Done]:
     """The same, and nothing starts Ray."""
-    from support.here import without_ray
+    from support.local_execution import run_without_ray
 
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     return dpdist
 
 

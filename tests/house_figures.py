@@ -26,25 +26,28 @@ WALKS = {
     "one training step": """
         PrivacyPlan.step Loop.steps PrivateStep.gradient derive_key poisson_sample Blocks
         cross_entropy GradientEngine.clipped_sum standard_normal_per_record run_pass
-        rule_for embedding convolution group_norm recurrent per_example LayerCall
-        PerExampleGradient outer_squared_norms FlatClipping Wire Reducer Whole.sum
-        PermitGate.wait Ledger.record ChainedJournal.append add_noise add_noise_on
-        FlatOptimizer.update Divergence.check Monitor.step save_part
+        find_rule embedding convolution group_norm recurrent per_example_vjp LayerCall
+        PerExampleGradient outer_squared_norms FlatClipping ReduceDtype Reducer
+        ReplicatedUpdate.sum_rows
+        PermitGate.wait Ledger.record ChainedJournal.append add_noise add_device_noise
+        FlatOptimizer.update Divergence.check Monitor.record_step save_part
     """,
     "a Cohen certificate": """
-        Cohen Smoothing.place Certificate gaussian_l2_radius Gaussian clopper_pearson_lower
-        Verdict SmoothedPlace.sampler Sampler.histogram sampler_of ExecutedClassifier Aes
-        UnitSource Certification Work Book pin Journal run_chunks Runner write_cohen_tsv
+        Cohen Smoothing.build_sampler Certificate gaussian_l2_radius Gaussian clopper_pearson_lower
+        VoteSampler.build_counter InputNoiseCounter.histogram build_checked_counter
+        ExecutedClassifier Aes
+        StreamKeys CertificationJob JobSpec JobState pin_settings Journal run_chunks PoolActor
+        write_cohen_tsv
     """,
     "a search trial": """
-        Search _check_scoring draw_trials with_values Limit trial_resources one_pass
+        Search _check_scoring draw_trials apply_values TrialLimit trial_resources run_tune_pass
         ManifestSearcher run_trial certified_radii
     """,
     "an epsilon from recipe to report": """
         Recipe PrivacyRecipe make_plan Method.cost PrivacyPlan.guarantee Phase GaussianSteps
-        noise_multiplier_for losses_of compose_pld sampled_gaussian_pld WorstOfDpEvent
-        Guarantee Ledger.guarantee ChainedJournal read_released RunFolder.ledger read_facts
-        in_short write_report
+        noise_multiplier_for compute_privacy_losses compose_pld sampled_gaussian_pld WorstOfDpEvent
+        Guarantee Ledger.guarantee ChainedJournal read_verified_ledger RunFolder.ledger read_facts
+        make_verdict write_report
     """,
 }
 

@@ -12,9 +12,9 @@ interrupted. Exit code 1, and one line for each difference, when something is no
 
 A case is made of the command line's own commands, and what they leave is read by the documented
 formats, so that modules may be renamed and moved. Commands run in one process for each case,
-without Ray, by what the checkout's tests have for that (`without_ray` of `tests/support/here.py`).
-Those of cases marked `ray`, and all where there is no such function any more, are made by the
-`dpdist` beside this Python.
+without Ray, by what the checkout's tests have for that (`without_ray` of
+`tests/support/local_execution.py`). Those of cases marked `ray`, and all where there is no such
+function any more, are made by the `dpdist` beside this Python.
 
 All random numbers follow from fixed keys (`_KEY`, `_SEED`); `_without_key` says what is compared
 where no key is fixed, `_went_on` what follows of a training that goes on with other code. BASE must

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.evaluation import _classified, _following
+from dpdist.evaluation import _evaluate_labels, _evaluate_next_tokens
 from dpdist.training.public_training import accuracy
 
 
@@ -45,7 +45,7 @@ LOGITS = [[NAN, 0.0, 0.0], [1.0, 0.0, 0.0], [INF, 0.0, 0.0], [0.0, NAN, 9.0], [0
 
 def test_an_input_without_a_class_is_missed() -> None:
     says, records = Says(LOGITS), Records([0, 0, 0, 2, 0])
-    found = _classified(records, lambda inputs, start: says(inputs))  # type: ignore[arg-type]
+    found = _evaluate_labels(records, lambda inputs, start: says(inputs))  # type: ignore[arg-type]
     assert found["correct"] == 1 and found["wrong"] == "0 2 3 4"
     assert found["by_class"] == [[4, 1], [0, 0], [1, 0]]
     assert accuracy(says, records) == pytest.approx(0.2)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_an_input_without_a_class_is_missed() -> None:
 def test_nor_is_a_next_token_said_without_numbers() -> None:
     logits, targets = [LOGITS[:3], LOGITS[2:]], [[0, 0, -1], [-1, 2, 0]]
     says, records = Says(logits), Records(targets)
-    found = _following(records, lambda inputs, start: says(inputs))  # type: ignore[arg-type]
+    found = _evaluate_next_tokens(records, lambda inputs, start: says(inputs))  # type: ignore[arg-type]
     assert (found["correct"], found["asked"]) == (1, 4)
     # A target that is not there is -1, and so is what no class is called.
     assert accuracy(says, records) == pytest.approx(0.25)  # type: ignore[arg-type]

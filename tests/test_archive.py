@@ -19,20 +19,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.files import forge_manifest
-from support.training import interrupted
+from support.folder_contents import forge_manifest
+from support.training import train_and_crash
 
 from dpdist import pipeline
 from dpdist.cli.main import main
 from dpdist.cluster import object_store
-from dpdist.cluster.object_store import Missing, ObjectStore, check_url
+from dpdist.cluster.object_store import ObjectNotFoundError, ObjectStore, check_url
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.core.files import read_json
 from dpdist.privacy.ledger import Anchor, Ledger
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, Permit
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
@@ -88,7 +88,7 @@ def make(tmp: Path, name: str = "run", steps: int = STEPS, **resources) -> tuple
         "training": {"batch_size": 10, "steps": steps, "learning_rate": 0.1},
         "resources": {"checkpoint_seconds": 0.3, **resources},
     }
-    return parse(raw, "test"), RunFolder(tmp / "runs" / name)
+    return parse_recipe(raw, "test"), RunFolder(tmp / "runs" / name)
 
 
 class Stop(Exception):
@@ -103,7 +103,7 @@ def training(
 
     `hold` is called with every step that has leave, before its release."""
     job = prepare(recipe, folder, "test")
-    Archive.begin(folder, recipe.resources.archive, recipe.resources.archive_private)
+    Archive.claim(folder, recipe.resources.archive, recipe.resources.archive_private)
     ended = threading.Event()
     gate = PermitGate.wait
 
@@ -120,7 +120,7 @@ def training(
 
     def work() -> None:
         with suppress(Stop):
-            worker.run(job, Reducer(0, 1, torch.device("cpu")))
+            worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.PermitGate, "wait", wait)
@@ -136,13 +136,13 @@ def training(
 
 def released(folder: RunFolder) -> dict[int, int]:
     begun = folder.ledger.exists() and folder.ledger.stat().st_size > 0  # it is being written
-    return Ledger.read(folder.ledger).releases if begun else {}
+    return Ledger.read(folder.ledger).release_counts if begun else {}
 
 
 def follow_until(folder: RunFolder, condition, seconds: float = 60) -> None:
-    archive = Archive.of(folder)
+    archive = Archive.find(folder)
     assert archive is not None
-    look, end = archive.follow(lambda line: None), time.monotonic() + seconds
+    look, end = archive.make_updater(lambda line: None), time.monotonic() + seconds
     while not condition(archive):
         assert time.monotonic() < end, "waited in vain"
         look()
@@ -174,7 +174,7 @@ def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
     with training(recipe, folder) as thread:
         time.sleep(1.0)
         assert thread.is_alive() and not released(folder)
-        assert Archive.begin(folder, url, True).store.names("00000001") == []
+        assert Archive.claim(folder, url, True).store.list_names("00000001") == []
         follow_until(folder, lambda _: len(released(folder)) > 20)
         granted = archives.read_permit(folder.permit)
         assert granted.epoch == 0 and granted.step <= max(released(folder)) + 1
@@ -192,7 +192,7 @@ def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url) -> None:
     restored = Ledger.read(folder.ledger)
     # Before it goes on: never less than the lost folder released.
     for step, count in seen.items():
-        assert restored.releases.get(step, 0) >= count
+        assert restored.release_counts.get(step, 0) >= count
     assert restored.attempts[-1]["reason"] == "restored from an archive"
     assert restored.nonce not in {attempt["nonce"] for attempt in old.attempts}
     assert oct(folder.run_key.stat().st_mode)[-3:] == "600"
@@ -201,21 +201,21 @@ def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url) -> None:
 
     with training(recipe, folder) as thread:
         follow_until(folder, lambda _: not thread.is_alive())
-    assert folder.trained.exists()
+    assert folder.training_summary.exists()
     plan, final = prepare(recipe, folder, "test").plan, Ledger.read(folder.ledger)
     own = dict.fromkeys(range(start, STEPS), 1)
     for step in range(STEPS):
-        assert final.releases[step] >= seen.get(step, 0) + own.get(step, 0)
+        assert final.release_counts[step] >= seen.get(step, 0) + own.get(step, 0)
     assert final.guarantee(plan).epsilon > old.guarantee(plan).epsilon
     assert final.guarantee(plan).epsilon > plan.guarantee().epsilon
     store = ObjectStore(url)
-    assert store.names("00000001/files") == [] != store.names("00000002/files")
+    assert store.list_names("00000001/files") == [] != store.list_names("00000002/files")
 
     # The folder that was not lost after all may not go on.
     with pytest.raises(UserError, match="claimed by another run folder"):
-        Archive.begin(lost, url, True)
+        Archive.claim(lost, url, True)
     with pytest.raises(UserError, match="claimed by another run folder"):
-        Archive.of(lost).update()
+        Archive.find(lost).update()
 
 
 def test_without_the_permit_releases_would_be_forgotten(tmp_path, url, monkeypatch) -> None:
@@ -313,18 +313,18 @@ def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
     cut = b"".join(whole.splitlines(keepends=True)[:2])
     replace(store, "private/ledger.jsonl", cut)
     refused(folder, "ledger.jsonl lacks records that were written to it")
-    replace(store, "private/ledger.anchor", Anchor.of(cut).line.encode())
+    replace(store, "private/ledger.anchor", Anchor.from_journal_bytes(cut).file_line.encode())
     refused(folder, "ledger.jsonl lacks releases that the checkpoint of step")
 
 
 def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch) -> None:
     recipe, folder = make(tmp_path, archive=url)
     prepare(recipe, folder, "test")
-    archive = Archive.begin(folder, url, False)
+    archive = Archive.claim(folder, url, False)
     (folder.path / "report").mkdir()
-    folder.report.write_text("first")
+    folder.report_file.write_text("first")
     archive.update()
-    folder.report.write_text("second, longer")
+    folder.report_file.write_text("second, longer")
     put = ObjectStore.put
 
     def fail_on_manifest(self, name, source):
@@ -336,15 +336,15 @@ def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch)
     with pytest.raises(ClusterError, match="network"):
         archive.update()
     monkeypatch.setattr(ObjectStore, "put", put)
-    target, _ = archives.fetch(url, tmp_path / "fetched")
+    target, _ = archives.fetch_publishable_files(url, tmp_path / "fetched")
     assert (target / "report" / "index.html").read_text() == "first"
     archive.update()
-    archives.fetch(url, tmp_path / "fetched")
+    archives.fetch_publishable_files(url, tmp_path / "fetched")
     assert (target / "report" / "index.html").read_text() == "second, longer"
     kept = {entry["object"].split("/")[2] for entry in read_archive(folder)["files"].values()}
     reports = [
-        token for token in archive.store.names("00000001/files")
-        if archive.store.names(f"00000001/files/{token}/report")
+        token for token in archive.store.list_names("00000001/files")
+        if archive.store.list_names(f"00000001/files/{token}/report")
     ]  # fmt: skip
     assert len(reports) == 2 and len(set(reports) & kept) == 1  # the torn one is left over
 
@@ -353,30 +353,31 @@ def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
     recipe, folder = make(tmp_path, steps=3, archive=url)
     with training(recipe, folder) as thread:
         thread.join(60)
-    archive = Archive.of(folder)
+    archive = Archive.find(folder)
     assert "no private state" in archive.notice
     archive.update()
     names = set(read_archive(folder)["files"])
     assert "recipe.yaml" in names and not any(name.startswith("private") for name in names)
-    for reader in (archives.restore, archives.read_copy):
+    for reader in (archives.restore, archives.open_archived_copy):
         with pytest.raises(UserError, match=r"private state|may be published"):
             reader(url, tmp_path / "elsewhere")
-    wider = Archive.begin(folder, url, True)  # as a later command does
+    wider = Archive.claim(folder, url, True)  # as a later command does
     assert "PRIVATE" in wider.notice
     wider.update()
     names = set(read_archive(folder)["files"])
     tokens = {entry["object"].split("/")[2] for entry in read_archive(folder)["files"].values()}
     in_use = [
-        token for token in wider.store.names("00000001/files")
-        if any(wider.store.names(f"00000001/files/{token}{below}") for below in ("", "/private"))
+        token for token in wider.store.list_names("00000001/files")
+        if any(wider.store.list_names(f"00000001/files/{token}{below}") for below in ("",
+            "/private"))
     ]  # fmt: skip
     assert set(in_use) == tokens  # what the process before had written is gone
     assert {"private/run.key", "private/ledger.jsonl", "private/trained.json", "run.json"} <= names
     assert not names & {"private/archive.json", "private/permit.json"}
     with pytest.raises(UserError, match="keep resources"):
-        Archive.begin(folder, url, False)
+        Archive.claim(folder, url, False)
     with pytest.raises(UserError, match="keep resources"):
-        Archive.begin(folder, None, False)
+        Archive.claim(folder, None, False)
 
 
 @pytest.mark.long
@@ -399,17 +400,17 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
     with training(recipe, folder) as thread:
         follow_until(folder, lambda archive: archive._checkpoint and len(released(folder)) == 3)
         thread.join(30)
-        shutil.move(folder.trained, tmp_path / "trained.json")
-        Archive.of(folder).update()
+        shutil.move(folder.training_summary, tmp_path / "trained.json")
+        Archive.find(folder).update()
         code, said = dpdist("report", url, "--runs", elsewhere)
         assert code == 2 and f"dpdist cluster restore {url}" in said and not elsewhere.exists()
-        shutil.move(tmp_path / "trained.json", folder.trained)
-    Archive.of(folder).update()
+        shutil.move(tmp_path / "trained.json", folder.training_summary)
+    Archive.find(folder).update()
     for _ in range(2):  # the copy that the first one made is opened again
         code, said = dpdist("report", url, "--runs", elsewhere)
         assert code == 0 and "epsilon = " in said, said
     copy = RunFolder(elsewhere / "run")
-    assert copy.report.exists() and not copy.archive.exists()
+    assert copy.report_file.exists() and not copy.archive.exists()
     assert copy.ledger.read_bytes() == folder.ledger.read_bytes()
     code, said = dpdist("certify", url, "--runs", elsewhere)
     assert code == 2 and "give --sigma" in said  # it read the run's recipe
@@ -435,19 +436,21 @@ def test_an_archive_that_everybody_can_read_gets_no_private_state(
     recipe, folder = make(tmp_path)
     prepare(recipe, folder, "test")
     with pytest.raises(UserError, match="can be read without credentials"):
-        Archive.begin(folder, "s3://bucket/open", True)
-    assert not folder.archive.exists() and ObjectStore("s3://bucket/open").names("claims") == []
-    assert Archive.begin(folder, "s3://bucket/open", False) is not None
+        Archive.claim(folder, "s3://bucket/open", True)
+    assert (
+        not folder.archive.exists() and ObjectStore("s3://bucket/open").list_names("claims") == []
+    )
+    assert Archive.claim(folder, "s3://bucket/open", False) is not None
 
 
 def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
     first, second = (make(tmp_path, name)[1] for name in ("first", "second"))
     for name in ("first", "second"):
         prepare(*make(tmp_path, name), "test")
-    Archive.begin(first, url, False)
-    Archive.begin(first, url, False)  # the same run again
+    Archive.claim(first, url, False)
+    Archive.claim(first, url, False)  # the same run again
     with pytest.raises(UserError, match="holds the archive of a run already"):
-        Archive.begin(second, url, False)
+        Archive.claim(second, url, False)
     # At the same moment: the second claims between the first one's look and its claim.
     other = f"{url}-race"
     put = ObjectStore.put
@@ -459,8 +462,8 @@ def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
 
     monkeypatch.setattr(ObjectStore, "put", claim_too)
     with pytest.raises(UserError, match="claimed by another"):
-        Archive.begin(second, other, False)
-    assert ObjectStore(other).names("claims") == ["00000001-somebody"]
+        Archive.claim(second, other, False)
+    assert ObjectStore(other).list_names("claims") == ["00000001-somebody"]
     assert not second.archive.exists()
 
 
@@ -491,13 +494,13 @@ def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
     folder.private.mkdir(parents=True)
     folder.archive.write_text(json.dumps({"private": True}))
     folder.permit.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 100}))
-    folder.permit_asked.write_text(folder.permit.read_text())
+    folder.permit_request.write_text(folder.permit.read_text())
     PermitGate(folder, 0, 30, 200).wait(99)
     # Leave that was given stays asked for after a restart: the archive must not forget it.
-    asked = archives.read_permit(folder.permit_asked)
+    asked = archives.read_permit(folder.permit_request)
     assert asked.step == 99 and asked.steps >= 149
     PermitGate(folder, 0, 30, 200).wait(30)
-    assert archives.read_permit(folder.permit_asked) == Permit(0, 30, asked.steps)
+    assert archives.read_permit(folder.permit_request) == Permit(0, 30, asked.steps)
     gate = PermitGate(folder, 1, 30, 200)
     waiting = threading.Thread(target=gate.wait, args=(30,), daemon=True)
     waiting.start()
@@ -511,13 +514,13 @@ def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
 def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch) -> None:
     recipe, folder = make(tmp_path, archive=url, archive_private=True)
     prepare(recipe, folder, "test")
-    archive = Archive.begin(folder, url, True)
-    folder.permit_asked.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 50}))
+    archive = Archive.claim(folder, url, True)
+    folder.permit_request.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 50}))
     clock = [1000.0]
     monkeypatch.setattr(archives.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(ObjectStore, "put", lambda *_: (_ for _ in ()).throw(ClusterError("no")))
     said: list[str] = []
-    look = archive.follow(said.append)
+    look = archive.make_updater(said.append)
     look()
     assert said == ["archive: no; trying again"] and not folder.permit.exists()
     clock[0] += 601
@@ -552,7 +555,7 @@ def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, capsys, 
 def test_a_store_that_does_not_answer_is_named_without_secrets(url, monkeypatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(ClusterError) as error:
-        ObjectStore(url).names("claims")
+        ObjectStore(url).list_names("claims")
     assert url in str(error.value) and SECRET not in str(error.value)
 
 
@@ -562,10 +565,10 @@ def test_objects_are_whole(url, tmp_path) -> None:
     written = store.put("a/b", tmp_path / "in")
     assert store.download("a/b", tmp_path / "out", written[1]) == written
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
-    assert store.names("a") == ["b"] and store.names("nothing") == []
+    assert store.list_names("a") == ["b"] and store.list_names("nothing") == []
     store.delete("a/b")
     store.delete("a/b")
-    with pytest.raises(Missing):
+    with pytest.raises(ObjectNotFoundError):
         store.get("a/b")
 
 
@@ -603,7 +606,7 @@ def test_a_killed_writer_s_part_is_no_object(tmp_path, monkeypatch) -> None:
     with pytest.raises(ClusterError, match="killed"):
         Killed().put("claims/00000001-mine", b"{}")
     assert len(list((tmp_path / "store" / "claims").iterdir())) == 1
-    assert store.names("claims") == []
+    assert store.list_names("claims") == []
 
 
 def test_a_file_that_ends_early_leaves_no_object_in_a_bucket(tmp_path, url, monkeypatch) -> None:
@@ -615,10 +618,10 @@ def test_a_file_that_ends_early_leaves_no_object_in_a_bucket(tmp_path, url, monk
         yield b"half"
         raise OSError("cannot be read")
 
-    monkeypatch.setattr(object_store, "_pieces", ends)
+    monkeypatch.setattr(object_store, "_iter_chunks", ends)
     with pytest.raises(ClusterError, match="cannot be read"):
         store.put("a/whole", tmp_path / "file")
-    assert store.names("a") == ["before"]
+    assert store.list_names("a") == ["before"]
 
 
 class Bucket(http.server.BaseHTTPRequestHandler):
@@ -650,22 +653,22 @@ def test_whether_an_object_is_read_by_all_is_tried_without_credentials(
         where = f"region=us-east-1&scheme=http&endpoint_override=127.0.0.1:{server.server_port}"
         for prefix in ("open", "closed"):
             store = ObjectStore(f"s3://bucket/{prefix}?{where}")
-            assert store.readable_by_all("claims/x") == (prefix == "open")
+            assert store.is_public("claims/x") == (prefix == "open")
     finally:
         server.shutdown()
         server.server_close()
     local = ObjectStore(f"file://{tmp_path}/open")
     local.put("a", b"x")
-    assert not local.readable_by_all("a")
+    assert not local.is_public("a")
 
 
 def test_a_file_system_serves_as_well(tmp_path) -> None:
     recipe, folder = make(tmp_path)
     prepare(recipe, folder, "test")
     url = f"file://{tmp_path}/nfs"
-    Archive.begin(folder, url, False).update()
+    Archive.claim(folder, url, False).update()
     assert not list((tmp_path / "nfs").rglob("*.tmp"))
-    target, paths = archives.fetch(url, tmp_path / "fetched")
+    target, paths = archives.fetch_publishable_files(url, tmp_path / "fetched")
     assert paths == ["recipe.yaml"] and (target / "recipe.yaml").exists()
     with pytest.raises(UserError, match=r"must be a run folder|no such run"):
         open_run(str(target), tmp_path)
@@ -683,7 +686,7 @@ def test_an_object_is_written_no_further_than_its_manifest_says(tmp_path) -> Non
 
 def test_an_address_that_cannot_be_written_does_not_bind_the_run(tmp_path, monkeypatch) -> None:
     recipe, folder = make(tmp_path)
-    folder.begin(recipe)
+    folder.create_or_open(recipe)
 
     def full(self, name, source):
         raise ClusterError("no such bucket")
@@ -691,15 +694,15 @@ def test_an_address_that_cannot_be_written_does_not_bind_the_run(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "put", full)
         with pytest.raises(ClusterError, match="no such bucket"):
-            Archive.begin(folder, f"file://{tmp_path}/mistyped", False)
+            Archive.claim(folder, f"file://{tmp_path}/mistyped", False)
     assert not folder.archive.exists()
-    right = Archive.begin(folder, f"file://{tmp_path}/right", False)
+    right = Archive.claim(folder, f"file://{tmp_path}/right", False)
     assert right is not None
     right.update()
     with monkeypatch.context() as patch:  # what is bound stays so, whatever the store does then
-        patch.setattr(ObjectStore, "names", lambda self, folder: full(self, folder, b""))
+        patch.setattr(ObjectStore, "list_names", lambda self, folder: full(self, folder, b""))
         with pytest.raises(ClusterError):
-            Archive.begin(folder, f"file://{tmp_path}/right", False)
+            Archive.claim(folder, f"file://{tmp_path}/right", False)
     assert folder.archive.exists()
 
 
@@ -707,16 +710,16 @@ def test_a_short_key_of_archives_is_refused_before_anything(tmp_path, monkeypatc
     _, folder = make(tmp_path)
     monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "short")
     with pytest.raises(UserError, match="at least 32 characters"):
-        Archive.check_free(folder, f"file://{tmp_path}/store")
+        Archive.check_unclaimed(folder, f"file://{tmp_path}/store")
     assert not (tmp_path / "store").exists()
-    Archive.check_free(folder, None)
+    Archive.check_unclaimed(folder, None)
 
 
 def test_a_run_does_not_begin_where_its_archive_cannot(tmp_path) -> None:
     (tmp_path / "file").touch()
     recipe, _ = make(tmp_path, archive=f"file://{tmp_path}/file/x")
     with pytest.raises(ClusterError, match="nothing can be written there"):
-        pipeline.train_alone(recipe, runs=tmp_path / "runs")
+        pipeline.train_only(recipe, runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
     _, folder = make(tmp_path)
     Archive.check_writable(folder, f"file://{tmp_path}/store")
@@ -726,17 +729,17 @@ def test_a_run_does_not_begin_where_its_archive_cannot(tmp_path) -> None:
 def test_a_key_that_is_not_the_archive_s_is_refused_at_the_start(tmp_path, monkeypatch) -> None:
     """A public archive is written at the run's end alone, where a wrong key is told too late."""
     url, (recipe, folder) = f"file://{tmp_path}/store", make(tmp_path)
-    folder.begin(recipe)
-    archive = Archive.begin(folder, url, False)
+    folder.create_or_open(recipe)
+    archive = Archive.claim(folder, url, False)
     assert archive is not None
     archive.update()
     monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "5b" * 32)
     with pytest.raises(UserError, match="was written without a key"):
-        Archive.begin(folder, url, False)
+        Archive.claim(folder, url, False)
     assert folder.archive.exists()
     monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "short")
     with pytest.raises(UserError, match="at least 32 characters"):
-        Archive.check_key(folder)
+        Archive.check_archive_key(folder)
 
 
 @pytest.mark.parametrize("command", [["report", "run"], ["certify", "run"]])
@@ -744,8 +747,8 @@ def test_commands_that_write_an_archive_check_its_key_first(
     tmp_path, monkeypatch, capsys, command
 ) -> None:
     recipe, folder = make(tmp_path)
-    folder.begin(recipe)
-    assert Archive.begin(folder, f"file://{tmp_path}/store", False) is not None
+    folder.create_or_open(recipe)
+    assert Archive.claim(folder, f"file://{tmp_path}/store", False) is not None
     monkeypatch.setattr(RunFolder, "require_trained", lambda folder: None)
     monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "short")
     monkeypatch.chdir(tmp_path)
@@ -757,7 +760,7 @@ def test_commands_that_write_an_archive_check_its_key_first(
 
 
 def kept_in(url: str) -> dict[str, Any]:
-    return archives.newest(ObjectStore(url))[1]["files"]
+    return archives.newest_manifest(ObjectStore(url))[1]["files"]
 
 
 def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
@@ -776,7 +779,7 @@ def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
     whole = folder.ledger.read_bytes() if folder.ledger.exists() else b"{}\n"
     folder.ledger.write_bytes(whole + b'{"torn": ')
     url = f"file://{tmp_path}/store"
-    archive = Archive.begin(folder, url, True)
+    archive = Archive.claim(folder, url, True)
     assert archive is not None
     archive.update()
     files = kept_in(url)
@@ -789,41 +792,41 @@ def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
     recipe, folder = make(tmp_path)
     prepare(recipe, folder, "test")
     url = f"file://{tmp_path}/store"
-    archive = Archive.begin(folder, url, True)
+    archive = Archive.claim(folder, url, True)
     assert archive is not None
     archives.write_json(folder.permit, {"epoch": 0, "step": 0, "steps": 1})
-    archives.write_json(folder.permit_asked, {"epoch": 0, "step": 1, "steps": 7})
+    archives.write_json(folder.permit_request, {"epoch": 0, "step": 1, "steps": 7})
     assert archive.update() == Permit(0, 1, 7)
     store = ObjectStore(url)
-    assert archives.permit_of(archives.newest(store)[1]) == Permit(0, 1, 7)
-    body = {k: v for k, v in archives.newest(store)[1].items() if k != "check"}
-    store.put(f"claims/{archives.new_claim(2)}", b"{}")
+    assert archives.manifest_permit(archives.newest_manifest(store)[1]) == Permit(0, 1, 7)
+    body = {k: v for k, v in archives.newest_manifest(store)[1].items() if k != "check"}
+    store.put(f"claims/{archives.make_claim(2)}", b"{}")
     later = {**body, "files": {}, "permit": {"epoch": 1, "step": 0, "steps": 2}}
-    store.put(f"{archives.folder_of(2)}/{archives.MANIFEST}", archives.write_manifest(later))
-    number, manifest = archives.newest(store)
-    assert (number, archives.permit_of(manifest)) == (2, Permit(1, 0, 2))
+    store.put(f"{archives.claim_folder(2)}/{archives.MANIFEST}", archives.encode_manifest(later))
+    number, manifest = archives.newest_manifest(store)
+    assert (number, archives.manifest_permit(manifest)) == (2, Permit(1, 0, 2))
 
 
 def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monkeypatch) -> None:
     """The first one too, in the attempt that has leave whatever others released, and by the
     manifest that the old owner wrote last before it was replaced."""
     recipe, folder = make(tmp_path, steps=6)
-    interrupted(recipe, folder, monkeypatch, 4)  # right after the entry of step 4
+    train_and_crash(recipe, folder, monkeypatch, 4)  # right after the entry of step 4
     assert released(folder) == dict.fromkeys(range(5), 1)
     url = f"file://{tmp_path}/store"
-    archive = Archive.begin(folder, url, True)
+    archive = Archive.claim(folder, url, True)
     assert archive is not None
 
     def ask(folder: RunFolder, archive: Archive, epoch: int, step: int) -> None:
-        archives.write_json(folder.permit_asked, {"epoch": epoch, "step": step, "steps": 6})
+        archives.write_json(folder.permit_request, {"epoch": epoch, "step": step, "steps": 6})
         assert archive.update() == Permit(epoch, step, 6)
 
     ask(folder, archive, 0, 5)
-    archive.store.put(f"claims/{archives.new_claim(2)}", b"{}")  # whose owner came no further
+    archive.store.put(f"claims/{archives.make_claim(2)}", b"{}")  # whose owner came no further
     again, charged = archives.restore(url, tmp_path / "again")
     assert charged == 1 and released(again) == dict.fromkeys(range(6), 1)
 
-    owner = Archive.of(again)
+    owner = Archive.find(again)
     assert owner is not None
     ask(again, owner, 1, 4)
     put = ObjectStore.put

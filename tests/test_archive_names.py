@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.files import contents, forge_manifest
+from support.folder_contents import contents, forge_manifest
 from support.training import make, train
 from test_exporting import OUTSIDE
 
 from dpdist.cluster.object_store import ObjectStore
 from dpdist.core.errors import ClusterError, UserError
-from dpdist.core.files import check_path, check_paths
+from dpdist.core.files import check_relative_path, check_relative_paths
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
@@ -46,7 +46,7 @@ def archived(finished, tmp_path) -> ObjectStore:
 def archived_as(finished: RunFolder, tmp_path: Path) -> ObjectStore:
     folder = RunFolder(tmp_path / "mine" / "x")
     shutil.copytree(finished.path, folder.path)
-    archive = Archive.begin(folder, f"file://{tmp_path}/store", True)
+    archive = Archive.claim(folder, f"file://{tmp_path}/store", True)
     assert archive is not None
     archive.update()
     return archive.store
@@ -55,7 +55,7 @@ def archived_as(finished: RunFolder, tmp_path: Path) -> ObjectStore:
 def refused(store: ObjectStore, tmp_path: Path, match: str) -> None:
     """By all three that read an archive, and nothing is left anywhere."""
     before = contents(tmp_path)
-    for reader in (archives.restore, archives.read_copy, archives.fetch):
+    for reader in (archives.restore, archives.open_archived_copy, archives.fetch_publishable_files):
         with pytest.raises((UserError, ClusterError), match=match):
             reader(store.url, tmp_path / "inside" / "runs")
         assert contents(tmp_path) == before, reader
@@ -96,7 +96,7 @@ def test_a_files_name_cannot_lead_out(archived, tmp_path, name):
 )
 def test_a_private_file_under_another_name_is_not_fetched(archived, tmp_path, name):
     forge_manifest(archived, lambda m: m["files"].update({name: m["files"].pop("private/run.key")}))
-    target, paths = archives.fetch(archived.url, tmp_path / "fetched")
+    target, paths = archives.fetch_publishable_files(archived.url, tmp_path / "fetched")
     assert set(paths) == {"recipe.yaml", "evaluation.json"} == set(contents(target))
 
 
@@ -158,7 +158,7 @@ def test_links_in_the_target_are_not_followed(archived, tmp_path):
     victim.write_text("mine")
     (into / "x").mkdir(parents=True)
     (into / "x" / "recipe.yaml").symlink_to(victim)
-    archives.fetch(archived.url, into)
+    archives.fetch_publishable_files(archived.url, into)
     assert victim.read_text() == "mine" and not (into / "x" / "recipe.yaml").is_symlink()
 
 
@@ -169,37 +169,37 @@ def test_the_name_to_restore_under_stays_below_runs(archived, tmp_path):
 
 
 def test_with_a_key_nobody_else_can_write_a_manifest(finished, tmp_path, monkeypatch):
-    monkeypatch.setenv(archives.KEY, SECRET)
+    monkeypatch.setenv(archives.KEY_VARIABLE, SECRET)
     store = archived_as(finished, tmp_path)
     good = store.get("00000001/manifest.json")
-    archives.fetch(store.url, tmp_path / "fetched")
+    archives.fetch_publishable_files(store.url, tmp_path / "fetched")
     with monkeypatch.context() as writer:  # of the bucket, without the key
-        writer.delenv(archives.KEY)
+        writer.delenv(archives.KEY_VARIABLE)
         forge_manifest(store, lambda manifest: manifest.update(trained=False))
-        refused(store, tmp_path, f"written with a key: set {archives.KEY}")
+        refused(store, tmp_path, f"written with a key: set {archives.KEY_VARIABLE}")
     refused(store, tmp_path, "its check does not fit its content")
     with monkeypatch.context() as writer:
-        writer.delenv(archives.KEY)
+        writer.delenv(archives.KEY_VARIABLE)
         forge_manifest(store, lambda manifest: manifest.update(keyed=False))
     refused(store, tmp_path, "was written without a key")
     store.put("00000001/manifest.json", good)
     with monkeypatch.context() as other:
-        other.setenv(archives.KEY, SECRET[::-1])
+        other.setenv(archives.KEY_VARIABLE, SECRET[::-1])
         refused(store, tmp_path, "its check does not fit its content")
-        other.setenv(archives.KEY, "short")
+        other.setenv(archives.KEY_VARIABLE, "short")
         refused(store, tmp_path, "must have at least 32 characters")
     # The owner's next process reads its own manifest, and only with the key.
     mine = RunFolder(tmp_path / "mine" / "x")
-    Archive.of(mine).update()
-    monkeypatch.delenv(archives.KEY)
+    Archive.find(mine).update()
+    monkeypatch.delenv(archives.KEY_VARIABLE)
     with pytest.raises(UserError, match="written with a key"):
-        Archive.of(mine).update()
+        Archive.find(mine).update()
 
 
 def test_names_that_are_fine():
     for name in ("recipe.yaml", "certificates/sigma-0.25/certificates.parquet", "a/ä ö.png"):
-        assert check_path(name) == name
-    assert check_paths(["a/b", "a/c", "b"]) == ["a/b", "a/c", "b"]
+        assert check_relative_path(name) == name
+    assert check_relative_paths(["a/b", "a/c", "b"]) == ["a/b", "a/c", "b"]
 
 
 @pytest.mark.parametrize("command", ["fetch", "restore"])
@@ -227,16 +227,16 @@ def test_a_refused_archive_leaves_nothing(archived, tmp_path, command, how):
 
 def test_what_is_fetched_again_takes_its_places_or_none(archived, tmp_path):
     into = tmp_path / "fetched"
-    target, paths = archives.fetch(archived.url, into)
+    target, paths = archives.fetch_publishable_files(archived.url, into)
     (target / "notes").write_text("mine")
     (target / paths[0]).write_text("old")
     (target / paths[1]).unlink()
     (target / paths[1]).mkdir()
     with pytest.raises(UserError, match="is a folder, where a file belongs"):
-        archives.fetch(archived.url, into)
+        archives.fetch_publishable_files(archived.url, into)
     assert (target / paths[0]).read_text() == "old"
     (target / paths[1]).rmdir()
-    archives.fetch(archived.url, into)
+    archives.fetch_publishable_files(archived.url, into)
     assert (target / paths[0]).read_text() != "old" and (target / "notes").read_text() == "mine"
     assert [path.name for path in into.iterdir()] == ["x"]
 
@@ -248,4 +248,4 @@ def test_a_damaged_note_of_the_archive_is_told(finished, tmp_path, change):
     about = json.loads(folder.archive.read_text()) | change
     folder.archive.write_text(json.dumps(about))
     with pytest.raises(UserError, match=r"archive\.json: damaged"):
-        Archive.of(folder)
+        Archive.find(folder)

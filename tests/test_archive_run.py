@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.here import command, without_ray
-from support.processes import kill, slow_steps, start, steps_done, wait_for
+from support.local_execution import command, run_without_ray
+from support.processes import kill, slow_fsync_environment, start, steps_done, wait_for
 from support.recipes import write_recipe
 
-from dpdist.cluster.object_store import Missing, ObjectStore
+from dpdist.cluster.object_store import ObjectNotFoundError, ObjectStore
 from dpdist.privacy.ledger import Ledger
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -81,27 +81,27 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
         replaced, which S3 does not.)"""
         try:
             manifest = json.loads(ObjectStore(address).get("00000001/manifest.json"))
-        except (Missing, json.JSONDecodeError):
+        except (ObjectNotFoundError, json.JSONDecodeError):
             return False
         return any(name.startswith("private/checkpoints/") for name in manifest["files"])
 
     train = ["run", recipe(tmp_path), "--archive", address, "--archive-private"]
-    process = start(*train, cwd=tmp_path, **slow_steps(tmp_path))
+    process = start(*train, cwd=tmp_path, **slow_fsync_environment(tmp_path))
     wait_for(lambda: steps_done(run) >= 20 and kept(), process=process)
     said = kill(process)
     assert "PRIVATE state too" in said and SECRET not in said
-    released = Ledger.read(run / "private" / "ledger.jsonl").releases
+    released = Ledger.read(run / "private" / "ledger.jsonl").release_counts
     everything = b"".join(p.read_bytes() for p in run.rglob("*") if p.is_file())
     assert SECRET.encode() not in everything
     shutil.rmtree(run)
 
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     assert "holds the archive of a run already" in dpdist(*train, code=2)
     assert not run.exists()
     assert "has not finished training" in dpdist("report", address, code=2)
     said = dpdist("cluster", "restore", address)
     assert "restored" in said and "charged" in said
-    before = Ledger.read(run / "private" / "ledger.jsonl").releases
+    before = Ledger.read(run / "private" / "ledger.jsonl").release_counts
     assert all(before[step] >= count for step, count in released.items())
     assert "is up to date" in dpdist(*train)
     trained = json.loads((run / "private" / "trained.json").read_text())

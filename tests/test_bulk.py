@@ -14,13 +14,13 @@ import pytest
 from dpdist.cluster import job_folder
 from dpdist.cluster.job_folder import Journal
 from dpdist.core.errors import UserError
-from dpdist.core.files import Column
+from dpdist.core.files import ColumnSpec
 
-KIND = job_folder.Kind("certification", "certifying", frozenset({"radii"}))
+KIND = job_folder.JobKind("certification", "certifying", frozenset({"radii"}))
 SCHEMA = pa.schema(
     [pa.field("index", pa.int64(), nullable=False), pa.field("radius", pa.float64())]
 )
-COLUMNS: dict[str, Column] = {"index": (int, 0), "radius": (float, 0)}
+COLUMNS: dict[str, ColumnSpec] = {"index": (int, 0), "radius": (float, 0)}
 KEY = b"test"
 
 
@@ -30,9 +30,9 @@ def wanted(model: str = "A", **settings: Any) -> dict[str, Any]:
 
 def work(folder: Path, entry: Any = None, seed: str | None = None, **what: Any) -> list[Any]:
     """Open the folder as a job does, add one entry; what it held before."""
-    with job_folder.held(folder, KIND) as journal:
+    with job_folder.open_job_folder(folder, KIND) as journal:
         begin = {"seed": seed or "drawn", "classifier": None}
-        job_folder.pin(journal, KIND, wanted(**what), seed, lambda: begin)
+        job_folder.pin_settings(journal, KIND, wanted(**what), seed, lambda: begin)
         before = list(journal.entries)
         journal.append(entry)
         return before
@@ -55,9 +55,9 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         work(tmp_path, n=11)
     with pytest.raises(UserError, match="seed was 'drawn', now 'mine'"):
         work(tmp_path, seed="mine")
-    with job_folder.held(tmp_path, KIND) as journal, pytest.raises(UserError) as refused:
-        secret = replace(KIND, secret=True)
-        job_folder.pin(journal, secret, wanted(), "mine", lambda: {})
+    with job_folder.open_job_folder(tmp_path, KIND) as journal, pytest.raises(UserError) as refused:
+        secret = replace(KIND, is_seed_secret=True)
+        job_folder.pin_settings(journal, secret, wanted(), "mine", lambda: {})
     assert "the seed is another" in str(refused.value) and "drawn" not in str(refused.value)
     assert work(tmp_path) == [1]
 
@@ -107,9 +107,9 @@ def test_what_fails_before_it_began_leaves_nothing(tmp_path: Path) -> None:
 
     with (
         pytest.raises(UserError, match="cannot be certified"),
-        job_folder.held(tmp_path / "new", KIND) as journal,
+        job_folder.open_job_folder(tmp_path / "new", KIND) as journal,
     ):
-        job_folder.pin(journal, KIND, wanted(), None, fail)
+        job_folder.pin_settings(journal, KIND, wanted(), None, fail)
     assert not (tmp_path / "new").exists()
 
 
@@ -136,7 +136,7 @@ def test_a_table_is_read_beside_its_own_settings_only(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not of the settings in settings\.json beside it"):
         read(ours)
     (tmp_path / "a" / job_folder.SETTINGS).unlink()
-    assert job_folder.about_table(read(ours), KEY)["model"] == "A"  # it says itself
+    assert job_folder.read_job_record(read(ours), KEY)["model"] == "A"  # it says itself
     assert read(theirs).num_rows == 1
 
 

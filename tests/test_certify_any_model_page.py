@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.here import call
+from support.local_execution import call
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 

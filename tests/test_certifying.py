@@ -117,18 +117,20 @@ def test_runs_releases_paths_and_names(tmp_path: Path, here: None) -> None:
         TestData("digits"), folder, certify={"sigma": 0.2, "n": 200, "n0": 20},
     )  # fmt: skip
     dpdist.write_release(folder, not_private=True)
-    release = dpdist.load(folder.release, trusted_factory="support.foreign:net")
+    release = dpdist.load(folder.release_folder, trusted_factory="support.foreign:net")
     few = dpdist.Cohen(sigma=0.2, n=200, n0=20, seed="a", max_inputs=3)
-    model = folder.model
+    model = folder.model_folder
     tables = [
         dpdist.certify(folder, None, few),
         dpdist.certify(folder.path, "digits", few),
         dpdist.certify(release, None, few),
-        dpdist.certify(folder.release, None, few, trusted_factory="support.foreign:net"),
+        dpdist.certify(folder.release_folder, None, few, trusted_factory="support.foreign:net"),
         dpdist.certify(model, "digits", few, trusted_factory="support.foreign:net"),
     ]
     assert all(table.to_arrow().equals(tables[0].to_arrow()) for table in tables[1:])
-    own = dpdist.certify(folder, data.load(data.Source("digits", 10), "test").first(4), here=True)
+    own = dpdist.certify(
+        folder, data.load(data.DataSource("digits", 10), "test").first(4), here=True
+    )
     assert (own.sigma, own.n, len(own.index)) == (0.2, 200, 4)
     assert len(dpdist.certify("linear", "digits", few, here=True).index) == 3
 
@@ -198,9 +200,9 @@ def test_settings_and_resources_are_checked() -> None:
 
 
 def test_the_call_of_the_version_before_works_and_warns(here: None, tmp_path: Path) -> None:
-    models.save(models.build(models.ModelSpec("linear", (1, 8, 8), 10)), models.ModelSpec(
+    models.save(models.build_model(models.ModelSpec("linear", (1, 8, 8), 10)), models.ModelSpec(
         "linear", (1, 8, 8), 10), tmp_path / "model")  # fmt: skip
-    inputs = data.load(data.Source("digits", 10), "test")
+    inputs = data.load(data.DataSource("digits", 10), "test")
     with pytest.warns(DeprecationWarning, match=r"certify\(what, data, settings, folder="):
         old = dpdist.certify(tmp_path / "model", inputs, SETTINGS, tmp_path / "out", actors=1)
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dpdist.cli import audit, main
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import load, read_changes, resolve
+from dpdist.runs.recipe import load_recipe, parse_changes, resolve_recipe
 
 pytestmark = pytest.mark.whole
 
@@ -33,7 +33,7 @@ def path(tmp_path, monkeypatch) -> Path:
 
 
 def changed(path: Path, *given: str) -> dict:
-    return resolve(path, changes=read_changes(given)).model_dump(mode="json")
+    return resolve_recipe(path, changes=parse_changes(given)).model_dump(mode="json")
 
 
 def test_a_value_is_written_as_in_a_recipe(path):
@@ -48,11 +48,13 @@ def test_a_value_is_written_as_in_a_recipe(path):
     assert found["model"] == {**found["model"], "name": "linear", "options": {"width": 4}}
     assert found["data"]["labels"] == [3, 5] and found["certify"] is None
     assert found["resources"]["archive"] == "s3://bucket/a=b"
-    assert changed(path) == load(path).model_dump(mode="json")
+    assert changed(path) == load_recipe(path).model_dump(mode="json")
 
 
 def test_what_the_command_line_says_elsewhere_holds(path):
-    found = resolve(path, changes={"name": "one", "resources.workers": 3}, name="other", workers=2)
+    found = resolve_recipe(
+        path, changes={"name": "one", "resources.workers": 3}, name="other", workers=2
+    )
     assert (found.name, found.resources.workers) == ("other", 2)
 
 
@@ -93,15 +95,17 @@ def test_every_command_that_takes_a_recipe_takes_it(path, command):
 
 def test_a_run_s_recipe_is_the_changed_one(path):
     folder = RunFolder(path.parent / "runs" / "small")
-    folder.begin(resolve(path, changes=read_changes(["training.steps=7"])))
+    folder.begin(resolve_recipe(path, changes=parse_changes(["training.steps=7"])))
     assert folder.read_recipe().training.steps == 7
     with pytest.raises(UserError, match=r"different recipe \(training.steps differ\)"):
-        folder.begin(load(path))
+        folder.begin(load_recipe(path))
 
 
 def test_an_audit_tells_its_options_from_keys_of_the_recipe(path):
-    recipe, folder = audit._named(str(path), path.parent / "runs", None, ["training.steps=9"])
+    recipe, folder = audit._open_run_or_recipe(
+        str(path), path.parent / "runs", None, ["training.steps=9"]
+    )
     assert folder is None and recipe.training.steps == 9
-    RunFolder(path.parent / "runs" / "done").begin(load(path))
+    RunFolder(path.parent / "runs" / "done").begin(load_recipe(path))
     with pytest.raises(UserError, match="done is a run, whose recipe is fixed"):
-        audit._named("done", path.parent / "runs", None, ["training.steps=9"])
+        audit._open_run_or_recipe("done", path.parent / "runs", None, ["training.steps=9"])

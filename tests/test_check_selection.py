@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import cases, selection, sources
+from support import hypothesis_settings, selection, sources
 
 TESTS = Path(__file__).resolve().parent
-FILES = [path for path in TESTS.rglob("test_*.py") if not path.name.endswith(cases.ON_DEVICE)]
+FILES = [
+    path
+    for path in TESTS.rglob("test_*.py")
+    if not path.name.endswith(hypothesis_settings.DEVICE_TEST_SUFFIX)
+]
 FILE = """import pytest
 
 pytestmark = [pytest.mark.timeout(9), pytest.mark.{mark}]

@@ -137,12 +137,12 @@ def test_the_readme_is_true(dpdist, tmp_path):
     """Its recipe is valid, its commands exist, its links lead somewhere."""
     import re
 
-    from dpdist.runs.recipe import load
+    from dpdist.runs.recipe import load_recipe
 
     root = Path(__file__).resolve().parent.parent
     page = (root / "README.md").read_text()
     (tmp_path / "my.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S).group(1))
-    assert load(tmp_path / "my.yaml").name == "my"
+    assert load_recipe(tmp_path / "my.yaml").name == "my"
     commands = set(re.findall(r"^dpdist (\w+)", page, re.M))
     assert len(commands) >= 5
     for command in commands:
@@ -152,12 +152,12 @@ def test_the_readme_is_true(dpdist, tmp_path):
 
 
 def test_every_shipped_recipe_is_valid():
-    from dpdist.runs.recipe import RECIPES, load
+    from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe
 
-    paths = sorted(RECIPES.glob("*.yaml"))
+    paths = sorted(RECIPES_FOLDER.glob("*.yaml"))
     assert len(paths) >= 2
     for path in paths:
-        assert load(path).name == path.stem
+        assert load_recipe(path).name == path.stem
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(dpdist, tmp_path):
@@ -202,7 +202,7 @@ def test_bad_recipes(dpdist, tmp_path, sections, message):
 
 
 def test_paths_of_a_recipe_do_not_depend_on_the_directory(tmp_path, monkeypatch):
-    from dpdist.runs.recipe import resolve
+    from dpdist.runs.recipe import resolve_recipe
 
     path = recipe(
         tmp_path,
@@ -210,7 +210,7 @@ def test_paths_of_a_recipe_do_not_depend_on_the_directory(tmp_path, monkeypatch)
         privacy={"budget": "~/budget"},
     )
     monkeypatch.chdir(tmp_path)
-    found = resolve(path)
+    found = resolve_recipe(path)
     assert found.data.root == tmp_path / "data"
     assert found.privacy.budget == Path.home() / "budget"
 
@@ -260,10 +260,10 @@ def test_wrong_columns_and_labels(dpdist, tmp_path):
 def make_run(tmp_path: Path) -> Path:
     """A run folder that was begun and never trained."""
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import load
+    from dpdist.runs.recipe import load_recipe
 
     folder = RunFolder(tmp_path / "runs" / "small")
-    folder.begin(load(recipe(tmp_path)))
+    folder.create_or_open(load_recipe(recipe(tmp_path)))
     return folder.path
 
 
@@ -283,14 +283,14 @@ def test_a_run_of_a_newer_version(dpdist, tmp_path):
 
 def test_files_that_cannot_be_used(dpdist, tmp_path):
     """A file where the run folder should be; a damaged ledger; a ledger that is gone."""
-    from dpdist.runs.recipe import load, make_plan
+    from dpdist.runs.recipe import load_recipe, make_plan
 
     (tmp_path / "runs").write_text("")
     line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
     assert "runs: File exists" in line or "runs/small: Not a directory" in line
     (tmp_path / "runs").unlink()
     folder = make_run(tmp_path)
-    plan = make_plan(load(folder / "recipe.yaml"), 1439, "here")
+    plan = make_plan(load_recipe(folder / "recipe.yaml"), 1439, "here")
     (folder / "private" / "plan.json").write_text(json.dumps(plan.to_dict()))
     trained = {
         "seconds": 1, "fallback_layers": [], "steps": -1, "model": "",
@@ -355,6 +355,6 @@ def test_an_interruption_outside_a_session_is_said_too(dpdist, tmp_path, monkeyp
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dpdist.runs.recipe.resolve", interrupted)
+    monkeypatch.setattr("dpdist.runs.recipe.resolve_recipe", interrupted)
     done = dpdist("run", recipe(tmp_path), "--dry-run")
     assert (done.returncode, done.stderr) == (130, "dpdist: interrupted\n")

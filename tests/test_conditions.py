@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 
 import dpdist.config
 import dpdist.methods
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Section, conditions_of, unused
+from dpdist.core.fields import Section, collect_conditions, iter_unused_options
 from dpdist.methods.base import Method
 from dpdist.methods.registry import METHODS
-from dpdist.runs.recipe import RECIPES, load, parse, refuse_unused
+from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe, parse_recipe, refuse_unused
 
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
 OPEN = {"noise_multiplier": 0.0, "delta": 1e-4, "clipping": "none"}
@@ -175,7 +175,7 @@ def recipe_of(sections: dict[str, Any]) -> Any:
             raw |= {"privacy": OPEN, "model": {"name": "dpal-cnn", "mean": [0.5], "std": [0.5]}}
         if sections["method"].get("paper_faithful"):
             raw |= {"privacy": PRIVATE}
-    return parse(raw | sections, "r.yaml")
+    return parse_recipe(raw | sections, "r.yaml")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -206,7 +206,7 @@ def sections() -> list[type[Section]]:
 def test_every_condition_has_a_case():
     """And names options that there are."""
     keys = {case.partition(" of ")[0].rpartition(".")[2] for case in CASES}
-    stated = [condition for kind in sections() for condition in conditions_of(kind)]
+    stated = [condition for kind in sections() for condition in collect_conditions(kind)]
     stated += [need for method in METHODS for need in method.needs]
     assert len(stated) > 20
     for condition in stated:
@@ -215,16 +215,16 @@ def test_every_condition_has_a_case():
     assert "conditions" not in Method.model_fields
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RECIPES_FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_that_come_along_say_nothing_in_vain(path):
-    refuse_unused(load(path), str(path))
+    refuse_unused(load_recipe(path), str(path))
 
 
 def test_a_recipe_written_with_all_defaults_is_accepted():
     for sections in ({}, {"method": "functional"}, hidden(sigma=0.5), {"privacy": OPEN}):
         whole = recipe_of(sections)
-        refuse_unused(parse(yaml.safe_load(whole.to_yaml()), "again"), "again")
-        assert list(unused(whole)) == []
+        refuse_unused(parse_recipe(yaml.safe_load(whole.to_yaml()), "again"), "again")
+        assert list(iter_unused_options(whole)) == []
 
 
 RAW = {
@@ -244,7 +244,7 @@ RAW = {
 )  # fmt: skip
 def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatch, capsys):
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, *arguments)
     assert done.code == 2, done.out + done.err
     assert "r.yaml: training.factor: only applies with schedule: step, got 0.5" in done.err
@@ -257,14 +257,14 @@ def test_a_run_that_was_begun_so_goes_on(tmp_path, monkeypatch, capsys):
     from dpdist.runs.folder import RunFolder
 
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
-    RunFolder(tmp_path / "runs" / "small").begin(parse(RAW, "r.yaml"))
-    without_ray(monkeypatch)
+    RunFolder(tmp_path / "runs" / "small").begin(parse_recipe(RAW, "r.yaml"))
+    run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, "train", "r.yaml")
     assert done.code == 0, done.out + done.err
 
 
 def test_the_names_of_built_in_data_are_right():
     from dpdist import data
-    from dpdist.config.data import BUILT_IN
+    from dpdist.config.data import BUILT_IN_DATASETS
 
-    assert set(BUILT_IN) == set(data.BUILT_IN)
+    assert set(BUILT_IN_DATASETS) == set(data.BUILT_IN)

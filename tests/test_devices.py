@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import cases
+from support import hypothesis_settings
 
 pytestmark = pytest.mark.whole
 
@@ -20,10 +20,12 @@ HERE = Path(__file__).parent
 
 
 def test_all_that_runs_on_a_device() -> None:
-    files = sorted(str(path) for path in HERE.rglob(f"test_*{cases.ON_DEVICE}"))
+    files = sorted(
+        str(path) for path in HERE.rglob(f"test_*{hypothesis_settings.DEVICE_TEST_SUFFIX}")
+    )
     assert len(files) >= 2
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    chosen = [] if os.environ.get(cases.ALL) else ["-m", "not long"]
+    chosen = [] if os.environ.get(hypothesis_settings.RUN_LONG_TESTS) else ["-m", "not long"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *files],
         cwd=HERE.parent, env=environment, capture_output=True, text=True,

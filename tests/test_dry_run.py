@@ -11,17 +11,17 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import ParameterDraws
+from dpdist.gradients.perturbations import ParameterPerturbation
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
-from dpdist.training.collectives import Sharded, Whole
+from dpdist.runs.recipe import Recipe, parse_recipe
+from dpdist.training.collectives import ReplicatedUpdate, ShardedUpdate
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import _besides
-from dpdist.training.records import source_of, training_data
+from dpdist.training.model_setup import _extra_bytes
+from dpdist.training.records import data_source, records_with_canaries
 from dpdist.tuning import search as preparing
 from dpdist.tuning.manifest import read_trials
-from dpdist.tuning.trial import begin_trial
+from dpdist.tuning.trial import prepare_trial
 
 pytestmark = pytest.mark.whole
 
@@ -62,20 +62,23 @@ def executed(recipe: Recipe, runs) -> tuple[PrivacyPlan, int, str]:
         job = prepare(recipe, folder, "r.yaml")
         stated = str(folder.read_plan().guarantee())
     else:
-        search = preparing.prepare(recipe, folder, "r.yaml")
+        search = preparing.prepare_search(recipe, folder, "r.yaml")
         trial = read_trials(search.folder)[0]
-        settings = {"values": trial.values, "noise_multiplier": search.noise_of(trial.values)}
-        write_json(search.folder.settings(0), settings)
-        job = begin_trial(search.folder, recipe, trial)
+        settings = {
+            "values": trial.values,
+            "noise_multiplier": search.trial_noise_multiplier(trial.values),
+        }
+        write_json(search.folder.settings_file(0), settings)
+        job = prepare_trial(search.folder, recipe, trial)
         stated = str(search.cost.guarantee)
-    records = len(training_data(job.recipe, source_of(job.recipe)))
+    records = len(records_with_canaries(job.recipe, data_source(job.recipe)))
     return job.folder.read_plan(), records, stated
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_printed_is_what_runs(case, tmp_path):
-    recipe = parse(BASE | CASES[case], "r.yaml")
-    rows = dict(pipeline.dry_run(recipe, runs=tmp_path, where="r.yaml"))
+    recipe = parse_recipe(BASE | CASES[case], "r.yaml")
+    rows = dict(pipeline.dry_run(recipe, runs=tmp_path, context="r.yaml"))
     assert list(tmp_path.iterdir()) == []
     plan, records, stated = executed(recipe, tmp_path)
     step = plan.step(0)
@@ -85,25 +88,25 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
     assert rows["sampling rate"].startswith(f"{step.sample_rate:.4g} ")
     assert rows["guarantee"] == stated
     # and of a run that was begun, its own
-    assert dict(pipeline.dry_run(recipe, runs=tmp_path, where="r.yaml"))["guarantee"] == stated
+    assert dict(pipeline.dry_run(recipe, runs=tmp_path, context="r.yaml"))["guarantee"] == stated
 
 
 @pytest.mark.parametrize(("before", "now"), [("plain", "hold_out"), ("search", "plain"),
                                              ("plain", "search")])  # fmt: skip
 def test_a_name_that_is_taken_hides_no_plan(before, now, tmp_path):
     """A dry run prints a changed recipe's plan although a run has its name."""
-    first, second = (parse(BASE | CASES[case], "r.yaml") for case in (before, now))
+    first, second = (parse_recipe(BASE | CASES[case], "r.yaml") for case in (before, now))
     executed(first, tmp_path / "runs")
     files = sorted((tmp_path / "runs").rglob("*"))
-    rows = pipeline.dry_run(second, runs=tmp_path / "runs", where="r.yaml")
+    rows = pipeline.dry_run(second, runs=tmp_path / "runs", context="r.yaml")
     (name, why), *plan = rows
     assert name == "not under this name" and str(tmp_path / "runs/r") in why
-    alone = pipeline.dry_run(second, runs=tmp_path / "none", where="r.yaml")
+    alone = pipeline.dry_run(second, runs=tmp_path / "none", context="r.yaml")
     measured = "training time"
     assert [row for row in plan if row[0] != measured] == [r for r in alone if r[0] != measured]
     assert sorted((tmp_path / "runs").rglob("*")) == files
     with pytest.raises(UserError):
-        pipeline.run(second, runs=tmp_path / "runs", where="r.yaml")
+        pipeline.run(second, runs=tmp_path / "runs", context="r.yaml")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_a_name_that_is_taken_hides_no_plan(before, now, tmp_path):
     ],
 )  # fmt: skip
 def test_what_a_run_refuses_a_dry_run_refuses_as_well(sections, message, tmp_path):
-    recipe = parse(BASE | sections, "r.yaml")
+    recipe = parse_recipe(BASE | sections, "r.yaml")
     said = []
     for attempt in (pipeline.dry_run, pipeline.run):
         with pytest.raises(UserError) as error:
@@ -132,8 +135,14 @@ def test_what_a_run_refuses_a_dry_run_refuses_as_well(sections, message, tmp_pat
 
 def test_memory_is_that_of_parameters_optimizer_and_sums():
     """4 bytes a parameter and slot, 8 for each row of sums; shared, a part of the slots."""
-    assert Whole().memory(1000, 2, 1, 2) == 20_000 and Whole().memory(1000, 0, 8, 1) == 68_000
-    assert Sharded().memory(1000, 2, 1, 2) == 16_000 and Sharded().memory(1000, 2, 8, 4) == 70_000
+    assert (
+        ReplicatedUpdate().memory_bytes(1000, 2, 1, 2) == 20_000
+        and ReplicatedUpdate().memory_bytes(1000, 0, 8, 1) == 68_000
+    )
+    assert (
+        ShardedUpdate().memory_bytes(1000, 2, 1, 2) == 16_000
+        and ShardedUpdate().memory_bytes(1000, 2, 8, 4) == 70_000
+    )
 
 
 def test_memory_counts_what_is_frozen_perturbed_and_copied_for_the_self_check():
@@ -142,11 +151,11 @@ def test_memory_counts_what_is_frozen_perturbed_and_copied_for_the_self_check():
     frozen, copy, largest = 4 * 77, 8 * (77 + 24 + 8), 8 * 21
     for draws, isolate, more in (
         (None, False, copy + largest),
-        (ParameterDraws(2, 0.1), False, copy + largest + 4 * 32),
+        (ParameterPerturbation(2, 0.1), False, copy + largest + 4 * 32),
         (None, True, 0),
     ):
         engine = GradientEngine(
             model, lambda outputs, targets: torch.zeros(len(outputs)), clipping=FlatClipping(1.0),
-            draws=draws, isolate=isolate,
+            perturbation=draws, isolate=isolate,
         )  # fmt: skip
-        assert _besides(engine) == frozen + more
+        assert _extra_bytes(engine) == frozen + more

@@ -15,19 +15,19 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.extending import TOY
-from support.here import command, without_ray
+from support.extension_examples import TOY
+from support.local_execution import command, run_without_ray
 from support.processes import (
     LOOPBACK,
     descendants,
     finish,
     kill,
-    listened_on,
+    listening_addresses,
     parameters,
-    slow_steps,
+    running_processes,
+    slow_fsync_environment,
     start,
     steps_done,
-    still_there,
     training_workers,
     wait_for,
 )
@@ -58,7 +58,7 @@ def dpdist(monkeypatch, capsys):
 
     def run(*arguments: object, cwd: Path) -> str:
         with monkeypatch.context() as patch:
-            without_ray(patch)
+            run_without_ray(patch)
             done = command(patch, capsys, cwd, *arguments)
         assert done.code == 0, done.out + done.err
         return done.out
@@ -77,7 +77,7 @@ def test_run_report_release_and_ports(tmp_path, dpdist):
     ports: set[str] = set()
     while process.poll() is None:
         if training_workers(process.pid):
-            ports |= listened_on(process.pid)
+            ports |= listening_addresses(process.pid)
         time.sleep(0.5)
     out, err = finish(process)
     assert ports and ports <= LOOPBACK
@@ -141,7 +141,8 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
 
     asked = recipe(tmp_path / "b", **FAULTY)
     run = tmp_path / "b" / "runs" / "small"
-    slowly = slow_steps(tmp_path)  # the rest of the run is a second's work and must not be done
+    # the rest of the run is a second's work and must not be done
+    slowly = slow_fsync_environment(tmp_path)
     process = start("train", asked, cwd=tmp_path / "b", **slowly)
     wait_for(lambda: steps_done(run) >= 60, process=process)
     os.kill(training_workers(process.pid)[0], signal.SIGKILL)
@@ -160,7 +161,7 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     assert "interrupted; the same command continues" in err and "Traceback" not in err
-    wait_for(lambda: not still_there(left))
+    wait_for(lambda: not running_processes(left))
     assert not (run / "private" / "trained.json").exists()
 
     out = dpdist("train", asked, cwd=tmp_path / "b")
@@ -168,7 +169,7 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     assert torch.equal(parameters(run), parameters(undisturbed))
     ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
     assert ours.releases == theirs.releases == dict.fromkeys(range(STEPS), 1)
-    assert ours.superseded == 0
+    assert ours.num_superseded == 0
 
 
 @pytest.mark.long
@@ -186,7 +187,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     assert process.returncode == 130, err
     assert "interrupted; the same command continues" in err
     assert "Traceback" not in err and "received" not in err
-    wait_for(lambda: not still_there(left))
+    wait_for(lambda: not running_processes(left))
     process = start("certify", "small", cwd=tmp_path)
     wait_for(lambda: [p for p in place.rglob("journal.jsonl") if p.stat().st_size], process=process)
     assert [pid for pid, title in descendants(process.pid).items() if "Agent" in title]

@@ -9,11 +9,11 @@ import io
 import tarfile
 
 import pytest
-from support.files import contents
+from support.folder_contents import contents
 
 from dpdist.core.errors import UserError
-from dpdist.release.bundle import RELEASED
-from dpdist.runs.archive import PUBLISHABLE, export_text, unpack_text
+from dpdist.release.bundle import REQUIRED_FILES
+from dpdist.runs.archive import PUBLISHABLE, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
 
 PUBLIC = {
@@ -21,7 +21,7 @@ PUBLIC = {
     "evaluation.json": b"{}",
     "report/index.html": b"<html>" + bytes(range(256)) * 100,
     "certificates/a/certificates.parquet": b"PAR1",
-    **{f"release/{name}": b"w" for name in sorted(RELEASED)},
+    **{f"release/{name}": b"w" for name in sorted(REQUIRED_FILES)},
 }
 PRIVATE = {
     "run.json": b'{"format": 1, "dpdist": "0"}',
@@ -54,7 +54,7 @@ def run(tmp_path) -> RunFolder:
 
 def test_publishable_files_come_home_and_private_ones_stay(run, tmp_path):
     log = f"chatter before\n{export_text(run)}\nchatter after\n"
-    written = unpack_text(log, tmp_path / "home")
+    written = unpack_export(log, tmp_path / "home")
     assert contents(tmp_path / "home") == PUBLIC
     assert len(written) == len(PUBLIC)
     assert "private" not in PUBLISHABLE and "run.json" not in PUBLISHABLE
@@ -80,7 +80,7 @@ def test_a_damaged_log_gives_nothing(run, tmp_path, damage):
     else:
         log = "nothing here"
     with pytest.raises(UserError, match="export"):
-        unpack_text(log, tmp_path / "home")
+        unpack_export(log, tmp_path / "home")
     assert not (tmp_path / "home").exists()
 
 
@@ -114,24 +114,24 @@ def as_log(raw: bytes) -> str:
 )  # fmt: skip
 def test_a_file_that_has_no_business_there_is_refused(names, tmp_path):
     with pytest.raises(UserError, match="export that cannot be used"):
-        unpack_text(crafted(*names), tmp_path / "home")
+        unpack_export(crafted(*names), tmp_path / "home")
     assert not (tmp_path / "home").exists() and not (tmp_path / "evil").exists()
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
 def test_an_export_holds_files_only(kind, tmp_path):
     with pytest.raises(UserError, match="may not leave"):
-        unpack_text(crafted("report/page", kind=kind, size=0), tmp_path / "home")
+        unpack_export(crafted("report/page", kind=kind, size=0), tmp_path / "home")
 
 
 def test_an_export_that_unpacks_to_very_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpdist.runs.archive.MAX_BYTES", 10_000)
+    monkeypatch.setattr("dpdist.runs.archive.MAX_EXPORT_BYTES", 10_000)
     log = crafted("report/index.html", size=10**6)
     with pytest.raises(UserError, match="larger than"):
-        unpack_text(log, tmp_path / "home")
+        unpack_export(log, tmp_path / "home")
     for raw in (b"", b"no gzip", gzip.compress(b"no tar")):
         with pytest.raises(UserError, match="cannot be used"):
-            unpack_text(as_log(raw), tmp_path / "home")
+            unpack_export(as_log(raw), tmp_path / "home")
 
 
 def test_a_link_in_the_target_is_not_followed(run, tmp_path):
@@ -139,19 +139,19 @@ def test_a_link_in_the_target_is_not_followed(run, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "home" / "report").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a link"):
-        unpack_text(export_text(run), tmp_path / "home")
+        unpack_export(export_text(run), tmp_path / "home")
     assert not list((tmp_path / "elsewhere").iterdir())
     (tmp_path / "home" / "report").unlink()
     (tmp_path / "elsewhere" / "victim").write_text("mine")
     (tmp_path / "home" / "recipe.yaml").symlink_to(tmp_path / "elsewhere" / "victim")
-    unpack_text(export_text(run), tmp_path / "home")
+    unpack_export(export_text(run), tmp_path / "home")
     assert (tmp_path / "elsewhere" / "victim").read_text() == "mine"
     assert contents(tmp_path / "home") == PUBLIC
 
 
 def test_weights_do_not_leave_without_their_card(run, tmp_path):
     (run.release / "privacy_card.json").unlink()
-    unpack_text(export_text(run), tmp_path / "home")
+    unpack_export(export_text(run), tmp_path / "home")
     assert not (tmp_path / "home" / "release").exists()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.extending import EXAMPLES
-from support.here import command, without_ray
+from support.extension_examples import EXAMPLES
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 from support.training import make, train
 
@@ -20,7 +20,7 @@ from dpdist.certification import registry, table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.job import certify
 from dpdist.core import fields
-from dpdist.training.records import source_of
+from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.whole
 
@@ -54,7 +54,7 @@ def test_a_method_and_a_model(beside, monkeypatch, capsys):
         "certify": {"sigma": 0.25, "n": 50, "n0": 10, "max_inputs": 4},
     }
     write_recipe(beside, recipe, "own.yaml")
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, beside, "run", "own.yaml")
     assert done.code == 0, done.out + done.err
     plan = json.loads((beside / "runs/own/private/plan.json").read_text())
@@ -67,8 +67,8 @@ def test_a_certificate(beside, monkeypatch):
 
     recipe, folder = make(beside / "runs", "x", model="linear")
     train(recipe, folder)
-    without_ray(monkeypatch)
-    test = data.load(source_of(recipe), "test")
+    run_without_ray(monkeypatch)
+    test = data.load(data_source(recipe), "test")
     tables = {}
     monkeypatch.setitem(registry.BY_MODE, "hoeffding", Hoeffding)
     for kind in (Hoeffding, Cohen):
@@ -84,20 +84,21 @@ def test_a_certificate(beside, monkeypatch):
 def test_an_attack(beside, monkeypatch, capsys):
     recipe, folder = make(beside / "runs", "x", model="linear", training__steps=30)
     train(recipe, folder)
-    monkeypatch.setitem(gradient_attacks.FROM_THE_CENTRE, "settling", None)  # gone again afterwards
+    # gone again afterwards
+    monkeypatch.setitem(gradient_attacks.ATTACKS_FROM_CENTRE, "settling", None)
     import settling  # noqa: F401
 
     every = (*fields.ATTACKS, "settling")
     for module in (fields, gradient_attacks, sys.modules["dpdist.attacks.settings"]):
         monkeypatch.setattr(module, "ATTACKS", every)
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     asked = ("--attacks", "settling", "--sizes", "0.1", "--max-inputs", "20", "--steps", "4")
     done = command(monkeypatch, capsys, beside, "attack", "x", *asked)
     assert done.code == 0, done.out + done.err
     assert "settling" in done.out
     centre = torch.full((2, 1, 8, 8), 0.5)
     ball = Ball(centre, torch.full((2,), 0.1, dtype=torch.float64), "l2")
-    moved = gradient_attacks.FROM_THE_CENTRE["settling"](
+    moved = gradient_attacks.ATTACKS_FROM_CENTRE["settling"](
         lambda point, step: torch.ones(2, 1, 8, 8), ball, 3
     )
     assert torch.allclose((moved - centre).flatten(1).norm(dim=1), ball.size.float(), rtol=0.2)

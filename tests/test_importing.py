@@ -15,20 +15,20 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from support import foreign
-from support.here import call
+from support.local_execution import call
 
 import dpdist
 from dpdist import data, models
 from dpdist.certification import table as tables
 from dpdist.core.errors import UserError
-from dpdist.core.optional_imports import torchvision
+from dpdist.core.optional_imports import import_torchvision
 from dpdist.data.test_inputs import find_test_inputs, resized
 from dpdist.importing import ForeignModel, TestData, import_model
 from dpdist.models.builder import takes_shape
 from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
-from dpdist.reports.compare import privacy_grid
-from dpdist.runs.folder import OtherRun, RunFolder
+from dpdist.reports.compare import privacy_rows
+from dpdist.runs.folder import DifferentRecipeError, RunFolder
 
 pytestmark = pytest.mark.guarantee
 
@@ -56,7 +56,7 @@ def refused(*arguments: object) -> str:
 
 
 def digits() -> data.Dataset:
-    return data.load(data.Source("digits", 10), "test")
+    return data.load(data.DataSource("digits", 10), "test")
 
 
 # --- what is executed -------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_the_run_answers_as_the_network_that_was_trained(weights: Path, tmp_path
     folder = RunFolder(tmp_path / "mine")
     given = ForeignModel(FACTORY, weights, mean=(0.3,), std=(0.4,))
     recipe = import_model(given, TestData("digits"), folder)
-    loaded = models.load(folder.model, trusted_factory=recipe.model.name)
+    loaded = models.load(folder.model_folder, trusted_factory=recipe.model.name)
     x = digits().batch(slice(0, 50))
     with torch.inference_mode():
         wanted = foreign.trained()((x - 0.3) / 0.4)
@@ -130,7 +130,7 @@ def test_classes_and_options_reach_the_factory(tmp_path: Path) -> None:
 
 
 def test_a_torchvision_name_is_mended_and_loads_its_own_weights(tmp_path: Path) -> None:
-    made = torchvision("models").get_model("resnet18", weights=None, num_classes=3)
+    made = import_torchvision("models").get_model("resnet18", weights=None, num_classes=3)
     made.train()(torch.rand(4, 3, 32, 32))  # statistics that are not the first ones
     torch.save(made.state_dict(), tmp_path / "net.pt")
     write_pictures(tmp_path / "pictures", ("a", "b", "c"), (32, 32))
@@ -139,7 +139,7 @@ def test_a_torchvision_name_is_mended_and_loads_its_own_weights(tmp_path: Path) 
     recipe = import_model(given, TestData(str(tmp_path / "pictures")), folder)
     x = torch.rand(2, 3, 32, 32)
     with torch.inference_mode():
-        ours = models.load(folder.model, trusted_factory=recipe.model.name)(x)
+        ours = models.load(folder.model_folder, trusted_factory=recipe.model.name)(x)
         assert torch.allclose(ours, made.eval()(x), atol=1e-5)
     assert recipe.data.class_names == ["a", "b", "c"]
 
@@ -205,7 +205,7 @@ def write_pictures(folder: Path, classes: tuple[str, ...], *sizes: tuple[int, in
 @pytest.mark.parametrize("size", [(40, 56), (56, 41), (32, 32), (17, 90)])
 def test_resize_and_crop_are_torchvisions(size: tuple[int, int]) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (3, *size), dtype=np.uint8)
-    transforms = torchvision("transforms")
+    transforms = import_torchvision("transforms")
     wanted = transforms.Compose([transforms.Resize(36), transforms.CenterCrop((32, 30))])
     picture = Image.fromarray(np.moveaxis(pixels, 0, -1))
     found = resized(pixels, 3, 36, (32, 30))
@@ -221,7 +221,7 @@ def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> Non
     assert found.resized == "shorter side resized to 30 (bilinear), centre crop 24 x 24"
     assert (found.names, found.classes, found.inputs) == (("ant", "cat"), 2, 4)
     columns = data.Columns(found.image or "", found.label)
-    source = data.Source(found.name, 2, found.root, test=found.split, columns=columns)
+    source = data.DataSource(found.name, 2, found.root, test=found.split, columns=columns)
     read = data.load(source, "test")
     assert read.input_shape == (3, 24, 24) and read.labels.tolist() == [0, 0, 1, 1]
     with pytest.raises(UserError, match="--resize: must be at least 24"):
@@ -267,17 +267,17 @@ def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -
     good("release", "mine", "--runs", runs, "--not-private")
     folder = RunFolder(runs / "mine")
     facts = dpdist.read_facts(folder)
-    assert facts.privacy_line == NOT_TRAINED_HERE == "not trained by dpdist: no epsilon"
-    card = facts.card()
+    assert facts.privacy_statement == NOT_TRAINED_HERE == "not trained by dpdist: no epsilon"
+    card = facts.privacy_card()
     assert card["private"] is False and card["mechanism"] == [NOT_TRAINED_HERE]
     assert (card["records"], card["assumptions"]) == (None, [])
-    page = folder.report.read_text()
+    page = folder.report_file.read_text()
     pages = [
         page,
-        (folder.release / "README.md").read_text(),
-        (folder.release / "privacy_card.md").read_text(),
-        str(privacy_grid([facts])),
-        good("verify", folder.release, "--trust-factory", FACTORY),
+        (folder.release_folder / "README.md").read_text(),
+        (folder.release_folder / "privacy_card.md").read_text(),
+        str(privacy_rows([facts])),
+        good("verify", folder.release_folder, "--trust-factory", FACTORY),
         json.dumps(dict(facts.summary())),
     ]
     for text in pages:
@@ -287,7 +287,7 @@ def test_every_statement_says_that_there_is_no_epsilon(here: None, runs: Path) -
             assert false not in text, false
     assert "Trained on" not in page and "dpdist import mine --model" in page
     assert "differential-privacy" not in pages[1].partition("# mine")[0]
-    release = dpdist.load(folder.release, trusted_factory=FACTORY)
+    release = dpdist.load(folder.release_folder, trusted_factory=FACTORY)
     assert release.no_epsilon == NOT_TRAINED_HERE
     answer = release.answerer(n=200)(digits().batch(slice(0, 1)).numpy()[0])
     assert answer.sigma == 0.25
@@ -313,9 +313,9 @@ def test_an_edited_recipe_or_model_is_noticed(runs: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError):
         dpdist.read_facts(folder)
     folder.recipe_file.write_text(text)
-    raw = bytearray((folder.model / "model.safetensors").read_bytes())
+    raw = bytearray((folder.model_folder / "model.safetensors").read_bytes())
     raw[-1] ^= 1
-    (folder.model / "model.safetensors").write_bytes(bytes(raw))
+    (folder.model_folder / "model.safetensors").write_bytes(bytes(raw))
     assert "is not the model" in refused("certify", folder.path, "--max-inputs", "1", "--n", "100")
 
 
@@ -324,7 +324,7 @@ def test_the_same_import_finds_its_run_and_another_is_refused(runs: Path, weight
     good("import", "mine", *ARGUMENTS, "--weights", weights, "--sigma", "0.25", "--runs", runs)
     assert (runs / "mine" / "private" / "trained.json").read_bytes() == before
     given = ForeignModel(FACTORY, weights, mean=(0.5,), std=(0.4,))
-    with pytest.raises(OtherRun, match=r"model\.mean differ"):
+    with pytest.raises(DifferentRecipeError, match=r"model\.mean differ"):
         import_model(given, TestData("digits"), RunFolder(runs / "mine"))
 
 

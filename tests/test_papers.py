@@ -16,7 +16,7 @@ from support.benchmarks import load as load_benchmark
 
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
-from dpdist.runs.recipe import RECIPES, make_plan
+from dpdist.runs.recipe import RECIPES_FOLDER, make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "evidence" / "papers.md"
@@ -67,7 +67,7 @@ def test_heads_of_recipes_say_what_is_proved():
     """The epsilon that a recipe asks for, or that of its noise, to the last digit that is told."""
     proved: dict[Any, float] = {}
     told = 0
-    for path in sorted(RECIPES.glob("*.yaml")):
+    for path in sorted(RECIPES_FOLDER.glob("*.yaml")):
         head, recipe = path.read_text().splitlines()[0], papers["recipe_of"](path.stem)
         said = re.search(r"([\d.]*\d) proved", head)
         said = said or re.search(r"(?<!its )epsilon ([\d.]*\d)", head)

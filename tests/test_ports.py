@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.extras import needs_serve
-from support.processes import LOOPBACK, descendants, listened_on, start
+from support.optional_extras import needs_serve
+from support.processes import LOOPBACK, descendants, listening_addresses, start
 from support.recipes import write_recipe
 from support.training import make, train
 
@@ -91,11 +91,11 @@ def _watch(process: subprocess.Popen, port: int | None = None) -> str:
     looks = 0
     try:
         while process.poll() is None:
-            found |= (now := listened_on(process.pid))
+            found |= (now := listening_addresses(process.pid))
             working = any(title.startswith("ray::") for title in descendants(process.pid).values())
             looks += bool(working and now)
             if port is not None and looks and _answers(port):
-                found |= listened_on(process.pid)
+                found |= listening_addresses(process.pid)
                 process.send_signal(signal.SIGTERM)
                 break
             time.sleep(0.1)  # looking takes processor time from what is looked at

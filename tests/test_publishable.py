@@ -19,17 +19,17 @@ from typer.testing import CliRunner
 
 from dpdist import pipeline
 from dpdist.cli.main import app
-from dpdist.data.record_hashes import hashes_of, positions
+from dpdist.data.record_hashes import hash_inputs, hash_positions
 from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
-from dpdist.reports.summary import published as published_json
-from dpdist.runs.archive import Archive, export_text, publishable
+from dpdist.reports.summary import run_as_json as published_json
+from dpdist.runs.archive import Archive, export_text, publishable_files
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.records import data_source, records_with_canaries, test_records
 
 pytestmark = pytest.mark.whole
 
@@ -50,7 +50,7 @@ def recipe_in(work: Path) -> Recipe:
         # So little that no weight moves: the model is then the same whatever its records were.
         "training": {"batch_size": 10, "steps": 2, "learning_rate": 1e-9},
     }  # fmt: skip
-    return parse(described, "test")
+    return parse_recipe(described, "test")
 
 
 def images(seed: int, count: int) -> np.ndarray:
@@ -59,7 +59,7 @@ def images(seed: int, count: int) -> np.ndarray:
 
 def place(image: np.ndarray) -> str:
     """Which part a record lies in."""
-    at = float(positions(hashes_of(image[None, None]))[0])
+    at = float(hash_positions(hash_inputs(image[None, None]))[0])
     return "public" if at < PUBLIC else "held" if at < PUBLIC + HELD * (1 - PUBLIC) else "trained"
 
 
@@ -77,21 +77,19 @@ def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
     write_images(work / "shapes", "test", images(1, 30))
     recipe, folder = recipe_in(work), RunFolder(work / "run")
     store = work / "store"
-    pipeline.public_stage(recipe, "test")
+    pipeline.pretrain_stage(recipe, "test")
     job = prepare(recipe, folder, "test")
-    Archive.begin(folder, f"file://{store}", private=False)
-    worker.run(job, Reducer(0, 1, torch.device("cpu")))
+    Archive.claim(folder, f"file://{store}", private=False)
+    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
     pipeline.evaluate_stage(recipe, folder)
     write_release(folder, not_private=True)
     pipeline.report_stage(folder)
     pipeline.archive_stage(folder)
 
-    found = {str(p): (folder.path / p).read_bytes() for p in publishable(folder)}
+    found = {str(p): (folder.path / p).read_bytes() for p in publishable_files(folder)}
     found |= {f"public/{p.name}": p.read_bytes() for p in (work / "public").iterdir()}
     found |= archived(store)
-    found["what certificates name"] = evaluation_data(
-        recipe, source_of(recipe)
-    ).fingerprint.encode()
+    found["what certificates name"] = test_records(recipe, data_source(recipe)).fingerprint.encode()
     found["summary"] = repr(pipeline.summary(folder)).encode()
     found["--json"] = json.dumps(published_json(read_facts(folder))).encode()
     (work / "recipe.yaml").write_text(recipe.to_yaml())
@@ -99,7 +97,7 @@ def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
     assert told.exit_code == 0, told.output
     found["data check"] = told.output.encode()
     assert export_text(folder)  # holds the publishable files and nothing else
-    fingerprint = training_data(recipe, source_of(recipe)).fingerprint
+    fingerprint = records_with_canaries(recipe, data_source(recipe)).fingerprint
     shutil.rmtree(work)
     return {name: timeless(raw) for name, raw in found.items()}, fingerprint
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dpdist.core.errors import UserError
-from dpdist.runs.recipe import Recipe, load, parse
+from dpdist.runs.recipe import Recipe, load_recipe, parse_recipe
 
 RECIPE = {
     "name": "paths",
@@ -49,7 +49,7 @@ def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch)
     raw = {**RECIPE, **changed}
     if changed:
         raw["public"] = {**raw["public"], "model": None}
-    recipe = parse(raw, "test")
+    recipe = parse_recipe(raw, "test")
     found = paths(recipe)
     assert len(found) == count
     for path in found:
@@ -60,7 +60,7 @@ def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch)
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.chdir(other)
-    assert load(tmp_path / "recipe.yaml") == recipe
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
     assert Recipe.model_validate(raw) != recipe  # read there, they lie there
 
 
@@ -85,12 +85,14 @@ def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch)
 )
 def test_what_does_not_fit_is_told(section, changed, said):
     with pytest.raises(UserError, match=said):
-        parse({**RECIPE, section: {**RECIPE.get(section, {}), **changed}}, "test")
+        parse_recipe({**RECIPE, section: {**RECIPE.get(section, {}), **changed}}, "test")
 
 
 def test_classes_have_names_and_numbers():
     def data(**more):
-        return parse({**RECIPE, "data": {"name": "mine", "root": "data", **more}}, "test").data
+        return parse_recipe(
+            {**RECIPE, "data": {"name": "mine", "root": "data", **more}}, "test"
+        ).data
 
     assert data(names=["a", "b", "c"]).classes == 3
     assert data(names=["a", "b", "c"], labels=[2, 0]).class_names == ["c", "a"]
@@ -100,14 +102,17 @@ def test_classes_have_names_and_numbers():
         said = rf"data.names: one for each of the {classes} classes, all different"
         with pytest.raises(UserError, match=said):
             data(names=names, classes=classes)
-    named = parse({**RECIPE, "data": {"name": "mine", "root": "data", "names": ["a", "b"]}}, "test")
-    assert "data.names" not in named.of_model  # a model does not depend on what classes are called
+    named = parse_recipe(
+        {**RECIPE, "data": {"name": "mine", "root": "data", "names": ["a", "b"]}}, "test"
+    )
+    # a model does not depend on what classes are called
+    assert "data.names" not in named.experiment_settings
 
 
 def test_a_thousand_wrong_keys_are_no_thousand_lines():
     raw = RECIPE | {"model": {"name": "mlp"} | {f"key{n}": n for n in range(1000)}}
     with pytest.raises(UserError) as refused:
-        parse(raw, "x.yaml")
+        parse_recipe(raw, "x.yaml")
     said = str(refused.value).splitlines()
     assert len(said) == 21 and said[0] == "x.yaml: model.key0: unknown key"
     assert said[-1] == "x.yaml: and 980 more"

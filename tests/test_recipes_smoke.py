@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 from support.datasets import png, write_split
-from support.extras import needs_hf
-from support.here import without_ray
+from support.local_execution import run_without_ray
+from support.optional_extras import needs_hf
 
 from dpdist import data, models
 from dpdist.data import registry
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import RECIPES, load
+from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe
 from dpdist.training.collectives import Reducer
-from dpdist.training.ensembles import Ensemble
+from dpdist.training.ensembles import TeacherEnsemble
 from dpdist.training.job import prepare
 from dpdist.training.pretraining import pretrain
 from dpdist.training.trainer import fit
-from dpdist.training.worker import run
+from dpdist.training.worker import run_training
 
 pytestmark = pytest.mark.whole
 
@@ -46,7 +46,9 @@ def write(root, name, classes, columns, text=None) -> None:
     (root / name).mkdir(parents=True)
     if text is not None:
         column = text.column
-        (root / name / data.WORDS).write_text("".join(f"{n}\n" for n in range(text.words or 0)))
+        (root / name / data.WORDS_FILE).write_text(
+            "".join(f"{n}\n" for n in range(text.words or 0))
+        )
         said = [f"a public letter {number}" for number in range(RECORDS)]
         write_split(root / name, "public", **{column: said})
     for split, half in (("train", slice(RECORDS)), ("test", slice(RECORDS, None))):
@@ -66,13 +68,13 @@ LARGE = {
 }  # fmt: skip
 PATHS = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem in LARGE else [])
-    for path in sorted(RECIPES.glob("*.yaml"))
+    for path in sorted(RECIPES_FOLDER.glob("*.yaml"))
 ]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_recipe_trains(path, tmp_path, monkeypatch):
-    recipe = load(path)
+    recipe = load_recipe(path)
     if recipe.model.name == "transformer":
         needs_hf()
     small = {
@@ -117,21 +119,21 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         if recipe.public.weights is not None:
             small["public.weights"] = None  # nothing is downloaded here
         small["public.training"] = {"batch_size": 2, "steps": 1, "learning_rate": 0.01}
-        for made in registry.INVENTED.values():
+        for made in registry.SYNTHETIC.values():
             monkeypatch.setattr(made, "records", 400)
-    recipe = load(path, small)
+    recipe = load_recipe(path, small)
     if recipe.public is not None:
         pretrain(recipe, str(path))
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, str(path))
     if taught:
-        without_ray(monkeypatch)
+        run_without_ray(monkeypatch)
         fit(job)
-        scores = Ensemble(folder).scores(data.load(job.source, "test").batch(slice(0, 2)))
+        scores = TeacherEnsemble(folder).scores(data.load(job.source, "test").batch(slice(0, 2)))
         assert len(scores) == 2 and np.isfinite(scores).all()
     else:
-        run(job, Reducer(0, 1, torch.device("cpu")))
-    if recipe.method.withheld is not None:
+        run_training(job, Reducer(0, 1, torch.device("cpu")))
+    if recipe.method.not_releasable_reason is not None:
         return
     trained = models.load(folder.model)
     values = torch.cat([p.flatten() for p in trained.parameters()])

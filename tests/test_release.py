@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 from safetensors.torch import load_file, save_file
-from support.here import Done, command, without_ray
+from support.local_execution import Done, command, run_without_ray
 from support.recipes import write_recipe
 
 import dpdist
@@ -39,7 +39,7 @@ from dpdist.certification.cohen import certify
 from dpdist.certification.noise import Gaussian
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
-from dpdist.core.files import same_json
+from dpdist.core.files import json_equal
 from dpdist.models import ModelSpec
 from dpdist.privacy import accounting
 from dpdist.privacy.card import card_markdown
@@ -47,22 +47,22 @@ from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release import verify as verifying
 from dpdist.release.bundle import (
-    CARD,
-    CARD_TEXT,
+    CHECKSUMS,
     DESCRIPTION,
-    PAGE,
-    RELEASED,
+    MODEL_CARD,
+    PRIVACY_CARD,
+    PRIVACY_CARD_TEXT,
+    REQUIRED_FILES,
     SIGNATURE,
-    SUMS,
     ReleaseError,
-    certified_of,
-    description_of,
-    sums_of,
+    certified_accuracy_record,
+    compute_checksums,
+    parse_description,
     table_name,
 )
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import count_difference
-from dpdist.release.verify import verify
+from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
 
 RECIPE = {
@@ -110,7 +110,7 @@ def call(work, monkeypatch, capsys) -> Callable[..., Done]:
 def made(work, call, monkeypatch) -> Path:
     folder = work / "runs/small/release"
     if not folder.exists():
-        without_ray(monkeypatch)
+        run_without_ray(monkeypatch)
         done = call("run", "small.yaml")
         assert done.code == 0, done.err
         done = call("release", "small", "--licence", "Apache-2.0", "--sign", "key.pem")
@@ -125,7 +125,7 @@ def copied(made, tmp_path) -> Path:
 
 
 def sum_again(folder: Path) -> None:
-    (folder / SUMS).write_text(sums_of(folder))
+    (folder / CHECKSUMS).write_text(compute_checksums(folder))
 
 
 def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
@@ -144,37 +144,37 @@ def changed_table(
 ) -> None:
     """A table with other rows, or another description; its digest and its sum too."""
     table = tables.read(folder / name)
-    found, said = table.to_pylist(), tables.about(table)
+    found, said = table.to_pylist(), tables.read_job_record(table)
     rows(found)
-    if job_folder.LABELS in said:
+    if job_folder.LABEL_DIGEST_KEY in said:
         pairs = [(row["index"], row["label"]) for row in found]
-        said[job_folder.LABELS] = job_folder.label_digest(*zip(*pairs, strict=True))
+        said[job_folder.LABEL_DIGEST_KEY] = job_folder.label_digest(*zip(*pairs, strict=True))
     about(said)
     tables.write(tables.build(found, said, table.schema), folder / name)
-    if (folder / SUMS).exists():
+    if (folder / CHECKSUMS).exists():
         sum_again(folder)
 
 
 def write_pages(folder: Path) -> None:
     """The pages made anew from what lies beside them; their sums too."""
-    card = json.loads((folder / CARD).read_text())
+    card = json.loads((folder / PRIVACY_CARD).read_text())
     about = json.loads((folder / DESCRIPTION).read_text())
-    described = description_of(about, DESCRIPTION)
-    (folder / CARD_TEXT).write_text(card_markdown(card))
-    (folder / PAGE).write_text(model_card(described, card, models.read_spec(folder)))
+    described = parse_description(about, DESCRIPTION)
+    (folder / PRIVACY_CARD_TEXT).write_text(card_markdown(card))
+    (folder / MODEL_CARD).write_text(model_card(described, card, models.read_spec(folder)))
     sum_again(folder)
 
 
 def name_model(folder: Path, digest: str) -> None:
     """Every file speaks of the model of this hash."""
     edit(folder, DESCRIPTION, at("model", to=digest))
-    edit(folder, CARD, at("extra", "model hash", to=digest))
+    edit(folder, PRIVACY_CARD, at("extra", "model hash", to=digest))
     changed_table(folder, about=at("model", to=digest))
 
 
 def test_what_is_in_it(made):
-    assert {path.name for path in made.iterdir()} == {*RELEASED, SIGNATURE, table_name(1)}
-    for line in (made / SUMS).read_text().splitlines():
+    assert {path.name for path in made.iterdir()} == {*REQUIRED_FILES, SIGNATURE, table_name(1)}
+    for line in (made / CHECKSUMS).read_text().splitlines():
         digest, name = line.split("  ")
         assert hashlib.sha256((made / name).read_bytes()).hexdigest() == digest
     about = json.loads((made / DESCRIPTION).read_text())
@@ -203,7 +203,7 @@ def test_the_model_card_has_the_block_that_hubs_read(made):
     assert [metric["type"] for metric in result["metrics"]] == [
         "accuracy", "certified-accuracy", "certified-accuracy",
     ]  # fmt: skip
-    card = json.loads((made / CARD).read_text())
+    card = json.loads((made / PRIVACY_CARD).read_text())
     assert f"({format_epsilon(card['guarantee']['epsilon'])}, 0.0001)" in text
     for part in ("## Limits", "l2 radius", "1 x 8 x 8", "Apache-2.0"):
         assert part in text
@@ -212,7 +212,7 @@ def test_the_model_card_has_the_block_that_hubs_read(made):
 def test_it_holds(made, call, work):
     done = call("verify", made, "--signer", PUBLIC)
     assert done.code == 0, done.err
-    card = json.loads((made / CARD).read_text())
+    card = json.loads((made / PRIVACY_CARD).read_text())
     plan = PrivacyPlan.from_dict(card["accounted"])
     assert plan.guarantee().epsilon == card["guarantee"]["epsilon"]
     for part in ("epsilon, computed again", "of the key of", "SHA-256", "650 parameters"):
@@ -222,7 +222,7 @@ def test_it_holds(made, call, work):
     if openssl is not None:
         subprocess.run(
             [openssl, "pkeyutl", "-verify", "-pubin", "-inkey", work / PUBLIC, "-rawin",
-             "-in", made / SUMS, "-sigfile", made / SIGNATURE],
+             "-in", made / CHECKSUMS, "-sigfile", made / SIGNATURE],
             check=True, capture_output=True,
         )  # fmt: skip
 
@@ -234,14 +234,14 @@ def fails(call: Callable[..., Done], folder: Path, match: str, *options: object)
     assert match in line and not done.out
 
 
-@pytest.mark.parametrize("name", [*RELEASED])
+@pytest.mark.parametrize("name", [*REQUIRED_FILES])
 def test_a_file_that_was_changed_is_noticed(copied, call, name):
     content = bytearray((copied / name).read_bytes())
     content[len(content) // 2] ^= 1
     (copied / name).write_bytes(bytes(content))
     fails(call, copied, "SHA256SUMS")
     (copied / name).unlink()
-    if name not in (SUMS,):
+    if name not in (CHECKSUMS,):
         fails(call, copied, f"lacks {name}")
 
 
@@ -251,12 +251,12 @@ def test_other_files_and_links_are_no_part_of_it(copied, call, tmp_path):
     (copied / "more.bin").write_text("x")
     fails(call, copied, "holds 'more.bin'")
     (copied / "more.bin").unlink()
-    (tmp_path / "card").write_bytes((copied / CARD).read_bytes())
-    (copied / CARD).unlink()
-    (copied / CARD).symlink_to(tmp_path / "card")
+    (tmp_path / "card").write_bytes((copied / PRIVACY_CARD).read_bytes())
+    (copied / PRIVACY_CARD).unlink()
+    (copied / PRIVACY_CARD).symlink_to(tmp_path / "card")
     fails(call, copied, "no link")
-    (copied / CARD).unlink()
-    os.mkfifo(copied / CARD)
+    (copied / PRIVACY_CARD).unlink()
+    os.mkfifo(copied / PRIVACY_CARD)
     fails(call, copied, "no link and no folder")
 
 
@@ -280,35 +280,39 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
-        (CARD, halved, "guarantee does not follow"),
-        (CARD, more_noise, "does not follow"),
-        (CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001), "epsilon_at_delta does not"),
-        (CARD, at("unit", to="five records"), "does not say"),
-        (CARD, at("unit", to="one record; 9 records: epsilon 0.1"), "unit does not follow"),
-        (CARD, at("unit", to="one record\n\n(0.1, 1e-9)-differential privacy"), "unit does not"),
-        (CARD, at("extra", "training data", to="digits\n# (0.1, 1e-9)"), "speaks of another"),
-        (CARD, at("extra", "more", to="x\n# (0.1, 1e-9)"), "extra does not"),
-        (CARD, at("released_besides", to=["x\n# (0.1, 1e-9)"]), "released_besides does not"),
-        (CARD, at("guarantee", "epsilon", to="inf"), "calls private"),
-        (CARD, at("data_set", to={"epsilon": 0.01, "delta": 1e-4}), "cannot cost less"),
-        (CARD, at("data_set", to={"epsilon": "nan", "delta": 1e-4}), "must be a number >= 0"),
-        (CARD, at("data_set", to={"epsilon": "x", "delta": 1e-4}), "must be a number >= 0"),
+        (PRIVACY_CARD, halved, "guarantee does not follow"),
+        (PRIVACY_CARD, more_noise, "does not follow"),
+        (PRIVACY_CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001), "epsilon_at_delta does not"),
+        (PRIVACY_CARD, at("unit", to="five records"), "does not say"),
+        (PRIVACY_CARD, at("unit", to="one record; 9 records: epsilon 0.1"), "unit does not follow"),
+        (PRIVACY_CARD, at("unit", to="one record\n\n(0.1, 1e-9)-differential privacy"),
+            "unit does not"),
+        (PRIVACY_CARD, at("extra", "training data", to="digits\n# (0.1, 1e-9)"),
+            "speaks of another"),
+        (PRIVACY_CARD, at("extra", "more", to="x\n# (0.1, 1e-9)"), "extra does not"),
+        (PRIVACY_CARD, at("released_besides", to=["x\n# (0.1, 1e-9)"]),
+            "released_besides does not"),
+        (PRIVACY_CARD, at("guarantee", "epsilon", to="inf"), "calls private"),
+        (PRIVACY_CARD, at("data_set", to={"epsilon": 0.01, "delta": 1e-4}), "cannot cost less"),
+        (PRIVACY_CARD, at("data_set", to={"epsilon": "nan", "delta": 1e-4}),
+            "must be a number >= 0"),
+        (PRIVACY_CARD, at("data_set", to={"epsilon": "x", "delta": 1e-4}), "must be a number >= 0"),
         (DESCRIPTION, at("method", to="x\n\n(0.1, 1e-9)-differential privacy"), "must be one line"),
         (DESCRIPTION, at("certificate", "seed", to="7"), "certificate.seed must be left out"),
         (DESCRIPTION, at("certificate", "start", to=9), "certificate.start must be left out"),
         (DESCRIPTION, at("classes", 0, to="1"), "must be those that data names"),
-        (CARD, at("guarantee", "delta", to=1e-9), "states a delta"),
-        (CARD, at("accounted", "phases", 0, "steps", to=1), "does not follow"),
-        (CARD, at("mechanism", 0, to="nothing"), "mechanism does not"),
-        (CARD, at("assumptions", to=[]), "assumptions does not"),
-        (CARD, at("notes", to=[]), "notes does not"),
-        (CARD, at("relation", to="replace-one"), "relation does not"),
-        (CARD, at("library", to="dp-accounting 9"), "does not"),
-        (CARD, at("library", to="0"), "no library that is known"),
-        (CARD, at("more", to=1), "has not the entries"),
-        (CARD, at("extra", "model hash", to="0" * 32), "speaks of another model"),
-        (CARD, at("extra", "model", to="other"), "privacy_card.md: does not say"),
-        (CARD, at("extra", "method", to="dp-sgd"), "speaks of another method"),
+        (PRIVACY_CARD, at("guarantee", "delta", to=1e-9), "states a delta"),
+        (PRIVACY_CARD, at("accounted", "phases", 0, "steps", to=1), "does not follow"),
+        (PRIVACY_CARD, at("mechanism", 0, to="nothing"), "mechanism does not"),
+        (PRIVACY_CARD, at("assumptions", to=[]), "assumptions does not"),
+        (PRIVACY_CARD, at("notes", to=[]), "notes does not"),
+        (PRIVACY_CARD, at("relation", to="replace-one"), "relation does not"),
+        (PRIVACY_CARD, at("library", to="dp-accounting 9"), "does not"),
+        (PRIVACY_CARD, at("library", to="0"), "no library that is known"),
+        (PRIVACY_CARD, at("more", to=1), "has not the entries"),
+        (PRIVACY_CARD, at("extra", "model hash", to="0" * 32), "speaks of another model"),
+        (PRIVACY_CARD, at("extra", "model", to="other"), "privacy_card.md: does not say"),
+        (PRIVACY_CARD, at("extra", "method", to="dp-sgd"), "speaks of another method"),
         (DESCRIPTION, at("method", to="dp-sgd"), "speaks of another method"),
         (DESCRIPTION, at("dpdist", to="9.9"), "speaks of another dpdist"),
         (DESCRIPTION, at("dpdist", to="of mine"), "dpdist: "),
@@ -354,7 +358,7 @@ def test_other_weights_are_noticed_with_right_sums(copied, call):
     digest = models.model_hash(copied)
     edit(copied, DESCRIPTION, at("model", to=digest))
     fails(call, copied, "speaks of another model")
-    edit(copied, CARD, at("extra", "model hash", to=digest))
+    edit(copied, PRIVACY_CARD, at("extra", "model hash", to=digest))
     fails(call, copied, "of another model than this one")  # what was certified
     name_model(copied, digest)
     fails(call, copied, "does not say")  # the pages name the weights as well
@@ -367,49 +371,51 @@ def test_other_weights_are_noticed_with_right_sums(copied, call):
 def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch):
     """What it says in words may be worded otherwise now; each number must be there."""
     monkeypatch.setattr(verifying, "__version__", "9.9")
-    for name in (CARD, CARD_TEXT, PAGE):
+    for name in (PRIVACY_CARD, PRIVACY_CARD_TEXT, MODEL_CARD):
         text = (copied / name).read_text()
         (copied / name).write_text(text.replace(accounting.library_version(), "dp-accounting 9.9"))
     sum_again(copied)
-    said = dict(verify(copied))["pages"]
+    said = dict(verify_release(copied))["pages"]
     assert said.startswith("README.md and privacy_card.md name the numbers of the other files")
-    card, page = json.loads((copied / CARD).read_text()), (copied / PAGE).read_text()
-    edit(copied, CARD, at("mechanism", 0, to=card["mechanism"][0].replace(" ", " or so ")))
-    (copied / CARD_TEXT).write_text(card_markdown(json.loads((copied / CARD).read_text())))
-    (copied / PAGE).write_text(page.replace("trained by", "brought about by"))
+    card, page = json.loads((copied / PRIVACY_CARD).read_text()), (copied / MODEL_CARD).read_text()
+    edit(copied, PRIVACY_CARD, at("mechanism", 0, to=card["mechanism"][0].replace(" ", " or so ")))
+    (copied / PRIVACY_CARD_TEXT).write_text(
+        card_markdown(json.loads((copied / PRIVACY_CARD).read_text()))
+    )
+    (copied / MODEL_CARD).write_text(page.replace("trained by", "brought about by"))
     sum_again(copied)
-    verify(copied)
+    verify_release(copied)
     for name, change in (
-        (CARD, at("mechanism", 0, to="epsilon = 0.01")),
-        (CARD, at("accountant", to="epsilon = 0.01 by RDP")),
-        (CARD, at("relation", to="replace 2 records")),
-        (CARD, at("more", to="epsilon = 0.01")),
-        (CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001)),
+        (PRIVACY_CARD, at("mechanism", 0, to="epsilon = 0.01")),
+        (PRIVACY_CARD, at("accountant", to="epsilon = 0.01 by RDP")),
+        (PRIVACY_CARD, at("relation", to="replace 2 records")),
+        (PRIVACY_CARD, at("more", to="epsilon = 0.01")),
+        (PRIVACY_CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001)),
     ):
         whole = (copied / name).read_bytes()
         edit(copied, name, change)
         with pytest.raises(ReleaseError, match=r"verify it with dpdist 0\.1\.0"):
-            verify(copied)
+            verify_release(copied)
         (copied / name).write_bytes(whole)
     epsilon = format_epsilon(card["guarantee"]["epsilon"])
-    for name in (PAGE, CARD_TEXT):
+    for name in (MODEL_CARD, PRIVACY_CARD_TEXT):
         whole = (copied / name).read_text()
         assert epsilon in whole
         for text in (whole.replace(epsilon, "0.01"), whole + "\nepsilon = 0.01\n"):
             (copied / name).write_text(text)
             sum_again(copied)
             with pytest.raises(ReleaseError, match="does not say what the files beside it say"):
-                verify(copied)
+                verify_release(copied)
         (copied / name).write_text(whole)
     stated = {"epsilon": 0.01, "delta": 1e-4, "neighbours": "add-or-remove-one"}
-    whole = (copied / CARD).read_bytes()
-    edit(copied, CARD, at("group", to={"size": 2, "guarantee": stated}))
+    whole = (copied / PRIVACY_CARD).read_bytes()
+    edit(copied, PRIVACY_CARD, at("group", to={"size": 2, "guarantee": stated}))
     with pytest.raises(ReleaseError, match="does not follow"):
-        verify(copied)
-    (copied / CARD).write_bytes(whole)
-    edit(copied, CARD, halved)
+        verify_release(copied)
+    (copied / PRIVACY_CARD).write_bytes(whole)
+    edit(copied, PRIVACY_CARD, halved)
     with pytest.raises(ReleaseError, match="guarantee does not follow"):
-        verify(copied)
+        verify_release(copied)
 
 
 def test_whoever_reads_a_release_can_name_its_signer(copied, call, work, tmp_path):
@@ -471,10 +477,11 @@ def quick_guarantee(plan: PrivacyPlan, *_: Any) -> Guarantee:
     return Guarantee(1.0, plan.delta, plan.neighbours, "proved", "nobody", plan.assumptions)
 
 
-@pytest.mark.parametrize("name", [CARD, DESCRIPTION, "model.json"])
+@pytest.mark.parametrize("name", [PRIVACY_CARD, DESCRIPTION, "model.json"])
 def test_nothing_in_a_field_breaks_the_reader(copied, name, monkeypatch):
     """Any value of any field: the release still holds, or is refused in one line."""
-    monkeypatch.setattr(PrivacyPlan, "guarantee_of", quick_guarantee)  # accounting takes its time
+    # accounting takes its time
+    monkeypatch.setattr(PrivacyPlan, "guarantee_for_events", quick_guarantee)
     whole, refused = json.loads((copied / name).read_text()), 0
     for path in list(leaves(whole))[1:]:
         for value in (None, True, -1, "x", {}, "DROP"):
@@ -489,7 +496,7 @@ def test_nothing_in_a_field_breaks_the_reader(copied, name, monkeypatch):
             (copied / name).write_text(json.dumps(changed))
             sum_again(copied)
             try:
-                verify(copied)
+                verify_release(copied)
             except UserError as error:
                 refused += 1
                 assert "\n" not in str(error), (path, value)
@@ -505,9 +512,9 @@ def test_the_phases_of_a_card_may_be_anything(copied):
         at("accounted", "phases", 0, "steps", to=10**30),
     ):
         again = shutil.copytree(copied, copied.with_name("again"), dirs_exist_ok=True)
-        edit(again, CARD, change)
+        edit(again, PRIVACY_CARD, change)
         with pytest.raises(ReleaseError):
-            verify(again)
+            verify_release(again)
 
 
 def test_nothing_is_unpickled(copied, monkeypatch):
@@ -523,7 +530,7 @@ def test_nothing_is_unpickled(copied, monkeypatch):
     for module, name in ((pickle, "loads"), (pickle, "load"), (torch, "load")):
         monkeypatch.setattr(module, name, never)
     with pytest.raises(ReleaseError):
-        verify(copied)
+        verify_release(copied)
     assert not (copied / "evil").exists()
 
 
@@ -565,7 +572,7 @@ def test_a_release_answers_without_its_run(copied, call, work):
     answer = json.loads(done.out)
     assert answer["sigma"] == 0.25 and answer["alpha"] == 0.001
     loaded = dpdist.load(copied)
-    assert loaded.epsilon == json.loads((copied / CARD).read_text())["guarantee"]["epsilon"]
+    assert loaded.epsilon == json.loads((copied / PRIVACY_CARD).read_text())["guarantee"]["epsilon"]
     again = loaded.answerer(n=300)(np.load(path))
     assert again.as_json["abstain"] == (again.label == -1)
     assert again.abstain or (again.name == str(again.label) and again.radius > 0)
@@ -580,19 +587,19 @@ def test_a_release_answers_without_its_run(copied, call, work):
 
 
 def test_a_replica_answers_by_the_release_that_is_described_and_no_other(copied):
-    from dpdist.serving.app import Limits
-    from dpdist.serving.deployment import Classifier, Serving
+    from dpdist.serving.app import RequestLimits
+    from dpdist.serving.deployment import Classifier, ServingSettings
 
-    serving = Serving(copied, None, None, 100, 0.001, 1, Limits())
+    serving = ServingSettings(copied, None, None, 100, 0.001, 1, RequestLimits())
     described = dpdist.load(copied).sums
     Classifier(serving, described)
-    edit(copied, CARD, at("notes", 0, to="said otherwise"))
+    edit(copied, PRIVACY_CARD, at("notes", 0, to="said otherwise"))
     with pytest.raises(ReleaseError, match="changed since it is served"):
         Classifier(serving, described)
 
 
 def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch):
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     done = call("certify", copied, "--n", "50", "--max-inputs", "3", "--csv", "all.csv")
     assert done.code == 0, done.err
     (path,) = (work / "certificates/small").glob("*/certificates.parquet")
@@ -608,23 +615,23 @@ def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch)
 
 
 def test_numbers_may_differ_in_their_last_bits():
-    assert same_json({"a": [1.0, "x"]}, {"a": [1.0 + 1e-12, "x"]})
+    assert json_equal({"a": [1.0, "x"]}, {"a": [1.0 + 1e-12, "x"]})
     for other in ({"a": [1.001, "x"]}, {"a": [1.0]}, {"b": [1.0, "x"]}, {"a": [True, "x"]}):
-        assert not same_json({"a": [1.0, "x"]}, other)
+        assert not json_equal({"a": [1.0, "x"]}, other)
 
 
 def test_a_model_with_noise_inside_names_it(tmp_path):
     """Its deviations are among the weights; their digest is in the description."""
-    from dpdist.randomness.noise_location import BehindLayer, place_of
+    from dpdist.randomness.noise_location import HiddenNoise, find_noise_location
 
     spec = ModelSpec("linear", (1, 2, 2), 3)
     model = models.initialise(spec, 1)
     split = models.require_split(model)
-    BehindLayer(split.name, torch.full(split.hidden_shape((1, 2, 2)), 0.5)).attach(model)
-    described = json.loads(json.dumps(place_of(model).describe()))
-    assert same_json(described, place_of(model).describe())
+    HiddenNoise(split.name, torch.full(split.hidden_shape((1, 2, 2)), 0.5)).attach(model)
+    described = json.loads(json.dumps(find_noise_location(model).describe()))
+    assert json_equal(described, find_noise_location(model).describe())
     model.hidden_std[0] += 1e-3
-    assert not same_json(described, place_of(model).describe())
+    assert not json_equal(described, find_noise_location(model).describe())
 
 
 def all_radii(rows: list[dict[str, Any]]) -> None:
@@ -644,8 +651,8 @@ def other_counts(rows: list[dict[str, Any]]) -> None:
 
 def say_what_follows(folder: Path) -> None:
     """release.json and the pages say what an edited table says."""
-    found = table_reader.of(tables.read(folder / table_name(1)))
-    edit(folder, DESCRIPTION, at("certified", 0, to=certified_of(found)))
+    found = table_reader.from_arrow(tables.read(folder / table_name(1)))
+    edit(folder, DESCRIPTION, at("certified", 0, to=certified_accuracy_record(found)))
     write_pages(folder)
 
 
@@ -667,7 +674,9 @@ def test_counts_are_drawn_again_where_one_asks_for_it(copied, call, monkeypatch)
     say_what_follows(copied)
     assert call("verify", copied).code == 0  # consistent in itself
     fails(call, copied, "are not those of its noise", "--redraw", 4)
-    monkeypatch.setattr("dpdist.certification.inference.name", lambda device: "a machine elsewhere")
+    monkeypatch.setattr(
+        "dpdist.certification.inference.device_name", lambda device: "a machine elsewhere"
+    )
     fails(call, copied, "rounding explains 0.01 %", "--redraw", 4)
 
 
@@ -762,15 +771,15 @@ def test_counts_of_more_classes_than_the_model_tells_are_noticed(copied, call):
 
 
 def test_a_file_without_a_sum_is_missed(copied, call):
-    lines = (copied / SUMS).read_text().splitlines(keepends=True)
-    for name in (CARD, table_name(1)):
-        (copied / SUMS).write_text("".join(line for line in lines if name not in line))
+    lines = (copied / CHECKSUMS).read_text().splitlines(keepends=True)
+    for name in (PRIVACY_CARD, table_name(1)):
+        (copied / CHECKSUMS).write_text("".join(line for line in lines if name not in line))
         fails(call, copied, "must have one line for each")
 
 
 def test_sums_end_lines_as_sha256sum_needs_it(copied, call):
-    (copied / SUMS).write_bytes((copied / SUMS).read_bytes().replace(b"\n", b"\r\n"))
+    (copied / CHECKSUMS).write_bytes((copied / CHECKSUMS).read_bytes().replace(b"\n", b"\r\n"))
     fails(call, copied, "as on Windows")
     sum_again(copied)
-    (copied / SUMS).write_text((copied / SUMS).read_text().removesuffix("\n"))
+    (copied / CHECKSUMS).write_text((copied / CHECKSUMS).read_text().removesuffix("\n"))
     fails(call, copied, "must have one line for each")

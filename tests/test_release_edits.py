@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import yaml
-from support.files import changed_at
+from support.folder_contents import changed_at
 from test_release import (
     call,
     changed_table,
@@ -28,8 +28,8 @@ from test_release import (
 
 from dpdist.certification import table as tables
 from dpdist.core.errors import UserError
-from dpdist.release.bundle import CARD, DESCRIPTION, certified_of, table_name
-from dpdist.release.verify import PUBLISHERS_WORD, verify
+from dpdist.release.bundle import DESCRIPTION, PRIVACY_CARD, certified_accuracy_record, table_name
+from dpdist.release.verify import UNVERIFIABLE_FIELDS, verify_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 
@@ -90,7 +90,7 @@ def believed(folder: Path, name: str, edit: Any) -> bool:
     except (UserError, KeyError, TypeError, ValueError, AttributeError, IndexError):
         pass  # nobody could make pages of it; what is there is shown to verify
     try:
-        verify(again)
+        verify_release(again)
     except UserError as error:
         assert "\n" not in str(error)
         return False
@@ -113,7 +113,7 @@ def edits_of_json(folder: Path, name: str) -> set[str]:
 
 def edits_of_tables(folder: Path) -> set[str]:
     table, passed = tables.read(folder / TABLE), set()
-    rows, about = table.to_pylist(), tables.about(table)
+    rows, about = table.to_pylist(), tables.read_job_record(table)
     for row in (0, 3):
         for column, value in rows[row].items():
             for other in others(value):
@@ -135,15 +135,15 @@ def edits_of_tables(folder: Path) -> set[str]:
     return passed
 
 
-@pytest.mark.parametrize("name", [DESCRIPTION, CARD, "model.json", TABLE])
+@pytest.mark.parametrize("name", [DESCRIPTION, PRIVACY_CARD, "model.json", TABLE])
 def test_every_edit_is_refused_or_listed(copied, name):
     found = edits_of_tables(copied) if name == TABLE else edits_of_json(copied, name)
-    assert found == set(PUBLISHERS_WORD[name])
+    assert found == set(UNVERIFIABLE_FIELDS[name])
 
 
 def test_the_docs_show_the_list():
     text = (Path(__file__).parents[1] / "docs/how-to/releases.md").read_text()
-    for name, fields in PUBLISHERS_WORD.items():
+    for name, fields in UNVERIFIABLE_FIELDS.items():
         for field, why in fields.items():
             (row,) = [
                 line for line in text.splitlines() if line.startswith(f"| `{name}` | {why} |")
@@ -168,7 +168,11 @@ RUN_OWNERS_WORD: dict[str, dict[str, str]] = {
 def shown(folder: RunFolder) -> Any:
     """All that summary, report and release say of a run."""
     facts = read_facts(folder)
-    return facts.summary(), facts.card(), [certified_of(table) for table in facts.tables]
+    return (
+        facts.summary(),
+        facts.privacy_card(),
+        [certified_accuracy_record(table) for table in facts.tables],
+    )
 
 
 @pytest.mark.parametrize("name", list(RUN_OWNERS_WORD))

@@ -18,11 +18,17 @@ from dpdist.audits.membership_statistics import Estimate
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.registry import settings_of
-from dpdist.core.console import bound, confidence, exact, percent, significant
+from dpdist.core.console import (
+    format_bound,
+    format_confidence,
+    format_exact,
+    format_percent,
+    format_significant,
+)
 from dpdist.privacy.budget import (
     BudgetExceeded,
+    BudgetTerms,
     Charge,
-    Terms,
     check_fits,
     composed_guarantee,
 )
@@ -41,26 +47,39 @@ def test_shares_of_counts_are_rounded_down(digits: int) -> None:
             range(whole + 1)
         ):
             share = Fraction(100 * part, whole)
-            low, high = (Fraction(percent(part / whole, digits, up=up)) for up in (False, True))
+            low, high = (
+                Fraction(format_percent(part / whole, digits, round_up=up)) for up in (False, True)
+            )
             assert low <= share < low + step and high - step < share <= high
-    assert percent(0.29, digits) == f"{Decimal(29):.{digits}f}"  # 100 * 0.29 is below 29
+    assert format_percent(0.29, digits) == f"{Decimal(29):.{digits}f}"  # 100 * 0.29 is below 29
 
 
 def test_what_is_not_all_is_not_printed_as_all() -> None:
-    assert percent(9_996 / 10_000, 1) == "99.9" and percent(1.0, 1) == "100.0"
-    assert percent(np.nextafter(1.0, 0)) == "99.99" and percent(np.float64(0.5)) == "50.00"
-    assert percent(1e-9) == "0.00" and percent(1e-9, up=True) == "0.01"
+    assert format_percent(9_996 / 10_000, 1) == "99.9" and format_percent(1.0, 1) == "100.0"
+    assert (
+        format_percent(np.nextafter(1.0, 0)) == "99.99"
+        and format_percent(np.float64(0.5)) == "50.00"
+    )
+    assert format_percent(1e-9) == "0.00" and format_percent(1e-9, round_up=True) == "0.01"
 
 
 def test_bounds_state_no_more_than_they_are() -> None:
     for value in (0.12345, 0.9996, 1e-9, 0.25, -0.0004, 7.77777):
-        assert float(bound(value)) <= value <= float(bound(value, up=True))
-        assert value <= float(significant(abs(value), 3)) or value < 0
-    assert (bound(0.25), bound(0.25, up=True)) == ("0.250", "0.250")
-    assert (bound(-np.inf), bound(np.inf, up=True)) == ("-inf", "inf")
-    assert (significant(1e-5), significant(0.1), significant(2e-5)) == ("1e-05", "0.1", "2e-05")
-    assert significant(1.0001e-5, 3) == "1.01e-05" and significant(0.0) == "0"
-    assert (confidence(0.05), confidence(1e-6), confidence(0.001)) == ("95", "99.9999", "99.9")
+        assert float(format_bound(value)) <= value <= float(format_bound(value, round_up=True))
+        assert value <= float(format_significant(abs(value), 3)) or value < 0
+    assert (format_bound(0.25), format_bound(0.25, round_up=True)) == ("0.250", "0.250")
+    assert (format_bound(-np.inf), format_bound(np.inf, round_up=True)) == ("-inf", "inf")
+    assert (format_significant(1e-5), format_significant(0.1), format_significant(2e-5)) == (
+        "1e-05",
+        "0.1",
+        "2e-05",
+    )
+    assert format_significant(1.0001e-5, 3) == "1.01e-05" and format_significant(0.0) == "0"
+    assert (format_confidence(0.05), format_confidence(1e-6), format_confidence(0.001)) == (
+        "95",
+        "99.9999",
+        "99.9",
+    )
 
 
 def test_what_is_spent_and_measured_is_rounded_the_safe_way() -> None:
@@ -69,12 +88,12 @@ def test_what_is_spent_and_measured_is_rounded_the_safe_way() -> None:
         "(1.001, 1.24e-05)-DP"
     )
     plan = PrivacyPlan(1000, (GaussianSteps(10, 2.0, 0.1),), 1e-5)
-    charge = Charge.of("a", "a", plan, plan.phases)
+    charge = Charge.for_plan("a", "a", plan, plan.phases)
     spent = composed_guarantee([charge], 1e-5).epsilon
     total = composed_guarantee([charge, replace(charge, run="b")], 1e-5).epsilon
     with pytest.raises(BudgetExceeded) as error:
         new = replace(charge, run="b")
-        check_fits(Terms(), [charge], new, "add-or-remove-one", (spent, 1e-5))
+        check_fits(BudgetTerms(), [charge], new, "add-or-remove-one", (spent, 1e-5))
     said = re.search(r"cost epsilon (\S+) at delta (\S+), .*ceiling of (\S+) .so far (\S+)\)$",
                      str(error.value))  # fmt: skip
     assert said is not None
@@ -85,8 +104,8 @@ def test_what_is_spent_and_measured_is_rounded_the_safe_way() -> None:
 
 def test_a_radius_is_the_one_that_was_asked_for() -> None:
     for radius in (0.0, 0.25, 0.1, 1.5, 0.12345678, 1 / 3, 1e-7, 123456.7):
-        assert float(exact(radius)) == radius
-    assert exact(0.25) == "0.25" and exact(0.12345678) == "0.12345678"
+        assert float(format_exact(radius)) == radius
+    assert format_exact(0.25) == "0.25" and format_exact(0.12345678) == "0.12345678"
 
 
 def test_target_radii_are_printed_as_they_are() -> None:
@@ -96,11 +115,11 @@ def test_target_radii_are_printed_as_they_are() -> None:
     )
     assert settings.folder_name == "sigma-0.5-target-r-0.12345678-n-1000"
     partial = {"selected": 0, "k": 990, "n": 1000, "looks": 1, "passed": 1, "hits": [990]}
-    place = settings.place(None, ())  # type: ignore[arg-type]
-    row = settings.row(0, 0, settings.verdict([partial], place), place)
+    place = settings.build_sampler(None, ())  # type: ignore[arg-type]
+    row = settings.row(0, 0, settings.decide([partial], place), place)
     about = {"settings": settings.identity, "seed": "s"}
-    found = table_reader.of(tables.build([row], about, settings.table_schema()))
-    assert found.kind.lines(found, found.radii)[0] == (
+    found = table_reader.from_arrow(tables.build([row], about, settings.table_schema()))
+    assert found.certificate_class.summary_rows(found, found.radii)[0] == (
         "certified at L2 radius 0.12345678", "100.00 %"
     )  # fmt: skip
 

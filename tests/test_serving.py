@@ -15,8 +15,16 @@ from PIL import Image
 from support.datasets import png
 
 from dpdist.core.errors import UserError
-from dpdist.serving.app import Application, Gate, Limits, Lost, Reply, listen, speak
-from dpdist.serving.deployment import Batches, Classifier, require_server
+from dpdist.serving.app import (
+    AsgiApplication,
+    ReplicaLostError,
+    Reply,
+    RequestHandler,
+    RequestLimits,
+    listen,
+    start_http_server,
+)
+from dpdist.serving.deployment import Classifier, RequestBatcher, require_server
 
 pytestmark = pytest.mark.whole
 
@@ -53,10 +61,14 @@ async def pieces(raw: bytes, size: int = 100) -> AsyncIterator[bytes]:
 
 
 def ask(
-    gate: Gate, raw: bytes = b"", path: str = "/predict", method: str = "POST", **headers: str
+    gate: RequestHandler,
+    raw: bytes = b"",
+    path: str = "/predict",
+    method: str = "POST",
+    **headers: str,
 ) -> Reply:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return asyncio.run(gate.reply(method, path, named, pieces(raw)))
+    return asyncio.run(gate.handle(method, path, named, pieces(raw)))
 
 
 def picture(width: int = 4, height: int = 4) -> bytes:
@@ -72,7 +84,7 @@ JSON = {"content_type": "application/json; charset=utf-8"}
 
 def test_an_image_and_numbers_are_answered():
     replica = Replica()
-    gate = Gate({"name": "x"}, SHAPE, replica)
+    gate = RequestHandler({"name": "x"}, SHAPE, replica)
     assert ask(gate, picture()).status == 200
     reply = ask(gate, numbers(np.full(SHAPE, 0.2).tolist()), **JSON)
     assert reply.status == 200 and json.loads(reply.content) == ANSWER
@@ -103,7 +115,7 @@ def test_an_image_and_numbers_are_answered():
 )
 def test_what_is_no_input_is_refused(raw, headers):
     replica = Replica()
-    reply = ask(Gate({}, SHAPE, replica), raw, **headers)
+    reply = ask(RequestHandler({}, SHAPE, replica), raw, **headers)
     assert reply.status == 400 and "\n" not in json.loads(reply.content)["error"]
     assert not replica.asked
 
@@ -113,13 +125,13 @@ def test_a_picture_of_another_size_is_not_decoded(monkeypatch):
     raw = picture(4000, 4000)
     assert len(raw) < 2**17
     monkeypatch.setattr(Image.Image, "load", lambda self: 1 / 0)
-    reply = ask(Gate({}, SHAPE, Replica()), raw)
+    reply = ask(RequestHandler({}, SHAPE, Replica()), raw)
     assert reply.status == 400 and "4000 x 4000" in reply.content.decode()
 
 
 def test_large_bodies_are_refused_whatever_they_say():
     replica = Replica()
-    gate = Gate({}, SHAPE, replica, Limits(body=1000, burst=10))
+    gate = RequestHandler({}, SHAPE, replica, RequestLimits(max_body_bytes=1000, burst_size=10))
     for raw, headers in (
         (b"x" * 1001, {}),
         (b"x" * 10**6, {"content_length": "10"}),
@@ -134,7 +146,9 @@ def test_large_bodies_are_refused_whatever_they_say():
 
 def test_the_rate_is_limited_and_recovers():
     clock = Clock()
-    gate = Gate({}, SHAPE, Replica(), Limits(rate=2.0, burst=3), clock)
+    gate = RequestHandler(
+        {}, SHAPE, Replica(), RequestLimits(requests_per_second=2.0, burst_size=3), clock
+    )
     statuses = [ask(gate, picture()).status for _ in range(5)]
     assert statuses == [200, 200, 200, 429, 429]
     assert ask(gate, picture()).headers["retry-after"] == "1"
@@ -144,10 +158,10 @@ def test_the_rate_is_limited_and_recovers():
 
 
 def test_a_lost_replica_is_asked_once_more(caplog):
-    replica = Replica(Lost("died"), ANSWER)
-    gate = Gate({}, SHAPE, replica)
+    replica = Replica(ReplicaLostError("died"), ANSWER)
+    gate = RequestHandler({}, SHAPE, replica)
     assert ask(gate, picture()).status == 200 and len(replica.asked) == 2
-    replica.answers = [Lost("died"), Lost("died")]
+    replica.answers = [ReplicaLostError("died"), ReplicaLostError("died")]
     assert ask(gate, picture()).status == 503 and len(replica.asked) == 4
     assert ask(gate, path="/health", method="GET").status == 503
     assert ask(gate, picture()).status == 200
@@ -161,7 +175,7 @@ def test_a_lost_replica_is_asked_once_more(caplog):
 
 
 def test_nothing_hangs():
-    gate = Gate({}, SHAPE, Replica("never"), Limits(seconds=0.05))
+    gate = RequestHandler({}, SHAPE, Replica("never"), RequestLimits(timeout_seconds=0.05))
     assert ask(gate, picture()).status == 503
 
     assert asyncio.run(gate.reply("POST", "/predict", {}, silent())).status == 408
@@ -177,14 +191,20 @@ async def silent() -> AsyncIterator[bytes]:
 def test_a_body_that_does_not_come_holds_no_place(monkeypatch):
     """However long an answer may take: a body has a limit of its own."""
     monkeypatch.setattr("dpdist.serving.app._BODY_SECONDS", 0.05)
-    gate = Gate({}, SHAPE, Replica())
+    gate = RequestHandler({}, SHAPE, Replica())
     assert asyncio.run(gate.reply("POST", "/predict", {}, silent())).status == 408
 
 
 def test_too_many_under_way_are_sent_away():
     """The third of three, without being asked, and at the cost of nobody's turn."""
     replica = Replica("never", "never", "never")
-    gate = Gate({}, SHAPE, replica, Limits(waiting=2, seconds=0.1, burst=3), Clock())
+    gate = RequestHandler(
+        {},
+        SHAPE,
+        replica,
+        RequestLimits(max_concurrent=2, timeout_seconds=0.1, burst_size=3),
+        Clock(),
+    )
 
     async def several() -> list[Reply]:
         asked = [gate.reply("POST", "/predict", {}, pieces(picture())) for _ in range(3)]
@@ -201,11 +221,11 @@ def test_too_many_under_way_are_sent_away():
 
 def test_health_is_looked_up_now_and_then():
     clock, replica = Clock(), Replica()
-    gate = Gate({}, SHAPE, replica, clock=clock)
+    gate = RequestHandler({}, SHAPE, replica, clock=clock)
     for _ in range(20):
         assert ask(gate, path="/health", method="GET").status == 200
     assert len(replica.asked) == 1
-    clock.now, replica.answers = 6.0, [Lost("died"), Lost("died")]
+    clock.now, replica.answers = 6.0, [ReplicaLostError("died"), ReplicaLostError("died")]
     assert ask(gate, path="/health", method="GET").status == 503
     clock.now = 12.0
     assert ask(gate, path="/health", method="GET").status == 200
@@ -213,7 +233,7 @@ def test_health_is_looked_up_now_and_then():
 
 def test_many_who_ask_for_health_cost_one_look():
     replica = Replica()
-    gate = Gate({}, SHAPE, replica, clock=Clock())
+    gate = RequestHandler({}, SHAPE, replica, clock=Clock())
 
     async def crowd() -> None:
         await asyncio.gather(*(gate.reply("GET", "/health", {}, pieces(b"")) for _ in range(200)))
@@ -224,7 +244,7 @@ def test_many_who_ask_for_health_cost_one_look():
 
 def test_a_model_that_only_fails_is_not_healthy():
     clock, replica = Clock(), Replica(RuntimeError("a fault"))
-    gate = Gate({}, SHAPE, replica, clock=clock)
+    gate = RequestHandler({}, SHAPE, replica, clock=clock)
     for _ in range(3):
         assert ask(gate, path="/health", method="GET").status == 503
     clock.now = 6.0
@@ -232,7 +252,7 @@ def test_a_model_that_only_fails_is_not_healthy():
 
 
 def test_other_paths_and_methods():
-    gate = Gate({}, SHAPE, Replica())
+    gate = RequestHandler({}, SHAPE, Replica())
     assert ask(gate, path="/elsewhere").status == 404
     assert ask(gate, method="GET").headers["allow"] == "POST"
     assert ask(gate, path="/metrics", method="GET").kind.startswith("text/plain")
@@ -259,7 +279,7 @@ class Calls:
         return found, self.seconds * len(images)
 
 
-def together(batches: Batches, *values: float) -> list[Any]:
+def together(batches: RequestBatcher, *values: float) -> list[Any]:
     async def all_of_them() -> list[Any]:
         asked = (batches(np.full(SHAPE, value)) for value in values)
         return await asyncio.gather(*asked, return_exceptions=True)
@@ -269,31 +289,33 @@ def together(batches: Batches, *values: float) -> list[Any]:
 
 def test_who_waits_together_is_asked_together_and_gets_an_answer_of_his_own():
     calls = Calls()
-    answers = together(Batches(calls, 2, 1.0), *range(100))
+    answers = together(RequestBatcher(calls, 2, 1.0), *range(100))
     assert [answer["label"] for answer in answers] == list(range(100))
     assert len(calls.sizes) <= 6 and max(calls.sizes) <= 64 and sum(calls.sizes) == 100
 
 
 def test_slow_answers_are_not_put_together():
     calls = Calls(seconds=0.2)
-    together(Batches(calls, 2, 1.0), *range(8))
+    together(RequestBatcher(calls, 2, 1.0), *range(8))
     assert calls.sizes == [1] * 8
 
 
 def test_a_fault_of_one_image_is_its_own():
-    answers = together(Batches(Calls(), 1, 1.0), 3, 1, -1, 2)
+    answers = together(RequestBatcher(Calls(), 1, 1.0), 3, 1, -1, 2)
     assert [a["label"] for a in answers if isinstance(a, dict)] == [3, 1, 2]
     assert isinstance(answers[2], RuntimeError)
 
 
 def test_calls_that_are_lost_or_hang_end_and_free_their_lane():
-    answers = together(Batches(Calls(1e-4, Lost("died"), "never"), 1, 0.05), 1, 2, 3)
-    assert isinstance(answers[0], Lost) and isinstance(answers[1], TimeoutError)
+    answers = together(
+        RequestBatcher(Calls(1e-4, ReplicaLostError("died"), "never"), 1, 0.05), 1, 2, 3
+    )
+    assert isinstance(answers[0], ReplicaLostError) and isinstance(answers[1], TimeoutError)
     assert answers[2] == {"label": 3}
 
     async def left() -> list[Any]:
         calls = Calls(1e-4, "never")
-        batches = Batches(calls, 1, 0.05)
+        batches = RequestBatcher(calls, 1, 0.05)
         first, gone = (asyncio.ensure_future(batches(np.full(SHAPE, k))) for k in (1, 2))
         await asyncio.sleep(0.01)
         gone.cancel()
@@ -306,7 +328,7 @@ def test_calls_that_are_lost_or_hang_end_and_free_their_lane():
 
 def test_the_requests_of_a_lost_call_are_asked_again():
     """Gate and batches together, as they are in the server."""
-    outcomes: list[Any] = [None, Lost("died")]
+    outcomes: list[Any] = [None, ReplicaLostError("died")]
 
     async def call(images: list[np.ndarray]) -> tuple[list[Any], float]:
         await asyncio.sleep(0.001)
@@ -314,7 +336,7 @@ def test_the_requests_of_a_lost_call_are_asked_again():
             raise outcome
         return [{"label": round(100 * image.flat[0]), "abstain": False} for image in images], 1e-4
 
-    gate = Gate({}, SHAPE, Batches(call, 2, 1.0), Limits(burst=100))
+    gate = RequestHandler({}, SHAPE, RequestBatcher(call, 2, 1.0), RequestLimits(burst_size=100))
 
     async def several() -> list[Reply]:
         bodies = [numbers(np.full(SHAPE, k / 100).tolist()) for k in range(60)]
@@ -349,7 +371,7 @@ def test_a_replica_answers_each_image_by_noise_of_its_own():
     ] and seconds >= 0  # fmt: skip
 
 
-def talk(gate: Gate, *raws: bytes) -> list[bytes]:
+def talk(gate: RequestHandler, *raws: bytes) -> list[bytes]:
     """What comes back for these bytes, each on a connection of its own."""
     pytest.importorskip("uvicorn", reason='no HTTP server: pip install "dpdist[serve]"')
 
@@ -362,7 +384,7 @@ def talk(gate: Gate, *raws: bytes) -> list[bytes]:
 
     async def all_of_them() -> list[bytes]:
         listening = listen("127.0.0.1", 0)
-        speaking = speak(gate, listening)
+        speaking = start_http_server(gate, listening)
         port = listening.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1, port {port}"):
             listen("127.0.0.1", port)
@@ -382,7 +404,9 @@ def post(body: bytes, **headers: object) -> bytes:
 
 
 def test_http_is_spoken():
-    gate = Gate({"name": "x"}, SHAPE, Replica(), Limits(body=2**16, burst=100))
+    gate = RequestHandler(
+        {"name": "x"}, SHAPE, Replica(), RequestLimits(max_body_bytes=2**16, burst_size=100)
+    )
     large = b"x" * 2**17
     found = talk(
         gate,
@@ -409,7 +433,7 @@ def test_a_header_without_end_is_not_read_to_its_end():
 
     async def taken() -> int:
         listening = listen("127.0.0.1", 0)
-        speaking = speak(Gate({}, SHAPE, Replica()), listening)
+        speaking = start_http_server(RequestHandler({}, SHAPE, Replica()), listening)
         reader, writer = await asyncio.open_connection(*listening.getsockname())
         sent = 0
         try:
@@ -443,7 +467,7 @@ def test_a_client_that_leaves_is_asked_for_nothing_more():
 
     replica = Replica()
     scope = {"method": "POST", "path": "/predict", "headers": [(b"Content-Type", b"text/x")]}
-    asyncio.run(Application(Gate({}, SHAPE, replica))(scope, receive, send))
+    asyncio.run(AsgiApplication(RequestHandler({}, SHAPE, replica))(scope, receive, send))
     assert sent[0]["status"] == 400 and not replica.asked
 
 

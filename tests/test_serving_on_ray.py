@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from support.extras import needs_serve
-from support.processes import LOOPBACK, listened_on
+from support.optional_extras import needs_serve
+from support.processes import LOOPBACK, listening_addresses
 from support.training import make, train
 
 import dpdist
 from dpdist import pipeline
 from dpdist.publishing import write_release
-from dpdist.serving.app import Limits
-from dpdist.serving.deployment import Serving, deployed
+from dpdist.serving.app import RequestLimits
+from dpdist.serving.deployment import ServingSettings, deploy_release
 
 pytestmark = pytest.mark.whole
 
@@ -40,7 +40,7 @@ def released(tmp_path_factory) -> Path:
     )  # fmt: skip
     train(recipe, folder)
     write_release(folder)
-    return folder.release
+    return folder.release_folder
 
 
 def free_port() -> int:
@@ -82,16 +82,18 @@ def test_many_clients_and_a_replica_that_dies(released, capsys):
     began = time.monotonic()
     expected = [alone(image).label for image in images]
     bare = len(images) / (time.monotonic() - began)
-    limits = Limits(rate=1e6, burst=10**6, waiting=1000, seconds=60)
-    serving = Serving(released.resolve(), None, None, DRAWS, 0.001, 2, limits)
+    limits = RequestLimits(
+        requests_per_second=1e6, burst_size=10**6, max_concurrent=1000, timeout_seconds=60
+    )
+    serving = ServingSettings(released.resolve(), None, None, DRAWS, 0.001, 2, limits)
     bodies = [json.dumps({"input": image.tolist()}).encode() for image in images]
     with (
-        pipeline.session(None, 2),
-        deployed(found, serving, "127.0.0.1", free_port()) as address,
+        pipeline.run_session(None, 2),
+        deploy_release(found, serving, "127.0.0.1", free_port()) as address,
         ThreadPoolExecutor(CLIENTS) as clients,
     ):
         assert json.loads(get(address, "/"))["draws"] == DRAWS
-        assert listened_on(os.getpid()) <= LOOPBACK  # Ray Serve's replicas listened on [::]
+        assert listening_addresses(os.getpid()) <= LOOPBACK  # Ray Serve's replicas listened on [::]
         began = time.monotonic()
         first = list(clients.map(lambda k: post(address, bodies[k % 40]), range(REQUESTS)))
         rate = REQUESTS / (time.monotonic() - began)

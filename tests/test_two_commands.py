@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from support.files import contents
-from support.here import Done, command, without_ray
+from support.folder_contents import contents
+from support.local_execution import Done, command, run_without_ray
 from support.recipes import write_recipe
 
-from dpdist.privacy.budget import SUFFIX, budgets_in
+from dpdist.privacy.budget import BUDGET_SUFFIX, read_budgets
 
 pytestmark = pytest.mark.whole
 
@@ -51,7 +51,7 @@ def inside(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[Done, dict[str,
     run. since: the second command is first run when this is true. until: and no more when it ended
     so. Returns what the first command left, and what the second left, by moment.
     """
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     real = {"replace": os.replace, "fsync": os.fsync}
 
     def run(
@@ -199,7 +199,7 @@ def test_a_budget_with_room_for_one_lets_one_in(
         [first, "a.yaml"],
         [second, "b.yaml"],
         held=[budget / "records.key"],
-        since=(lambda: any(budget.glob(f"*{SUFFIX}"))) if earlier == "first" else None,
+        since=(lambda: any(budget.glob(f"*{BUDGET_SUFFIX}"))) if earlier == "first" else None,
         until="well",
     )
     assert found and {ends(each) for each in found.values()} == (
@@ -207,7 +207,7 @@ def test_a_budget_with_room_for_one_lets_one_in(
     )
     assert ends(done) == ("well" if earlier == "first" else "refused")
     late, kind = ("b", second) if earlier == "first" else ("a", first)
-    (kept,) = budgets_in(budget)
+    (kept,) = read_budgets(budget)
     (charge,) = kept.charges
     assert (charge.name, charge.status) == ("a" if late == "b" else "b", "settled")
     assert kept.guarantee(1e-4).epsilon <= ceiling

@@ -13,11 +13,12 @@ pytestmark = pytest.mark.whole
 @pytest.mark.parametrize(
     "code",
     [
-        "from dpdist.core.optional_imports import torchvision; torchvision('models').resnet18()",
+        "from dpdist.core.optional_imports import import_torchvision; "
+        "import_torchvision('models').resnet18()",
         "from dpdist.core import optional_imports as own; own.install_torchvision_hook(); "
-        "own.install_torchvision_hook(); import torchvision.transforms; own.torchvision()",
-        "from dpdist.models.spec import factory_of; "
-        "factory_of('importlib:import_module')('torchvision')",
+        "own.install_torchvision_hook(); import torchvision.transforms; own.import_torchvision()",
+        "from dpdist.models.spec import import_factory; "
+        "import_factory('importlib:import_module')('torchvision')",
     ],
 )
 def test_torchvision_can_be_imported(code):

@@ -15,11 +15,11 @@ from typing import Any
 
 from dpdist.config.search import LawRecipe, TuneRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import private_folder, read_json, shown, write_json
-from dpdist.privacy.plan import plan_of
-from dpdist.randomness.keys import derive_key, words
+from dpdist.core.files import make_private_folder, quoted, read_json, write_json
+from dpdist.privacy.plan import parse_plan
+from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
-from dpdist.tuning.space import Limit, Values, draw
+from dpdist.tuning.space import TrialLimit, TrialValues, draw_values
 
 FORMAT = 1
 
@@ -33,8 +33,8 @@ class Trial:
 
     number: int
     key: bytes
-    tie: str
-    values: Values | None = None
+    tie_breaker: str
+    values: TrialValues | None = None
 
 
 @dataclass(frozen=True)
@@ -66,43 +66,43 @@ class SearchFolder:
         return self.path / "outcome.json"
 
     @property
-    def full(self) -> Path:
+    def disk_full_marker(self) -> Path:
         """Left by a trial for the driver when the disk is full; empty, or it would not fit."""
         return self.path / "full"
 
     @property
-    def ray(self) -> Path:
+    def ray_folder(self) -> Path:
         return self.path / "ray"
 
-    def trial(self, number: int) -> RunFolder:
+    def trial_folder(self, number: int) -> RunFolder:
         """The run folder of one trial."""
         return RunFolder(self.path / "trials" / f"{number:05d}")
 
-    def settings(self, number: int) -> Path:
+    def settings_file(self, number: int) -> Path:
         """Values and noise multiplier of one trial."""
         return self.path / "settings" / f"{number:05d}.json"
 
-    def scores(self, number: int) -> Path:
+    def scores_file(self, number: int) -> Path:
         """Scores of one trial at its rungs, or why it failed."""
         return self.path / "scores" / f"{number:05d}.json"
 
 
-def number_of_trials(law: LawRecipe, key: bytes) -> int:
+def draw_number_of_trials(law: LawRecipe, key: bytes) -> int:
     """K, drawn with a secret key; fixed by law fixed."""
-    secret = law.secret
+    secret = law.secret_law
     if secret is None:
         assert law.runs is not None
         return law.runs
-    return secret.quantile(_uniforms(derive_key(key, "search", "count"))())
+    return secret.quantile(_uniform_stream(derive_key(key, "search", "count"))())
 
 
 def draw_trials(tune: TuneRecipe, key: bytes) -> list[Trial]:
     """All trials of a search, from its secret key: how many, their settings and their keys."""
     trials = []
-    for number in range(number_of_trials(tune.law, key)):
+    for number in range(draw_number_of_trials(tune.law, key)):
         values = None
         if tune.searcher == "random":
-            values = draw(tune, _uniforms(derive_key(key, "search", "values", number)))
+            values = draw_values(tune, _uniform_stream(derive_key(key, "search", "values", number)))
         tie = derive_key(key, "search", "tie", number).hex()
         trials.append(Trial(number, derive_key(key, "search", "trial", number), tie, values))
     return trials
@@ -112,9 +112,9 @@ def ensure_manifest(folder: SearchFolder, tune: TuneRecipe, key: bytes) -> None:
     """Draw the trials from a secret key and write them down, unless that was done before."""
     if folder.manifest.exists():
         return
-    private_folder(folder.path)
+    make_private_folder(folder.path)
     trials = [
-        {"number": t.number, "key": t.key.hex(), "tie": t.tie, "values": t.values}
+        {"number": t.number, "key": t.key.hex(), "tie": t.tie_breaker, "values": t.values}
         for t in draw_trials(tune, key)
     ]
     write_json(folder.manifest, {"format": FORMAT, "trials": trials})
@@ -135,7 +135,7 @@ def read_trials(folder: SearchFolder) -> list[Trial]:
         raise UserError(f"{folder.manifest}: damaged: {error!r}") from error
 
 
-def best(trials: list[Trial], scores: dict[int, float]) -> int | None:
+def best_trial(trials: list[Trial], scores: dict[int, float]) -> int | None:
     """The number of the best trial: highest score, ties by the drawn label. None without a score.
 
     scores: of the trials that did not fail; a failed trial counts as minus infinity.
@@ -143,16 +143,16 @@ def best(trials: list[Trial], scores: dict[int, float]) -> int | None:
     done = [trial for trial in trials if trial.number in scores]
     if not done:
         return None
-    return max(done, key=lambda trial: (scores[trial.number], trial.tie)).number
+    return max(done, key=lambda trial: (scores[trial.number], trial.tie_breaker)).number
 
 
-def _uniforms(key: bytes) -> Callable[[], float]:
+def _uniform_stream(key: bytes) -> Callable[[], float]:
     """Fresh numbers in [0, 1) with 53 bits from a key's stream."""
     position = 0
 
     def uniform() -> float:
         nonlocal position
-        (word,) = words(key, position, 1)
+        (word,) = stream_words(key, position, 1)
         position += 1
         return float(int(word) >> 11) * 2.0**-53
 
@@ -161,7 +161,7 @@ def _uniforms(key: bytes) -> Callable[[], float]:
 
 def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
     """Values and noise multiplier of a trial, as written before it started."""
-    return read_json(folder.settings(number), {"values": dict, "noise_multiplier": float})
+    return read_json(folder.settings_file(number), {"values": dict, "noise_multiplier": float})
 
 
 def read_terms(folder: SearchFolder) -> dict[str, Any]:
@@ -169,20 +169,20 @@ def read_terms(folder: SearchFolder) -> dict[str, Any]:
     return folder.run.read_search_terms()
 
 
-def trial_limit(folder: SearchFolder) -> Limit:
+def read_trial_limit(folder: SearchFolder) -> TrialLimit:
     """Return the limit of a trial's cost, with which the search was accounted."""
-    return Limit(plan_of(read_terms(folder)["trial"], f"{folder.terms}: trial"))
+    return TrialLimit(parse_plan(read_terms(folder)["trial"], f"{folder.terms}: trial"))
 
 
-def read_outcome(folder: SearchFolder) -> int | None:
+def read_winner(folder: SearchFolder) -> int | None:
     """The number of the best trial; None when the search ended without a model."""
     result: int | None = read_json(folder.outcome, {"winner": int | None})["winner"]
     return result
 
 
-def scores_of(folder: SearchFolder, number: int) -> dict[str, Any]:
+def read_scores(folder: SearchFolder, number: int) -> dict[str, Any]:
     """scores: of the rungs so far. done: nothing more will come. failed: why it does not count."""
-    path = folder.scores(number)
+    path = folder.scores_file(number)
     if not path.exists():
         return {"scores": [], "done": False, "failed": None}
     state = read_json(path, {"scores": list, "done": bool, "failed": str | None})
@@ -190,5 +190,5 @@ def scores_of(folder: SearchFolder, number: int) -> dict[str, Any]:
     if finished > bool(state["scores"]) or not all(
         type(s) in (int, float) for s in state["scores"]
     ):
-        raise UserError(f"{path}: damaged: scores must be numbers, got {shown(state['scores'])}")
+        raise UserError(f"{path}: damaged: scores must be numbers, got {quoted(state['scores'])}")
     return state

@@ -13,8 +13,8 @@ from dpdist.config.search import LawRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_result
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe, settle
-from dpdist.tuning.space import SearchCost, Sizes, kept_out
+from dpdist.runs.recipe import Recipe, resolve_plan
+from dpdist.tuning.space import RecordCounts, SearchCost, held_out_fraction
 
 # Training records of data sets that everybody has; --records tells of others.
 KNOWN_SIZES = {
@@ -27,7 +27,7 @@ KNOWN_SIZES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LawCost:
     """One law of this kind and expected number of trials (mean).
 
     epsilon: of training and search when the noise is that of one untuned run. renyi: the same by
@@ -39,48 +39,48 @@ class Row:
     law: str
     kind: str
     mean: float
-    own: bool
+    is_recipe_law: bool
     epsilon: float
-    renyi: float | None
-    noise: float | None
-    at_least: tuple[tuple[int, float], ...]
+    renyi_epsilon: float | None
+    noise_multiplier: float | None
+    tail_probabilities: tuple[tuple[int, float], ...]
     quantiles: tuple[int, int, int]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
             "law": self.law,
-            "of_the_recipe": self.own,
+            "of_the_recipe": self.is_recipe_law,
             "epsilon_at_untuned_noise": self.epsilon if math.isfinite(self.epsilon) else "inf",
-            "by_renyi_alone": self.renyi,
-            "noise_multiplier_for_target": self.noise,
-            "probability_at_least": {str(k): p for k, p in self.at_least},
+            "by_renyi_alone": self.renyi_epsilon,
+            "noise_multiplier_for_target": self.noise_multiplier,
+            "probability_at_least": {str(k): p for k, p in self.tail_probabilities},
             "quantiles_5_50_95": list(self.quantiles),
         }
 
 
-def sizes_without_data(recipe: Recipe, records: int | None, where: str) -> Sizes:
+def sizes_without_data(recipe: Recipe, records: int | None, context: str) -> RecordCounts:
     """Expected numbers of records, without reading any. Raises UserError when none is known."""
     assert recipe.tune is not None
     whole = records or KNOWN_SIZES.get(recipe.data.name)
     if whole is None:
         raise UserError(
-            f"{where}: data.name: the number of training records of {recipe.data.name!r} is not "
+            f"{context}: data.name: the number of training records of {recipe.data.name!r} is not "
             "known without reading it; give it with --records"
         )
     if recipe.data.max_train is not None:
         whole = min(whole, recipe.data.max_train)
     whole = math.floor(whole * (1 - recipe.data.public))
-    return Sizes(whole, kept_out(recipe))
+    return RecordCounts(whole, held_out_fraction(recipe))
 
 
-def one_run(recipe: Recipe, sizes: Sizes, where: str) -> tuple[float, PrivacyPlan]:
+def untuned_run(recipe: Recipe, sizes: RecordCounts, context: str) -> tuple[float, PrivacyPlan]:
     """The noise multiplier and the plan of one run of the recipe without a search, on the same
     records."""
-    return settle(recipe, sizes.train(recipe.data.fraction), where)
+    return resolve_plan(recipe, sizes.training_records(recipe.data.fraction), context)
 
 
-def laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool]]:
+def iter_laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool]]:
     """The recipe's own law, then every law at each expected number of trials."""
     assert recipe.tune is not None
     own = recipe.tune.law
@@ -98,7 +98,7 @@ def laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool
                 yield law, False
 
 
-def plot(rows: Sequence[Row], one_run: float, delta: float, path: Path) -> None:
+def plot_costs(rows: Sequence[LawCost], untuned_epsilon: float, delta: float, path: Path) -> None:
     """Draw epsilon against the expected number of trials, a line for each law.
 
     one_run: epsilon of one untuned run with the same noise.
@@ -115,12 +115,14 @@ def plot(rows: Sequence[Row], one_run: float, delta: float, path: Path) -> None:
     for kind in dict.fromkeys(row.kind for row in rows):
         points = sorted({(row.mean, row.epsilon) for row in rows if row.kind == kind})
         axes.plot(*zip(*points, strict=True), marker=next(markers), markersize=4, label=kind)
-    axes.axhline(one_run, color="#777777", linestyle="--", linewidth=1, label="one untuned run")
+    axes.axhline(
+        untuned_epsilon, color="#777777", linestyle="--", linewidth=1, label="one untuned run"
+    )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xticks(sorted({row.mean for row in rows}))
     axes.minorticks_off()
-    axes.set_ylim(0, min(1.05 * max(row.epsilon for row in rows), 8 * one_run))
+    axes.set_ylim(0, min(1.05 * max(row.epsilon for row in rows), 8 * untuned_epsilon))
     axes.set_xlabel("expected number of trials, E[K]")
     axes.set_ylabel(f"epsilon of training and search at delta = {delta:g}")
     axes.legend(frameon=False)
@@ -136,38 +138,46 @@ def default_means(recipe: Recipe) -> tuple[int, ...]:
     return (law.runs or round(law.mean or 1),)
 
 
-def row(recipe: Recipe, law: LawRecipe, own: bool, sizes: Sizes, noise: float, where: str) -> Row:
-    """Return the cost of a law. noise: that of one untuned run (`one_run`)."""
+def law_cost(
+    recipe: Recipe,
+    law: LawRecipe,
+    is_recipe_law: bool,
+    sizes: RecordCounts,
+    untuned_noise: float,
+    context: str,
+) -> LawCost:
+    """Return the cost of a law. noise: that of one untuned run (`untuned_run`)."""
     privacy = recipe.privacy
-    untuned = privacy.model_copy(update={"epsilon": None, "noise_multiplier": noise})
-    unchanged = SearchCost(recipe.model_copy(update={"privacy": untuned}), sizes, law, where)
+    untuned = privacy.model_copy(update={"epsilon": None, "noise_multiplier": untuned_noise})
+    unchanged = SearchCost(recipe.model_copy(update={"privacy": untuned}), sizes, law, context)
     target = None
     if privacy.epsilon is not None:
-        target = SearchCost(recipe, sizes, law, where).noise_multiplier
-    mean, secret = round(law.expected), law.secret
+        target = SearchCost(recipe, sizes, law, context).noise_multiplier
+    mean, secret = round(law.mean_trials), law.secret_law
     marks = sorted({1, 2, mean})
     if secret is None:
         at_least = tuple((k, float(k <= mean)) for k in marks)
         quantiles = (mean, mean, mean)
     else:
-        at_least = tuple((k, secret.at_least(k)) for k in marks)
+        at_least = tuple((k, secret.tail_probability(k)) for k in marks)
         low, middle, high = (secret.quantile(q) for q in (0.05, 0.5, 0.95))
         quantiles = (low, middle, high)
-    words, epsilon = law.in_words, unchanged.guarantee.epsilon
+    words, epsilon = law.description, unchanged.guarantee.epsilon
     kind = "fixed" if secret is None else secret.family
-    return Row(
-        words, kind, law.expected, own, epsilon, _by_renyi(unchanged.plan), target, at_least,
+    return LawCost(
+        words, kind, law.mean_trials, is_recipe_law, epsilon, _renyi_epsilon(unchanged.plan),
+        target, at_least,
         quantiles,
     )  # fmt: skip
 
 
-def _by_renyi(plan: PrivacyPlan) -> float | None:
+def _renyi_epsilon(plan: PrivacyPlan) -> float | None:
     """Epsilon by Renyi DP alone (quick orders); None where it has no bound."""
     from dpdist.privacy.accounting import QUICK_ORDERS, rdp_epsilon
-    from dpdist.privacy.pld import Unsupported
+    from dpdist.privacy.pld import UnsupportedMechanismError
 
-    paths = plan.alternatives(plan.phases)
+    paths = plan.path_events(plan.phases)
     try:
         return rdp_epsilon(paths, plan.delta, plan.neighbours, QUICK_ORDERS)
-    except Unsupported:
+    except UnsupportedMechanismError:
         return None

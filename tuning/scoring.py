@@ -21,14 +21,14 @@ from dpdist.config.search import ScoreRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.gradients.noise import add_noise, grid_exponent
-from dpdist.randomness.keys import UnitSource, derive_key
+from dpdist.randomness.keys import StreamKeys, derive_key
 
 _PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64
-_CHOOSING = 100  # draws that choose the class, at most
+_MAX_SELECTION_DRAWS = 100  # draws that choose the class, at most
 
 
-def score(
+def compute_score(
     model_folder: Path,
     dataset: Dataset,
     settings: ScoreRecipe,
@@ -47,13 +47,15 @@ def score(
     model = models.load(model_folder, trusted_factory=trusted_factory).eval()
     if not all(bool(torch.isfinite(value).all()) for value in model.state_dict().values()):
         raise UserError("the trained parameters are not finite numbers")
-    total = np.array([float(_values(model, dataset, settings, sigma, noise, key).sum())])
+    total = np.array([float(_record_scores(model, dataset, settings, sigma, noise, key).sum())])
     if noise is not None:
         total = add_noise(total, derive_key(key, "score", "noise"), noise)
     return float(total[0]) / len(dataset)
 
 
-def published(score: float, records: int, noise: float | None, planned: float) -> float:
+def publishable_score(
+    score: float, records: int, noise: float | None, planned_records: float
+) -> float:
     """Return a score as it may be published: the noisy count of `records` held-out records as a
     share of a public number of them.
 
@@ -63,10 +65,10 @@ def published(score: float, records: int, noise: float | None, planned: float) -
     if not noise:
         return score
     step = 2.0 ** grid_exponent(noise)
-    return round(score * records / step) * step / planned
+    return round(score * records / step) * step / planned_records
 
 
-def _values(
+def _record_scores(
     model: torch.nn.Module,
     dataset: Dataset,
     settings: ScoreRecipe,
@@ -79,8 +81,8 @@ def _values(
     values = np.zeros(len(dataset))
     if "accuracy" in weights:
         rows = 1 if noise is not None else _PUBLIC_BATCH
-        values += weights["accuracy"] * correct(model, dataset, rows)
-    if settings.certifies:
+        values += weights["accuracy"] * correct_predictions(model, dataset, rows)
+    if settings.needs_certificates:
         assert sigma is not None
         radii = certified_radii(model, dataset, settings, sigma, key)
         if settings.radius is not None:
@@ -91,12 +93,13 @@ def _values(
     return np.clip(values / sum(weights.values()), 0.0, 1.0)
 
 
-def correct(model: torch.nn.Module, dataset: Dataset, rows: int) -> np.ndarray:
-    """1.0 for each record that is classified rightly, in batches of `rows`: float64 (records,)."""
+def correct_predictions(model: torch.nn.Module, dataset: Dataset, batch_size: int) -> np.ndarray:
+    """1.0 for each record that is classified rightly, in batches of `batch_size`: float64
+    (records,)."""
     found = np.zeros(len(dataset))
     with torch.inference_mode():
-        for start in range(0, len(dataset), rows):
-            chosen = slice(start, start + rows)
+        for start in range(0, len(dataset), batch_size):
+            chosen = slice(start, start + batch_size)
             classes = models.predicted_classes(model(dataset.batch(chosen)))
             found[chosen] = (classes == dataset.targets(chosen)).numpy()
     return found
@@ -109,18 +112,18 @@ def certified_radii(
     (Cohen et al. 2019): float64 (records,)."""
     certify = Cohen(
         sigma=sigma,
-        n0=min(settings.draws, _CHOOSING),
+        n0=min(settings.draws, _MAX_SELECTION_DRAWS),
         n=settings.draws,
         alpha=settings.alpha,
         form="frozen",
     )
-    source = UnitSource("score", derive_key(key, "score", "draws").hex(), "", "", "gaussian", sigma)
+    source = StreamKeys("score", derive_key(key, "score", "draws").hex(), "", "", "gaussian", sigma)
     # On made-up inputs: whether the form is executed must not depend on private records.
     made_up = np.random.default_rng(0).random((_CHECK_ROWS, *dataset.input_shape), dtype=np.float32)
-    place, shape = certify.place(model, dataset.input_shape), dataset.input_shape
+    place, shape = certify.build_sampler(model, dataset.input_shape), dataset.input_shape
     # No row is executed again: whether a trial is stopped must not depend on private records.
     assignment = Assignment(
-        model, certify, place, source, dataset.classes, shape, made_up, reexecuted=None
+        model, certify, place, source, dataset.classes, shape, made_up, reexecution_key=None
     )
     worker = Worker(replace(assignment, spec=probe(assignment)))
     labels = dataset.targets(slice(None)).numpy()

@@ -14,9 +14,9 @@ from ray.tune.search import Searcher
 
 from dpdist.config.search import Domain, TuneRecipe
 from dpdist.core.files import write_json
-from dpdist.core.optional_imports import library
-from dpdist.tuning.manifest import SearchFolder, Trial, scores_of
-from dpdist.tuning.space import Values
+from dpdist.core.optional_imports import import_extra
+from dpdist.tuning.manifest import SearchFolder, Trial, read_scores
+from dpdist.tuning.space import TrialValues
 
 METRIC = "score"
 
@@ -32,14 +32,14 @@ class ManifestSearcher(Searcher):
         self,
         folder: SearchFolder,
         trials: list[Trial],
-        noise_of: Callable[[Values], float],
-        adaptive: Suggestions | None = None,
+        noise_multiplier_of: Callable[[TrialValues], float],
+        suggester: OptunaSuggester | None = None,
         *,
         stops_early: bool = False,
     ) -> None:
         super().__init__(metric=METRIC, mode="max")
-        self._folder, self._trials, self._noise_of = folder, trials, noise_of
-        self._adaptive, self._stops_early = adaptive, stops_early
+        self._folder, self._trials, self._noise_multiplier_of = folder, trials, noise_multiplier_of
+        self._suggester, self._stops_early = suggester, stops_early
         self._next = 0
         self._numbers: dict[str, int] = {}
 
@@ -48,13 +48,13 @@ class ManifestSearcher(Searcher):
         if self._next == len(self._trials):
             return Searcher.FINISHED
         trial = self._trials[self._next]
-        path = self._folder.settings(trial.number)
+        path = self._folder.settings_file(trial.number)
         if not path.exists():
             values = trial.values
             if values is None:
-                assert self._adaptive is not None
-                values = self._adaptive.suggest(trial_id)
-            settings = {"values": values, "noise_multiplier": self._noise_of(values)}
+                assert self._suggester is not None
+                values = self._suggester.suggest(trial_id)
+            settings = {"values": values, "noise_multiplier": self._noise_multiplier_of(values)}
             write_json(path, settings)
         self._next += 1
         self._numbers[trial_id] = trial.number
@@ -68,14 +68,14 @@ class ManifestSearcher(Searcher):
     ) -> None:
         """Tell the adaptive searcher; mark a trial that the scheduler stopped."""
         number = self._numbers[trial_id]
-        state = scores_of(self._folder, number)
+        state = read_scores(self._folder, number)
         if self._stops_early and not error and not state["done"]:
             write_json(
-                self._folder.scores(number), {**state, "done": True, "failed": "stopped early"}
+                self._folder.scores_file(number), {**state, "done": True, "failed": "stopped early"}
             )
-        if self._adaptive is not None:
+        if self._suggester is not None:
             score = state["scores"][-1] if state["scores"] else None
-            self._adaptive.tell(trial_id, score)
+            self._suggester.tell(trial_id, score)
 
     def __getstate__(self) -> dict[str, Any]:
         """Ray pickles its searcher beside its own state: without keys and settings."""
@@ -88,25 +88,27 @@ class ManifestSearcher(Searcher):
         """Nothing to restore; a continued search makes a new searcher from the files."""
 
 
-class Suggestions:
+class OptunaSuggester:
     """Optuna's TPE through Ray Tune, fed with what an interrupted search had found."""
 
-    def __init__(self, tune: TuneRecipe, seed: int, known: list[tuple[Values, float]]) -> None:
-        optuna = library("optuna", "tune", "tune.searcher")
+    def __init__(
+        self, tune: TuneRecipe, seed: int, evaluated: list[tuple[TrialValues, float]]
+    ) -> None:
+        optuna = import_extra("optuna", "tune", "tune.searcher")
         from ray.tune.search.optuna import OptunaSearch
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = tune.space
-        distributions = {key: _distribution(domain) for key, domain in tune.space.items()}
-        self._inner = OptunaSearch(distributions, metric=METRIC, mode="max", seed=seed)
-        self._own: set[str] = set()
-        for values, score in known:
-            self._inner.add_evaluated_point(self._encoded(values), score)
+        distributions = {key: _optuna_distribution(domain) for key, domain in tune.space.items()}
+        self._optuna_search = OptunaSearch(distributions, metric=METRIC, mode="max", seed=seed)
+        self._suggested_ids: set[str] = set()
+        for values, score in evaluated:
+            self._optuna_search.add_evaluated_point(self._encode_choices(values), score)
 
-    def suggest(self, trial_id: str) -> Values:
+    def suggest(self, trial_id: str) -> TrialValues:
         """Values of the searched fields for the next trial."""
-        self._own.add(trial_id)
-        found = self._inner.suggest(trial_id)
+        self._suggested_ids.add(trial_id)
+        found = self._optuna_search.suggest(trial_id)
         assert isinstance(found, dict)
         return {
             key: domain.choice[found[key]] if domain.choice is not None else found[key]
@@ -115,18 +117,18 @@ class Suggestions:
 
     def tell(self, trial_id: str, score: float | None) -> None:
         """The last score of a trial that was suggested here; None for a failed one."""
-        if trial_id in self._own:
+        if trial_id in self._suggested_ids:
             result = None if score is None else {METRIC: score}
-            self._inner.on_trial_complete(trial_id, result, error=score is None)
+            self._optuna_search.on_trial_complete(trial_id, result, error=score is None)
 
-    def _encoded(self, values: Values) -> Values:
+    def _encode_choices(self, values: TrialValues) -> TrialValues:
         return {
             key: domain.choice.index(values[key]) if domain.choice is not None else values[key]
             for key, domain in self._space.items()
         }
 
 
-def _distribution(domain: Domain) -> Any:
+def _optuna_distribution(domain: Domain) -> Any:
     """Optuna's word for a domain; a choice becomes its position in the list."""
     from optuna.distributions import (
         CategoricalDistribution,
@@ -138,5 +140,5 @@ def _distribution(domain: Domain) -> Any:
         return CategoricalDistribution(tuple(range(len(domain.choice))))
     if domain.integer is not None:
         return IntDistribution(*domain.integer)
-    low, high = domain.ends
+    low, high = domain.values_or_bounds
     return FloatDistribution(low, high, log=domain.log_uniform is not None)

@@ -12,7 +12,8 @@ plain composition.
 When the search varies the cost of a trial (noise, batch size, steps, share of the data, how a
 method splits its budget), the base is the pointwise maximum of the trials' profiles. With a target
 epsilon each trial gets the least noise with which its profile stays below that of the recipe's own
-setting. `Limit` is the bound that every trial is held against, by its own plan, before it starts.
+setting. `TrialLimit` is the bound that every trial is held against, by its own plan, before it
+starts.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from typing import TYPE_CHECKING, Any
 from dpdist.config.search import Domain, LawRecipe, TuneRecipe
 from dpdist.core.errors import UserError
 from dpdist.methods.base import Method
-from dpdist.privacy.calibration import repeated, training_and_search
+from dpdist.privacy.calibration import combine_training_and_scoring, repeat_phases
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.privacy.phases import GaussianSteps, Phase, WorstOf, walk
+from dpdist.privacy.phases import GaussianSteps, Phase, WorstOf, walk_phases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe, parse, plan_at
+from dpdist.runs.recipe import Recipe, parse_recipe, plan_with_noise
 
 if TYPE_CHECKING:
-    from dpdist.privacy.pld import Loss
+    from dpdist.privacy.pld import PrivacyLoss
 
 
 # --- the space --------------------------------------------------------------------------------
 
 
-Values = dict[str, Any]
+TrialValues = dict[str, Any]
 
 # Fields that change what one training costs.
-COSTLY = (
+COST_FIELDS = (
     "privacy.noise_multiplier",
     "training.batch_size",
     "training.steps",
@@ -53,7 +54,7 @@ COSTLY = (
     "data.fraction",
 )
 # Fields that are the same in all trials, whichever way a trial's values are given.
-_FIXED = {
+_UNSEARCHABLE_FIELDS = {
     "name": "it names the run",
     "data": "all trials are about the same records (data.fraction may be searched)",
     "tune": "a search does not search itself",
@@ -75,7 +76,7 @@ _FIXED = {
 }
 # Ranges of batch sizes and shares are cut into intervals this narrow (ratio of their ends).
 _INTERVAL = 1.05
-_MIDDLE = (math.sqrt(5) - 1) / 2  # somewhere between the ends of a range
+_PROBE_POSITION = (math.sqrt(5) - 1) / 2  # somewhere between the ends of a range
 
 
 def domain_value(domain: Domain, uniform: float) -> Any:
@@ -85,7 +86,7 @@ def domain_value(domain: Domain, uniform: float) -> Any:
     if domain.integer is not None:
         low, high = domain.integer
         return low + int(uniform * (high - low + 1))
-    low, high = domain.ends
+    low, high = domain.values_or_bounds
     if domain.log_uniform is not None:
         value = math.exp(math.log(low) + uniform * (math.log(high) - math.log(low)))
     else:
@@ -93,77 +94,77 @@ def domain_value(domain: Domain, uniform: float) -> Any:
     return min(max(value, low), high)
 
 
-def draw(tune: TuneRecipe, uniform: Callable[[], float]) -> Values:
+def draw_values(tune: TuneRecipe, uniform: Callable[[], float]) -> TrialValues:
     """One independent value for each searched field. uniform: a fresh number in [0, 1) per call."""
     return {key: domain_value(domain, uniform()) for key, domain in tune.space.items()}
 
 
-def fields(tune: TuneRecipe) -> Iterator[tuple[str, str]]:
+def iter_searched_fields(tune: TuneRecipe) -> Iterator[tuple[str, str]]:
     """Every field that the search sets, with the name of its entry in the space."""
     for key, domain in tune.space.items():
         for field in (key, *domain.also):
             yield field, key
 
 
-def probes(tune: TuneRecipe) -> Iterator[Values]:
+def iter_probe_values(tune: TuneRecipe) -> Iterator[TrialValues]:
     """Values that show what the space contains: every listed value and both ends of every range,
     one entry at a time, all last ones together, and a number between the ends of each range."""
-    first = {key: domain.ends[0] for key, domain in tune.space.items()}
+    first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
     yield first
-    yield {key: domain.ends[-1] for key, domain in tune.space.items()}
+    yield {key: domain.values_or_bounds[-1] for key, domain in tune.space.items()}
     for key, domain in tune.space.items():
-        for end in domain.ends[1:]:
+        for end in domain.values_or_bounds[1:]:
             yield {**first, key: end}
         if domain.choice is None:
-            yield {**first, key: domain_value(domain, _MIDDLE)}
+            yield {**first, key: domain_value(domain, _PROBE_POSITION)}
 
 
-def with_values(recipe: Recipe, values: Mapping[str, Any], where: str) -> Recipe:
+def apply_values(recipe: Recipe, values: Mapping[str, Any], context: str) -> Recipe:
     """The recipe of one trial: the values put in, without the search itself.
 
-    Raises UserError, beginning with `where`, for a value that the recipe does not take, and for one
-    that changes a field that is the same in all trials: also by a section that leaves it out.
+    Raises UserError, beginning with `context`, for a value that the recipe does not take, and for
+    one that changes a field that is the same in all trials: also by a section that leaves it out.
     """
     assert recipe.tune is not None
     raw = recipe.model_dump(mode="json")
     raw["tune"] = None
     for key, value in values.items():
         for field in (key, *recipe.tune.space[key].also):
-            _put(raw, field, value, f"{where}: tune.space.{key}")
-    trial = parse(raw, where)
+            _set_field(raw, field, value, f"{context}: tune.space.{key}")
+    trial = parse_recipe(raw, context)
     try:  # a method that is listed may be none for a search
         trial.method.check(trial.model_copy(update={"tune": recipe.tune}))
     except ValueError as error:
-        raise UserError(f"{where}: tune.space: {error}") from error
-    _check_fixed(recipe, trial, where)
+        raise UserError(f"{context}: tune.space: {error}") from error
+    _check_unsearchable_fields(recipe, trial, context)
     return trial
 
 
-def check_space(recipe: Recipe, where: str) -> None:
+def check_space(recipe: Recipe, context: str) -> None:
     """Raise UserError for a field that cannot be searched, or an end of a domain that the recipe
     does not take."""
     tune = recipe.tune
     assert tune is not None
     seen: list[str] = []
-    for field, _ in fields(tune):
+    for field, _ in iter_searched_fields(tune):
         for other in seen:
-            if _within(field, other) or _within(other, field):
+            if _is_within(field, other) or _is_within(other, field):
                 also = "" if field == other else f", alone and with {min(field, other, key=len)}"
                 raise UserError(
-                    f"{where}: tune.space: {max(field, other, key=len)} is set twice{also}"
+                    f"{context}: tune.space: {max(field, other, key=len)} is set twice{also}"
                 )
         seen.append(field)
-        if (why := _why_fixed(recipe, field)) is not None:
-            raise UserError(f"{where}: tune.space.{field}: cannot be searched: {why}")
-    for values in probes(tune):
-        with_values(recipe, values, where)
+        if (why := _unsearchable_reason(recipe, field)) is not None:
+            raise UserError(f"{context}: tune.space.{field}: cannot be searched: {why}")
+    for values in iter_probe_values(tune):
+        apply_values(recipe, values, context)
 
 
-def _within(field: str, section: str) -> bool:
+def _is_within(field: str, section: str) -> bool:
     return field == section or field.startswith(section + ".")
 
 
-def _why_fixed(recipe: Recipe, field: str) -> str | None:
+def _unsearchable_reason(recipe: Recipe, field: str) -> str | None:
     if field == "data.fraction":
         return None
     if field == "privacy.noise_multiplier" and recipe.privacy.epsilon is not None:
@@ -171,87 +172,93 @@ def _why_fixed(recipe: Recipe, field: str) -> str | None:
             "privacy.epsilon is the target, which fixes the noise; give privacy.noise_multiplier "
             "instead of epsilon"
         )
-    return next((why for prefix, why in _FIXED.items() if _within(field, prefix)), None)
+    return next(
+        (why for prefix, why in _UNSEARCHABLE_FIELDS.items() if _is_within(field, prefix)), None
+    )
 
 
-def _check_fixed(recipe: Recipe, trial: Recipe, where: str) -> None:
+def _check_unsearchable_fields(recipe: Recipe, trial: Recipe, context: str) -> None:
     """Raise UserError when a trial differs from the recipe in what a search may not change."""
-    mine = _leaves(recipe.model_dump(mode="json", exclude={"tune"}))
-    other = _leaves(trial.model_dump(mode="json", exclude={"tune"}))
+    mine = _flatten(recipe.model_dump(mode="json", exclude={"tune"}))
+    other = _flatten(trial.model_dump(mode="json", exclude={"tune"}))
     assert recipe.tune is not None
     for leaf in sorted(mine.keys() | other.keys()):
-        if mine.get(leaf) == other.get(leaf) or (why := _why_fixed(recipe, leaf)) is None:
+        if mine.get(leaf) == other.get(leaf) or (why := _unsearchable_reason(recipe, leaf)) is None:
             continue
-        keys = [key for field, key in fields(recipe.tune) if _within(leaf, field)]
+        keys = [key for field, key in iter_searched_fields(recipe.tune) if _is_within(leaf, field)]
         raise UserError(
-            f"{where}: {'.'.join(['tune.space', *keys[:1]])}: makes {leaf} {other.get(leaf)}, the "
-            f"recipe says {mine.get(leaf)}; it cannot be searched: {why}"
+            f"{context}: {'.'.join(['tune.space', *keys[:1]])}: makes {leaf} {other.get(leaf)}, "
+            f"the recipe says {mine.get(leaf)}; it cannot be searched: {why}"
         )
 
 
-def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
     """The fields of nested sections by their dotted names."""
     if not isinstance(value, dict):
         return {name: value}
     found: dict[str, Any] = {}
     for key, inner in value.items():
-        found |= _leaves(inner, f"{name}.{key}" if name else str(key))
+        found |= _flatten(inner, f"{name}.{key}" if name else str(key))
     return found
 
 
-def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
+def _set_field(raw: dict[str, Any], dotted: str, value: Any, context: str) -> None:
     *parents, last = dotted.split(".")
     section: Any = raw
     for depth, parent in enumerate(parents):
         section = section.get(parent)
         if not isinstance(section, dict):
-            raise UserError(f"{where}: the recipe has no {'.'.join(parents[: depth + 1])} section")
+            raise UserError(
+                f"{context}: the recipe has no {'.'.join(parents[: depth + 1])} section"
+            )
     if last not in section and parents != ["model", "options"]:
-        raise UserError(f"{where}: the recipe has no such field")
+        raise UserError(f"{context}: the recipe has no such field")
     section[last] = copy.deepcopy(value)
 
 
 # --- what changes the cost of a trial
 
-Box = dict[str, tuple[Any, Any]]  # costly field -> its least and greatest value
+CostBox = dict[str, tuple[Any, Any]]  # costly field -> its least and greatest value
 
 
-def own_box(recipe: Recipe) -> Box:
+def recipe_cost_box(recipe: Recipe) -> CostBox:
     """The recipe's own setting, as a box of one point."""
     box = {}
-    for field in COSTLY:
+    for field in COST_FIELDS:
         section, name = field.split(".")
         value = getattr(getattr(recipe, section), name)
         box[field] = (value, value)
     return box
 
 
-def cost_boxes(recipe: Recipe, where: str) -> list[Box]:
+def cost_boxes(recipe: Recipe, context: str) -> list[CostBox]:
     """Boxes that together hold the costly fields of every trial, whatever the searched fields are
     called: listed values are read off the trials' own recipes, ranges are cut into intervals."""
     tune = recipe.tune
     assert tune is not None
-    first = {key: domain.ends[0] for key, domain in tune.space.items()}
-    boxes = [own_box(recipe)]
+    first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
+    boxes = [recipe_cost_box(recipe)]
     for key, domain in tune.space.items():
-        touched = [f for f in COSTLY if any(_within(f, field) for field in (key, *domain.also))]
+        touched = [
+            f for f in COST_FIELDS if any(_is_within(f, field) for field in (key, *domain.also))
+        ]
         if not touched:
             continue
-        choices: list[Box] = []
+        choices: list[CostBox] = []
         if domain.choice is not None:
             for value in domain.choice:
-                point = own_box(with_values(recipe, {**first, key: value}, where))
+                point = recipe_cost_box(apply_values(recipe, {**first, key: value}, context))
                 choice = {field: point[field] for field in touched}
                 choices += [choice] * (choice not in choices)
         else:
             narrow = {"training.batch_size", "data.fraction"} & set(touched)
-            pieces = _intervals(*domain.ends) if narrow else [domain.ends]
+            pieces = _split_range(*domain.values_or_bounds) if narrow else [domain.values_or_bounds]
             choices = [dict.fromkeys(touched, piece) for piece in pieces]
         boxes = [{**box, **choice} for box, choice in itertools.product(boxes, choices)]
     return boxes
 
 
-def methods(recipe: Recipe, where: str) -> list[Method]:
+def methods_of_distinct_cost(recipe: Recipe, context: str) -> list[Method]:
     """The methods of all trials, one for each cost: noise splits are searched by them.
 
     Raises UserError for a range of a field that changes what the method costs beside its steps: of
@@ -259,36 +266,36 @@ def methods(recipe: Recipe, where: str) -> list[Method]:
     """
     tune = recipe.tune
     assert tune is not None
-    first = {key: domain.ends[0] for key, domain in tune.space.items()}
+    first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
     touching = {
         key: tune.space[key]
-        for field, key in fields(tune)
-        if _within(field, "method") or _within("method", field)
+        for field, key in iter_searched_fields(tune)
+        if _is_within(field, "method") or _is_within("method", field)
     }
     ranges = {key: domain for key, domain in touching.items() if domain.choice is None}
     lists = {key: domain.choice for key, domain in touching.items() if domain.choice is not None}
-    found = {unit_cost(recipe.method): recipe.method} if not lists else {}
+    found = {one_step_cost(recipe.method): recipe.method} if not lists else {}
     for listed in itertools.product(*lists.values()):
         values = {**first, **dict(zip(lists, listed, strict=True))}
-        method = with_values(recipe, values, where).method
+        method = apply_values(recipe, values, context).method
         for key, domain in ranges.items():
-            for value in (domain.ends[-1], domain_value(domain, _MIDDLE)):
-                other = with_values(recipe, {**values, key: value}, where).method
-                if unit_cost(other) != unit_cost(method):
+            for value in (domain.values_or_bounds[-1], domain_value(domain, _PROBE_POSITION)):
+                other = apply_values(recipe, {**values, key: value}, context).method
+                if one_step_cost(other) != one_step_cost(method):
                     raise UserError(
-                        f"{where}: tune.space.{key}: changes what the method costs beside its "
+                        f"{context}: tune.space.{key}: changes what the method costs beside its "
                         "steps; list its values (choice) in place of a range"
                     )
-        found.setdefault(unit_cost(method), method)
+        found.setdefault(one_step_cost(method), method)
     return list(found.values())
 
 
-def unit_cost(method: Method) -> tuple[Phase, ...]:
+def one_step_cost(method: Method) -> tuple[Phase, ...]:
     """Return the phases that tell methods of different cost apart at the same steps."""
     return method.cost(GaussianSteps(1, 1.0, 1.0))
 
 
-def _intervals(low: float, high: float) -> list[tuple[float, float]]:
+def _split_range(low: float, high: float) -> list[tuple[float, float]]:
     """A range cut into intervals whose ends differ little."""
     edges = [float(low)]
     while edges[-1] < high:
@@ -300,32 +307,32 @@ def _intervals(low: float, high: float) -> list[tuple[float, float]]:
 
 
 # Settings whose sampling rates differ by less than this factor are covered by one.
-_NEAR = 1.05
+_RATE_RATIO = 1.05
 # Of the guarantee's delta, this share is given up to a floor below which no trial's profile counts,
 # so that its noise is not dictated by deltas that hardly matter.
-_FLOOR = 1e-3
-_CLOSE = 1e-3  # relative, on a trial's noise
-_MOST = 1e6  # of a trial's noise
+_FLOOR_SHARE = 1e-3
+_NOISE_TOLERANCE = 1e-3  # relative, on a trial's noise
+_MAX_NOISE_MULTIPLIER = 1e6  # of a trial's noise
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RecordCounts:
     """Numbers of records, all public. whole: before anything is held out.
 
     counted: (share to train on -> number of training records) as counted; without it, expected.
     """
 
-    whole: int
+    total: int
     hold_out: float
-    counted: Callable[[float], int] | None = None
+    count_training_records: Callable[[float], int] | None = None
 
-    def train(self, fraction: float) -> int:
-        if self.counted is not None:
-            return self.counted(fraction)
-        return max(1, math.floor(self.whole * (1 - self.hold_out) * fraction))
+    def training_records(self, fraction: float) -> int:
+        if self.count_training_records is not None:
+            return self.count_training_records(fraction)
+        return max(1, math.floor(self.total * (1 - self.hold_out) * fraction))
 
 
-def kept_out(recipe: Recipe) -> float:
+def held_out_fraction(recipe: Recipe) -> float:
     """The share of the private records that no trial trains on: what data.hold_out keeps out of
     everything, and of the others those that trials are scored on."""
     assert recipe.tune is not None
@@ -337,61 +344,65 @@ def kept_out(recipe: Recipe) -> float:
 class SearchCost:
     """The cost of the search that a recipe's `tune` section asks for.
 
-    Raises UserError, beginning with `where`, when a property cannot be had: a target out of reach,
-    or a mechanism that no theorem covers.
+    Raises UserError, beginning with `context`, when a property cannot be had: a target out of
+    reach, or a mechanism that no theorem covers.
     """
 
     recipe: Recipe
-    sizes: Sizes
+    record_counts: RecordCounts
     law: LawRecipe
-    where: str = "recipe"
+    context: str = "recipe"
 
     # --- what varies
 
     @cached_property
-    def _boxes(self) -> list[Box]:
-        return cost_boxes(self.recipe, self.where)
+    def _cost_boxes(self) -> list[CostBox]:
+        return cost_boxes(self.recipe, self.context)
 
     @cached_property
     def _methods(self) -> list[Method]:
-        return methods(self.recipe, self.where)
+        return methods_of_distinct_cost(self.recipe, self.context)
 
     @cached_property
-    def costly(self) -> bool:
+    def varies_cost(self) -> bool:
         """Whether the search changes what one training costs."""
-        return bool(self._splits) or self._boxes != [own_box(self.recipe)]
+        return bool(self._methods_of_other_cost) or self._cost_boxes != [
+            recipe_cost_box(self.recipe)
+        ]
 
     @property
-    def _splits(self) -> list[Method]:
+    def _methods_of_other_cost(self) -> list[Method]:
         """Methods in the space that cost, with the same steps, what the recipe's own does not."""
-        own = unit_cost(self.recipe.method)
-        return [method for method in self._methods if unit_cost(method) != own]
+        own = one_step_cost(self.recipe.method)
+        return [method for method in self._methods if one_step_cost(method) != own]
 
     @property
-    def _records(self) -> int:
-        return self.sizes.train(self.recipe.data.fraction)
+    def _training_records(self) -> int:
+        return self.record_counts.training_records(self.recipe.data.fraction)
 
-    def _one_training(self, noise: float) -> tuple[Phase, ...]:
+    def _training_phases(self, noise: float) -> tuple[Phase, ...]:
         """The train side of the base mechanism, at a noise multiplier of the recipe's setting."""
-        if self.costly and self.recipe.privacy.epsilon is None:
-            return (WorstOf(tuple(self._settings())),)
-        own = self._at(self.recipe, self._records, noise).phases
-        return (WorstOf((own,), self._floor),) if self.costly else own
+        if self.varies_cost and self.recipe.privacy.epsilon is None:
+            return (WorstOf(tuple(self._worst_case_phases())),)
+        own = self._recipe_plan(self.recipe, self._training_records, noise).phases
+        return (WorstOf((own,), self._delta_floor),) if self.varies_cost else own
 
-    def _settings(self) -> list[tuple[Phase, ...]]:
+    def _worst_case_phases(self) -> list[tuple[Phase, ...]]:
         """Phases of which every setting in the space is a post-processing of one."""
         # Settings of nearly the same rate are covered by one.
         near: dict[tuple[float, int], tuple[float, int]] = {}
-        for box in self._boxes:
+        for box in self._cost_boxes:
             small, large = box["training.batch_size"]
             low, high = box["data.fraction"]
-            rate = min(1.0, large / self.sizes.train(low))
+            rate = min(1.0, large / self.record_counts.training_records(low))
             steps = box["training.steps"][1]
             if steps is None:
                 epochs = box["training.epochs"][1]
-                steps = max(1, math.floor(epochs * self.sizes.train(high) / small))
+                steps = max(
+                    1, math.floor(epochs * self.record_counts.training_records(high) / small)
+                )
             noise = box["privacy.noise_multiplier"][0]
-            place = (noise, math.floor(math.log(rate) / math.log(_NEAR)))
+            place = (noise, math.floor(math.log(rate) / math.log(_RATE_RATIO)))
             known = near.get(place, (0.0, 0))
             near[place] = (max(rate, known[0]), max(steps, known[1]))
         cap = self.recipe.privacy.batch_cap
@@ -399,19 +410,19 @@ class SearchCost:
             GaussianSteps(int(steps), float(noise), rate, cap)
             for (noise, _), (rate, steps) in near.items()
         }
-        worst = [one for one in found if not any(one.at_most(o) for o in found - {one})]
+        worst = [one for one in found if not any(one.dominated_by(o) for o in found - {one})]
         return [m.cost(one) for one in sorted(worst, key=repr) for m in self._methods]
 
     # --- the whole
 
-    def _repeated(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    def _search_phases(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
         """A search over trials that each execute these phases."""
-        return repeated(phases, self.law.secret, self.law.runs)
+        return repeat_phases(phases, self.law.secret_law, self.law.runs)
 
     def _plan(self, phases: Sequence[Phase]) -> PrivacyPlan:
         privacy = self.recipe.privacy
         return PrivacyPlan(
-            self._records,
+            self._training_records,
             tuple(phases),
             privacy.delta,
             clip_norm=privacy.sensitivity,
@@ -424,13 +435,13 @@ class SearchCost:
         given = self.recipe.privacy.noise_multiplier
         if given is not None:
             return given
-        return self._calibrated(lambda s: self._repeated(self._one_training(s)))
+        return self._calibrate_noise(lambda s: self._search_phases(self._training_phases(s)))
 
     @property
-    def _floor(self) -> float:
+    def _delta_floor(self) -> float:
         """The delta up to which any trial's profile may reach, when trials get noise of their own:
         each of E[K] trials is charged it."""
-        return _FLOOR * self.recipe.privacy.delta / self.law.expected
+        return _FLOOR_SHARE * self.recipe.privacy.delta / self.law.mean_trials
 
     @cached_property
     def score_noise(self) -> float | None:
@@ -444,30 +455,32 @@ class SearchCost:
             return None
         if tune.score.noise is not None:
             return tune.score.noise
-        target = self._epsilon(self._repeated(self._one_training(self.noise_multiplier)))
+        target = self._epsilon(self._search_phases(self._training_phases(self.noise_multiplier)))
         if math.isinf(target):
             return 0.0
-        return self._calibrated(lambda s: self._repeated(self._scoring(s)), target)
+        return self._calibrate_noise(lambda s: self._search_phases(self._scoring_phases(s)), target)
 
-    def _scoring(self, noise: float) -> tuple[Phase, ...]:
+    def _scoring_phases(self, noise: float) -> tuple[Phase, ...]:
         assert self.recipe.tune is not None
         return self.recipe.tune.scoring_phases(noise)
 
     @cached_property
     def plan(self) -> PrivacyPlan:
         """The plan of training and search together."""
-        training = self._one_training(self.noise_multiplier)
-        self._check_splits()
+        training = self._training_phases(self.noise_multiplier)
+        self._check_method_costs()
         if self.score_noise is None:
-            return self._checked(self._repeated(training))
+            return self._check_plan(self._search_phases(training))
         if self.recipe.privacy.neighbours != "add-or-remove-one":
             raise UserError(
-                f"{self.where}: tune.score: held-out records are accounted under "
+                f"{self.context}: tune.score: held-out records are accounted under "
                 "add-or-remove-one only (a replaced record may change sides and then pays for "
                 "both); score on public records (tune.score.public)"
             )
-        scoring = self._scoring(self.score_noise)
-        return self._checked(training_and_search(training, scoring, self.law.secret, self.law.runs))
+        scoring = self._scoring_phases(self.score_noise)
+        return self._check_plan(
+            combine_training_and_scoring(training, scoring, self.law.secret_law, self.law.runs)
+        )
 
     @cached_property
     def guarantee(self) -> Guarantee:
@@ -475,13 +488,13 @@ class SearchCost:
         return self.plan.guarantee()
 
     @cached_property
-    def one_training(self) -> Guarantee:
+    def one_training_guarantee(self) -> Guarantee:
         """Return the cost of a single training with the same noise, without any search."""
-        return self._plan(self._one_training(self.noise_multiplier)).guarantee()
+        return self._plan(self._training_phases(self.noise_multiplier)).guarantee()
 
     # --- arithmetic
 
-    def _checked(self, phases: Sequence[Phase]) -> PrivacyPlan:
+    def _check_plan(self, phases: Sequence[Phase]) -> PrivacyPlan:
         plan = self._plan(phases)
         self._epsilon(phases)
         return plan
@@ -490,12 +503,12 @@ class SearchCost:
         try:
             return self._plan(phases).guarantee().epsilon
         except ValueError as error:
-            raise UserError(f"{self.where}: tune.law: {error}") from error
+            raise UserError(f"{self.context}: tune.law: {error}") from error
 
-    def _calibrated(
+    def _calibrate_noise(
         self, phases_with: Callable[[float], Sequence[Phase]], epsilon: float | None = None
     ) -> float:
-        from dpdist.privacy.calibration import least_noise
+        from dpdist.privacy.calibration import calibrate_noise_multiplier
 
         target = self.recipe.privacy.epsilon if epsilon is None else epsilon
         assert target is not None
@@ -504,64 +517,68 @@ class SearchCost:
             return self._plan(phases_with(noise))
 
         try:
-            return least_noise(plan_with, target)
+            return calibrate_noise_multiplier(plan_with, target)
         except ValueError as error:
-            raise UserError(f"{self.where}: privacy.epsilon: {error}, got {target}") from error
+            raise UserError(f"{self.context}: privacy.epsilon: {error}, got {target}") from error
 
-    def _at(self, recipe: Recipe, records: int, noise: float) -> PrivacyPlan:
+    def _recipe_plan(self, recipe: Recipe, records: int, noise: float) -> PrivacyPlan:
         try:
-            return plan_at(recipe, records, noise)
+            return plan_with_noise(recipe, records, noise)
         except ValueError as error:
-            raise UserError(f"{self.where}: privacy: {error}") from error
+            raise UserError(f"{self.context}: privacy: {error}") from error
 
     # --- trials
 
     @cached_property
-    def limit(self) -> Limit:
+    def trial_limit(self) -> TrialLimit:
         """Return the limit of one trial's training, from which the search's price is computed."""
-        return Limit(self._plan(self._one_training(self.noise_multiplier)))
+        return TrialLimit(self._plan(self._training_phases(self.noise_multiplier)))
 
-    def _check_splits(self) -> None:
+    def _check_method_costs(self) -> None:
         """Raise UserError for a method that costs too much whatever the noise of its steps."""
         if self.recipe.privacy.epsilon is None:
             return
-        for method in self._splits:
+        for method in self._methods_of_other_cost:
             trial = self.recipe.model_copy(update={"method": method})
-            if not self.limit.allows(self._at(trial, self._records, _MOST)):
+            if not self.trial_limit.allows(
+                self._recipe_plan(trial, self._training_records, _MAX_NOISE_MULTIPLIER)
+            ):
                 raise UserError(
-                    f"{self.where}: tune.space: what method {method.name} reads besides its steps "
-                    f"costs more than the recipe's own setting allows: {method.besides or method}"
+                    f"{self.context}: tune.space: what method {method.name} reads besides its "
+                    "steps "
+                    "costs more than the recipe's own setting allows: "
+                    f"{method.extra_cost or method}"
                 )
 
-    def trial_noise(self, trial: Recipe) -> float:
+    def trial_noise_multiplier(self, trial: Recipe) -> float:
         """The noise multiplier of one trial's recipe (made by
-        `dpdist.tuning.space.with_values`)."""
+        `dpdist.tuning.space.apply_values`)."""
         if trial.privacy.noise_multiplier is not None:
             return trial.privacy.noise_multiplier
-        if not self.costly:
+        if not self.varies_cost:
             return self.noise_multiplier
-        records = self.sizes.train(trial.data.fraction)
+        records = self.record_counts.training_records(trial.data.fraction)
 
         def fits(noise: float, coarser: int = 10) -> bool:
-            return self.limit.allows(self._at(trial, records, noise), coarser)
+            return self.trial_limit.allows(self._recipe_plan(trial, records, noise), coarser)
 
         low, high = self.noise_multiplier, self.noise_multiplier
         while not fits(high):
             low, high = high, high * 1.5
-            if high > _MOST:
-                raise UserError(f"{self.where}: tune.space: no noise makes a trial affordable")
+            if high > _MAX_NOISE_MULTIPLIER:
+                raise UserError(f"{self.context}: tune.space: no noise makes a trial affordable")
         while low > 1e-2 and fits(low):
             low, high = low / 1.5, low
-        while high / low > 1 + _CLOSE:
+        while high / low > 1 + _NOISE_TOLERANCE:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if fits(middle) else (middle, high)
         while not fits(high, coarser=1):  # what counts is the grid that the price is computed on
-            high *= 1 + _CLOSE
+            high *= 1 + _NOISE_TOLERANCE
         return high
 
 
 @dataclass(frozen=True)
-class Limit:
+class TrialLimit:
     """The limit of one trial's training.
 
     base: the plan from which the search's price is computed.
@@ -571,66 +588,72 @@ class Limit:
     that the price is computed on.
     """
 
-    base: PrivacyPlan
+    base_plan: PrivacyPlan
 
-    def allows(self, trial: PrivacyPlan, coarser: int = 1) -> bool:
+    def allows(self, trial: PrivacyPlan, grid_factor: int = 1) -> bool:
         """Whether a trial, by the plan that it executes, costs no more.
 
         coarser: how many times the price's grid, for a first answer that need not be true.
         """
-        base = self.base
+        base = self.base_plan
         if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):
             return False
         same_size = trial.records == base.records
-        if same_size or not any(own.capped for own in walk(trial.phases)):
-            for one_each in product(*(phase.settings for phase in base.phases)):
-                if _post_processing(trial.phases, tuple(chain.from_iterable(one_each))):
+        if same_size or not any(own.has_batch_cap for own in walk_phases(trial.phases)):
+            for one_each in product(*(phase.alternative_sequences for phase in base.phases)):
+                if _is_post_processing(trial.phases, tuple(chain.from_iterable(one_each))):
                     return True
-        return all(one.priced_by_profile for one in base.phases) and self._covers(trial, coarser)
+        return all(one.uses_only_profile for one in base.phases) and self._profile_covers(
+            trial, grid_factor
+        )
 
-    def check(self, trial: PrivacyPlan, where: str) -> None:
+    def check(self, trial: PrivacyPlan, context: str) -> None:
         """Raise UserError unless the trial is within the limit."""
         if not self.allows(trial):
             raise UserError(
-                f"{where}: this training is not covered by what the search was accounted with, and "
-                f"is not begun: {trial.phases} against {self.base.phases}"
+                f"{context}: this training is not covered by what the search was accounted with, "
+                f"and is not begun: {trial.phases} against {self.base_plan.phases}"
             )
 
-    def _covers(self, trial: PrivacyPlan, coarser: int) -> bool:
+    def _profile_covers(self, trial: PrivacyPlan, grid_factor: int) -> bool:
         """Path by path: a record takes as many through the trial as through the base.
 
         The price is computed on this grid or a coarser one, on which the base costs more still. It
         charges the rounding of the base: what a trial's own is larger by must be below as well.
         """
-        from dpdist.privacy.accounting import losses_of
-        from dpdist.privacy.pld import Unsupported, loss_of
-        from dpdist.privacy.profiles import exceeds
+        from dpdist.privacy.accounting import compute_privacy_losses
+        from dpdist.privacy.pld import UnsupportedMechanismError, compute_privacy_loss
+        from dpdist.privacy.profiles import profile_exceeds
 
-        paths, base = trial.alternatives(trial.phases), self.base
+        paths, base = trial.path_events(trial.phases), self.base_plan
         try:
-            if coarser not in self._known:
-                own_paths = base.alternatives(base.phases)
-                self._known[coarser] = losses_of(own_paths, base.neighbours, coarser)
-            grids, ceilings = self._known[coarser]
+            if grid_factor not in self._base_losses:
+                own_paths = base.path_events(base.phases)
+                self._base_losses[grid_factor] = compute_privacy_losses(
+                    own_paths, base.neighbours, grid_factor
+                )
+            grids, ceilings = self._base_losses[grid_factor]
             if len(ceilings) != len(paths):
                 return False
             for grid, ceiling, path in zip(grids, ceilings, paths, strict=True):
                 if ceiling.pld is None:
                     continue
-                own = loss_of(path, trial.neighbours, grid)
+                own = compute_privacy_loss(path, trial.neighbours, grid)
                 margin = max(0.0, own.rounding - ceiling.rounding)
-                if own.pld is None or exceeds(own.pld, ceiling.pld, margin):
+                if own.pld is None or profile_exceeds(own.pld, ceiling.pld, margin):
                     return False
-        except Unsupported:
+        except UnsupportedMechanismError:
             return False
         return True
 
     @cached_property
-    def _known(self) -> dict[int, tuple[list[float], list[Loss]]]:
+    def _base_losses(self) -> dict[int, tuple[list[float], list[PrivacyLoss]]]:
         """Grids and losses of the base's paths, by how much coarser."""
         return {}
 
 
-def _post_processing(own: Sequence[Phase], other: Sequence[Phase]) -> bool:
+def _is_post_processing(own: Sequence[Phase], other: Sequence[Phase]) -> bool:
     """Whether a sequence of phases costs no more than another, phase by phase."""
-    return len(own) == len(other) and all(a.at_most(b) for a, b in zip(own, other, strict=True))
+    return len(own) == len(other) and all(
+        a.dominated_by(b) for a, b in zip(own, other, strict=True)
+    )

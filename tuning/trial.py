@@ -23,30 +23,30 @@ from pathlib import Path
 from typing import Any
 
 from dpdist import data, models
-from dpdist.cluster.session import staged_artifacts
-from dpdist.cluster.versions import check_same, code_digest, fingerprint
+from dpdist.cluster.session import secure_staging_folder
+from dpdist.cluster.versions import check_same_versions, code_digest, package_fingerprints
 from dpdist.config.search import PublicData, TuneRecipe
 from dpdist.config.training import ResourcesRecipe
-from dpdist.core.errors import ClusterError, UserError, no_room
-from dpdist.core.files import private_folder, write_atomic, write_json
+from dpdist.core.errors import ClusterError, UserError, is_disk_full
+from dpdist.core.files import make_private_folder, write_atomic, write_json
 from dpdist.data import Dataset
 from dpdist.privacy.ledger import JournalBusy, LedgerError, ReplayConflict
 from dpdist.randomness.keys import derive_key
-from dpdist.runs.folder import RunFolder, read_released
+from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import PACKAGES, TrainJob, prepare
-from dpdist.training.records import private_part, source_of
+from dpdist.training.records import data_source, private_records_between
 from dpdist.training.trainer import fit
 from dpdist.tuning.manifest import (
     SearchFolder,
     Trial,
+    read_scores,
     read_settings,
     read_terms,
+    read_trial_limit,
     read_trials,
-    scores_of,
-    trial_limit,
 )
-from dpdist.tuning.space import Values, kept_out, with_values
+from dpdist.tuning.space import TrialValues, apply_values, held_out_fraction
 
 # --- cluster resources of a trial -------------------------------------------------------------
 
@@ -54,8 +54,8 @@ from dpdist.tuning.space import Values, kept_out, with_values
 # Every Ray cluster has this resource, once, on its head node. A trial whose training has workers of
 # its own holds a sliver of it and no CPU: a trial that held the CPU its workers wait for would wait
 # for ever.
-SLOT = "node:__internal_head__"
-_SLIVER = 0.001
+HEAD_NODE_RESOURCE = "node:__internal_head__"
+_SLOT_SHARE = 0.001
 
 
 @dataclass(frozen=True)
@@ -84,28 +84,30 @@ def trial_resources(resources: ResourcesRecipe) -> Any:
     """
     from ray import tune
 
-    if resources.most > 1:
-        return tune.PlacementGroupFactory([{SLOT: _SLIVER}])
+    if resources.max_workers > 1:
+        return tune.PlacementGroupFactory([{HEAD_NODE_RESOURCE: _SLOT_SHARE}])
     bundle = {"CPU": resources.cpus_per_worker}
     if resources.gpus_per_worker:
         bundle["GPU"] = resources.gpus_per_worker
     return tune.PlacementGroupFactory([bundle])
 
 
-def trials_at_once(resources: ResourcesRecipe, wanted: int | None, nodes: list[Node]) -> int:
+def count_concurrent_trials(
+    resources: ResourcesRecipe, requested: int | None, nodes: list[Node]
+) -> int:
     """How many trials run at the same time: as many as fit, or as many as wanted.
 
     Raises ClusterError, before anything waits for ever, when not even one fits or not as many as
     wanted.
     """
-    places = sum(_workers_on(node, resources) for node in nodes)
-    fitting = places // resources.most
+    places = sum(_workers_that_fit(node, resources) for node in nodes)
+    fitting = places // resources.max_workers
     have = (
         f"{len(nodes)} nodes with {sum(node.cpus for node in nodes):g} CPUs and "
         f"{sum(node.gpus for node in nodes):g} GPUs"
     )
     need = (
-        f"{resources.most} workers of {resources.cpus_per_worker:g} CPUs and "
+        f"{resources.max_workers} workers of {resources.cpus_per_worker:g} CPUs and "
         f"{resources.gpus_per_worker:g} GPUs"
     )
     if fitting < 1:
@@ -113,16 +115,16 @@ def trials_at_once(resources: ResourcesRecipe, wanted: int | None, nodes: list[N
             f"resources: one trial needs {need}; there are {have}, room for {places} such workers. "
             "Start the nodes first (a search does not wait for a cluster to grow)"
         )
-    if wanted is not None and wanted > fitting:
+    if requested is not None and requested > fitting:
         raise ClusterError(
-            f"tune.concurrent: {wanted} trials at once, each of {need}, do not fit: there are "
+            f"tune.concurrent: {requested} trials at once, each of {need}, do not fit: there are "
             f"{have}, room for {fitting}"
         )
     # A slot is a thousandth of a resource that exists once.
-    return min(wanted or fitting, math.floor(0.9 / _SLIVER))
+    return min(requested or fitting, math.floor(0.9 / _SLOT_SHARE))
 
 
-def _workers_on(node: Node, resources: ResourcesRecipe) -> int:
+def _workers_that_fit(node: Node, resources: ResourcesRecipe) -> int:
     tiny = 1e-9
     places = math.floor(node.cpus / resources.cpus_per_worker + tiny)
     if resources.gpus_per_worker:
@@ -138,10 +140,10 @@ def _workers_on(node: Node, resources: ResourcesRecipe) -> int:
 # --- one trial --------------------------------------------------------------------------------
 
 
-Report = Callable[[int, float], None]  # rung (from 1), score
+ScoreReporter = Callable[[int, float], None]  # rung (from 1), score
 
 
-def run_trial(path: Path, packages: dict[str, str], number: int, report: Report) -> None:
+def run_trial(path: Path, packages: dict[str, str], number: int, report: ScoreReporter) -> None:
     """Bring trial `number` of the search under run folder `path` to its end, however far it was.
 
     packages: the driver's. report: called with every rung's score, also those from before a crash.
@@ -149,31 +151,33 @@ def run_trial(path: Path, packages: dict[str, str], number: int, report: Report)
     one.
     """
     folder = SearchFolder(RunFolder(path))
-    state = scores_of(folder, number)
+    state = read_scores(folder, number)
     for rung, value in enumerate(state["scores"], 1):
         report(rung, value)
     if state["done"]:
         return
-    check_same(packages, PACKAGES, f"trial on {os.uname().nodename}")
+    check_same_versions(packages, PACKAGES, f"trial on {os.uname().nodename}")
     try:
-        _go_on(folder, number, state, report)
+        _continue_trial(folder, number, state, report)
     except JournalBusy:
         raise  # an attempt that was given up still holds the ledger
     except (UserError, LedgerError, ReplayConflict, ValueError, OSError) as error:
-        if no_room(error):
-            folder.full.touch()
-        if isinstance(error, OSError) or no_room(error):
+        if is_disk_full(error):
+            folder.disk_full_marker.touch()
+        if isinstance(error, OSError) or is_disk_full(error):
             raise
-        write_json(folder.scores(number), {**state, "done": True, "failed": str(error)})
+        write_json(folder.scores_file(number), {**state, "done": True, "failed": str(error)})
 
 
-def trial_recipe(asked: Recipe, settings: dict[str, Any], key: bytes, where: str) -> Recipe:
+def trial_recipe(
+    search_recipe: Recipe, settings: dict[str, Any], key: bytes, context: str
+) -> Recipe:
     """The recipe of a trial: values put in, noise fixed, no budget or search of its own."""
-    chosen = with_values(asked, settings["values"], where)
-    fixed = asked.privacy.run_key is not None  # of tests: every trial is then repeatable
+    chosen = apply_values(search_recipe, settings["values"], context)
+    fixed = search_recipe.privacy.run_key is not None  # of tests: every trial is then repeatable
     return chosen.model_copy(
         update={
-            "data": chosen.data.model_copy(update={"hold_out": kept_out(asked)}),
+            "data": chosen.data.model_copy(update={"hold_out": held_out_fraction(search_recipe)}),
             "privacy": chosen.privacy.model_copy(
                 update={
                     "epsilon": None,
@@ -188,25 +192,30 @@ def trial_recipe(asked: Recipe, settings: dict[str, Any], key: bytes, where: str
     )
 
 
-def scoring_data(asked: Recipe) -> Dataset:
+def scoring_data(search_recipe: Recipe) -> Dataset:
     """The records that trials are scored on: named public ones, or private ones that no trial
     trains on, beside those that data.hold_out keeps out of training and search."""
-    tune = asked.tune
+    tune = search_recipe.tune
     assert tune is not None
     public = tune.score.public
     if public is None:
-        return private_part(asked, source_of(asked), asked.data.hold_out, kept_out(asked))
-    return public_data(asked, public)
+        return private_records_between(
+            search_recipe,
+            data_source(search_recipe),
+            search_recipe.data.hold_out,
+            held_out_fraction(search_recipe),
+        )
+    return public_data(search_recipe, public)
 
 
-def public_data(asked: Recipe, public: PublicData) -> Dataset:
+def public_data(search_recipe: Recipe, public: PublicData) -> Dataset:
     """Named public records."""
-    source = source_of(asked)
+    source = data_source(search_recipe)
     root = source.root if public.root is None else public.root
     split = "train" if public.split == "train" else "test"
-    named = data.Source(
+    named = data.DataSource(
         public.name, source.classes, root, public.split, public.split, source.columns,
-        names=source.names,
+        class_names=source.class_names,
     )  # fmt: skip
     return data.load(named, split).first(public.max_records)
 
@@ -216,25 +225,27 @@ def rung_steps(steps: int, rungs: int, factor: int) -> list[int]:
     return [max(1, steps * factor**rung // factor ** (rungs - 1)) for rung in range(rungs)]
 
 
-def _go_on(folder: SearchFolder, number: int, state: dict[str, Any], report: Report) -> None:
-    asked = folder.run.read_asked()
+def _continue_trial(
+    folder: SearchFolder, number: int, state: dict[str, Any], report: ScoreReporter
+) -> None:
+    asked = folder.run.read_search_recipe()
     tune = asked.tune
     assert tune is not None
     trial, scored = read_trials(folder)[number], scoring_data(asked)
     noise = read_terms(folder)["score_noise"]
-    job = begin_trial(folder, asked, trial)
-    trial_limit(folder).check(job.plan, f"trial {number}")
-    from dpdist.tuning.scoring import score
+    job = prepare_trial(folder, asked, trial)
+    read_trial_limit(folder).check(job.plan, f"trial {number}")
+    from dpdist.tuning.scoring import compute_score
 
     factor = tune.asha.reduction_factor if tune.asha else 1
-    for rung, step in enumerate(rung_steps(job.plan.steps, tune.rungs, factor), 1):
+    for rung, step in enumerate(rung_steps(job.plan.steps, tune.scores_per_trial, factor), 1):
         if rung <= len(state["scores"]):
             continue
-        _train(job, step)
-        if read_released(job.folder).ledger.superseded:
+        _train_until(job, step)
+        if read_verified_ledger(job.folder).ledger.num_superseded:
             raise UserError("the training could not be replayed exactly")
-        value = score(
-            job.folder.model,
+        value = compute_score(
+            job.folder.model_folder,
             scored,
             tune.score,
             sigma=job.recipe.certify.sigma if job.recipe.certify else None,
@@ -242,13 +253,22 @@ def _go_on(folder: SearchFolder, number: int, state: dict[str, Any], report: Rep
             key=score_key(trial, rung, asked, job, scored, noise),
             trusted_factory=job.recipe.model.name,
         )
-        state = {**state, "scores": [*state["scores"], value], "done": rung == tune.rungs}
-        write_json(folder.scores(number), state)
+        state = {
+            **state,
+            "scores": [*state["scores"], value],
+            "done": rung == tune.scores_per_trial,
+        }
+        write_json(folder.scores_file(number), state)
         report(rung, value)
 
 
 def score_key(
-    trial: Trial, rung: int, asked: Recipe, job: TrainJob, scored: Dataset, noise: float | None
+    trial: Trial,
+    rung: int,
+    search_recipe: Recipe,
+    job: TrainJob,
+    scoring_records: Dataset,
+    noise: float | None,
 ) -> bytes:
     """Return the key of a score's noise: another one for everything that the score is made of.
 
@@ -256,64 +276,71 @@ def score_key(
     same noise on both counts would be none on their difference. To score again after a crash is an
     exact replay. A fixed key is for tests, which want the same again.
     """
-    if asked.privacy.run_key is not None:
+    if search_recipe.privacy.run_key is not None:
         return derive_key(trial.key, "rung", rung)
     from dpdist.training.worker import recipe_digest
 
     made_of = [
-        asked.model_dump(mode="json", exclude={"resources"}), recipe_digest(job.recipe), noise,
-        models.model_hash(job.folder.model), scored.fingerprint, code_digest(PACKAGES),
+        search_recipe.model_dump(mode="json", exclude={"resources"}), recipe_digest(job.recipe),
+        noise,
+        models.model_hash(job.folder.model_folder), scoring_records.fingerprint,
+        code_digest(PACKAGES),
     ]  # fmt: skip
     return derive_key(trial.key, "rung", rung, json.dumps(made_of, sort_keys=True))
 
 
-def begin_trial(folder: SearchFolder, asked: Recipe, trial: Trial) -> TrainJob:
+def prepare_trial(folder: SearchFolder, search_recipe: Recipe, trial: Trial) -> TrainJob:
     """The trial's run folder with its drawn key in it; read back when it was begun before."""
     where = f"trial {trial.number}"
     settings = read_settings(folder, trial.number)
-    recipe = trial_recipe(asked, settings, trial.key, where)
-    own = folder.trial(trial.number)
-    own.begin(recipe)
+    recipe = trial_recipe(search_recipe, settings, trial.key, where)
+    own = folder.trial_folder(trial.number)
+    own.create_or_open(recipe)
     if not own.run_key.exists():
         secret = recipe.privacy.run_key or derive_key(trial.key, "run key").hex()
         write_atomic(own.run_key, secret)
         own.run_key.chmod(0o600)
     if recipe.privacy.run_key is not None:
-        write_atomic(own.fixed_key, "The run key was fixed in the recipe: not private.\n")
+        write_atomic(own.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")
     return prepare(recipe, own, where)
 
 
-def _train(job: TrainJob, until: int) -> None:
-    if job.folder.trained.exists():
+def _train_until(job: TrainJob, last_step: int) -> None:
+    if job.folder.training_summary.exists():
         return
     resources = job.recipe.resources
-    if resources.most > 1:
-        _train_on_ray_train(job, until)
+    if resources.max_workers > 1:
+        _train_on_ray_train(job, last_step)
         return
     import torch
 
     from dpdist.training.collectives import Reducer
-    from dpdist.training.worker import run
+    from dpdist.training.worker import run_training
 
     # A single worker needs no process group: this process is the worker, and saves the 15 seconds
     # that starting and stopping Ray Train takes.
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     on_gpu = resources.gpus_per_worker > 0 and torch.cuda.is_available()
     reducer = Reducer(0, 1, torch.device("cuda" if on_gpu else "cpu"))
-    fit(job, workers=lambda it: run(it, reducer, until), here=True)
+    fit(job, start_workers=lambda it: run_training(it, reducer, last_step), in_process=True)
 
 
-def _train_on_ray_train(job: TrainJob, until: int) -> None:
+def _train_on_ray_train(job: TrainJob, last_step: int) -> None:
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    fit(job, max_failures=0, until=until, callbacks=[TuneReportCallback()], here=True)
+    fit(
+        job, max_failures=0, stop_after=last_step, callbacks=[TuneReportCallback()], in_process=True
+    )
 
 
 # --- all trials on Ray Tune -------------------------------------------------------------------
 
 
-def one_pass(
-    folder: SearchFolder, recipe: Recipe, concurrent: int, noise_of: Callable[[Values], float]
+def run_tune_pass(
+    folder: SearchFolder,
+    recipe: Recipe,
+    concurrent: int,
+    noise_multiplier_of: Callable[[TrialValues], float],
 ) -> None:
     """One pass of Ray Tune over all K trials; finished ones only report again."""
     # Ray must not print trial tables, and writes them to the private folder only.
@@ -327,9 +354,9 @@ def one_pass(
     section = recipe.tune
     assert section is not None
     trials = read_trials(folder)
-    adaptive = _suggestions(folder, section) if section.searcher != "random" else None
+    adaptive = _make_suggester(folder, section) if section.searcher != "random" else None
     searcher = ManifestSearcher(
-        folder, trials, noise_of, adaptive, stops_early=section.asha is not None
+        folder, trials, noise_multiplier_of, adaptive, stops_early=section.asha is not None
     )
     scheduler, factor = None, 1
     if section.asha is not None:
@@ -342,11 +369,13 @@ def one_pass(
             mode="max",
             grace_period=1,
             reduction_factor=factor,
-            max_t=factor ** (section.rungs - 1),
+            max_t=factor ** (section.scores_per_trial - 1),
         )
     name = f"search-{time.time_ns()}"
     tuner = tune.Tuner(
-        tune.with_resources(_trainable(folder.run.path, factor), trial_resources(recipe.resources)),
+        tune.with_resources(
+            _make_trainable(folder.run.path, factor), trial_resources(recipe.resources)
+        ),
         tune_config=tune.TuneConfig(
             num_samples=len(trials),
             search_alg=searcher,
@@ -356,42 +385,42 @@ def one_pass(
         ),
         run_config=tune.RunConfig(
             name=name,
-            storage_path=str(private_folder(folder.ray)),
+            storage_path=str(make_private_folder(folder.ray_folder)),
             failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
             callbacks=[JsonLoggerCallback()],
             verbose=0,
         ),
     )
-    with _removed(staged_artifacts(), name):
+    with _remove_staged_files(secure_staging_folder(), name):
         tuner.fit()
 
 
 @contextmanager
-def _removed(staged: Path, name: str) -> Iterator[None]:
+def _remove_staged_files(staging_folder: Path, name: str) -> Iterator[None]:
     """Remove at the end what Tune staged of an experiment: K and every score."""
     try:
         yield
     finally:
-        for left in staged.glob(f"*/{name}"):
+        for left in staging_folder.glob(f"*/{name}"):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _suggestions(folder: SearchFolder, section: TuneRecipe) -> Any:
-    from dpdist.tuning.searchers import Suggestions
+def _make_suggester(folder: SearchFolder, section: TuneRecipe) -> Any:
+    from dpdist.tuning.searchers import OptunaSuggester
 
     trials = read_trials(folder)
     known = []
     for trial in trials:
-        state = scores_of(folder, trial.number)
+        state = read_scores(folder, trial.number)
         if state["done"] and state["scores"]:
             values = read_settings(folder, trial.number)["values"]
             known.append((values, state["scores"][-1]))
     seed = int.from_bytes(derive_key(trials[0].key, "optuna")[:4], "little")
-    return Suggestions(section, seed, known)
+    return OptunaSuggester(section, seed, known)
 
 
-def _trainable(path: Path, factor: int) -> Callable[[dict[str, Any]], None]:
-    packages = fingerprint(PACKAGES)
+def _make_trainable(path: Path, factor: int) -> Callable[[dict[str, Any]], None]:
+    packages = package_fingerprints(PACKAGES)
 
     def trial(config: dict[str, Any]) -> None:
         from ray import tune
@@ -399,13 +428,13 @@ def _trainable(path: Path, factor: int) -> Callable[[dict[str, Any]], None]:
         def report(rung: int, value: float) -> None:
             tune.report({"score": value, "reached": factor ** (rung - 1)})
 
-        staged_artifacts()  # of a node without the driver
+        secure_staging_folder()  # of a node without the driver
         run_trial(path, packages, config["trial"], report)
 
     return trial
 
 
-def in_background(work: Callable[[], None], show: Callable[[], None]) -> None:
+def run_in_background(work: Callable[[], None], show_progress: Callable[[], None]) -> None:
     """Work in a thread and show progress meanwhile: Ray would take Ctrl-C from the main thread."""
     errors: list[BaseException] = []
 
@@ -419,6 +448,6 @@ def in_background(work: Callable[[], None], show: Callable[[], None]) -> None:
     thread.start()
     while thread.is_alive():
         thread.join(0.5)
-        show()
+        show_progress()
     if errors:
         raise errors[0]

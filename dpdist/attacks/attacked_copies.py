@@ -17,23 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, box_of
+from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, input_range
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.certificate import Certificate, CertificateTable, CertifiedSizes
-from dpdist.certification.job import Data
-from dpdist.certification.worker import Randomness
-from dpdist.core.console import exact, percent
+from dpdist.certification.job import DatasetLike
+from dpdist.certification.worker import KeyedGenerator
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import AttackName, Norm
-from dpdist.randomness.keys import UnitSource
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.keys import StreamKeys
+from dpdist.randomness.noise_location import find_noise_location
 
-NAMED = "as the paper measures it; not a certificate of the clean input"
+DISCLAIMER = "as the paper measures it; not a certificate of the clean input"
 _BLOCK = 100  # of inputs attacked together, in the order in which they are chosen
 
 
 @dataclass(frozen=True)
-class At:
+class AttackedCopiesSpec:
     """The choice of attacked copies: one attack of a size, in input units, in a norm."""
 
     attack: AttackName
@@ -75,44 +75,54 @@ class AttackedCopies:
     certificate draws; everything else is the data set's.
     """
 
-    def __init__(self, at: At, dataset: Data, model: nn.Module, settings: Certificate) -> None:
-        like = settings.attacked_as(settings.noise, settings.sigma or 0.0)
+    def __init__(
+        self,
+        spec: AttackedCopiesSpec,
+        dataset: DatasetLike,
+        model: nn.Module,
+        settings: Certificate,
+    ) -> None:
+        like = settings.attack_noise(settings.noise, settings.sigma or 0.0)
         if like is None:
             raise UserError(f"--at: only Gaussian smoothing can be attacked, not {settings.noise}")
-        self.at, self.classes, self.labels = at, dataset.classes, np.asarray(dataset.labels)
+        self.spec, self.classes, self.labels = spec, dataset.classes, np.asarray(dataset.labels)
         chosen = np.asarray(settings.indices(len(self.labels)), dtype=np.int64)
-        place, asked = place_of(model), at.settings(like[1])
+        place, asked = find_noise_location(model), spec.settings(like[1])
         if asked.sigma is not None:
-            place = place.smoothed(asked.sigma)
+            place = place.with_input_noise(asked.sigma)
         classifier = RandomisedClassifier(model.eval().requires_grad_(False), place)
         # Noise for gradients only: it needs no secret, and a continued run makes the same copies.
-        source = UnitSource("attacked", "", "", dataset.fingerprint, str(place.describe()), 0.0)
+        source = StreamKeys("attacked", "", "", dataset.fingerprint, str(place.describe()), 0.0)
         self._copies = {
             int(index): copy
             for start in range(0, len(chosen), _BLOCK)
             for index, copy in zip(
                 chosen[start : start + _BLOCK],
-                self._attacked(dataset, chosen[start : start + _BLOCK], classifier, source, asked),
+                self._attack_batch(
+                    dataset, chosen[start : start + _BLOCK], classifier, source, asked
+                ),
                 strict=True,
             )
         }
         # The words of the first versions: copies that were made keep their name.
-        named = f"At(attack={at.attack!r}, size={at.size!r}, norm={at.norm!r})"
+        named = f"At(attack={spec.attack!r}, size={spec.size!r}, norm={spec.norm!r})"
         digest = hashlib.blake2b(f"{dataset.fingerprint} {named}".encode(), digest_size=16)
         for copy in self._copies.values():
             digest.update(copy.numpy().tobytes())
         self.fingerprint = digest.hexdigest()
 
-    def _attacked(
-        self, dataset: Data, indices: np.ndarray, classifier: RandomisedClassifier,
-        source: UnitSource, asked: AttackSettings,
+    def _attack_batch(
+        self, dataset: DatasetLike, indices: np.ndarray, classifier: RandomisedClassifier,
+        source: StreamKeys, attack_settings: AttackSettings,
     ) -> Tensor:  # fmt: skip
         centres = dataset.batch(indices)
-        sizes = torch.full((len(indices),), self.at.size, dtype=torch.float64)
+        sizes = torch.full((len(indices),), self.spec.size, dtype=torch.float64)
         return attack(
-            asked.attacks[0], classifier, Ball(centres, sizes, asked.norm, box_of(centres)),
-            torch.from_numpy(self.labels[indices]), indices.tolist(), Randomness(source),
-            steps=asked.steps, draws=asked.draws, step_scale=asked.step_scale,
+            attack_settings.attacks[0], classifier, Ball(centres, sizes, attack_settings.norm,
+                input_range(centres)),
+            torch.from_numpy(self.labels[indices]), indices.tolist(), KeyedGenerator(source),
+            steps=attack_settings.steps, draws=attack_settings.draws,
+            step_scale=attack_settings.step_scale,
         )  # fmt: skip
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
@@ -120,21 +130,21 @@ class AttackedCopies:
         named = np.arange(len(self.labels))[indices]
         return torch.stack([self._copies[int(index)] for index in named])
 
-    def lines(
-        self, found: CertificateTable, clean: CertificateTable | None
+    def summary_rows(
+        self, attacked: CertificateTable, clean: CertificateTable | None
     ) -> list[tuple[str, str]]:
         """Name and value: right and certified at the copies, and at the clean inputs where they
         were certified too."""
         numbers = math.prod(next(iter(self._copies.values())).shape)
-        tables = [("attacked", found)] + ([] if clean is None else [("clean", clean)])
+        tables = [("attacked", attacked)] + ([] if clean is None else [("clean", clean)])
         rows = []
         for of, table in tables:
-            for sizes in self._sizes(table, numbers):
-                share = float(np.mean(sizes.certified(table.label) >= self.at.size))
-                name = f"{of}, {sizes.title}, {self.at.norm} >= {exact(self.at.size)}"
-                rows.append((name, f"{percent(share)} %"))
+            for sizes in self._valid_sizes(table, numbers):
+                share = float(np.mean(sizes.size_if_correct(table.label) >= self.spec.size))
+                name = f"{of}, {sizes.title}, {self.spec.norm} >= {format_exact(self.spec.size)}"
+                rows.append((name, f"{format_percent(share)} %"))
         return rows
 
-    def _sizes(self, table: CertificateTable, numbers: int) -> list[CertifiedSizes]:
-        found = table.kind.sizes_in(table.table, self.at.norm, numbers)
-        return [sizes for sizes in found if sizes.holds]
+    def _valid_sizes(self, table: CertificateTable, numbers: int) -> list[CertifiedSizes]:
+        found = table.certificate_class.sizes_in_norm(table.table, self.spec.norm, numbers)
+        return [sizes for sizes in found if sizes.is_valid]

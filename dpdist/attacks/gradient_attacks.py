@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.certification.worker import Randomness
+from dpdist.certification.worker import KeyedGenerator
 from dpdist.core.errors import UserError
 from dpdist.core.fields import ATTACKS, NORMS, AttackName, Norm
 from dpdist.models import NO_CLASS, predicted_classes, softmax_scores
-from dpdist.randomness.noise_location import Nowhere, Place
+from dpdist.randomness.noise_location import NoiseLocation, NoNoise
 
 # --- norm balls -------------------------------------------------------------------------------
 
@@ -58,17 +58,17 @@ class Ball:
         Each is the Euclidean projection; one after the other they stay in both sets, because the
         centre lies in the box.
         """
-        moved = self.centre.double() + self._shift(point)
+        moved = self.centre.double() + self._projected_shift(point)
         return moved if self.box is None else moved.clamp(*self.box)
 
-    def round(self, point: Tensor) -> Tensor:
+    def project_to_float32(self, point: Tensor) -> Tensor:
         """`project`, rounded towards the centre: float32 (B, ...), exactly inside."""
-        limit = self._shift(point).abs()
+        limit = self._projected_shift(point).abs()
         rounded = self.project(point).float()
         too_far = (rounded.double() - self.centre.double()).abs() > limit
         return torch.where(too_far, torch.nextafter(rounded, self.centre), rounded)
 
-    def _shift(self, point: Tensor) -> Tensor:
+    def _projected_shift(self, point: Tensor) -> Tensor:
         shift = point.double() - self.centre.double()
         size = per_row(self.size, shift)
         if self.norm == "linf":
@@ -78,7 +78,7 @@ class Ball:
         inside = size * (1 - _MARGIN)
         return torch.where(length > inside, shift * (inside / length.clamp_min(1e-300)), shift)
 
-    def ascent(self, gradient: Tensor) -> Tensor:
+    def steepest_direction(self, gradient: Tensor) -> Tensor:
         """The direction of length 1 in ``norm`` that climbs most: sign, or unit vector."""
         if self.norm == "linf":
             return gradient.double().sign()
@@ -94,14 +94,14 @@ class Ball:
         if self.norm == "linf":
             direction = 2 * uniform.double() - 1
         else:
-            unit = self.ascent(normal)
+            unit = self.steepest_direction(normal)
             # The radius of a uniform point has distribution r^n.
             direction = unit * uniform[:, :1].double().pow(1 / normal.shape[1])
         shift = direction.view_as(self.centre) * per_row(self.size, self.centre)
         return self.project(self.centre.double() + shift)
 
 
-def box_of(inputs: Tensor) -> tuple[float, float] | None:
+def input_range(inputs: Tensor) -> tuple[float, float] | None:
     """Images (B, C, H, W) stay in [0, 1]; other features have no bounds."""
     return PIXELS if inputs.dim() == 4 else None
 
@@ -155,7 +155,7 @@ def pgd(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Te
 
 
 # Attacks that begin at the input; pgd begins at random points.
-FROM_THE_CENTRE: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
+ATTACKS_FROM_CENTRE: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
     "fgsm": fgsm,
     "i-fgsm": i_fgsm,
     "mim": mim,
@@ -184,9 +184,9 @@ def ascend(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size:
     point = start.double()
     length = per_row(step_size, start)
     for step in range(steps):
-        climb = ball.ascent(gradient(ball.round(point), step))
+        climb = ball.steepest_direction(gradient(ball.project_to_float32(point), step))
         point = ball.project(point + length * climb)
-    return ball.round(point)
+    return ball.project_to_float32(point)
 
 
 # --- the randomised classifier ----------------------------------------------------------------
@@ -199,19 +199,19 @@ class RandomisedClassifier:
     """
 
     def __init__(
-        self, model: nn.Module, place: Place | None = None, votes: bool | None = None
+        self, model: nn.Module, location: NoiseLocation | None = None, votes: bool | None = None
     ) -> None:
         self.model = model
-        self.place = place or Nowhere()
-        self.votes = self.place.votes if votes is None else votes
+        self.location = location or NoNoise()
+        self.predicts_by_vote = self.location.predicts_by_vote if votes is None else votes
 
     def noise_shape(self, input_shape: Sequence[int]) -> tuple[int, ...] | None:
         """Shape of the normals of one draw for one example; None when nothing is random."""
-        return self.place.normals_shape(self.model, tuple(input_shape))
+        return self.location.normals_shape(self.model, tuple(input_shape))
 
     def logits(self, x: Tensor, normals: Tensor | None) -> Tensor:
         """(B, classes) for float32 inputs (B, ...) and normals (B, *noise_shape), or none."""
-        return self.place.logits(self.model, x, normals)
+        return self.location.logits(self.model, x, normals)
 
 
 def loss_gradient(
@@ -259,7 +259,7 @@ def success_score(
     with torch.inference_mode():
         logits = classifier.logits(x.repeat_interleave(draws, 0), normals).double()
         found = predicted_classes(logits)
-        if not classifier.votes:
+        if not classifier.predicts_by_vote:
             scores = softmax_scores(logits).view(len(x), draws, -1).mean(1)
             own = scores.gather(1, targets[:, None])[:, 0]
             return scores.scatter(1, targets[:, None], -1.0).amax(1) - own
@@ -279,7 +279,7 @@ def attack(
     ball: Ball,
     targets: Tensor,
     indices: Sequence[int],
-    randomness: Randomness,
+    randomness: KeyedGenerator,
     *,
     steps: int = 10,
     draws: int = 16,
@@ -310,8 +310,8 @@ def attack(
 
     if name not in ATTACKS:
         raise ValueError(f"attack must be one of {', '.join(ATTACKS)}, got {name!r}")
-    if name in FROM_THE_CENTRE:
-        return FROM_THE_CENTRE[name](gradient_of(0), ball, steps)
+    if name in ATTACKS_FROM_CENTRE:
+        return ATTACKS_FROM_CENTRE[name](gradient_of(0), ball, steps)
     starts, step = _starts(ball, indices, randomness, restarts), step_scale * ball.size / steps
     found = (pgd(gradient_of(i), ball, start, steps, step) for i, start in enumerate(starts))
     if restarts == 1:
@@ -320,7 +320,7 @@ def attack(
 
 
 def _starts(
-    ball: Ball, indices: Sequence[int], randomness: Randomness, count: int
+    ball: Ball, indices: Sequence[int], randomness: KeyedGenerator, count: int
 ) -> Iterator[Tensor]:
     """Independent uniform points of the ball."""
     numbers, device = ball.centre[0].numel(), ball.centre.device
@@ -335,12 +335,12 @@ def _best(
     classifier: RandomisedClassifier,
     targets: Tensor,
     judge: Tensor | None,
-    found: Iterator[Tensor],
+    candidates: Iterator[Tensor],
 ) -> Tensor:
     """Return the point of several, for each input, that fools the classifier best."""
-    best = next(found)
+    best = next(candidates)
     best_score = success_score(classifier, best, targets, judge)
-    for points in found:
+    for points in candidates:
         score = success_score(classifier, points, targets, judge)
         better = (score > best_score).view(-1, *[1] * (points.dim() - 1))
         best, best_score = torch.where(better, points, best), torch.maximum(score, best_score)

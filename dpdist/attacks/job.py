@@ -31,33 +31,46 @@ from torch import Tensor
 
 from dpdist import models
 from dpdist.attacks import table as tables
-from dpdist.attacks.evaluation import Counted, Counters, MeanScores, count, fix_form, require_logits
-from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, box_of, distance
-from dpdist.attacks.table import VERDICT, Plausibility, plausibility
+from dpdist.attacks.counting import (
+    AttackedClassifier,
+    CounterFactory,
+    MeanScores,
+    choose_form,
+    count_answers,
+    require_logits,
+)
+from dpdist.attacks.gradient_attacks import (
+    Ball,
+    RandomisedClassifier,
+    attack,
+    distance,
+    input_range,
+)
+from dpdist.attacks.table import VERDICT, Plausibility, assess_plausibility
 from dpdist.certification import job as certification
 from dpdist.certification import table_reader
 from dpdist.certification.certificate import (
     ABSTAIN,
     Certificate,
     CertificateTable,
-    Counter,
-    SampledPlace,
+    ClassCounter,
+    NoiseSampler,
 )
 from dpdist.certification.cohen import predict
-from dpdist.certification.inference import ClassifierSpec, quiet_threads, stated_form
-from dpdist.certification.reexecution import Reexecution, RowChoice, alone_by
-from dpdist.certification.worker import Randomness
+from dpdist.certification.inference import ClassifierSpec, read_classifier_spec, use_single_thread
+from dpdist.certification.reexecution import Reexecution, RowChoice, isolated_executor
+from dpdist.certification.worker import KeyedGenerator
 from dpdist.cluster import job_folder
 from dpdist.cluster.actor_pool import run_once
 from dpdist.cluster.job_folder import Progress
-from dpdist.cluster.resumable_job import Book, Item, Row, Task, Work, run
+from dpdist.cluster.resumable_job import Item, JobSpec, JobState, Row, WorkItems, run_job
 from dpdist.core.errors import UserError
 from dpdist.core.fields import NORMS, Norm
-from dpdist.core.files import shown, write_json
-from dpdist.core.optional_imports import tensor_of
+from dpdist.core.files import quoted, write_json
+from dpdist.core.optional_imports import array_to_tensor
 from dpdist.models import NO_CLASS, predicted_classes
-from dpdist.randomness.keys import UnitSource
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.keys import StreamKeys
+from dpdist.randomness.noise_location import find_noise_location
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
@@ -67,7 +80,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Block:
+class AttackBatch:
     """Rows low..high-1 of the attacked inputs, and what is done to them.
 
     sizes: float64 (high - low,); all equal but in a check of certificates.
@@ -79,7 +92,7 @@ class Block:
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, attack: str, rows: slice, sizes: np.ndarray) -> Block:
+    def from_rows(cls, attack: str, rows: slice, sizes: np.ndarray) -> AttackBatch:
         """Return the block of these rows, with the sizes of all inputs."""
         part = sizes[rows]
         return cls(attack, rows.start, rows.start + len(part), part)
@@ -93,9 +106,9 @@ class Assignment:
     targets: int64 (N,), the classes that attacks lead away from.
     """
 
-    counted: Counted
+    classifier: AttackedClassifier
     settings: AttackSettings
-    source: UnitSource
+    stream_keys: StreamKeys
     inputs: np.ndarray
     indices: np.ndarray
     targets: np.ndarray
@@ -105,38 +118,38 @@ class Attacker:
     """Finds attacked points of blocks, always with the same random numbers for the same input."""
 
     def __init__(self, assignment: Assignment) -> None:
-        quiet_threads()
+        use_single_thread()
         self._assignment = assignment
-        self._randomness = Randomness(assignment.source)
-        counted = assignment.counted
+        self._randomness = KeyedGenerator(assignment.stream_keys)
+        counted = assignment.classifier
         counted.code.check("this worker")
         model = counted.model.eval().requires_grad_(False)
-        self.classifier = RandomisedClassifier(model, counted.place, counted.by_votes)
+        self.classifier = RandomisedClassifier(model, counted.location, counted.predicts_by_vote)
 
-    def centres(self, block: Block) -> Tensor:
+    def centres(self, batch: AttackBatch) -> Tensor:
         """float32 (B, ...): the block's inputs."""
-        return torch.from_numpy(self._assignment.inputs[block.low : block.high].copy())
+        return torch.from_numpy(self._assignment.inputs[batch.low : batch.high].copy())
 
-    def points(self, block: Block, targets: Tensor) -> Tensor:
+    def find_points(self, batch: AttackBatch, targets: Tensor) -> Tensor:
         """float32 (B, ...), within the block's sizes; raises RuntimeError if they were not."""
-        centres = self.centres(block)
-        if block.attack == "none":
+        centres = self.centres(batch)
+        if batch.attack == "none":
             return centres
         settings = self._assignment.settings
         found = attack(
-            block.attack,  # type: ignore[arg-type]
+            batch.attack,  # type: ignore[arg-type]
             self.classifier,
-            Ball(centres, torch.tensor(block.sizes), settings.norm, box_of(centres)),
+            Ball(centres, torch.tensor(batch.sizes), settings.norm, input_range(centres)),
             targets,
-            self._assignment.indices[block.low : block.high].tolist(),
+            self._assignment.indices[batch.low : batch.high].tolist(),
             self._randomness,
             steps=settings.steps,
             draws=settings.draws,
             restarts=settings.restarts,
             step_scale=settings.step_scale,
         )
-        if not (distance(found.numpy(), centres.numpy(), settings.norm) <= block.sizes).all():
-            raise RuntimeError(f"{block.attack} left its ball")
+        if not (distance(found.numpy(), centres.numpy(), settings.norm) <= batch.sizes).all():
+            raise RuntimeError(f"{batch.attack} left its ball")
         return found
 
 
@@ -146,43 +159,43 @@ class Worker:
     def __init__(self, assignment: Assignment) -> None:
         self._attacker = Attacker(assignment)
         self._assignment, self._settings = assignment, assignment.settings
-        self._counts: Counter | None = None
+        self._counter: ClassCounter | None = None
         self._inspect: Reexecution | None = None
-        counted = assignment.counted
-        if counted.place.random:
-            counters = Counters(counted, assignment.source)
-            self._counts, self._batch = counters.named("answers"), counters.batch
+        counted = assignment.classifier
+        if counted.location.is_random:
+            counters = CounterFactory(counted, assignment.stream_keys)
+            self._counter, self._batch = counters.build_counter("answers"), counters.batch
         elif counted.choice is not None:
-            others = tensor_of(counted.inputs)
+            others = array_to_tensor(counted.check_inputs)
             self._inspect = Reexecution(
                 counted.choice, counted.model, self._logits, others,
-                alone=alone_by("eager", counted.code),
+                build_isolated_executor=isolated_executor("eager", counted.code),
             )  # fmt: skip
 
-    def __call__(self, block: Block) -> list[dict[str, Any]]:
-        centres = self._attacker.centres(block)
+    def __call__(self, batch: AttackBatch) -> list[dict[str, Any]]:
+        centres = self._attacker.centres(batch)
         indices, labels = (
-            values[block.low : block.high].tolist()
+            values[batch.low : batch.high].tolist()
             for values in (self._assignment.indices, self._assignment.targets)
         )
         targets = torch.tensor(labels)
-        if self._settings.labels == "predicted" and block.attack != "none":
-            found = self._answers(centres, indices, "targets")[0]
+        if self._settings.labels == "predicted" and batch.attack != "none":
+            found = self._predict(centres, indices, "targets")[0]
             targets = torch.where(found == NO_CLASS, targets, found)  # there is no answer to leave
-        points = self._attacker.points(block, targets)
-        stage = f"predict/{block.attack}/{float(block.sizes[0]).hex()}"
-        predictions, hits = self._answers(points, indices, stage)
+        points = self._attacker.find_points(batch, targets)
+        stage = f"predict/{batch.attack}/{float(batch.sizes[0]).hex()}"
+        predictions, hits = self._predict(points, indices, stage)
         moved = distance(points.numpy(), centres.numpy(), self._settings.norm)
         return [
             {
                 "index": index,
                 "label": labels[i],
-                "attack": block.attack,
-                "size": float(block.sizes[i]),
+                "attack": batch.attack,
+                "size": float(batch.sizes[i]),
                 "distance": float(moved[i]),
                 "prediction": int(predictions[i]),
                 "hits": int(hits[i]),
-                "n": 1 if self._counts is None else self._settings.n,
+                "n": 1 if self._counter is None else self._settings.n,
             }
             for i, index in enumerate(indices)
         ]
@@ -191,7 +204,7 @@ class Worker:
         with torch.inference_mode():
             return self._attacker.classifier.logits(points, None)
 
-    def _answers(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
+    def _predict(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
         """Return classes and how many draws say the most frequent one, int64 (B,) each.
 
         Deterministic: the largest logit, -1 where the logits are not finite. Randomised, with fresh
@@ -199,7 +212,7 @@ class Worker:
         largest mean score where the certificates of the same noise speak of that. For the attack's
         own targets what seems likeliest.
         """
-        if self._counts is None:
+        if self._counter is None:
             logits = self._logits(points)
             if self._inspect is not None:
                 self._inspect(indices[0], stage, 0, points, logits, len(points))
@@ -208,14 +221,14 @@ class Worker:
         n, alpha = self._settings.n, None if stage == "targets" else self._settings.alpha
         labels, hits = [], []
         for x, index in zip(points, indices, strict=True):
-            asked = self._counts, x, index, stage, n, self._batch
-            if self._assignment.counted.by_votes:
-                histogram = count(*asked)
+            asked = self._counter, x, index, stage, n, self._batch
+            if self._assignment.classifier.predicts_by_vote:
+                histogram = count_answers(*asked)
                 labels.append(predict(histogram, 1.0 if alpha is None else alpha, n))
             else:
-                scores = MeanScores.of(*asked)
+                scores = MeanScores.sample(*asked)
                 histogram = scores.histogram
-                labels.append(scores.largest if alpha is None else scores.predict(alpha))
+                labels.append(scores.top_class if alpha is None else scores.predict(alpha))
             hits.append(int(histogram.max()))
         return torch.tensor(labels), torch.tensor(hits)
 
@@ -226,7 +239,7 @@ class Worker:
 _SLOW = 1000.0  # forward passes per second of an honest worker
 
 
-class Data(certification.Data, Protocol):
+class NamedDatasetLike(certification.DatasetLike, Protocol):
     """The part of a data set that an attack reads: ``dpdist.data.Dataset`` has it."""
 
     @property
@@ -235,7 +248,7 @@ class Data(certification.Data, Protocol):
 
 def attack_model(
     model_folder: Path,
-    dataset: Data,
+    dataset: NamedDatasetLike,
     settings: AttackSettings,
     output: Path,
     *,
@@ -245,52 +258,53 @@ def attack_model(
 ) -> pa.Table:
     """Attack the inputs that ``settings`` names at every size; return the table.
 
-    ``output`` receives attacks.parquet and what `dpdist.cluster.resumable_job.run` says, which
+    ``output`` receives attacks.parquet and what `dpdist.cluster.resumable_job.run_job` says, which
     names the other arguments and what is raised. Called again it computes what is missing: after an
     interruption, or when more attacks or sizes are asked for; the table holds all that the folder
     has.
     """
-    work = Attack(model_folder, dataset, settings, trusted_factory)
-    return run(work, output, actors=actors, progress=progress)
+    work = AttackJob(model_folder, dataset, settings, trusted_factory)
+    return run_job(work, output, actors=actors, progress=progress)
 
 
-class Attacking(Work):
+class BaseAttackJob(JobSpec):
     """Base of attacks on inputs and of attacks on certificates, as resumable jobs.
 
-    purpose: in the names of random numbers. worker: takes `shared` and then blocks; answers: draws
-    that it makes of the noise at each attacked point; certain: those that it makes at all of them.
+    purpose: in the names of random numbers. worker: takes `worker_setup` and then blocks; answers:
+    draws that it makes of the noise at each attacked point; certain: those that it makes at all of
+    them.
     """
 
-    kind, key, grows = job_folder.Kind("attack", "attacking"), tables.KEY, True
+    kind, metadata_key, is_extensible = job_folder.JobKind("attack", "attacking"), tables.KEY, True
     purpose: ClassVar[str]
     worker: ClassVar[Any]
-    answers: int
-    certain: int
+    draws_per_point: int
+    min_draws_per_point: int
 
     def __init__(
         self,
         model_folder: Path,
-        dataset: Data,
+        dataset: NamedDatasetLike,
         settings: AttackSettings,
         indices: np.ndarray,
         targets: np.ndarray,
         trusted_factory: str | None,
-        like: ClassifierSpec | None = None,
+        spec_template: ClassifierSpec | None = None,
         votes: bool | None = None,
     ) -> None:
         """votes: whether answers are votes of draws or their mean scores; None: as the model's
         noise asks."""
         model = models.load(model_folder, trusted_factory=trusted_factory)
-        place = place_of(model)
+        place = find_noise_location(model)
         if settings.sigma is not None:
-            place = place.smoothed(settings.sigma)
+            place = place.with_input_noise(settings.sigma)
         inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
-        counted = Counted(
-            model, place, dataset.classes, inputs[:64], like, votes,
-            code=models.code_of(model_folder),
+        counted = AttackedClassifier(
+            model, place, dataset.classes, inputs[:64], spec_template, votes,
+            code=models.read_factory_code(model_folder),
         )  # fmt: skip
         require_logits(counted)
-        source = UnitSource(
+        source = StreamKeys(
             self.purpose,
             settings.seed or secrets.token_hex(16),
             models.model_hash(model_folder),
@@ -306,62 +320,62 @@ class Attacking(Work):
     def identity(self) -> dict[str, Any]:
         it = self.assignment
         return {
-            "model": it.source.model_hash,
-            "data": it.source.data_hash,
+            "model": it.stream_keys.model_hash,
+            "data": it.stream_keys.data_hash,
             "dataset": self._data,
-            "classes": it.counted.classes,
+            "classes": it.classifier.classes,
             "input_shape": list(it.inputs.shape[1:]),
-            "noise": it.counted.place.describe(),
+            "noise": it.classifier.location.describe(),
             "settings": it.settings.identity,
         }
 
-    def begin(self, output: Path) -> dict[str, Any]:
+    def initial_record(self, output: Path) -> dict[str, Any]:
         form = None
-        if self.assignment.counted.place.random:
-            form = run_once(_form, self.assignment, "the model cannot be attacked").pinned
-        return {"seed": self.assignment.source.seed, "classifier": form}
+        if self.assignment.classifier.location.is_random:
+            form = run_once(_form, self.assignment, "the model cannot be attacked").pinned_fields
+        return {"seed": self.assignment.stream_keys.seed, "classifier": form}
 
-    def open(self, about: dict[str, Any], output: Path) -> Task:
-        it, form = self.assignment, about["classifier"]
-        spec = form and ClassifierSpec.of(form)
-        each = self.certain if spec else 1
+    def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
+        it, form = self.assignment, job_record["classifier"]
+        spec = form and ClassifierSpec.from_pinned(form)
+        each = self.min_draws_per_point if spec else 1
         choice = RowChoice(len(it.indices) * each, -(-each // spec.batch) if spec else 1)
         it = self.assignment = replace(
             it,
-            source=replace(it.source, seed=about["seed"]),
-            counted=replace(it.counted, spec=spec, choice=choice),
+            stream_keys=replace(it.stream_keys, seed=job_record["seed"]),
+            classifier=replace(it.classifier, spec=spec, choice=choice),
         )
-        size = it.settings.block(it.inputs[0].size)
-        blocks = self.blocks([slice(i, i + size) for i in range(0, len(it.indices), size)])
+        size = it.settings.batch_size(it.inputs[0].size)
+        blocks = self.batches([slice(i, i + size) for i in range(0, len(it.indices), size)])
         # Ten times the longest honest block.
-        draws = it.settings.draws if it.counted.place.random else 1
-        passes = 3 * it.settings.steps * it.settings.restarts * draws + self.answers
-        return Task(
+        draws = it.settings.draws if it.classifier.location.is_random else 1
+        passes = 3 * it.settings.steps * it.settings.restarts * draws + self.draws_per_point
+        return WorkItems(
             blocks,
             self.worker,
-            self.shared(),
-            silence=max(120.0, 10 * size * passes / _SLOW),
+            self.worker_setup(),
+            stall_seconds=max(120.0, 10 * size * passes / _SLOW),
             weights={key: len(block.sizes) for key, block in blocks.items()},
         )
 
-    def blocks(self, rows: list[slice]) -> dict[Item, Block]:
+    def batches(self, rows: list[slice]) -> dict[Item, AttackBatch]:
         """Return the blocks of work on these rows of the inputs, by name."""
         raise NotImplementedError
 
-    def shared(self) -> Any:
+    def worker_setup(self) -> Any:
         return self.assignment
 
 
-class Attack(Attacking):
+class AttackJob(BaseAttackJob):
     """Attacks on the inputs of a data set at every size."""
 
-    file, schema, columns = tables.TABLE, tables.SCHEMA, tables.COLUMNS
-    order, purpose, worker = ("attack", "size", "index"), "attack", Worker
+    table_file, schema, columns = tables.TABLE, tables.SCHEMA, tables.COLUMNS
+    sort_columns, purpose, worker = ("attack", "size", "index"), "attack", Worker
 
     def __init__(
         self,
         model_folder: Path,
-        dataset: Data,
+        dataset: NamedDatasetLike,
         settings: AttackSettings,
         trusted_factory: str | None = None,
     ) -> None:
@@ -370,31 +384,33 @@ class Attack(Attacking):
         if not len(indices):
             raise UserError(f"attack: no inputs chosen out of {len(labels)}")
         super().__init__(model_folder, dataset, settings, indices, labels[indices], trusted_factory)
-        self.answers = self.certain = settings.n
+        self.draws_per_point = self.min_draws_per_point = settings.n
 
     def identity(self) -> dict[str, Any]:
-        by_votes = self.assignment.counted.by_votes
+        by_votes = self.assignment.classifier.predicts_by_vote
         return super().identity() | ({} if by_votes else {tables.ANSWERS: tables.MEAN_SCORES})
 
-    def begin(self, output: Path) -> dict[str, Any]:
+    def initial_record(self, output: Path) -> dict[str, Any]:
         it = self.assignment
-        return super().begin(output) | {
-            job_folder.LABELS: job_folder.label_digest(it.indices, it.targets)
+        return super().initial_record(output) | {
+            job_folder.LABEL_DIGEST_KEY: job_folder.label_digest(it.indices, it.targets)
         }
 
-    def blocks(self, rows: list[slice]) -> dict[Item, Block]:
+    def batches(self, rows: list[slice]) -> dict[Item, AttackBatch]:
         self._each = len(rows)
         count = len(self.assignment.indices)
         return {
-            f"{attack} {size!r} rows {part.start}": Block.of(attack, part, np.full(count, size))
-            for attack, size in self.assignment.settings.pairs
+            f"{attack} {size!r} rows {part.start}": AttackBatch.from_rows(
+                attack, part, np.full(count, size)
+            )
+            for attack, size in self.assignment.settings.attack_sizes
             for part in rows
         }
 
-    def finish(self, book: Book, output: Path) -> list[Row]:
+    def finish(self, state: JobState, output: Path) -> list[Row]:
         """The rows of each attack and size of which every block is there."""
         by_pair: dict[str, list[list[Row]]] = {}
-        for key, rows in book.rows.items():
+        for key, rows in state.finished_rows.items():
             by_pair.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(rows)
         whole = [some for some in by_pair.values() if len(some) == self._each]
         return [row for some in whole for rows in some for row in rows]
@@ -402,51 +418,54 @@ class Attack(Attacking):
 
 def _form(assignment: Assignment) -> ClassifierSpec:
     """Chosen on the kind of machine that will execute it."""
-    return fix_form(assignment.counted, assignment.source)
+    return choose_form(assignment.classifier, assignment.stream_keys)
 
 
 # --- certificates against attacks -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Shared:
+class _CheckSetup:
     """again: how points are certified. place: where the classifier is random then. votes: whether
     the attacked claim speaks of votes of draws, or of their mean scores."""
 
     assignment: Assignment
-    again: Certificate
-    place: SampledPlace
-    votes: bool
+    certificate: Certificate
+    sampler: NoiseSampler
+    predicts_by_vote: bool
 
 
 class Checker:
     """Called with a block of certified inputs; returns a JSON row for each attacked point."""
 
-    def __init__(self, shared: _Shared) -> None:
-        assignment, again = shared.assignment, shared.again
+    def __init__(self, shared: _CheckSetup) -> None:
+        assignment, again = shared.assignment, shared.certificate
         self._attacker = Attacker(assignment)
-        self._assignment, self._again, self._place = assignment, again, shared.place
-        self._votes = shared.votes
-        self._counters = Counters(assignment.counted, assignment.source, (again.n0,))
+        self._assignment, self._certificate, self._sampler = assignment, again, shared.sampler
+        self._votes = shared.predicts_by_vote
+        self._counters = CounterFactory(assignment.classifier, assignment.stream_keys, (again.n0,))
 
-    def __call__(self, block: Block) -> list[Row]:
-        certified = torch.from_numpy(self._assignment.targets[block.low : block.high].copy())
-        indices = self._assignment.indices[block.low : block.high].tolist()
-        points, centres = self._attacker.points(block, certified), self._attacker.centres(block)
+    def __call__(self, batch: AttackBatch) -> list[Row]:
+        certified = torch.from_numpy(self._assignment.targets[batch.low : batch.high].copy())
+        indices = self._assignment.indices[batch.low : batch.high].tolist()
+        points, centres = (
+            self._attacker.find_points(batch, certified),
+            self._attacker.centres(batch),
+        )
         moved = distance(points.numpy(), centres.numpy(), self._assignment.settings.norm)
-        counter = self._counters.named(f"certify/{block.attack}")
+        counter = self._counters.build_counter(f"certify/{batch.attack}")
         rows = []
         for i, (index, target) in enumerate(zip(indices, certified.tolist(), strict=True)):
-            verdict = self._again.certify_other(
-                counter, points[i], index, target, self._counters.batch, self._place
+            verdict = self._certificate.certify_other_class(
+                counter, points[i], index, target, self._counters.batch, self._sampler
             )
-            verdict = self._again.verdict_on(self._votes, verdict, self._place)
+            verdict = self._certificate.verdict_for_classifier(self._votes, verdict, self._sampler)
             rows.append(
                 {
-                    "attack": block.attack,
+                    "attack": batch.attack,
                     "index": index,
                     "certified": target,
-                    "radius": float(block.sizes[i]),
+                    "radius": float(batch.sizes[i]),
                     "distance": float(moved[i]),
                     "selected": verdict.selected,
                     "prediction": verdict.prediction,
@@ -459,25 +478,25 @@ class Checker:
         return rows
 
 
-class Check(Attacking):
+class CertificateCheckJob(BaseAttackJob):
     """Attacks on the certificates of a table, each within its radius; and their verdict."""
 
-    file, schema, columns = tables.CHECK_TABLE, tables.CHECK_SCHEMA, tables.CHECK_COLUMNS
-    order, purpose, worker = ("attack", "index"), "check certificates", Checker
+    table_file, schema, columns = tables.CHECK_TABLE, tables.CHECK_SCHEMA, tables.CHECK_COLUMNS
+    sort_columns, purpose, worker = ("attack", "index"), "check certificates", Checker
     verdict: Plausibility  # of the finished job
 
     def __init__(
         self,
         model_folder: Path,
-        dataset: Data,
+        dataset: NamedDatasetLike,
         certificates: Path,
         settings: AttackSettings,
         claim: str | None = None,
         trusted_factory: str | None = None,
     ) -> None:
         found = table_reader.read(certificates)
-        _refuse_others(found, model_folder, dataset)
-        found, rows, self._votes = _claimed(found, claim)
+        _check_same_origin(found, model_folder, dataset)
+        found, rows, self._votes = _apply_claim(found, claim)
         self._found, self._claim = found, claim
         self._submitted = [rows[i] for i in settings.indices(len(rows))]
         self._certified = [row for row in self._submitted if row["prediction"] != ABSTAIN]
@@ -485,17 +504,22 @@ class Check(Attacking):
             count = len(self._submitted)
             raise UserError(f"{found.path}: none of the {count} chosen inputs is certified")
         # Our own probe fills in the rest. Attacks count on CPUs.
-        like = replace(stated_form(found.about, found.path), notes=(), check="").on_cpu()
+        like = replace(
+            read_classifier_spec(found.job_record, found.path), notes=(), check=""
+        ).on_cpu()
         like.check_memory(dataset.batch(slice(0, 1)).shape[1:], found.path)
         norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
         settings = replace(settings, norm=norm, sizes=None, n=found.n)
-        if found.attacked_as is None:
+        if found.attack_noise is None:
             raise UserError(
                 f"{found.path}: only Gaussian smoothing can be attacked, not {found.noise}"
             )
-        self._again, self._place = found.kind.again(found, norm, like.batch)
-        settings = replace(settings, sigma=self._again.sigma)
-        self.answers, self.certain = self._again.n0 + self._again.n, self._again.n0
+        self._certificate, self._sampler = found.certificate_class.recreate(found, norm, like.batch)
+        settings = replace(settings, sigma=self._certificate.sigma)
+        self.draws_per_point, self.min_draws_per_point = (
+            self._certificate.n0 + self._certificate.n,
+            self._certificate.n0,
+        )
         super().__init__(
             model_folder, dataset, settings, self._column("index"), self._column("prediction"),
             trusted_factory, like, self._votes,
@@ -507,42 +531,42 @@ class Check(Attacking):
     def identity(self) -> dict[str, Any]:
         about = {
             "certificates": _digest(self._submitted),
-            "again": self._again.model_dump(mode="json"),
+            "again": self._certificate.model_dump(mode="json"),
         }
-        if self._votes != self._found.by_votes:
+        if self._votes != self._found.predicts_by_vote:
             about[tables.ANSWERS] = tables.VOTES if self._votes else tables.MEAN_SCORES
         return {**super().identity(), **about, "claim": self._claim}
 
-    def blocks(self, rows: list[slice]) -> dict[Item, Block]:
+    def batches(self, rows: list[slice]) -> dict[Item, AttackBatch]:
         radii, self._each = self._column("radius"), len(rows)
         return {
-            f"{attack} rows {part.start}": Block.of(attack, part, radii)
+            f"{attack} rows {part.start}": AttackBatch.from_rows(attack, part, radii)
             for attack in self.assignment.settings.attacks
             for part in rows
         }
 
-    def begin(self, output: Path) -> dict[str, Any]:
-        bank = self._found.about["settings"].get("noise_bank")
+    def initial_record(self, output: Path) -> dict[str, Any]:
+        bank = self._found.job_record["settings"].get("noise_bank")
         about = {tables.SUBMITTED: len(self._submitted), tables.INDEPENDENT: not bank}
-        return super().begin(output) | about
+        return super().initial_record(output) | about
 
-    def shared(self) -> _Shared:
-        return _Shared(self.assignment, self._again, self._place, self._votes)
+    def worker_setup(self) -> _CheckSetup:
+        return _CheckSetup(self.assignment, self._certificate, self._sampler, self._votes)
 
-    def finish(self, book: Book, output: Path) -> list[Row]:
+    def finish(self, state: JobState, output: Path) -> list[Row]:
         by_attack: dict[str, list[list[Row]]] = {}
-        for key, some in book.rows.items():
+        for key, some in state.finished_rows.items():
             by_attack.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(some)
         # Of all attacks that the folder has: a weaker one does not take back what one found.
         whole = {name: some for name, some in by_attack.items() if len(some) == self._each}
         rows = [row for some in whole.values() for part in some for row in part]
         found, settings = self._found, self.assignment.settings
-        self.verdict = verdict = plausibility(
+        self.verdict = verdict = assess_plausibility(
             len({row["index"] for row in rows if row["contradiction"]}),
             len(self._submitted),
             found.alpha,
             len(whole),
-            independent=not found.about["settings"].get("noise_bank"),
+            independent=not found.job_record["settings"].get("noise_bank"),
         )
         about = {
             **asdict(verdict),
@@ -561,8 +585,10 @@ class Check(Attacking):
         return rows
 
 
-def _refuse_others(found: CertificateTable, model_folder: Path, dataset: Data) -> None:
-    path, about = found.path, found.about
+def _check_same_origin(
+    certificates: CertificateTable, model_folder: Path, dataset: NamedDatasetLike
+) -> None:
+    path, about = certificates.path, certificates.job_record
     if "classifier" not in about or not about.get("settings"):
         raise UserError(f"{path}: does not say what it was computed from")
     if about["model"] != models.model_hash(model_folder):
@@ -573,31 +599,36 @@ def _refuse_others(found: CertificateTable, model_folder: Path, dataset: Data) -
     there = {"inputs": len(labels), "classes": dataset.classes, "format": job_folder.FORMAT}
     for name, right in there.items():
         if about.get(name, right) != right:
-            raise UserError(f"{path}: damaged: {name} must be {right}, got {shown(about[name])}")
-    if found.index.max() >= len(labels) or (labels[found.index] != found.label).any():
+            raise UserError(f"{path}: damaged: {name} must be {right}, got {quoted(about[name])}")
+    if (
+        certificates.index.max() >= len(labels)
+        or (labels[certificates.index] != certificates.label).any()
+    ):
         raise UserError(f"{path}: damaged: its inputs and labels are not those of {dataset.name}")
-    if found.norm not in NORMS:
+    if certificates.norm not in NORMS:
         raise UserError(
             f"{path}: only L2 and L-infinity certificates can be attacked, these are "
-            f"{found.norm.upper()}"
+            f"{certificates.norm.upper()}"
         )
 
 
-def _claimed(
-    found: CertificateTable, claim: str | None
+def _apply_claim(
+    certificates: CertificateTable, claim: str | None
 ) -> tuple[CertificateTable, list[dict[str, Any]], bool]:
     """Return the table and its rows, with another column's sizes and classes for radius and
     prediction, and whether that column speaks of votes."""
-    rows = found.table.to_pylist()
+    rows = certificates.table.to_pylist()
     if claim is None:
-        return found, rows, found.by_votes
+        return certificates, rows, certificates.predicts_by_vote
     certificate, _, norm = claim.rpartition("_")
-    sizes = found.sizes_of(certificate, norm)
+    sizes = certificates.select_sizes(certificate, norm)
     claimed = [
         {**row, "radius": size, "prediction": answer}
-        for row, size, answer in zip(rows, sizes.size.tolist(), sizes.answer.tolist(), strict=True)
+        for row, size, answer in zip(
+            rows, sizes.size.tolist(), sizes.prediction.tolist(), strict=True
+        )
     ]
-    return replace(found, norm=norm), claimed, sizes.votes
+    return replace(certificates, norm=norm), claimed, sizes.predicts_by_vote
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from dpdist.attacks import table as reading
 from dpdist.attacks.table import TABLE, AttackTable
-from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
 from dpdist.core.fields import ATTACKS, NORMS, AttackName, Norm
 
 if TYPE_CHECKING:
-    from dpdist.attacks.job import Attack, Check
+    from dpdist.attacks.job import AttackJob, CertificateCheckJob
 
 Labels = Literal["true", "predicted"]
 DEFAULT_SIZES: dict[Norm, tuple[float, ...]] = {
@@ -108,7 +108,7 @@ class AttackSettings(Evaluation):
                 )
 
     @property
-    def pairs(self) -> list[tuple[str, float]]:
+    def attack_sizes(self) -> list[tuple[str, float]]:
         """(attack, size) of everything asked for; ("none", 0) is the unattacked input."""
         return [
             ("none", 0.0),
@@ -143,7 +143,7 @@ class AttackSettings(Evaluation):
             parts.append(f"first-{self.max_inputs}")
         return "-".join(parts)
 
-    def block(self, numbers_per_input: int) -> int:
+    def batch_size(self, numbers_per_input: int) -> int:
         """Inputs attacked at once."""
         if self.batch is not None:
             return self.batch
@@ -154,18 +154,18 @@ class AttackSettings(Evaluation):
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
-    def work(self, subject: Subject) -> Attack:
-        from dpdist.attacks.job import Attack
+    def job_spec(self, subject: EvaluatedModel) -> AttackJob:
+        from dpdist.attacks.job import AttackJob
 
-        return Attack(subject.model, subject.test, self, subject.trusted_factory)
+        return AttackJob(subject.model_folder, subject.test_data, self, subject.trusted_factory)
 
     @classmethod
     def read(cls, path: Path) -> AttackTable:
         return reading.read_attack(path)
 
     @classmethod
-    def lines(cls, found: Sequence[AttackTable]) -> list[tuple[str, str]]:
-        return [(f"under attack, {table.name}", reading.attack_line(table)) for table in found]
+    def summary_rows(cls, results: Sequence[AttackTable]) -> list[tuple[str, str]]:
+        return [(f"under attack, {table.name}", reading.attack_line(table)) for table in results]
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,8 @@ class CheckSettings(Evaluation):
     ``start``, ``every`` and ``max_inputs`` choose rows of the table, and norm, sizes, sigma and the
     draws of an answer are the certificates' own. claim: a column of sizes in a table of expected
     scores ("as_printed_linf") that is attacked in place of its radius; at attacked points a valid
-    certificate of the classifier that the column speaks of answers (`CertifiedSizes.votes`).
+    certificate of the classifier that the column speaks of answers
+    (`CertifiedSizes.predicts_by_vote`).
     """
 
     certificates: Path
@@ -191,12 +192,12 @@ class CheckSettings(Evaluation):
     def folder_name(self) -> str:
         return f"check-{self.certificates.parent.name}" + (f"-{self.claim}" if self.claim else "")
 
-    def work(self, subject: Subject) -> Check:
+    def job_spec(self, subject: EvaluatedModel) -> CertificateCheckJob:
         """Raises UserError for certificates of another model, of other data, or in L1."""
-        from dpdist.attacks.job import Check
+        from dpdist.attacks.job import CertificateCheckJob
 
-        return Check(
-            subject.model, subject.test, self.certificates, self.attack, self.claim,
+        return CertificateCheckJob(
+            subject.model_folder, subject.test_data, self.certificates, self.attack, self.claim,
             subject.trusted_factory,
         )  # fmt: skip
 
@@ -205,8 +206,8 @@ class CheckSettings(Evaluation):
         return reading.read_check(path)
 
     @classmethod
-    def lines(cls, found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    def summary_rows(cls, results: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         return [
             (f"certificates attacked, {check['certificates']}", reading.check_line(check))
-            for check in found
+            for check in results
         ]

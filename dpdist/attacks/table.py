@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from dpdist.certification.certificate import ABSTAIN
 from dpdist.cluster import job_folder
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MOST
-from dpdist.core.files import Column, check_shape, read_json, shown
-from dpdist.randomness.noise_location import PLACES, Place
+from dpdist.core.fields import MAX_COUNT
+from dpdist.core.files import ColumnSpec, check_shape, quoted, read_json
+from dpdist.randomness.noise_location import NOISE_LOCATIONS, NoiseLocation
 
 # --- the table --------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
     ]
 )
 # What every reader relies on: the kind and the least of each column, and what was executed.
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
     "prediction": (int, -1),
 }  # fmt: skip
@@ -69,7 +69,7 @@ CHECK_SCHEMA = pa.schema(
         pa.field("contradiction", pa.bool_(), nullable=False),
     ]
 )
-CHECK_COLUMNS: dict[str, Column] = {
+CHECK_COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "index": (int, 0), "certified": (int, 0), "radius": (float, 0),
     "prediction": (int, -1), "contradiction": (object, None),
 }  # fmt: skip
@@ -78,15 +78,15 @@ CHECK_COLUMNS: dict[str, Column] = {
 SUBMITTED, INDEPENDENT = "submitted", "independent"
 
 
-def about(table: pa.Table) -> dict[str, Any]:
+def read_job_record(table: pa.Table) -> dict[str, Any]:
     """Return the executed settings: seed, model, data and noise included."""
-    return job_folder.about_table(table, KEY)
+    return job_folder.read_job_record(table, KEY)
 
 
 def read(path: Path) -> pa.Table:
     """A table of attacks. Raises UserError when it is none, or not of its settings."""
     table = job_folder.read_table(path, COLUMNS, KEY)
-    check_shape(about(table), str(path), _ABOUT)
+    check_shape(read_job_record(table), str(path), _ABOUT)
     return table
 
 
@@ -117,7 +117,7 @@ class Plausibility:
         return self.p_value >= self.level
 
 
-def plausibility(
+def assess_plausibility(
     contradictions: int,
     inputs: int,
     alpha: float,
@@ -161,7 +161,7 @@ _CHECK = {
 
 
 @dataclass(frozen=True)
-class Shares:
+class OutcomeShares:
     """Shares of the inputs that are answered rightly, not answered, answered with another class.
 
     Together they are 1.
@@ -171,12 +171,12 @@ class Shares:
     right + abstained, but for the error of each answer.
     """
 
-    right: float
+    correct: float
     abstained: float
     wrong: float
 
     def percent(self) -> list[str]:
-        return [percent(share) for share in (self.right, self.abstained, self.wrong)]
+        return [format_percent(share) for share in (self.correct, self.abstained, self.wrong)]
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class AttackTable:
 
     path: Path
     norm: str
-    noise: str
+    noise_kind: str
     sigma: float | None
     steps: int
     restarts: int
@@ -199,13 +199,13 @@ class AttackTable:
     alpha: float
     model: str
     data: str
-    numbers: int
+    dimension: int
     attack: np.ndarray
     size: np.ndarray
     index: np.ndarray
     label: np.ndarray
     prediction: np.ndarray
-    votes: bool = True
+    predicts_by_vote: bool = True
 
     @property
     def name(self) -> str:
@@ -223,7 +223,7 @@ class AttackTable:
     def inputs(self) -> int:
         return len(np.unique(self.index))
 
-    def shares(self, attack: str, size: float) -> Shares:
+    def outcome_shares(self, attack: str, size: float) -> OutcomeShares:
         """Return the shares of answers under one attack.
 
         Raises ValueError where the attack was not made.
@@ -231,52 +231,54 @@ class AttackTable:
         here = (self.attack == attack) & (self.size == size)
         if not here.any():
             raise ValueError(f"{self.path}: no attack {attack} of size {size:g}")
-        return self._shares(here)
+        return self._outcome_shares(here)
 
-    def worst(self, size: float) -> Shares:
+    def worst(self, size: float) -> OutcomeShares:
         """Under all attacks of this size: right under each, wrong under one at least."""
-        return self._shares((self.size == size) & (self.attack != NONE))
+        return self._outcome_shares((self.size == size) & (self.attack != NONE))
 
     def has(self, attack: str, size: float) -> bool:
         return bool(((self.attack == attack) & (self.size == size)).any())
 
-    def _shares(self, here: np.ndarray) -> Shares:
+    def _outcome_shares(self, here: np.ndarray) -> OutcomeShares:
         other = here & (self.prediction != self.label)
         wrong = set(self.index[other & (self.prediction != ABSTAIN)].tolist())
         abstained = set(self.index[other].tolist()) - wrong
         every = set(self.index[here].tolist())
         right = every - wrong - abstained
-        return Shares(*(len(some) / len(every) for some in (right, abstained, wrong)))
+        return OutcomeShares(*(len(some) / len(every) for some in (right, abstained, wrong)))
 
     @property
-    def classifier(self) -> str:
+    def description(self) -> str:
         """Return the attacked classifier in words."""
-        words = self.place.words(self.sigma)
-        by = "" if self.votes else f" by their {MEAN_SCORES}"
-        return f"{words}: {self.n:,} draws per answer{by}" if self.place.random else words
+        words = self.location_class.describe_classifier(self.sigma)
+        by = "" if self.predicts_by_vote else f" by their {MEAN_SCORES}"
+        return (
+            f"{words}: {self.n:,} draws per answer{by}" if self.location_class.is_random else words
+        )
 
     @property
-    def place(self) -> type[Place]:
-        return PLACES[self.noise]
+    def location_class(self) -> type[NoiseLocation]:
+        return NOISE_LOCATIONS[self.noise_kind]
 
     @property
-    def certified_as(self) -> tuple[str, float | None]:
+    def certificate_noise(self) -> tuple[str, float | None]:
         """Return the noise that a certificate of the same classifier states."""
-        return self.place.certified_as, self.sigma
+        return self.location_class.certified_kind, self.sigma
 
 
 def read_attack(path: Path) -> AttackTable:
     """One attacks.parquet. Raises UserError when it is none, or not of its settings."""
     columns = read(path)
-    said = about(columns)
+    said = read_job_record(columns)
     settings, noise = said["settings"], {"sigma": None, **said["noise"]}
     check_shape(noise, str(path), {"sigma": float | None})
-    if noise["kind"] not in PLACES:
-        raise UserError(f"{path}: damaged: no such place of noise: {shown(noise['kind'])}")
+    if noise["kind"] not in NOISE_LOCATIONS:
+        raise UserError(f"{path}: damaged: no such place of noise: {quoted(noise['kind'])}")
     table = AttackTable(
         path=path,
         norm=settings["norm"],
-        noise=noise["kind"],
+        noise_kind=noise["kind"],
         sigma=noise["sigma"],
         steps=settings["steps"],
         restarts=settings["restarts"],
@@ -285,8 +287,8 @@ def read_attack(path: Path) -> AttackTable:
         alpha=settings["alpha"],
         model=said["model"],
         data=said["data"],
-        numbers=numbers_of(said["input_shape"], path),
-        votes=said.get(ANSWERS, VOTES) == VOTES,
+        dimension=input_dimension(said["input_shape"], path),
+        predicts_by_vote=said.get(ANSWERS, VOTES) == VOTES,
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )
@@ -296,10 +298,10 @@ def read_attack(path: Path) -> AttackTable:
     return table
 
 
-def numbers_of(shape: list[Any], where: Path) -> int:
+def input_dimension(shape: list[Any], context: Path) -> int:
     """Return the number of values of an input of this shape. Raises UserError for no shape."""
     if not shape or not all(type(size) is int and size >= 1 for size in shape):
-        raise UserError(f"{where}: damaged: input_shape must be sizes >= 1, got {shown(shape)}")
+        raise UserError(f"{context}: damaged: input_shape must be sizes >= 1, got {quoted(shape)}")
     return math.prod(shape)
 
 
@@ -312,7 +314,7 @@ def read_check(path: Path) -> dict[str, Any]:
             these points.
     """
     stated = read_json(path, _CHECK)
-    made, model = _verdict(path.with_name(CHECK_TABLE), stated)
+    made, model = _recompute_verdict(path.with_name(CHECK_TABLE), stated)
     for name, value in made.items():
         same = stated[name] == value
         if isinstance(value, float):
@@ -320,16 +322,16 @@ def read_check(path: Path) -> dict[str, Any]:
         if not same:
             raise UserError(
                 f"{path}: damaged: {name} must be {value}, as {CHECK_TABLE} beside it says, got "
-                f"{shown(stated[name])}; remove the folder and check again"
+                f"{quoted(stated[name])}; remove the folder and check again"
             )
     return {**stated, "name": path.parent.name, "model": model, "path": path}
 
 
-def _verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _recompute_verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return what the table of a check says of its certificates, and the model's hash. stated: what
     tables of early versions do not say."""
     table = job_folder.read_table(path, CHECK_COLUMNS, KEY)
-    said = {SUBMITTED: stated["inputs"], INDEPENDENT: True, **about(table)}
+    said = {SUBMITTED: stated["inputs"], INDEPENDENT: True, **read_job_record(table)}
     shape = {"model": str, "again.alpha": float, SUBMITTED: int, INDEPENDENT: bool}
     check_shape(said, str(path), shape)
     index, certified, prediction = (
@@ -340,9 +342,9 @@ def _verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str, Any], str
     whole = len(attacks) * len(inputs) == table.num_rows
     if not whole or table["contradiction"].to_pylist() != against.tolist():
         raise UserError(f"{path}: damaged: its rows are not one for each attack and input")
-    if not len(inputs) <= said[SUBMITTED] <= MOST or not 0 < said["again"]["alpha"] < 1:
+    if not len(inputs) <= said[SUBMITTED] <= MAX_COUNT or not 0 < said["again"]["alpha"] < 1:
         raise UserError(f"{path}: damaged: no such number of certificates, or no such alpha")
-    verdict = plausibility(
+    verdict = assess_plausibility(
         len(np.unique(index[against])),
         said[SUBMITTED],
         said["again"]["alpha"],
@@ -359,15 +361,18 @@ def _verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str, Any], str
 
 def attack_line(table: AttackTable) -> str:
     """Return the outcome at each size in one line."""
-    at = "; ".join(f"{_worst_line(table, size)} at {exact(size)}" for size in table.sizes)
+    at = "; ".join(
+        f"{_worst_case_text(table, size)} at {format_exact(size)}" for size in table.sizes
+    )
     scope = f"{table.norm}, {', '.join(table.attacks)}, {table.inputs:,} inputs"
-    return f"{at} ({scope}; {table.classifier})"
+    return f"{at} ({scope}; {table.description})"
 
 
-def _worst_line(table: AttackTable, size: float) -> str:
+def _worst_case_text(table: AttackTable, size: float) -> str:
     right, abstained, wrong = table.worst(size).percent()
     undecided = ""
-    if table.place.random or table.worst(size).abstained:  # the network itself: no finite logits
+    # the network itself: no finite logits
+    if table.location_class.is_random or table.worst(size).abstained:
         undecided = f", {abstained} % abstained"
     return f"{right} % right{undecided}, {wrong} % wrong"
 

@@ -24,26 +24,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpdist.audits.target import Target, of_recipe
+from dpdist.audits.target import Target, target_of_recipe
 from dpdist.config.sections import AuditOptions, CanaryAudit, ManyRunsAudit
 from dpdist.core.errors import UserError
-from dpdist.core.files import private_folder
+from dpdist.core.files import make_private_folder
 from dpdist.privacy import audit_bounds
 from dpdist.privacy.audit_bounds import (
-    ASSUMED,
-    ManyRuns,
-    OneRun,
-    Trials,
+    NOISE_SCALE_ASSUMPTION,
+    CanaryScores,
+    OneRunGuesses,
+    ThresholdCounts,
+    bonferroni_alpha,
+    group_tradeoff,
+    largest_rejected_epsilon,
     log_likelihood_ratio,
-    noise_rejected,
-    of_group,
-    of_plan,
-    shared_alpha,
+    plan_tradeoff,
 )
-from dpdist.privacy.card import Audited
+from dpdist.privacy.card import AuditFinding
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.folder import RunFolder, read_released
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.folder import RunFolder, read_verified_ledger
+from dpdist.runs.recipe import Recipe, parse_recipe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,26 +59,32 @@ _LATER = {"view", "exploratory"}  # what may be chosen after the training
 
 
 def audit_canaries(
-    options: CanaryAudit, target: Target, output: Path, show: Callable[[int, int], None]
-) -> Audited:
+    options: CanaryAudit, target: Target, output: Path, report_progress: Callable[[int, int], None]
+) -> AuditFinding:
     """Return the audit of a run trained with canaries.
 
     Raises UserError for another run, and for a request that had to be fixed before the
     training.
     """
-    folder = _check(options, target)
-    from dpdist.training.canaries import coins
+    folder = _check_planted_canaries(options, target)
+    from dpdist.training.canaries import draw_coins
 
-    released = read_released(folder)
-    plan = replace(released.plan, phases=released.ledger.phases(released.plan))
-    seen = _every_step(folder) if options.every_step else _final(options, target.recipe, folder)
-    alpha = shared_alpha(options.alpha, options.audits)
-    run = OneRun.of(seen, coins(folder.read_key(), options.canaries), options.guessed, alpha)
-    curve = audit_bounds.of_plan(plan)
+    released = read_verified_ledger(folder)
+    plan = replace(released.plan, phases=released.ledger.released_phases(released.plan))
+    seen = (
+        _scores_of_every_step(folder)
+        if options.sees_every_step
+        else _scores_of_final_model(options, target.recipe, folder)
+    )
+    alpha = bonferroni_alpha(options.alpha, options.audits)
+    run = OneRunGuesses.from_scores(
+        seen, draw_coins(folder.read_run_key(), options.canaries), options.num_guesses, alpha
+    )
+    curve = audit_bounds.plan_tradeoff(plan)
     counted = run.epsilon(plan.delta)
-    found = None if curve is None else noise_rejected(run, plan)
-    show(1, 1)
-    return target.audited(
+    found = None if curve is None else largest_rejected_epsilon(run, plan)
+    report_progress(1, 1)
+    return target.build_result(
         options,
         alpha,
         method="one run, by counting" if found is None else "one run, by trade-off curves",
@@ -87,33 +93,33 @@ def audit_canaries(
         rule=f"{run.guesses // 2} highest scores in, as many lowest out, fixed before the training",
         curve_rejected=curve is not None and run.rejects(curve),
         assumptions=(
-            *(() if found is None else (ASSUMED,)),
-            *(() if options.replaces else target.removal),
+            *(() if found is None else (NOISE_SCALE_ASSUMPTION,)),
+            *(() if options.replaces_record else target.removal_assumptions),
         ),
         details={
             "canaries": run.canaries,
             "canary": options.canary,
             "guesses": run.guesses,
-            "right": run.right,
+            "right": run.correct,
             "epsilon_by_counting": counted,
         },
     )
 
 
-def audited_recipe(recipe: Recipe, options: AuditOptions, where: str) -> Recipe:
+def audited_recipe(recipe: Recipe, options: AuditOptions, context: str) -> Recipe:
     """The recipe of the run that is trained for this audit: another run's name, unless the recipe
     itself asks for the audit. Raises UserError where it would have no target."""
     raw = recipe.model_dump(mode="json")
     if recipe.audit != options:
         raw["name"] = f"{recipe.name}-{options.kind}"
         raw["resources"] |= {"archive": None, "archive_private": False}  # those of another run
-    planted = parse({**raw, "audit": options.model_dump(mode="json")}, where)
-    of_recipe(planted, where)
+    planted = parse_recipe({**raw, "audit": options.model_dump(mode="json")}, context)
+    target_of_recipe(planted, context)
     return planted
 
 
-def _check(options: CanaryAudit, target: Target) -> RunFolder:
-    fixed = target.recipe.planted
+def _check_planted_canaries(options: CanaryAudit, target: Target) -> RunFolder:
+    fixed = target.recipe.canary_audit
     if target.folder is None or fixed is None:
         recipe = "RECIPE" if target.folder is None else target.folder.recipe_file
         raise UserError(
@@ -130,7 +136,11 @@ def _check(options: CanaryAudit, target: Target) -> RunFolder:
             f"audit.{changed[0]}: was fixed before the training as {getattr(fixed, changed[0])}, "
             f"got {getattr(options, changed[0])}"
         )
-    if options.every_step != fixed.every_step and fixed.audits < 2 and not options.exploratory:
+    if (
+        options.sees_every_step != fixed.sees_every_step
+        and fixed.audits < 2
+        and not options.exploratory
+    ):
         raise UserError(
             "audit.view: another than the recipe's makes two audits of one run; audits: 2 had to "
             "be said before the training, else the second one is exploratory"
@@ -141,18 +151,18 @@ def _check(options: CanaryAudit, target: Target) -> RunFolder:
 # --- what the adversary saw: scores (m,), larger where a canary seems to be in
 
 
-def _every_step(folder: RunFolder) -> np.ndarray:
+def _scores_of_every_step(folder: RunFolder) -> np.ndarray:
     """Return the scores that the training's workers computed of every noisy sum."""
     from dpdist.training import checkpoint
     from dpdist.training.canaries import SLOT
 
-    state = checkpoint.latest(folder.checkpoints)
+    state = checkpoint.load_latest(folder.checkpoints)
     if state is None or SLOT not in state.slots or state.step != folder.read_plan().steps:
         raise UserError(f"{folder.checkpoints}: the last checkpoint, with the scores, is missing")
     return state.slots[SLOT].numpy()
 
 
-def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarray:
+def _scores_of_final_model(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarray:
     """Return scores of the trained model beside the public one before the first step.
 
     They are: how far it moved along a canary's gradient, how much likelier it finds a canary's
@@ -161,27 +171,29 @@ def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarra
     import torch
 
     from dpdist import models
-    from dpdist.training.canaries import places
+    from dpdist.training.canaries import canary_coordinates
     from dpdist.training.model_setup import initial_model, model_spec
-    from dpdist.training.records import source_of, training_data
+    from dpdist.training.records import data_source, records_with_canaries
 
-    dataset = training_data(recipe, source_of(recipe))
+    dataset = records_with_canaries(recipe, data_source(recipe))
     before = initial_model(recipe, model_spec(recipe, dataset))
-    after = models.load_network(folder.model, trusted_factory=recipe.model.name)
-    if options.in_sums:
-        moved = (_flat(recipe, before) - _flat(recipe, after)).numpy()
-        result: np.ndarray = moved[places(options.canaries, len(moved))]
+    after = models.load_network(folder.model_folder, trusted_factory=recipe.model.name)
+    if options.inserts_gradients:
+        moved = (_flat_parameters(recipe, before) - _flat_parameters(recipe, after)).numpy()
+        result: np.ndarray = moved[canary_coordinates(options.canaries, len(moved))]
         return result
-    inputs, labels = dataset.planted_rows  # type: ignore[attr-defined]
-    if options.replaces:
-        recipe.method.constraint(before)()
-        own, labels = dataset.batch(slice(0, dataset.own)), dataset.labels  # type: ignore[attr-defined]
+    inputs, labels = dataset.canary_records  # type: ignore[attr-defined]
+    if options.replaces_record:
+        recipe.method.project_parameters(before)()
+        own, labels = dataset.batch(slice(0, dataset.num_records)), dataset.labels  # type: ignore[attr-defined]
         others = [own[torch.from_numpy(labels == label)] for label in range(dataset.classes)]
-        return _towards_first(before, after, inputs, others)
-    return (_likelihood(after, inputs, labels) - _likelihood(before, inputs, labels)).numpy()
+        return _movement_towards_first_label(before, after, inputs, others)
+    return (
+        _log_likelihood(after, inputs, labels) - _log_likelihood(before, inputs, labels)
+    ).numpy()
 
 
-def _flat(recipe: Recipe, model: nn.Module) -> Tensor:
+def _flat_parameters(recipe: Recipe, model: nn.Module) -> Tensor:
     """The trained parameters, in the order of the gradient's coordinates: float64 (size,)."""
     import torch
 
@@ -191,7 +203,7 @@ def _flat(recipe: Recipe, model: nn.Module) -> Tensor:
     return torch.cat(parts).double()
 
 
-def _towards_first(
+def _movement_towards_first_label(
     before: nn.Module, after: nn.Module, inputs: Tensor, others: Sequence[Tensor]
 ) -> np.ndarray:
     """Return how much hidden weights moved towards label 0 of each input, and not 1: (m,).
@@ -232,14 +244,14 @@ def _towards_first(
     return result
 
 
-def _likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+def _log_likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     """Log probability of the labels, the mean over the model's own noise if it has any: (m,)."""
     import torch
 
     from dpdist.certification.worker import expected_log_scores
-    from dpdist.randomness.noise_location import place_of
+    from dpdist.randomness.noise_location import find_noise_location
 
-    noisy, found = place_of(model).random, []
+    noisy, found = find_noise_location(model).is_random, []
     with torch.inference_mode():
         for start in range(0, len(inputs), _BATCH):
             rows, wanted = (part[start : start + _BATCH] for part in (inputs, labels))
@@ -256,26 +268,30 @@ def _likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 # --- many trainings with one canary -----------------------------------------------------------
 
 
-Show = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 _PILOT = 20_000  # expected scores of either kind
 
 
-def audit_many_runs(options: ManyRunsAudit, target: Target, output: Path, show: Show) -> Audited:
+def audit_many_runs(
+    options: ManyRunsAudit, target: Target, output: Path, report_progress: ProgressCallback
+) -> AuditFinding:
     """Raises UserError for a method whose step is more than clipped gradients and noise."""
-    from dpdist.audits.trainings import Retraining
-    from dpdist.cluster.resumable_job import run
+    from dpdist.audits.trainings import ManyRunsJob
+    from dpdist.cluster.resumable_job import run_job
     from dpdist.cluster.session import connect
     from dpdist.core import optional_imports
 
-    work = Retraining(options, target)
-    private = private_folder(output)  # wherever it was asked for: models of private records
+    work = ManyRunsJob(options, target)
+    private = make_private_folder(output)  # wherever it was asked for: models of private records
     with connect(private / "ray.log", worker_setup=optional_imports.install_torchvision_hook):
-        table = run(work, private, progress=lambda done, total, rate: show(done, total))
+        table = run_job(
+            work, private, progress=lambda done, total, rate: report_progress(done, total)
+        )
     trial, present, score = (table[name].to_numpy() for name in work.columns)
-    return judge(options, target, Trials(trial, present == 1, score))
+    return evaluate_trials(options, target, CanaryScores(trial, present == 1, score))
 
 
-def judge(options: ManyRunsAudit, target: Target, trials: Trials) -> Audited:
+def evaluate_trials(options: ManyRunsAudit, target: Target, trials: CanaryScores) -> AuditFinding:
     """Return the audit of such trainings.
 
     Two statements share alpha: by counts alone, and by the plan's trade-off curve, whose
@@ -285,30 +301,40 @@ def judge(options: ManyRunsAudit, target: Target, trials: Trials) -> Audited:
     before the first training; else half of the trainings do.
     """
     plan, size = target.plan, options.copies
-    alpha = shared_alpha(options.alpha, options.audits)
-    curve = of_plan(plan)
-    promised = None if curve is None else of_group(curve, size)
-    pilot = expected(plan, size) if options.every_step and promised is not None else None
-    counted = ManyRuns.of(trials, alpha / 2, delta=plan.delta, pilot=pilot)
-    runs = ManyRuns.of(trials, alpha / 2, curve=promised, pilot=pilot)
+    alpha = bonferroni_alpha(options.alpha, options.audits)
+    curve = plan_tradeoff(plan)
+    promised = None if curve is None else group_tradeoff(curve, size)
+    pilot = (
+        simulate_trials(plan, size) if options.sees_every_step and promised is not None else None
+    )
+    counted = ThresholdCounts.from_scores(trials, alpha / 2, delta=plan.delta, pilot=pilot)
+    runs = ThresholdCounts.from_scores(trials, alpha / 2, curve=promised, pilot=pilot)
     by_counting = counted.epsilon(plan.delta, size)
-    found = by_counting if promised is None else noise_rejected(runs, plan, size)
-    most = ManyRuns(counted.inside, counted.inside, 0, counted.outside, alpha / 2)
-    return target.audited(
+    found = by_counting if promised is None else largest_rejected_epsilon(runs, plan, size)
+    most = ThresholdCounts(
+        counted.num_with_canary, counted.num_with_canary, 0, counted.num_without_canary, alpha / 2
+    )
+    return target.build_result(
         options,
         alpha,
         method="Clopper-Pearson bounds of independent trainings, "
         + ("by counting" if promised is None else "by trade-off curves"),
         epsilon=found,
-        trials=runs.inside + runs.outside,
+        trials=runs.num_with_canary + runs.num_without_canary,
         rule=f"score above {runs.threshold:.6g}, fixed by "
         + ("the first half of the trainings" if pilot is None else "what the plan leads to expect"),
         curve_rejected=promised is not None and runs.rejects(promised),
-        assumptions=(*(() if promised is None else (ASSUMED,)), *target.removal),
+        assumptions=(
+            *(() if promised is None else (NOISE_SCALE_ASSUMPTION,)),
+            *target.removal_assumptions,
+        ),
         details={
             "copies": size,
             "canary": options.canary,
-            "hits": f"{runs.hits} of {runs.inside} with, {runs.false} of {runs.outside} without",
+            "hits": (
+                f"{runs.true_positives} of {runs.num_with_canary} with, "
+                f"{runs.false_positives} of {runs.num_without_canary} without"
+            ),
             "epsilon_by_counting": by_counting,
             "counting_at_most": most.epsilon(plan.delta, size),
             "if_gaussian": runs.gaussian_epsilon(plan.delta, size),
@@ -317,7 +343,7 @@ def judge(options: ManyRunsAudit, target: Target, trials: Trials) -> Audited:
     )
 
 
-def expected(plan: PrivacyPlan, copies: int) -> Trials:
+def simulate_trials(plan: PrivacyPlan, copies: int) -> CanaryScores:
     """Scores of many trainings with so many copies of a gradient canary, and as many without it, if
     every sum is what the plan says: public, and the same for everybody."""
     rng, present = np.random.default_rng(0), np.arange(2 * _PILOT) % 2 == 1
@@ -327,4 +353,4 @@ def expected(plan: PrivacyPlan, copies: int) -> Trials:
         joined = rng.binomial(copies * present, todo.sample_rate)
         sums = joined + todo.noise_multiplier * rng.standard_normal(len(present))
         scores += log_likelihood_ratio(sums, todo.noise_multiplier, todo.sample_rate)
-    return Trials(np.arange(len(present)), present, scores)
+    return CanaryScores(np.arange(len(present)), present, scores)

@@ -45,17 +45,17 @@ from dpdist.core.errors import UserError
 from dpdist.privacy import audit_bounds
 from dpdist.privacy.audit_bounds import (
     Array,
-    Curve,
-    ManyRuns,
-    Trials,
+    CanaryScores,
+    ThresholdCounts,
+    TradeoffCurve,
+    bonferroni_alpha,
     log_likelihood_ratio,
-    shared_alpha,
 )
-from dpdist.privacy.card import Audited
+from dpdist.privacy.card import AuditFinding
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
-    from dpdist.audits.step_harness import Driven
+    from dpdist.audits.step_harness import StepHarness
 
 
 # --- any other step ---------------------------------------------------------------------------
@@ -67,27 +67,27 @@ _NOTHING = -1e3  # the score of no release
 
 
 @dataclass(frozen=True)
-class Step:
+class AuditedStep:
     """A step to be audited; see above."""
 
     release: Callable[[bool, int], Any]
     score: Callable[[Any], ArrayLike]
-    curve: Curve
+    curve: TradeoffCurve
 
 
 @dataclass(frozen=True)
-class StepAudit:
+class StepAuditResult:
     """counts: of the releases that fixed nothing. rejected: whether the step breaks its promise,
     at confidence 1 - alpha."""
 
-    counts: ManyRuns
+    counts: ThresholdCounts
     rejected: bool
 
 
 def audit_step(
-    step: Step, releases: int, alpha: float = 0.05, seed: int = 0,
-    show: Callable[[int, int], None] = lambda done, total: None,
-) -> StepAudit:  # fmt: skip
+    step: AuditedStep, releases: int, alpha: float = 0.05, seed: int = 0,
+    report_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> StepAuditResult:  # fmt: skip
     """So many releases with the canary and as many without, all under keys of their own.
 
     The promise is wrongly found broken with probability at most alpha, whatever the score is.
@@ -97,29 +97,34 @@ def audit_step(
     for place in range(2 * releases):
         released = step.release(place % 2 == 0, keys[place])
         seen.append(None if released is None else np.atleast_1d(step.score(released)))
-        show(place + 1, 2 * releases)
-    return judge_step(_filled(seen[::2]), _filled(seen[1::2]), step.curve, alpha)
+        report_progress(place + 1, 2 * releases)
+    return evaluate_step(_filled(seen[::2]), _filled(seen[1::2]), step.curve, alpha)
 
 
-def judge_step(inside: Array, outside: Array, curve: Curve, alpha: float) -> StepAudit:
+def evaluate_step(
+    inside: Array, outside: Array, curve: TradeoffCurve, alpha: float
+) -> StepAuditResult:
     """Return the audit of features (n, k) of independent releases with and without the canary."""
     scores, fix = (inside, outside), _FIXED
     if inside.shape[1] > 1:
         fix = _FITTED
-        ratio = _fitted_ratio(*(side[: round(fix * len(side))] for side in scores))
+        ratio = _fit_likelihood_ratio(*(side[: round(fix * len(side))] for side in scores))
         scores = ratio(inside), ratio(outside)
-    counts = ManyRuns.of(
-        Trials.of(*(side.reshape(-1) for side in scores)), alpha, fix=fix, curve=curve
+    counts = ThresholdCounts.from_scores(
+        CanaryScores.from_scores(*(side.reshape(-1) for side in scores)),
+        alpha,
+        threshold_fraction=fix,
+        curve=curve,
     )
-    return StepAudit(counts, counts.rejects(curve))
+    return StepAuditResult(counts, counts.rejects(curve))
 
 
-def _filled(seen: list[Array | None]) -> Array:
-    width = next((len(one) for one in seen if one is not None), 1)
-    return np.array([np.full(width, _NOTHING) if one is None else one for one in seen])
+def _filled(scores: list[Array | None]) -> Array:
+    width = next((len(one) for one in scores if one is not None), 1)
+    return np.array([np.full(width, _NOTHING) if one is None else one for one in scores])
 
 
-def _fitted_ratio(inside: Array, outside: Array) -> Callable[[Array], Array]:
+def _fit_likelihood_ratio(inside: Array, outside: Array) -> Callable[[Array], Array]:
     """The log likelihood ratio of two Gaussians fitted to features (n, k)."""
     pooled = np.concatenate([inside, outside])
     middle, scale = pooled.mean(0), pooled.std(0) + 1e-9
@@ -144,9 +149,9 @@ def _fitted_ratio(inside: Array, outside: Array) -> Callable[[Array], Array]:
 # --- scenarios of dpdist's own step -----------------------------------------------------------
 
 
-Show = Callable[[int, int], None]
-Pieces = Callable[[StepPlan], "Driven"]
-SCENES = ("canaries", "neighbour", "crowd", "witness", "alone")
+ProgressCallback = Callable[[int, int], None]
+HarnessFactory = Callable[[StepPlan], "StepHarness"]
+SCENARIOS = ("canaries", "neighbour", "crowd", "witness", "alone")
 _BY_COIN = ("canaries", "witness")  # many canaries a release, each by its own coin
 _RATE = 0.5
 _CROWD = 32
@@ -156,109 +161,118 @@ _MOST_COPIES = 64
 
 
 @dataclass(frozen=True)
-class Played:
+class ScenarioResults:
     """The findings of each scene. Only `canaries` measures the noise."""
 
-    found: dict[str, StepAudit]
+    audits: dict[str, StepAuditResult]
     copies: int
 
     @property
-    def rejected(self) -> list[str]:
+    def rejected_scenarios(self) -> list[str]:
         """The scenes in which the pieces broke the plan."""
-        return [name for name, audit in self.found.items() if audit.rejected]
+        return [name for name, audit in self.audits.items() if audit.rejected]
 
     @property
     def mu(self) -> float:
         """Return mu of Gaussian DP of one release."""
-        return self.found["canaries"].counts.mu(self.copies)
+        return self.audits["canaries"].counts.mu(self.copies)
 
 
-def play(
-    pieces: Pieces, noise: float, releases: int, alpha: float, seed: int = 0,
-    clip_norm: float = 1.0, show: Show = lambda done, total: None,
-    scenes: Sequence[str] = SCENES,
-) -> Played:  # fmt: skip
+def run_scenarios(
+    build_harness: HarnessFactory, noise: float, releases: int, alpha: float, seed: int = 0,
+    clip_norm: float = 1.0, report_progress: ProgressCallback = lambda done, total: None,
+    scenarios: Sequence[str] = SCENARIOS,
+) -> ScenarioResults:  # fmt: skip
     """Scenes, all of which share alpha. pieces: makes them for a step. releases: of canaries with,
     and as many without. scenes: only these."""
     from dpdist.audits.step_harness import WIDTH
 
-    each = shared_alpha(alpha, len(SCENES))
+    each = bonferroni_alpha(alpha, len(SCENARIOS))
     few, rounds = max(100, releases // _PER_PAIR), max(10, -(-2 * releases // WIDTH))
     copies = min(_MOST_COPIES, max(1, round(2 * noise)))
-    begun, total = 0, sum(rounds if name in _BY_COIN else 2 * few for name in scenes)
-    found: dict[str, StepAudit] = {}
+    begun, total = 0, sum(rounds if name in _BY_COIN else 2 * few for name in scenarios)
+    found: dict[str, StepAuditResult] = {}
 
     def shown(done: int, _: int) -> None:
-        show(begun + done, total)
+        report_progress(begun + done, total)
 
-    def driven(noise: float, rate: float, records: int) -> Driven:
-        return pieces(StepPlan(noise, rate, rate * records, clip_norm, None))
+    def driven(noise: float, rate: float, records: int) -> StepHarness:
+        return build_harness(StepPlan(noise, rate, rate * records, clip_norm, None))
 
-    def canaries() -> StepAudit:
+    def canaries() -> StepAuditResult:
         return _canaries(driven(noise, 1.0, WIDTH * copies), copies, rounds, each, seed, shown)
 
-    def witness() -> StepAudit:
+    def witness() -> StepAuditResult:
         return _witness(driven(_SAMPLING, _RATE, WIDTH), rounds, each, seed, shown)
 
-    def pair(rate: float, others: int, features: Callable[[np.ndarray], np.ndarray]) -> StepAudit:
+    def pair(
+        rate: float, others: int, features: Callable[[np.ndarray], np.ndarray]
+    ) -> StepAuditResult:
         step, quiet = driven(_STRUCTURE, rate, max(1, others)), [0] * others
-        scene = Step(
-            lambda included, key: step.seen(np.array(quiet + [1] * included, int), key),
+        scene = AuditedStep(
+            lambda included, key: step.run_step(np.array(quiet + [1] * included, int), key),
             features,
             one_step_curve(_STRUCTURE, rate),
         )
         return audit_step(scene, few, each, seed, shown)
 
-    plays: dict[str, Callable[[], StepAudit]] = {
+    plays: dict[str, Callable[[], StepAuditResult]] = {
         "canaries": canaries,
         "neighbour": lambda: pair(1.0, 1, _influence),
         "crowd": lambda: pair(1.0, _CROWD, _influence),
         "witness": witness,
         "alone": lambda: pair(_RATE, 0, _own),
     }
-    for name in scenes:
+    for name in scenarios:
         found[name] = plays[name]()
         begun += rounds if name in _BY_COIN else 2 * few
-    return Played(found, copies)
+    return ScenarioResults(found, copies)
 
 
-def _along(seen: np.ndarray) -> np.ndarray:
+def _along(release: np.ndarray) -> np.ndarray:
     """A release along each record's gradient, in units of the clip."""
-    result: np.ndarray = seen.sum(0) / math.sqrt(2)
+    result: np.ndarray = release.sum(0) / math.sqrt(2)
     return result
 
 
 def _canaries(
-    driven: Driven, copies: int, rounds: int, alpha: float, seed: int, show: Show
-) -> StepAudit:
+    harness: StepHarness,
+    copies: int,
+    rounds: int,
+    alpha: float,
+    seed: int,
+    report_progress: ProgressCallback,
+) -> StepAuditResult:
     from dpdist.audits.step_harness import WIDTH
 
     coins = np.random.default_rng(seed).random((rounds, WIDTH)) < 0.5
     along = np.zeros(coins.shape)
     for place, present in enumerate(coins):
-        seen = driven.seen(np.repeat(np.flatnonzero(present), copies), place)
+        seen = harness.run_step(np.repeat(np.flatnonzero(present), copies), place)
         if seen is not None:
             along[place] = _along(seen)
-        show(place + 1, rounds)
-    curve = audit_bounds.gaussian_curve(copies / driven.todo.noise_multiplier)
+        report_progress(place + 1, rounds)
+    curve = audit_bounds.gaussian_tradeoff(copies / harness.step_plan.noise_multiplier)
     # Half way: the plan says where a Gaussian is told apart best, so no release need be spent.
     middle, inside, outside = copies / 2, along[coins], along[~coins]
     hits, false = int((inside > middle).sum()), int((outside > middle).sum())
-    counts = ManyRuns(hits, len(inside), false, len(outside), alpha, middle)
-    return StepAudit(counts, counts.rejects(curve))
+    counts = ThresholdCounts(hits, len(inside), false, len(outside), alpha, middle)
+    return StepAuditResult(counts, counts.rejects(curve))
 
 
-def _influence(seen: np.ndarray) -> np.ndarray:
+def _influence(release: np.ndarray) -> np.ndarray:
     """The canary's coordinate, the others', and the size of the noise where there is nothing."""
-    along = _along(seen)
-    return np.array([along[1], along[0], np.log(np.mean(seen[:, 2:] ** 2) + 1e-30) / 2])
+    along = _along(release)
+    return np.array([along[1], along[0], np.log(np.mean(release[:, 2:] ** 2) + 1e-30) / 2])
 
 
-def _own(seen: np.ndarray) -> np.ndarray:
-    return log_likelihood_ratio(_along(seen)[1:2], _STRUCTURE, _RATE)
+def _own(release: np.ndarray) -> np.ndarray:
+    return log_likelihood_ratio(_along(release)[1:2], _STRUCTURE, _RATE)
 
 
-def _witness(driven: Driven, rounds: int, alpha: float, seed: int, show: Show) -> StepAudit:
+def _witness(
+    harness: StepHarness, rounds: int, alpha: float, seed: int, report_progress: ProgressCallback
+) -> StepAuditResult:
     """Record i is the witness of record i + WIDTH / 2, whose place is the same in the second of two
     shares. A canary that is out leaves a record without gradient, so that no place moves."""
     from dpdist.audits.step_harness import WIDTH
@@ -268,13 +282,13 @@ def _witness(driven: Driven, rounds: int, alpha: float, seed: int, show: Show) -
     ratios = np.zeros(coins.shape)
     for place, present in enumerate(coins):
         canaries = np.where(present, np.arange(half, WIDTH), -1)
-        seen = driven.seen(np.concatenate([np.arange(half), canaries]), place)
+        seen = harness.run_step(np.concatenate([np.arange(half), canaries]), place)
         if seen is not None:
             along = _along(seen)
             ratios[place] = _shared_coin_ratio(along[half:], along[:half])
-        show(place + 1, rounds)
+        report_progress(place + 1, rounds)
     curve = one_step_curve(_SAMPLING, _RATE)
-    return judge_step(ratios[coins][:, None], ratios[~coins][:, None], curve, alpha)
+    return evaluate_step(ratios[coins][:, None], ratios[~coins][:, None], curve, alpha)
 
 
 def _shared_coin_ratio(canary: np.ndarray, witness: np.ndarray) -> np.ndarray:
@@ -291,23 +305,23 @@ def _shared_coin_ratio(canary: np.ndarray, witness: np.ndarray) -> np.ndarray:
 
 
 @cache
-def one_step_curve(noise: float, rate: float) -> audit_bounds.Curve:
+def one_step_curve(noise: float, rate: float) -> audit_bounds.TradeoffCurve:
     """Return the trade-off curve of one release: with a record against without it."""
     if rate == 1:
-        return audit_bounds.gaussian_curve(1 / noise)
+        return audit_bounds.gaussian_tradeoff(1 / noise)
     plan = PrivacyPlan.dp_sgd(
         records=1000, batch_size=round(1000 * rate), noise_multiplier=noise, steps=1, delta=1e-5
     )
-    curve = audit_bounds.of_plan(plan, directed=True)
+    curve = audit_bounds.plan_tradeoff(plan, one_direction=True)
     assert curve is not None
     return curve
 
 
-def replays(pieces: Pieces) -> dict[str, bool]:
+def failed_replays(build_harness: HarnessFactory) -> dict[str, bool]:
     """Return whether repeated steps show each fault, by its name."""
     from dpdist.audits.step_harness import forgets_releases, reuses_noise
 
-    step = pieces(StepPlan(_STRUCTURE, 1.0, 1.0, 1.0, None))
+    step = build_harness(StepPlan(_STRUCTURE, 1.0, 1.0, 1.0, None))
     return {"replay of keys": reuses_noise(step), "replay of a restart": forgets_releases()}
 
 
@@ -319,7 +333,7 @@ def _noise(target: Target) -> float:
             f"{target.recipe.name}: its steps add no noise, so their mechanism promises nothing "
             "that releases could break"
         )
-    if not target.recipe.method.stepwise:
+    if not target.recipe.method.takes_gradient_steps:
         raise UserError(
             f"{target.recipe.name}: method {target.recipe.method.name} releases no sums of clipped "
             "gradients, which are what this audit drives"
@@ -327,50 +341,61 @@ def _noise(target: Target) -> float:
     return noise
 
 
-def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show: Show) -> Audited:
+def _describe_counts(counts: audit_bounds.ThresholdCounts) -> dict[str, int]:
+    """Return the counts under the names that audits on disk have."""
+    return {
+        "hits": counts.true_positives, "inside": counts.num_with_canary,
+        "false": counts.false_positives, "outside": counts.num_without_canary,
+    }  # fmt: skip
+
+
+def audit_mechanism(
+    options: MechanismAudit, target: Target, output: Path, report_progress: ProgressCallback
+) -> AuditFinding:
     """The mechanism of a recipe or a run. Raises UserError where it adds no noise."""
-    from dpdist.audits.step_harness import Driven
-    from dpdist.gradients.clipping import clipping_for
+    from dpdist.audits.step_harness import StepHarness
+    from dpdist.gradients.clipping import make_clipping
     from dpdist.randomness.keys import derive_key
-    from dpdist.runs.recipe import plan_at
+    from dpdist.runs.recipe import plan_with_noise
 
     plan, privacy = target.plan, target.recipe.privacy
     noise = _noise(target)
-    alpha = shared_alpha(options.alpha, options.audits)
+    alpha = bonferroni_alpha(options.alpha, options.audits)
     key = derive_key(bytes(32), "audit", options.seed)
 
-    def pieces(todo: StepPlan) -> Driven:
-        clipping = clipping_for(privacy.clipping, todo.clip_norm)
-        driven = Driven(todo, clipping, options.workers, derive_key(key, repr(todo)))
+    def pieces(todo: StepPlan) -> StepHarness:
+        clipping = make_clipping(privacy.clipping, todo.clip_norm)
+        driven = StepHarness(todo, clipping, options.workers, derive_key(key, repr(todo)))
         driven.step.noise_on_device = target.recipe.resources.noise == "device"
         return driven
 
     seed = int.from_bytes(derive_key(key, "coins")[:8], "big")
-    findings = play(pieces, noise, options.releases, alpha, seed, plan.clip_norm, show)
-    counts, mu = findings.found["canaries"].counts, findings.mu
-    broken = findings.rejected + [name for name, found in replays(pieces).items() if found]
-    measured = plan_at(target.recipe, plan.records, 1 / mu).guarantee() if mu > 1e-3 else None
-    return target.audited(
+    findings = run_scenarios(
+        pieces, noise, options.releases, alpha, seed, plan.clip_norm, report_progress
+    )
+    counts, mu = findings.audits["canaries"].counts, findings.mu
+    broken = findings.rejected_scenarios + [
+        name for name, found in failed_replays(pieces).items() if found
+    ]
+    measured = plan_with_noise(target.recipe, plan.records, 1 / mu) if mu > 1e-3 else None
+    return target.build_result(
         options,
         alpha,
         method="Gaussian DP of one release, composed as the plan composes it",
-        epsilon=0.0 if measured is None else measured.epsilon,
-        trials=counts.inside + counts.outside,
+        epsilon=0.0 if measured is None else measured.guarantee().epsilon,
+        trials=counts.num_with_canary + counts.num_without_canary,
         rule=f"above {counts.threshold:g} clips, fixed by the plan",
         curve_rejected=bool(broken),
         assumptions=(
             "every step of the run is made of these pieces",
             "noise and coins of a release's coordinates are independent",
-            *target.removal,
+            *target.removal_assumptions,
         ),
         details={
             "noise_multiplier": noise,
             "noise_multiplier_at_most": 1 / mu if mu else None,
             "copies": findings.copies,
             "rejected": broken,
-            "scenes": {
-                name: {"hits": c.hits, "inside": c.inside, "false": c.false, "outside": c.outside}
-                for name, c in ((name, one.counts) for name, one in findings.found.items())
-            },
+            "scenes": {name: _describe_counts(one.counts) for name, one in findings.audits.items()},
         },
     )

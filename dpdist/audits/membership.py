@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.audits.membership_statistics import GAMES, TABLE, BankScores, Game, read_scores
-from dpdist.audits.target import refuse_planted, refuse_withheld
-from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.audits.target import refuse_not_releasable, refuse_planted
+from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MOST_MODELS, check_hex_key
+from dpdist.core.fields import MAX_MODELS, check_hex_key
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 
 if TYPE_CHECKING:
-    from dpdist.audits.trainings import Bank, ShadowSetup
+    from dpdist.audits.trainings import ShadowBankJob, ShadowSetup
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Membership(Evaluation):
     name: ClassVar[str] = "membership"
     file: ClassVar[str] = TABLE
     private: ClassVar[bool] = True
-    of_trained: ClassVar[bool] = False
-    unit: ClassVar[str] = "models"
+    needs_trained_model: ClassVar[bool] = False
+    progress_unit: ClassVar[str] = "models"
 
     def __post_init__(self) -> None:
         if self.game not in GAMES:
             raise UserError(f"membership.game: must be one of {', '.join(GAMES)}, got {self.game}")
-        if self.models > MOST_MODELS:
-            raise UserError(f"--models: must be <= {MOST_MODELS:,}, got {self.models:,}")
+        if self.models > MAX_MODELS:
+            raise UserError(f"--models: must be <= {MAX_MODELS:,}, got {self.models:,}")
         if self.models < 1 or self.population < 1 or min(self.passes, default=0) < 1:
             raise UserError("membership: models, passes and population must be at least 1")
         if self.seed is not None:
@@ -67,22 +67,22 @@ class Membership(Evaluation):
         """Return the rules of the game."""
         return GAMES[self.game](self.models)
 
-    def work(self, subject: Subject) -> Bank:
+    def job_spec(self, subject: EvaluatedModel) -> ShadowBankJob:
         """Raises UserError for a recipe whose shadows cannot be trained."""
-        from dpdist.audits.trainings import Bank
+        from dpdist.audits.trainings import ShadowBankJob
 
-        recipe, records = subject.recipe, subject.training()
-        shadow = self.shadows(recipe, len(records))
+        recipe, records = subject.recipe, subject.load_training_data()
+        shadow = self.plan_shadows(recipe, len(records))
         wanted = {
             "data": records.fingerprint,
-            "population": subject.test.fingerprint,
+            "population": subject.test_data.fingerprint,
             "settings": {
                 "game": self.game,
                 "models": self.models,
                 "passes": list(self.passes),
                 "outside": self.population,
                 "seed_given": self.seed is not None,
-                **recipe.of_model,
+                **recipe.experiment_settings,
             },
         }
 
@@ -95,27 +95,27 @@ class Membership(Evaluation):
                 self.rules, bytes.fromhex(seed), recipes, plans, passes, self.population
             )
 
-        return Bank(wanted, self.seed, share)
+        return ShadowBankJob(wanted, self.seed, share)
 
-    def shadows(self, recipe: Recipe, records: int) -> list[tuple[Recipe, PrivacyPlan]]:
+    def plan_shadows(self, recipe: Recipe, records: int) -> list[tuple[Recipe, PrivacyPlan]]:
         """Recipe and plan of the recipe's own models, then of plain ones. Raises UserError.
 
         A shadow is trained as the recipe says on fewer records. With coins their number is drawn:
         rate, divisor and steps follow from the expected one, as with privacy.nominal_records.
         """
-        from dpdist.runs.recipe import make_plan, ordinary, refuse_answers, training_alone
+        from dpdist.runs.recipe import make_plan, refuse_answers, training_only, without_privacy
 
         refuse_planted(recipe, "shadow models")
-        refuse_withheld(recipe)
+        refuse_not_releasable(recipe)
         if recipe.tune is not None:
             raise UserError(
                 f"{recipe.name}: a private search is no single training; give the recipe.yaml "
                 "that a run of it wrote"
             )
-        size, found = self.rules.size(records), []
-        for own in (training_alone(recipe), ordinary(recipe)):
+        size, found = self.rules.expected_members(records), []
+        for own in (training_only(recipe), without_privacy(recipe)):
             planned = own
-            if self.rules.nominal:
+            if self.rules.has_random_size:
                 privacy = own.privacy.model_copy(update={"nominal_records": size})
                 planned = own.model_copy(update={"privacy": privacy})
             where = f"{recipe.name}, a shadow with {size:,} of {records:,} records"
@@ -128,6 +128,6 @@ class Membership(Evaluation):
         return read_scores(path)
 
     @classmethod
-    def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
+    def summary_rows(cls, results: Sequence[Any]) -> list[tuple[str, str]]:
         """Nothing for a report: it is private."""
         return []

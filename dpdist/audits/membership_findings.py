@@ -25,14 +25,14 @@ from dpdist.audits.membership_statistics import (
     Estimate,
     Game,
     Roc,
-    claimed,
-    in_words,
-    proved,
+    claimed_ceiling,
+    format_guarantee,
+    proved_ceiling,
 )
-from dpdist.core.console import bound, confidence, exact
+from dpdist.core.console import format_bound, format_confidence, format_exact
 from dpdist.core.errors import UserError
-from dpdist.core.files import json_number, write_json
-from dpdist.privacy.audit_bounds import OneRun, shared_alpha
+from dpdist.core.files import finite_or_none, write_json
+from dpdist.privacy.audit_bounds import OneRunGuesses, bonferroni_alpha
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.runs.recipe import Recipe
 
@@ -43,80 +43,91 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Inference:
+class MembershipAttack:
     """An attack on a bank. least: models that it needs. thresholds: at which precision and recall
     are told, beside the median. quarters: whether it is played with a target and a shadow."""
 
     name: ClassVar[str]
-    least: ClassVar[int]
+    min_models: ClassVar[int]
     thresholds: ClassVar[tuple[float, ...]] = ()
-    quarters: ClassVar[bool] = False
+    needs_quarters_game: ClassVar[bool] = False
 
-    def check(self, game: Game) -> None:
+    def check_game(self, game: Game) -> None:
         """Raise UserError for a bank with too few models."""
-        if game.models < self.least:
+        if game.models < self.min_models:
             raise UserError(
-                f"membership: {self.name} needs at least {self.least} models, got {game.models}"
+                f"membership: {self.name} needs at least {self.min_models} models, got "
+                f"{game.models}"
             )
 
-    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(
+        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
+    ) -> Array:
         """(N,), larger where a record is more likely a member of `target`. judged: of the shadow
         models' records, those that the adversary may learn from."""
         raise NotImplementedError
 
 
-class Shadow(Inference):
+class Shadow(MembershipAttack):
     """The residual perturbation paper's: a network learns from the shadow's three largest class
     probabilities who was in it, and judges the target's (hidden layer of 64, Adam at rate .1, 50
     epochs; unprinted: ReLU, batches of 128, no weight decay)."""
 
-    name, least, quarters = "shadow", 2, True
+    name, min_models, needs_quarters_game = "shadow", 2, True
     thresholds = (0.4, 0.5, 0.55, 0.6)
 
-    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(
+        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
+    ) -> Array:
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.neural_network import MLPClassifier
 
         shadow = 1 - target
         network = MLPClassifier(
             (64,), activation="relu", solver="adam", learning_rate_init=0.1, max_iter=50,
-            batch_size=min(128, int(judged.sum())), alpha=0.0, tol=0.0, n_iter_no_change=50,
+            batch_size=min(128, int(known_records.sum())), alpha=0.0, tol=0.0, n_iter_no_change=50,
             random_state=seed,
         )  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # 50 epochs, as they say
-            network.fit(bank.top[shadow][judged], bank.member[shadow][judged])
+            network.fit(bank.top[shadow][known_records], bank.member[shadow][known_records])
         return np.asarray(network.predict_proba(bank.top[target])[:, 1])
 
 
-class Lira(Inference):
+class Lira(MembershipAttack):
     """Likelihood ratios of Gaussians, with and without the record (Carlini et al. 2022)."""
 
-    name, least, thresholds = "lira", 4, (0.0,)
+    name, min_models, thresholds = "lira", 4, (0.0,)
 
-    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(
+        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
+    ) -> Array:
         return membership_statistics.lira_online(bank.phi, bank.member, target)
 
 
-class LiraOffline(Inference):
+class LiraOffline(MembershipAttack):
     """LiRA, offline: how unusual a score is for models without the record.
 
     Source: Carlini et al. 2022, Section VI-C.
     """
 
-    name, least, thresholds = "lira-offline", 3, (0.5, 0.9, 0.99)
+    name, min_models, thresholds = "lira-offline", 3, (0.5, 0.9, 0.99)
 
-    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(
+        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
+    ) -> Array:
         return membership_statistics.lira_offline(bank.phi, bank.member, target)
 
 
-class Rmia(Inference):
+class Rmia(MembershipAttack):
     """Ratios against population points (Zarifzadeh et al. 2024), gamma 2."""
 
-    name, least, thresholds = "rmia", 2, (0.4, 0.5, 0.55, 0.6)
+    name, min_models, thresholds = "rmia", 2, (0.4, 0.5, 0.55, 0.6)
     online: ClassVar[bool] = True
 
-    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(
+        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
+    ) -> Array:
         return membership_statistics.rmia(
             bank.phi, bank.member, target, bank.population, online=self.online
         )
@@ -128,7 +139,7 @@ class RmiaOffline(Rmia):
     name, online = "rmia-offline", False
 
 
-ATTACKS: dict[str, type[Inference]] = {
+ATTACKS: dict[str, type[MembershipAttack]] = {
     kind.name: kind for kind in (Shadow, Lira, LiraOffline, Rmia, RmiaOffline)
 }
 
@@ -150,19 +161,19 @@ class Finding:
     describe. aucs: of each target. test: the one-run test of that first target, where membership is
     a secret fair coin."""
 
-    attack: Inference
+    attack: MembershipAttack
     passes: int
     roc: Roc
     aucs: tuple[float, ...]
-    test: OneRun | None
+    one_run_test: OneRunGuesses | None
 
     @property
     def title(self) -> str:
         return self.attack.name + (f", mean of {self.passes} passes" if self.passes > 1 else "")
 
-    def bound(self, delta: float) -> float | None:
+    def epsilon_lower_bound(self, delta: float) -> float | None:
         """The epsilon below which the one-run test rejects all; None without a test."""
-        return None if self.test is None else self.test.epsilon(delta)
+        return None if self.one_run_test is None else self.one_run_test.epsilon(delta)
 
     @property
     def thresholds(self) -> list[tuple[float, Estimate, Estimate]]:
@@ -170,31 +181,41 @@ class Finding:
         chosen = (*self.attack.thresholds, self.roc.median)
         return [(at, *self.roc.precision_recall(at)) for at in chosen]
 
-    def rows(self, ceilings: Sequence[Ceiling], delta: float) -> list[tuple[str, str]]:
+    def summary_rows(self, ceilings: Sequence[Ceiling], delta: float) -> list[tuple[str, str]]:
         """Name and value of every number, for the terminal."""
         area = self.roc.auc
         rows = [("AUC", f"{area}, |AUC - 1/2| {abs(area.value - 0.5):.3f}")]
         if len(self.aucs) > 1:
-            over = f"{Estimate.mean(self.aucs)} of {len(self.aucs)} models"
+            over = f"{Estimate.from_values(self.aucs)} of {len(self.aucs)} models"
             rows.append(("AUC, mean over models", over))
         for rate in RATES:
-            true, false = self.roc.at(rate)
-            rows.append((f"TPR at {exact(100 * rate)} % FPR", f"{true}, realised FPR {false}"))
+            true, false = self.roc.rates_at(rate)
+            rows.append(
+                (f"TPR at {format_exact(100 * rate)} % FPR", f"{true}, realised FPR {false}")
+            )
         rows.append(("advantage", f"{self.roc.advantage:.3f}"))
         for threshold, precision, recall in self.thresholds:
             rows.append((f"above {threshold:.4g}", f"precision {precision}, recall {recall}"))
         for one in ceilings:
-            above = ", ".join(f"{exact(100 * rate)} %" for rate in one.above(self.roc))
+            above = ", ".join(
+                f"{format_exact(100 * rate)} %" for rate in one.exceeded_rates(self.roc)
+            )
             said = f"; this ROC lies above the ceiling at {above} FPR" if above else ""
-            rows.append((f"ceiling, {one.words}", f"AUC at most {bound(one.auc, up=True)}{said}"))
-        if self.test is not None:
-            least = format_epsilon(self.test.epsilon(delta), lower_bound=True)
+            rows.append(
+                (
+                    f"ceiling, {one.description}",
+                    f"AUC at most {format_bound(one.auc, round_up=True)}{said}",
+                )
+            )
+        if self.one_run_test is not None:
+            least = format_epsilon(self.one_run_test.epsilon(delta), lower_bound=True)
             rows.append(
                 (
                     "one-run test",
-                    f"epsilon at least {least} at delta {exact(delta)}, confidence "
-                    f"{confidence(self.test.alpha)} % ({self.test.right:,} of "
-                    f"{self.test.guesses:,} guesses right)",
+                    f"epsilon at least {least} at delta {format_exact(delta)}, confidence "
+                    f"{format_confidence(self.one_run_test.alpha)} % "
+                    f"({self.one_run_test.correct:,} of {self.one_run_test.guesses:,} guesses "
+                    "right)",
                 )
             )
         return rows
@@ -205,19 +226,25 @@ class Finding:
             "passes": self.passes,
             "members": len(self.roc.members),
             "others": len(self.roc.others),
-            "auc": _plain(self.roc.auc),
+            "auc": _estimate_to_json(self.roc.auc),
             "aucs": list(self.aucs),
-            "tpr_at": {f"{rate:g}": _plain(self.roc.at(rate)[0]) for rate in RATES},
+            "tpr_at": {
+                f"{rate:g}": _estimate_to_json(self.roc.rates_at(rate)[0]) for rate in RATES
+            },
             "advantage": self.roc.advantage,
             "thresholds": [
-                {"threshold": json_number(at), "precision": _plain(p), "recall": _plain(r)}
+                {
+                    "threshold": finite_or_none(at),
+                    "precision": _estimate_to_json(p),
+                    "recall": _estimate_to_json(r),
+                }
                 for at, p, r in self.thresholds
             ],
             "ceilings": [
-                {"of": one.words, "auc": one.auc, "above_at": one.above(self.roc)}
+                {"of": one.description, "auc": one.auc, "above_at": one.exceeded_rates(self.roc)}
                 for one in ceilings
             ],
-            "one_run_epsilon": self.bound(delta),
+            "one_run_epsilon": self.epsilon_lower_bound(delta),
         }
 
 
@@ -233,9 +260,9 @@ class MembershipFindings:
     notes: tuple[str, ...]
 
     @property
-    def held(self) -> bool:
+    def within_guarantee(self) -> bool:
         """Whether no one-run test exceeds what is proved."""
-        bounds = [one.bound(self.proved.delta) or 0.0 for one in self.attacks]
+        bounds = [one.epsilon_lower_bound(self.proved.delta) or 0.0 for one in self.attacks]
         return max(bounds, default=0.0) <= self.proved.epsilon
 
     def tables(self) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -243,7 +270,7 @@ class MembershipFindings:
         return [
             (
                 f"{one.title}: {len(one.roc.members):,} members, {len(one.roc.others):,} others",
-                one.rows(self.ceilings, self.proved.delta),
+                one.summary_rows(self.ceilings, self.proved.delta),
             )
             for one in self.attacks
         ]
@@ -253,8 +280,11 @@ class MembershipFindings:
         """Title, curves and ceilings for a picture."""
         return (
             self.game.name,
-            {one.title: (_PICTURE, one.roc.at_rates(_PICTURE)) for one in self.attacks},
-            {one.words: (_PICTURE, one.at(_PICTURE)) for one in self.ceilings},
+            {one.title: (_PICTURE, one.roc.interpolate(_PICTURE)) for one in self.attacks},
+            {
+                one.description: (_PICTURE, one.max_true_positive_rates(_PICTURE))
+                for one in self.ceilings
+            },
         )
 
     def write(self, folder: Path) -> None:
@@ -265,20 +295,23 @@ class MembershipFindings:
         write_json(folder / FILE, written)
 
 
-def examine(
-    settings: Membership, recipe: Recipe, path: Path, attacks: Sequence[Inference]
+def run_attacks(
+    settings: Membership, recipe: Recipe, path: Path, attacks: Sequence[MembershipAttack]
 ) -> MembershipFindings:
     """Every attack on every target of the bank in `path`, at every number of passes; written beside
     it. Raises UserError for too few models."""
     about, banks = settings.read(path)
     game, key = settings.rules, bytes.fromhex(about["seed"])
-    _, plan = settings.shadows(recipe, next(iter(banks.values())).member.shape[1])[0]
+    _, plan = settings.plan_shadows(recipe, next(iter(banks.values())).member.shape[1])[0]
     guarantee = plan.guarantee()
     ceilings: tuple[Ceiling, ...] = ()
-    notes = [f"{game.name}: {game.words}; intervals describe the first model attacked"]
+    notes = [f"{game.name}: {game.description}; intervals describe the first model attacked"]
     if settings.seed is None:
         claim = recipe.method.claim(plan, guarantee)
-        both = (proved(plan, game.relation, in_words(guarantee)), claimed(claim, game.relation))
+        both = (
+            proved_ceiling(plan, game.relation, format_guarantee(guarantee)),
+            claimed_ceiling(claim, game.relation),
+        )
         ceilings = tuple(one for one in both if one is not None)
         if math.isinf(guarantee.epsilon):
             notes.append("nothing is proved of these trainings, so that no ceiling follows")
@@ -290,11 +323,11 @@ def examine(
     else:
         notes.append("no ceiling: who is in a model follows from the seed that was given")
     # All that a bank can be asked: those of another call are tests on the same coins.
-    others = sum(not one.quarters for one in ATTACKS.values())
-    tests = shared_alpha(ALPHA, max(others, len(attacks)) * len(banks))
-    coins = settings.seed is None and game.nominal
+    others = sum(not one.needs_quarters_game for one in ATTACKS.values())
+    tests = bonferroni_alpha(ALPHA, max(others, len(attacks)) * len(banks))
+    coins = settings.seed is None and game.has_random_size
     found = tuple(
-        _attacked(attack, game, key, bank, passes, tests if coins else None)
+        _run_attack(attack, game, key, bank, passes, tests if coins else None)
         for attack in attacks
         for passes, bank in sorted(banks.items())
     )
@@ -303,23 +336,28 @@ def examine(
     return findings
 
 
-def _attacked(
-    attack: Inference, game: Game, key: bytes, bank: BankScores, passes: int, alpha: float | None
+def _run_attack(
+    attack: MembershipAttack,
+    game: Game,
+    key: bytes,
+    bank: BankScores,
+    passes: int,
+    alpha: float | None,
 ) -> Finding:
     """alpha: of a one-run test of the first target; None: no test holds."""
-    attack.check(game)
+    attack.check_game(game)
     records = bank.member.shape[1]
-    learnt = game.judged(key, game.models - 1, records)
+    learnt = game.guessed_records(key, game.models - 1, records)
     rocs, test = [], None
     for target in game.targets:
         scored = attack.score(bank, target, learnt, int.from_bytes(key[:4], "little"))
-        judged = game.judged(key, target, records)
-        rocs.append(Roc.of(scored[judged], bank.member[target][judged]))
+        judged = game.guessed_records(key, target, records)
+        rocs.append(Roc.from_scores(scored[judged], bank.member[target][judged]))
         if alpha is not None and target == game.targets[0]:
             guesses = 2 * max(1, round(_GUESSED * records / 2))
-            test = OneRun.of(scored, bank.member[target], guesses, alpha)
+            test = OneRunGuesses.from_scores(scored, bank.member[target], guesses, alpha)
     return Finding(attack, passes, rocs[0], tuple(roc.auc.value for roc in rocs), test)
 
 
-def _plain(estimate: Estimate) -> list[float | None]:
-    return [json_number(value) for value in (estimate.value, estimate.low, estimate.high)]
+def _estimate_to_json(estimate: Estimate) -> list[float | None]:
+    return [finite_or_none(value) for value in (estimate.value, estimate.low, estimate.high)]

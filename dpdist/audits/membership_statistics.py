@@ -20,7 +20,7 @@ trade-off curve allows, on average over runs. Where a random exact half is in, o
 *instead of* another: replace-one. A split that the adversary knows beforehand is bounded by
 nothing. One model's ROC is a draw around that average, and its records share the model: a point
 above the ceiling is a reason to audit, not a refutation. That needs the one-run test
-(`dpdist.privacy.audit_bounds.OneRun`), or many models.
+(`dpdist.privacy.audit_bounds.OneRunGuesses`), or many models.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from scipy.special import expit, logsumexp, ndtr
 
 from dpdist.cluster import job_folder
 from dpdist.core.binomial import clopper_pearson_interval
-from dpdist.core.console import bound, significant
+from dpdist.core.console import format_bound, format_significant
 from dpdist.core.errors import UserError
-from dpdist.core.files import Column
+from dpdist.core.files import ColumnSpec
 from dpdist.privacy.audit_bounds import (
-    Curve,
-    approximate_dp_curve,
-    curve_ceiling,
-    of_group,
-    of_plan,
+    TradeoffCurve,
+    approximate_dp_tradeoff,
+    group_tradeoff,
+    max_true_positive_rate,
+    plan_tradeoff,
 )
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee, Neighbours, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, stream_words
 
 # --- games ------------------------------------------------------------------------------------
 
@@ -72,15 +72,15 @@ class Game:
 
     models: int
     name: ClassVar[str]
-    words: ClassVar[str]
+    description: ClassVar[str]
     relation: ClassVar[Neighbours]
-    nominal: ClassVar[bool] = False  # the number of members is drawn too
+    has_random_size: ClassVar[bool] = False  # the number of members is drawn too
 
     def members(self, key: bytes, model: int, records: int) -> Bits:
         """Return the members of all records in the training of model 0 <= model < models."""
         raise NotImplementedError
 
-    def size(self, records: int) -> int:
+    def expected_members(self, records: int) -> int:
         """Expected number of members of a model."""
         return records // 2
 
@@ -89,11 +89,11 @@ class Game:
         """Return the models that are attacked."""
         return range(self.models)
 
-    def plain(self, model: int) -> bool:
+    def is_plain(self, model: int) -> bool:
         """Whether a model is trained without the recipe's method, by ordinary SGD."""
         return False
 
-    def judged(self, key: bytes, model: int, records: int) -> Bits:
+    def guessed_records(self, key: bytes, model: int, records: int) -> Bits:
         """The records whose membership in a model the adversary of a target guesses."""
         return np.ones(records, dtype=bool)
 
@@ -103,12 +103,14 @@ class Coins(Game):
     """Each record is in each model by a fair coin of its own (Carlini et al. 2022)."""
 
     name = "coins"
-    words = "each record in each model by its own fair coin"
+    description = "each record in each model by its own fair coin"
     relation = "add-or-remove-one"
-    nominal = True
+    has_random_size = True
 
     def members(self, key: bytes, model: int, records: int) -> Bits:
-        result: Bits = words(derive_key(key, "coins", model), 0, records) >> np.uint64(63) == 1
+        result: Bits = (
+            stream_words(derive_key(key, "coins", model), 0, records) >> np.uint64(63) == 1
+        )
         return result
 
 
@@ -117,11 +119,13 @@ class Halves(Game):
     """Each model has a random half, exact but for one record of an odd number."""
 
     name = "halves"
-    words = "each model with a random exact half"
+    description = "each model with a random exact half"
     relation = "replace-one"
 
     def members(self, key: bytes, model: int, records: int) -> Bits:
-        return _part(derive_key(key, "halves", model), records, 0, self.size(records))
+        return _random_subset(
+            derive_key(key, "halves", model), records, 0, self.expected_members(records)
+        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class Quarters(Game):
 
     models: int = 2
     name = "quarters"
-    words = "target and shadow with a random quarter each, another quarter out"
+    description = "target and shadow with a random quarter each, another quarter out"
     relation = "replace-one"
 
     def __post_init__(self) -> None:
@@ -141,27 +145,29 @@ class Quarters(Game):
             raise UserError(f"membership: quarters has a target and a shadow, got {self.models}")
 
     def members(self, key: bytes, model: int, records: int) -> Bits:
-        quarter = self.size(records)
-        return _part(derive_key(key, "quarters"), records, 2 * model * quarter, quarter)
+        quarter = self.expected_members(records)
+        return _random_subset(derive_key(key, "quarters"), records, 2 * model * quarter, quarter)
 
-    def size(self, records: int) -> int:
+    def expected_members(self, records: int) -> int:
         return records // 4
 
     @property
     def targets(self) -> range:
         return range(1)
 
-    def plain(self, model: int) -> bool:
+    def is_plain(self, model: int) -> bool:
         return model == 1
 
-    def judged(self, key: bytes, model: int, records: int) -> Bits:
-        quarter = self.size(records)
-        return _part(derive_key(key, "quarters"), records, 2 * model * quarter, 2 * quarter)
+    def guessed_records(self, key: bytes, model: int, records: int) -> Bits:
+        quarter = self.expected_members(records)
+        return _random_subset(
+            derive_key(key, "quarters"), records, 2 * model * quarter, 2 * quarter
+        )
 
 
-def _part(key: bytes, records: int, first: int, count: int) -> Bits:
+def _random_subset(key: bytes, records: int, first: int, count: int) -> Bits:
     """So many records of a random order, from place `first`."""
-    order = np.argsort(words(key, 0, records), kind="stable")
+    order = np.argsort(stream_words(key, 0, records), kind="stable")
     chosen = np.zeros(records, dtype=bool)
     chosen[order[first : first + count]] = True
     return chosen
@@ -187,13 +193,13 @@ SCHEMA = pa.schema(
         *(pa.field(name, pa.float64(), nullable=False) for name in _TOPS),
     ]
 )
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, ColumnSpec] = {
     "model": (int, 0), "passes": (int, 1), "index": (int, 0), "member": (int, -1),
     "phi": (float, None), **dict.fromkeys(_TOPS, (float, 0)),
 }  # fmt: skip
 
 
-def table_of(model: int, scores: Mapping[str, np.ndarray]) -> pa.Table:
+def build_model_table(model: int, scores: Mapping[str, np.ndarray]) -> pa.Table:
     """All that one model says of all records, then of the population, pass after pass."""
     member = scores["member"].astype(np.int8)
     tables = []
@@ -236,7 +242,7 @@ def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
     Raises UserError.
     """
     table = job_folder.read_table(path, COLUMNS, KEY)
-    about = job_folder.about_table(table, KEY, str(path))
+    about = job_folder.read_job_record(table, KEY, str(path))
     number, passes, member = (table[name].to_numpy() for name in ("model", "passes", "member"))
     models = int(number.max()) + 1
     found = {}
@@ -258,7 +264,8 @@ def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
 
 Array = NDArray[np.float64]
 
-OWN_VARIANCE = 64  # models from which on a record's own variance is better than a common one
+# models from which on a record's own variance is better than a common one
+MIN_MODELS_FOR_OWN_VARIANCE = 64
 
 
 def log_odds(logits: ArrayLike, labels: ArrayLike) -> Array:
@@ -281,14 +288,14 @@ def top_probabilities(logits: ArrayLike, count: int = 3) -> Array:
 def lira_online(phi: Array, member: Bits, target: int) -> Array:
     """ln N(phi; in) - ln N(phi; out), Gaussians fitted to the references (Carlini et al. 2022,
     Algorithm 1): a variance for each record from 64 models on, else one in common."""
-    seen, (inside, outside) = phi[target], _sides(phi, member, target)
+    seen, (inside, outside) = phi[target], _fit_in_and_out(phi, member, target)
     return np.asarray(_log_density(seen, *inside) - _log_density(seen, *outside))
 
 
 def lira_offline(phi: Array, member: Bits, target: int) -> Array:
     """Phi((phi - mean) / deviation) of the references without the record (Carlini et al. 2022,
     Section VI-C): no model with it is needed."""
-    mean, deviation = _sides(phi, member, target)[1]
+    mean, deviation = _fit_in_and_out(phi, member, target)[1]
     return np.asarray(ndtr((phi[target] - mean) / deviation))
 
 
@@ -322,13 +329,14 @@ def rmia(
     return result
 
 
-def _sides(
+def _fit_in_and_out(
     phi: Array, member: Bits, target: int
 ) -> tuple[tuple[Array, Array | float], tuple[Array, Array | float]]:
     """Mean (N,) and deviation of the references with each record, and of those without."""
     others = (np.arange(len(phi)) != target)[:, None]
     inside, outside = (
-        _gaussian(phi, chosen & others, len(phi) >= OWN_VARIANCE) for chosen in (member, ~member)
+        _gaussian(phi, chosen & others, len(phi) >= MIN_MODELS_FOR_OWN_VARIANCE)
+        for chosen in (member, ~member)
     )
     return inside, outside
 
@@ -374,18 +382,18 @@ class Estimate:
 
     def __str__(self) -> str:
         value = "-" if math.isnan(self.value) else f"{self.value:.3f}"
-        return f"{value} [{bound(self.low)}, {bound(self.high, up=True)}]"
+        return f"{value} [{format_bound(self.low)}, {format_bound(self.high, round_up=True)}]"
 
     @classmethod
-    def rate(cls, hits: int, of: int, alpha: float = ALPHA) -> Estimate:
+    def from_counts(cls, hits: int, trials: int, alpha: float = ALPHA) -> Estimate:
         """A share with its Clopper-Pearson interval; of nothing, anything is possible."""
-        if of == 0:
+        if trials == 0:
             return cls(math.nan, 0.0, 1.0)
-        low, high = clopper_pearson_interval(hits, of, alpha)
-        return cls(hits / of, float(low), float(high))
+        low, high = clopper_pearson_interval(hits, trials, alpha)
+        return cls(hits / trials, float(low), float(high))
 
     @classmethod
-    def mean(cls, values: ArrayLike, alpha: float = ALPHA) -> Estimate:
+    def from_values(cls, values: ArrayLike, alpha: float = ALPHA) -> Estimate:
         """The mean of independent values, one for each model, with Student's interval."""
         each = np.asarray(values, float)
         if len(each) < 2:
@@ -406,7 +414,7 @@ class Roc:
     others: NDArray[np.float64]
 
     @classmethod
-    def of(cls, scores: ArrayLike, member: ArrayLike) -> Roc:
+    def from_scores(cls, scores: ArrayLike, member: ArrayLike) -> Roc:
         """scores (n,), member (n,) bool."""
         values, inside = np.asarray(scores, float), np.asarray(member, bool)
         return cls(np.sort(values[inside]), np.sort(values[~inside]))
@@ -427,7 +435,7 @@ class Roc:
         )
         return np.append(0.0, false), np.append(0.0, true)
 
-    def at_rates(self, false_positives: NDArray[np.float64]) -> NDArray[np.float64]:
+    def interpolate(self, false_positives: NDArray[np.float64]) -> NDArray[np.float64]:
         """True positive rates; between two thresholds by choosing one of them at random."""
         return np.interp(false_positives, *self.curve)
 
@@ -460,12 +468,12 @@ class Roc:
         false, true = self.curve
         return float(np.max(true - false))
 
-    def threshold(self, false_positives: float) -> float:
+    def threshold_at(self, false_positives: float) -> float:
         """The lowest score above which at most this share of the others lies."""
         allowed = math.floor(false_positives * len(self.others) + 1e-9)
         return float(self.others[-1 - allowed]) if allowed < len(self.others) else -math.inf
 
-    def counts(self, threshold: float) -> tuple[int, int]:
+    def counts_above(self, threshold: float) -> tuple[int, int]:
         """Members and others whose score is above the threshold."""
         true, false = (
             len(scores) - int(np.searchsorted(scores, threshold, side="right"))
@@ -473,12 +481,12 @@ class Roc:
         )
         return true, false
 
-    def at(self, false_positives: float, alpha: float = ALPHA) -> tuple[Estimate, Estimate]:
+    def rates_at(self, false_positives: float, alpha: float = ALPHA) -> tuple[Estimate, Estimate]:
         """True and realised false positive rate where at most so many others are taken."""
-        true, false = self.counts(self.threshold(false_positives))
+        true, false = self.counts_above(self.threshold_at(false_positives))
         return (
-            Estimate.rate(true, len(self.members), alpha),
-            Estimate.rate(false, len(self.others), alpha),
+            Estimate.from_counts(true, len(self.members), alpha),
+            Estimate.from_counts(false, len(self.others), alpha),
         )
 
     def precision_recall(self, threshold: float) -> tuple[Estimate, Estimate]:
@@ -487,8 +495,10 @@ class Roc:
         The first is the share of members among scores above it, the second the share of
         members with such scores.
         """
-        true, false = self.counts(threshold)
-        return Estimate.rate(true, true + false), Estimate.rate(true, len(self.members))
+        true, false = self.counts_above(threshold)
+        return Estimate.from_counts(true, true + false), Estimate.from_counts(
+            true, len(self.members)
+        )
 
     @property
     def median(self) -> float:
@@ -499,7 +509,8 @@ class Roc:
 # --- ceilings of a guarantee ------------------------------------------------------------------
 
 
-LOOKED_AT = (0.001, 0.01, 0.1, 0.25, 0.5)  # false positive rates at which a ROC is held against it
+# false positive rates at which a ROC is held against it
+CHECKED_RATES = (0.001, 0.01, 0.1, 0.25, 0.5)
 _POINTS = 5_001
 
 
@@ -507,57 +518,59 @@ _POINTS = 5_001
 class Ceiling:
     """The highest ROC under a guarantee. words: of whom, for tables and pictures."""
 
-    words: str
-    curve: Curve
+    description: str
+    curve: TradeoffCurve
 
-    def at(self, false_positives: ArrayLike) -> NDArray[np.float64]:
+    def max_true_positive_rates(self, false_positives: ArrayLike) -> NDArray[np.float64]:
         """The largest true positive rates at these false positive rates."""
-        return curve_ceiling(self.curve, false_positives)
+        return max_true_positive_rate(self.curve, false_positives)
 
     @property
     def auc(self) -> float:
         """The area below it: no attack's AUC is larger on average. Rounded up: the curve rises
         by 1 in all, so that trapezia lack half a step at most."""
         grid = np.linspace(0.0, 1.0, _POINTS)
-        return min(1.0, float(np.trapezoid(self.at(grid), grid)) + 0.5 / (_POINTS - 1))
+        return min(
+            1.0, float(np.trapezoid(self.max_true_positive_rates(grid), grid)) + 0.5 / (_POINTS - 1)
+        )
 
-    def above(self, roc: Roc) -> list[float]:
-        """Return the entries of `LOOKED_AT` at which the ROC lies above the ceiling.
+    def exceeded_rates(self, roc: Roc) -> list[float]:
+        """Return the entries of `CHECKED_RATES` at which the ROC lies above the ceiling.
 
         Its Clopper-Pearson rectangle lies above, all rectangles together at 95 %: of one
         model, no refutation.
         """
         found = []
-        for rate in LOOKED_AT:
-            true, false = roc.at(rate, ALPHA / len(LOOKED_AT) / 2)
-            if true.low > float(self.at(false.high)):
+        for rate in CHECKED_RATES:
+            true, false = roc.rates_at(rate, ALPHA / len(CHECKED_RATES) / 2)
+            if true.low > float(self.max_true_positive_rates(false.high)):
                 found.append(rate)
         return found
 
 
-def proved(plan: PrivacyPlan, game: Neighbours, words: str) -> Ceiling | None:
+def proved_ceiling(plan: PrivacyPlan, game: Neighbours, description: str) -> Ceiling | None:
     """Return the ceiling by the plan's privacy loss, or None.
 
     None where nothing is proved, or not under this relation.
     """
     curve = plan_curve(plan, game)
-    return None if curve is None else Ceiling(f"proved ({words}, {game})", curve)
+    return None if curve is None else Ceiling(f"proved ({description}, {game})", curve)
 
 
-def plan_curve(plan: PrivacyPlan, game: Neighbours) -> Curve | None:
+def plan_curve(plan: PrivacyPlan, game: Neighbours) -> TradeoffCurve | None:
     """The trade-off curve of what a plan releases. A replacement is an addition and a removal
     wherever no loss is known for it."""
     try:
-        curve = of_plan(replace(plan, neighbours=game))
+        curve = plan_tradeoff(replace(plan, neighbours=game))
     except ValueError:  # a phase that is not accounted under that relation
         curve = None
     if curve is None and (game, plan.neighbours) == ("replace-one", "add-or-remove-one"):
-        own = of_plan(plan)
-        return None if own is None else of_group(own, 2)
+        own = plan_tradeoff(plan)
+        return None if own is None else group_tradeoff(own, 2)
     return curve
 
 
-def claimed(claim: Claim | None, game: Neighbours) -> Ceiling | None:
+def claimed_ceiling(claim: Claim | None, game: Neighbours) -> Ceiling | None:
     """Return the ceiling by the epsilon and delta that a paper claims, or None.
 
     None where it claims none for this game.
@@ -565,16 +578,19 @@ def claimed(claim: Claim | None, game: Neighbours) -> Ceiling | None:
     if claim is None or claim.claimed is None:
         return None
     curve, own = (
-        approximate_dp_curve(claim.claimed.epsilon, claim.claimed.delta),
+        approximate_dp_tradeoff(claim.claimed.epsilon, claim.claimed.delta),
         claim.claimed.neighbours,
     )
     if own != game:
         if game != "replace-one":
             return None
-        curve = of_group(curve, 2)
-    return Ceiling(f"claimed ({in_words(claim.claimed)}, {claim.verdict})", curve)
+        curve = group_tradeoff(curve, 2)
+    return Ceiling(f"claimed ({format_guarantee(claim.claimed)}, {claim.verdict})", curve)
 
 
-def in_words(guarantee: Guarantee) -> str:
+def format_guarantee(guarantee: Guarantee) -> str:
     """Epsilon and delta, for the words of a ceiling."""
-    return f"epsilon {format_epsilon(guarantee.epsilon)} at delta {significant(guarantee.delta, 3)}"
+    return (
+        f"epsilon {format_epsilon(guarantee.epsilon)} at delta "
+        f"{format_significant(guarantee.delta, 3)}"
+    )

@@ -15,10 +15,10 @@ from dpdist.audits.target import AuditResult, PrivateAuditResult, Target
 from dpdist.certification.evaluation import Evaluation
 from dpdist.config.sections import AuditOptions, CanaryAudit, ManyRunsAudit, MechanismAudit
 from dpdist.core.errors import UserError
-from dpdist.core.fields import rule_of
-from dpdist.core.files import shown
+from dpdist.core.fields import validation_message
+from dpdist.core.files import quoted
 from dpdist.poisoning.evaluation import Poisoning
-from dpdist.privacy.card import Audited
+from dpdist.privacy.card import AuditFinding
 from dpdist.runs.recipe import Recipe
 
 EVALUATIONS: tuple[type[Evaluation], ...] = (
@@ -26,18 +26,20 @@ EVALUATIONS: tuple[type[Evaluation], ...] = (
 )  # fmt: skip
 
 # How far it is: done, in all.
-Show = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 # Options, what is audited, the folder that it may keep files in, and who hears how far it is.
-Work = Callable[[Any, Target, Path, Show], Audited]
+AuditFunction = Callable[[Any, Target, Path, ProgressCallback], AuditFinding]
 
-AUDITS: Mapping[str, tuple[type[AuditOptions], Work]] = {
+AUDITS: Mapping[str, tuple[type[AuditOptions], AuditFunction]] = {
     "mechanism": (MechanismAudit, mechanism.audit_mechanism),
     "canaries": (CanaryAudit, canaries.audit_canaries),
     "many-runs": (ManyRunsAudit, canaries.audit_many_runs),
 }
 
 
-def asked_for(recipe: Recipe, kind: str | None, given: Sequence[str] = ()) -> AuditOptions:
+def resolve_audit_options(
+    recipe: Recipe, kind: str | None, overrides: Sequence[str] = ()
+) -> AuditOptions:
     """The recipe's audit section, or another kind; given: NAME=VALUE, what is to be otherwise.
 
     Without either, a mechanism audit. Raises UserError.
@@ -45,27 +47,29 @@ def asked_for(recipe: Recipe, kind: str | None, given: Sequence[str] = ()) -> Au
     section: dict[str, Any] = {"kind": kind or "mechanism"}
     if recipe.audit is not None and kind in (None, recipe.audit.kind):
         section = recipe.audit.model_dump(mode="json")
-    for each in given:
+    for each in overrides:
         name, equals, value = each.partition("=")
         if not equals or not name:
             raise UserError(f"--set: give NAME=VALUE, got {each!r}")
         section[name] = value
     named = section["kind"]
     if named not in AUDITS:
-        raise UserError(f"audit.kind: must be one of {', '.join(AUDITS)}, got {shown(named)}")
+        raise UserError(f"audit.kind: must be one of {', '.join(AUDITS)}, got {quoted(named)}")
     try:
         return AUDITS[named][0].model_validate(section)
     except ValidationError as error:
         raise UserError("\n".join(map(_complaint, error.errors()))) from None
 
 
-def make_audit(options: AuditOptions, target: Target, output: Path, show: Show) -> Audited:
+def run_audit(
+    options: AuditOptions, target: Target, output: Path, report_progress: ProgressCallback
+) -> AuditFinding:
     """Make an audit; its result also goes into `output`. Raises UserError."""
-    found = AUDITS[options.kind][1](options, target, output, show)
+    found = AUDITS[options.kind][1](options, target, output, report_progress)
     found.write(output / AuditResult.file)
     return found
 
 
 def _complaint(item: Any) -> str:
     key = ".".join(map(str, item["loc"]))
-    return f"audit.{key}: {rule_of(item)}, got {shown(item['input'])}"
+    return f"audit.{key}: {validation_message(item)}, got {quoted(item['input'])}"

@@ -33,7 +33,7 @@ WIDTH = 64  # coordinates: one record's gradient each
 _GAIN = 100.0  # in units of the clip; the clip cuts every gradient down
 
 
-class Taps(nn.Module):
+class TwoProbeModel(nn.Module):
     """Two tensors of WIDTH weights. The record e_j has one gradient for weight j of both."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Taps(nn.Module):
 
 
 @dataclass(frozen=True)
-class Records:
+class ProbeRecords:
     """Coordinates of the records, in order of their positions; -1: of a record without gradient."""
 
     coordinates: np.ndarray
@@ -62,23 +62,23 @@ class Records:
         return torch.zeros(len(members), dtype=torch.int64)
 
 
-class InTurn(Reducer):
+class SequentialReducer(Reducer):
     """Worker 0 of several whose parts are asked for where the network would add them up."""
 
-    def __init__(self, workers: int, others: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, workers: int, other_sums: Callable[[], Sequence[Tensor]]) -> None:
         super().__init__(0, workers, torch.device("cpu"))
-        self._others = others
+        self._others = other_sums
 
-    def rows(self, count: int, size: int) -> Tensor:
-        self._room = self._room.new_empty(0)  # all parts lie there at once
-        return super().rows(count, size)
+    def zero_rows(self, count: int, size: int) -> Tensor:
+        self._buffer = self._buffer.new_empty(0)  # all parts lie there at once
+        return super().zero_rows(count, size)
 
-    def all_sum(self, buffer: Tensor) -> None:
+    def all_reduce(self, buffer: Tensor) -> None:
         for rows in self._others():
             buffer += torch.cat([rows.reshape(-1), torch.tensor([1.0, 0.0], dtype=torch.float64)])
 
 
-class Driven:
+class StepHarness:
     """One worker's private step on records of the audit's own.
 
     todo: the step that is done again and again, each time under the next step's keys. kind: whose
@@ -87,35 +87,37 @@ class Driven:
 
     kind: ClassVar[type[PrivateStep]] = PrivateStep
 
-    def __init__(self, todo: StepPlan, clipping: Clipping, workers: int, key: bytes) -> None:
+    def __init__(self, step_plan: StepPlan, clipping: Clipping, workers: int, key: bytes) -> None:
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             return gain * outputs[:, 0]
 
-        gain = _GAIN * todo.clip_norm
-        self.todo, self.workers, self.now = todo, workers, 0
-        engine = GradientEngine(Taps(), loss, clipping=clipping, micro_batch=2 * WIDTH)
-        reducer = InTurn(workers, self.others)
-        self.step = self.kind(engine, Records(np.arange(0)), key, "audit", reducer=reducer)
+        gain = _GAIN * step_plan.clip_norm
+        self.step_plan, self.workers, self.current_step = step_plan, workers, 0
+        engine = GradientEngine(TwoProbeModel(), loss, clipping=clipping, micro_batch=2 * WIDTH)
+        reducer = SequentialReducer(workers, self.clipped_sums_of_others)
+        self.step = self.kind(engine, ProbeRecords(np.arange(0)), key, "audit", reducer=reducer)
 
-    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+    def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
         """What a step on these records releases: (2, WIDTH) in units of the clip, the division
         undone. None where nothing is released."""
-        self.step.data, self.now = Records(coordinates), step
-        self.step.shards = self.shard(0)
-        noisy, *_ = self.step.gradient(step, self.todo)
-        return noisy.numpy().reshape(2, WIDTH) * (self.todo.expected_batch / self.todo.clip_norm)
+        self.step.data, self.current_step = ProbeRecords(coordinates), step
+        self.step.shards = self.shards_of_rank(0)
+        noisy, *_ = self.step.gradient(step, self.step_plan)
+        return noisy.numpy().reshape(2, WIDTH) * (
+            self.step_plan.expected_batch / self.step_plan.clip_norm
+        )
 
-    def shard(self, rank: int) -> Shards:
-        planned = round(self.todo.expected_batch / self.todo.sample_rate)
+    def shards_of_rank(self, rank: int) -> Shards:
+        planned = round(self.step_plan.expected_batch / self.step_plan.sample_rate)
         place = Reducer(rank, self.workers, torch.device("cpu"))
         return shards_of(len(self.step.data), planned, place, False)
 
-    def others(self) -> list[Tensor]:
+    def clipped_sums_of_others(self) -> list[Tensor]:
         """Return the sums that the other workers add."""
         parts = []
         for rank in range(1, self.workers):
-            self.step.shards = self.shard(rank)
-            parts.append(self.step._clipped_sums(self.now, self.todo)[0])
+            self.step.shards = self.shards_of_rank(rank)
+            parts.append(self.step._clipped_sums(self.current_step, self.step_plan)[0])
         return parts
 
 
@@ -127,13 +129,13 @@ class Driven:
 _COMMON = 8
 
 
-def reuses_noise(driven: Driven, steps: int = 4) -> bool:
+def reuses_noise(harness: StepHarness, steps: int = 4) -> bool:
     """Whether two of the first steps, or of two attempts at them, have noise in common: the
     difference of two such releases is noise-free. Without records all is noise."""
     released = []
     for attempt in ("audit/0", "audit/1"):
-        driven.step.attempt = attempt
-        released += [driven.seen(np.arange(0), step) for step in range(steps)]
+        harness.step.attempt = attempt
+        released += [harness.run_step(np.arange(0), step) for step in range(steps)]
     noise = np.concatenate([seen.ravel() for seen in released if seen is not None])
     return len(noise) - len(np.unique(noise)) >= _COMMON
 
@@ -149,4 +151,4 @@ def forgets_releases(ledger: type[Ledger] = Ledger, steps: int = 5) -> bool:
                     name = f"{attempt}/{step}".encode()
                     kept.record(step, hashlib.blake2b(name, digest_size=32).hexdigest())
         found = ledger.read(path)
-        return found.releases != dict.fromkeys(range(steps), 2)
+        return found.release_counts != dict.fromkeys(range(steps), 2)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dpdist.certification.evaluation import Evaluation, Folders
+from dpdist.certification.evaluation import Evaluation, RunFolderLike
 from dpdist.config.sections import AuditOptions
 from dpdist.core.errors import UserError
-from dpdist.privacy.card import Audited
+from dpdist.privacy.card import AuditFinding
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.folder import RunFolder, read_released
+from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe
 
 # --- the target -------------------------------------------------------------------------------
@@ -35,35 +35,35 @@ class Target:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        refuse_withheld(self.recipe)
-        if self.recipe.method.local:
+        refuse_not_releasable(self.recipe)
+        if self.recipe.method.steps_are_post_processing:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit: what is private was noised before the "
                 "steps, and steps are what audits drive"
             )
-        if math.isinf(self.proved.epsilon) and self.claimed is None:
+        if math.isinf(self.proved.epsilon) and self.claimed_epsilon is None:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit against: nothing is proved (no noise, or no "
                 "theorem), and the method claims nothing"
             )
 
-    def audited(self, options: AuditOptions, alpha: float, **found: Any) -> Audited:
+    def build_result(self, options: AuditOptions, alpha: float, **found: Any) -> AuditFinding:
         """The result of an audit at error alpha: `found`, beside what it is held against."""
-        return Audited(
+        return AuditFinding(
             kind=options.kind,
-            view=options.sees,
+            view=options.adversary_view,
             exploratory=options.exploratory,
             alpha=alpha,
             delta=self.plan.delta,
             neighbours=self.proved.relation,
             proved=self.proved.epsilon,
-            claimed=self.claimed,
+            claimed=self.claimed_epsilon,
             model=self.model,
             **found,
         )
 
     @property
-    def removal(self) -> tuple[str, ...]:
+    def removal_assumptions(self) -> tuple[str, ...]:
         """Return the assumptions of audits that add or remove a record under another relation."""
         if self.proved.neighbours != "replace-one":
             return ()
@@ -74,7 +74,7 @@ class Target:
         return self.recipe.method.claim(self.plan, self.proved)
 
     @property
-    def claimed(self) -> float | None:
+    def claimed_epsilon(self) -> float | None:
         """The claimed epsilon, where it is claimed of the data sets that are told apart and at no
         larger delta: no lower bound refutes it otherwise."""
         claim = None if self.claim is None else self.claim.claimed
@@ -85,34 +85,34 @@ class Target:
 
 def refuse_planted(recipe: Recipe, what: str) -> None:
     """Raise UserError for a recipe that has canaries behind its records."""
-    if recipe.planted is not None:
+    if recipe.canary_audit is not None:
         raise UserError(
             f"{recipe.name}: audit.kind: canaries plants records in this training; {what} are of a "
             "recipe without it"
         )
 
 
-def refuse_withheld(recipe: Recipe) -> None:
+def refuse_not_releasable(recipe: Recipe) -> None:
     """Raise UserError for a recipe whose models never leave: nobody sees a step or a model."""
-    if recipe.method.withheld is not None:
-        raise UserError(f"{recipe.name}: nothing to audit: {recipe.method.withheld}")
+    if recipe.method.not_releasable_reason is not None:
+        raise UserError(f"{recipe.name}: nothing to audit: {recipe.method.not_releasable_reason}")
 
 
-def of_recipe(recipe: Recipe, where: str) -> Target:
+def target_of_recipe(recipe: Recipe, context: str) -> Target:
     """Return the target that a run of the recipe would execute. Raises UserError."""
     from dpdist.runs.recipe import make_plan
     from dpdist.training.job import check_trainable
 
-    dataset, _ = check_trainable(recipe, where)
-    plan = make_plan(recipe, len(dataset), where)
+    dataset, _ = check_trainable(recipe, context)
+    plan = make_plan(recipe, len(dataset), context)
     return Target(recipe, plan, plan.guarantee())
 
 
-def of_run(folder: RunFolder, proved: Guarantee) -> Target:
+def target_of_run(folder: RunFolder, proved: Guarantee) -> Target:
     """A trained run. proved: of all that it released, and of the search that chose it if one did
     (`dpdist.reports.facts`). Raises UserError."""
     model = folder.require_trained().get("model")
-    return Target(folder.read_recipe(), read_released(folder).plan, proved, folder, model)
+    return Target(folder.read_recipe(), read_verified_ledger(folder).plan, proved, folder, model)
 
 
 # --- results in a run folder ------------------------------------------------------------------
@@ -134,16 +134,16 @@ class AuditResult(Evaluation):
         return self.options.folder_name
 
     @classmethod
-    def home(cls, run: Folders) -> Path:
+    def results_folder(cls, run: RunFolderLike) -> Path:
         return (run.private if cls.private else run.path) / "audit"
 
     @classmethod
-    def read(cls, path: Path) -> Audited:
-        return Audited.read(path)
+    def read(cls, path: Path) -> AuditFinding:
+        return AuditFinding.read(path)
 
     @classmethod
-    def lines(cls, found: Sequence[Audited]) -> list[tuple[str, str]]:
-        return [(f"audited, {audited.kind}", audited.line) for audited in found]
+    def summary_rows(cls, results: Sequence[AuditFinding]) -> list[tuple[str, str]]:
+        return [(f"audited, {audited.kind}", audited.summary_line) for audited in results]
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,6 @@ class PrivateAuditResult(AuditResult):
     private: ClassVar[bool] = True
 
 
-def result_of(options: AuditOptions) -> AuditResult:
+def audit_result_of(options: AuditOptions) -> AuditResult:
     """The kind of result that an audit has."""
-    return (PrivateAuditResult if options.private else AuditResult)(options)
+    return (PrivateAuditResult if options.result_is_private else AuditResult)(options)

@@ -32,34 +32,34 @@ from dpdist.audits.membership_statistics import (
     KEY,
     SCHEMA,
     TABLE,
+    build_model_table,
     log_odds,
-    table_of,
     top_probabilities,
 )
 from dpdist.audits.target import Target, refuse_planted
-from dpdist.certification.inference import quiet_threads
+from dpdist.certification.inference import use_single_thread
 from dpdist.certification.worker import expected_log_scores
 from dpdist.cluster import job_folder
-from dpdist.cluster.resumable_job import Item, Row, Task, Work
+from dpdist.cluster.resumable_job import Item, JobSpec, Row, WorkItems
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.core.errors import UserError
-from dpdist.core.files import Column, private_folder
-from dpdist.gradients.clipping import clipping_for, rounding_slack, sum_slack
+from dpdist.core.files import ColumnSpec, make_private_folder
+from dpdist.gradients.clipping import make_clipping, rounding_slack, sum_slack
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.per_example import squared_lengths
-from dpdist.gradients.perturbations import Draws
+from dpdist.gradients.per_example import squared_row_norms
+from dpdist.gradients.perturbations import Perturbation
 from dpdist.gradients.sampling import poisson_sample
-from dpdist.methods.base import Fixed
+from dpdist.methods.base import MethodState
 from dpdist.privacy.audit_bounds import log_likelihood_ratio
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.randomness.keys import derive_key
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.recipe import Recipe
-from dpdist.training.canaries import places
+from dpdist.training.canaries import canary_coordinates
 from dpdist.training.collectives import FlatOptimizer
-from dpdist.training.ensembles import ManyTrainings, files_of, trained_here
+from dpdist.training.ensembles import TrainingItems, read_files, train_in_process
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.records import data_source, records_with_canaries, test_records
 
 if TYPE_CHECKING:
     from dpdist.audits.membership_statistics import Game
@@ -84,18 +84,18 @@ class TrainerSetup:
     dataset: data.Dataset
     key: bytes
     copies: int
-    gradient: bool
+    gradient_canary: bool
 
 
 class Trainer:
     """Called with the numbers of trainings; returns a row of each: odd ones have the canary."""
 
     def __init__(self, shared: TrainerSetup) -> None:
-        quiet_threads()
+        use_single_thread()
         self._shared = shared
-        self.trainings = Trainings(shared.recipe, shared.plan, shared.dataset)
-        self._canary = None if shared.gradient else choose_canary(shared.dataset)
-        self._coordinate = int(places(1, len(self.trainings.initial))[0])
+        self.trainings = VectorizedTrainings(shared.recipe, shared.plan, shared.dataset)
+        self._canary = None if shared.gradient_canary else choose_canary(shared.dataset)
+        self._coordinate = int(canary_coordinates(1, len(self.trainings.initial))[0])
 
     def __call__(self, numbers: range) -> list[dict[str, Any]]:
         shared, trainings = self._shared, self.trainings
@@ -105,7 +105,7 @@ class Trainer:
             scores = trainings.run(keys, "audit", copies, coordinate=self._coordinate)[1]
         else:
             flat, _ = trainings.run(keys, "audit", copies, canary=self._canary)
-            scores = trainings.odds(flat, *self._canary)
+            scores = trainings.label_log_odds(flat, *self._canary)
         scores = np.nan_to_num(scores, nan=0.0, posinf=_HUGE, neginf=-_HUGE)  # of what diverged
         return [
             {"trial": number, "present": number % 2, "score": float(score)}
@@ -113,20 +113,28 @@ class Trainer:
         ]
 
 
-class Trainings:
+class VectorizedTrainings:
     """Trainings of one recipe on the same records. Raises UserError where a step of the recipe is
     more than clipped gradients of its loss plus noise."""
 
     def __init__(self, recipe: Recipe, plan: PrivacyPlan, dataset: data.Dataset) -> None:
         self._recipe, self._plan = recipe, plan
         model = initial_model(recipe, model_spec(recipe, dataset))
-        self._model, self._losses = model, recipe.method.task().losses
+        self._model, self._losses = model, recipe.method.task().loss_function
         self._named = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         self._sizes = [p.numel() for p in self._named.values()]
-        self._clipping = clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm)
+        self._clipping = make_clipping(recipe.privacy.clipping, recipe.privacy.clip_norm)
         rate = recipe.training.learning_rate
-        draws = recipe.method.perturbation(plan.step(0), rate, Fixed(model)) if plan.steps else None
-        own = type(draws) is not Draws or recipe.training.augmented or not recipe.method.stepwise
+        draws = (
+            recipe.method.perturbation(plan.step(0), rate, MethodState(model))
+            if plan.steps
+            else None
+        )
+        own = (
+            type(draws) is not Perturbation
+            or recipe.training.has_augmentation
+            or not recipe.method.takes_gradient_steps
+        )
         if own or recipe.privacy.clipping == "per-layer":
             raise UserError(
                 f"{recipe.name}: many runs at once: method {recipe.method.name} with clipping "
@@ -162,7 +170,7 @@ class Trainings:
         for step in range(plan.steps):
             todo = plan.step(step)
             members = [self._members(k, attempt, step, todo, c) for k, c in zip(keys, copies)]  # noqa: B905
-            sums = self._sums(flat, inputs, labels, members, coordinate is None)
+            sums = self._clipped_sums(flat, inputs, labels, members, coordinate is None)
             known = None if coordinate is None else sums[:, coordinate].copy()
             for row, (key, chosen) in enumerate(zip(keys, members, strict=True)):
                 if coordinate is not None:
@@ -174,24 +182,34 @@ class Trainings:
                 evidence += _evidence(sums[:, coordinate] - known, todo)
             gradient = torch.from_numpy(sums / todo.expected_batch).to(flat)
             optimizer.update(flat, gradient, step)
-        return optimizer.result(flat), evidence
+        return optimizer.published_parameters(flat), evidence
 
     def _members(
-        self, key: bytes, attempt: str, step: int, todo: StepPlan, copies: int
+        self, key: bytes, attempt: str, step: int, step_plan: StepPlan, copies: int
     ) -> np.ndarray:
         records = len(self._labels) + copies
         sample_key = derive_key(key, "sample", attempt, step)
         return poisson_sample(
-            sample_key, 0, records, todo.sample_rate, batch_cap=todo.batch_cap, records=records
+            sample_key,
+            0,
+            records,
+            step_plan.sample_rate,
+            batch_cap=step_plan.batch_cap,
+            records=records,
         )
 
-    def _sums(
-        self, flat: Tensor, inputs: Tensor, labels: Tensor, members: list[np.ndarray], seen: bool
+    def _clipped_sums(
+        self,
+        flat: Tensor,
+        inputs: Tensor,
+        labels: Tensor,
+        members: list[np.ndarray],
+        canary_is_record: bool,
     ) -> np.ndarray:
         """Clipped sums, float64 (M, size). seen: whether what comes after the records has an input;
         its copies share one."""
         last = len(self._labels)
-        rows = [np.minimum(m, last) if seen else m[m < last] for m in members]
+        rows = [np.minimum(m, last) if canary_is_record else m[m < last] for m in members]
         widest = max(1, *map(len, rows))
         index = torch.zeros(len(rows), widest, dtype=torch.int64)
         real = torch.zeros(len(rows), widest)
@@ -199,14 +217,16 @@ class Trainings:
             index[place, : len(chosen)] = torch.from_numpy(chosen)
             real[place, : len(chosen)] = 1
         each = max(1, _BYTES // (4 * widest * flat.shape[1]))
-        per_model = torch.func.vmap(self._clipped_sum)
+        per_model = torch.func.vmap(self._clipped_sum_of_model)
         parts = [
             per_model(flat[some], inputs[index[some]], labels[index[some]], real[some])
             for some in torch.arange(len(rows)).split(each)
         ]
         return torch.cat(parts).numpy()
 
-    def _clipped_sum(self, flat: Tensor, inputs: Tensor, labels: Tensor, real: Tensor) -> Tensor:
+    def _clipped_sum_of_model(
+        self, flat: Tensor, inputs: Tensor, labels: Tensor, real: Tensor
+    ) -> Tensor:
         """Return the clipped sum of one model.
 
         (size,), (B, ...), (B,), (B,) to float64 (size,).
@@ -214,7 +234,7 @@ class Trainings:
         gradients, _ = torch.func.vmap(
             torch.func.grad(self._loss, has_aux=True), in_dims=(None, 0, 0)
         )(flat, inputs, labels)
-        squared = squared_lengths(gradients)[None]
+        squared = squared_row_norms(gradients)[None]
         slack = rounding_slack(torch.float32) + sum_slack(torch.float32)
         finite = squared.isfinite()
         factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)
@@ -235,22 +255,22 @@ class Trainings:
         result: Tensor = torch.func.functional_call(self._model, values, (inputs,))
         return result
 
-    def odds(self, flat: Tensor, example: Tensor, label: int) -> np.ndarray:
+    def label_log_odds(self, flat: Tensor, example: Tensor, label: int) -> np.ndarray:
         """Every model's log-odds of an example's label: (M,)."""
         with torch.no_grad():
             logits = torch.cat([self._forward(one, example[None]) for one in flat])
         return log_odds(logits.double().numpy(), np.full(len(flat), label))
 
 
-def _evidence(sums: np.ndarray, todo: StepPlan) -> np.ndarray:
+def _evidence(sums: np.ndarray, step_plan: StepPlan) -> np.ndarray:
     """Return the evidence of each noisy sum for a gradient of the clip's norm.
 
     Without noise it is the sum itself.
     """
-    along = sums / todo.clip_norm if math.isfinite(todo.clip_norm) else sums
-    if not todo.noise_multiplier:
+    along = sums / step_plan.clip_norm if math.isfinite(step_plan.clip_norm) else sums
+    if not step_plan.noise_multiplier:
         return along
-    return log_likelihood_ratio(along, todo.noise_multiplier, todo.sample_rate)
+    return log_likelihood_ratio(along, step_plan.noise_multiplier, step_plan.sample_rate)
 
 
 def choose_canary(dataset: data.Dataset) -> tuple[Tensor, int]:
@@ -278,14 +298,18 @@ TRIAL_SCHEMA = pa.schema(
         pa.field("score", pa.float64(), nullable=False),
     ]
 )
-TRIAL_COLUMNS: dict[str, Column] = {"trial": (int, 0), "present": (int, 0), "score": (float, None)}
+TRIAL_COLUMNS: dict[str, ColumnSpec] = {
+    "trial": (int, 0),
+    "present": (int, 0),
+    "score": (float, None),
+}
 
 
-class Retraining(Work):
+class ManyRunsJob(JobSpec):
     """The trainings and the score of the canary in each; private, as the models are."""
 
-    kind = job_folder.Kind("audit of many runs", "auditing many runs", secret=True)
-    file, key, schema, columns, order = (
+    kind = job_folder.JobKind("audit of many runs", "auditing many runs", is_seed_secret=True)
+    table_file, metadata_key, schema, columns, sort_columns = (
         TRIAL_TABLE,
         TRIAL_KEY,
         TRIAL_SCHEMA,
@@ -294,8 +318,9 @@ class Retraining(Work):
     )
 
     def __init__(self, options: ManyRunsAudit, target: Target) -> None:
-        """Raises UserError for a recipe that is more than `Trainings` does, or has canaries."""
-        from dpdist.training.records import source_of, training_data
+        """Raises UserError for a recipe that is more than `VectorizedTrainings` does, or has
+        canaries."""
+        from dpdist.training.records import data_source, records_with_canaries
 
         refuse_planted(target.recipe, "many runs")
         if target.recipe.privacy.batch_cap is not None:
@@ -304,33 +329,34 @@ class Retraining(Work):
                 "fixed number of records, and many runs add one; audit it by canaries in one run"
             )
         self._options, self._target, self.seed = options, target, options.seed
-        self._records = training_data(target.recipe, source_of(target.recipe))
-        Trainings(target.recipe, target.plan, self._records)  # refuses what it cannot train
+        self._records = records_with_canaries(target.recipe, data_source(target.recipe))
+        # refuses what it cannot train
+        VectorizedTrainings(target.recipe, target.plan, self._records)
 
     def identity(self) -> dict[str, Any]:
         asked = self._options.model_dump(mode="json", include={"trainings", "copies", "canary"})
         plan = self._target.plan.fingerprint()
         training = self._target.recipe.training.model_dump(mode="json")
         model = self._target.recipe.model.model_dump(mode="json")
-        sees = self._options.sees
+        sees = self._options.adversary_view
         about = {"plan": plan, "data": self._records.fingerprint, "training": training}
         return {**about, "model": model, "sees": sees, "settings": asked}
 
-    def begin(self, output: Path) -> dict[str, Any]:
+    def initial_record(self, output: Path) -> dict[str, Any]:
         return {"seed": self._options.seed or secrets.token_hex(32)}
 
-    def open(self, about: dict[str, Any], output: Path) -> Task:
+    def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
 
         options, target = self._options, self._target
         shared = TrainerSetup(
-            target.recipe, target.plan, self._records, bytes.fromhex(about["seed"]),
-            options.copies, options.every_step,
+            target.recipe, target.plan, self._records, bytes.fromhex(job_record["seed"]),
+            options.copies, options.sees_every_step,
         )  # fmt: skip
         items: dict[Item, range] = {
             f"trainings {first}": range(first, min(first + _CHUNK, options.trainings))
             for first in range(0, options.trainings, _CHUNK)
         }
-        return Task(items, Trainer, shared, silence=3600.0)
+        return WorkItems(items, Trainer, shared, stall_seconds=3600.0)
 
 
 # --- a shadow model ---------------------------------------------------------------------------
@@ -360,20 +386,20 @@ class ShadowTrainer:
     """Called with a model's number; returns its files, by name."""
 
     def __init__(self, shared: ShadowSetup) -> None:
-        quiet_threads()
+        use_single_thread()
         self._shared, recipe = shared, shared.recipes[0]
-        source = source_of(recipe)
-        self._records = training_data(recipe, source)
-        self._test = evaluation_data(recipe, source)
+        source = data_source(recipe)
+        self._records = records_with_canaries(recipe, source)
+        self._test = test_records(recipe, source)
 
     def __call__(self, number: int) -> dict[str, bytes]:
-        shared, plain = self._shared, self._shared.game.plain(number)
+        shared, plain = self._shared, self._shared.game.is_plain(number)
         key = derive_key(shared.key, "shadow", number)
         recipe, plan = shared.recipes[plain], shared.plans[plain]
         members = shared.game.members(shared.key, number, len(self._records))
-        with trained_here(recipe, plan, self._records, members, key) as folder:
+        with train_in_process(recipe, plan, self._records, members, key) as folder:
             model = models.load(folder, trusted_factory=recipe.model.name)
-            files = files_of(folder)
+            files = read_files(folder)
         seed = derive_key(key, "scores").hex()
         return files | {"scores.safetensors": save(self._scores(model, number, seed))}
 
@@ -383,21 +409,21 @@ class ShadowTrainer:
         shared, records = self._shared, len(self._records)
         members = shared.game.members(shared.key, number, records)
         found: dict[str, np.ndarray] = {"member": members.astype(np.uint8)}
-        noisy = place_of(model).random
+        noisy = find_noise_location(model).is_random
         # One pass of a plain model is its mean of many, beside a target with noise of its own.
-        several = noisy or shared.recipes[0].method.carries_noise
+        several = noisy or shared.recipes[0].method.has_prediction_noise
         for passes in shared.passes if several else shared.passes[:1]:
             parts = [
                 part
                 for dataset in (self._records, self._test.first(shared.population))
-                for part in _passes(model, dataset, passes if noisy else None, seed)
+                for part in _score_batches(model, dataset, passes if noisy else None, seed)
             ]
             found[f"phi/{passes}"] = np.concatenate([phi for phi, _ in parts])
             found[f"top/{passes}"] = np.concatenate([top for _, top in parts])
         return found
 
 
-def _passes(model: nn.Module, dataset: data.Dataset, passes: int | None, seed: str) -> Any:
+def _score_batches(model: nn.Module, dataset: data.Dataset, passes: int | None, seed: str) -> Any:
     """Log-odds and largest probabilities, batch after batch. passes: None without noise."""
     for start in range(0, len(dataset), _BATCH):
         rows = slice(start, start + _BATCH)
@@ -418,39 +444,41 @@ def _passes(model: nn.Module, dataset: data.Dataset, passes: int | None, seed: s
 SCORES = "scores.safetensors"
 
 
-class Bank(Work):
+class ShadowBankJob(JobSpec):
     """Shadow models of one recipe. identity: see `dpdist.audits.membership`."""
 
-    kind = job_folder.Kind("bank of shadow models", "training shadow models", secret=True)
-    file, key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
+    kind = job_folder.JobKind(
+        "bank of shadow models", "training shadow models", is_seed_secret=True
+    )
+    table_file, metadata_key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
 
     def __init__(
-        self, wanted: dict[str, Any], seed: str | None, share: Callable[[str], ShadowSetup]
+        self, pinned: dict[str, Any], seed: str | None, build_setup: Callable[[str], ShadowSetup]
     ) -> None:
         """share: what workers share, given the bank's seed."""
-        self._wanted, self.seed, self._share = wanted, seed, share
+        self._wanted, self.seed, self._share = pinned, seed, build_setup
 
     def identity(self) -> dict[str, Any]:
         return self._wanted
 
-    def begin(self, output: Path) -> dict[str, Any]:
-        private_folder(output)  # wherever it was asked for
+    def initial_record(self, output: Path) -> dict[str, Any]:
+        make_private_folder(output)  # wherever it was asked for
         return {"seed": self.seed or secrets.token_hex(32)}
 
-    def open(self, about: dict[str, Any], output: Path) -> Task:
-        return _Shadows(self._share(about["seed"]), output / "models")
+    def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
+        return _ShadowWorkItems(self._share(job_record["seed"]), output / "models")
 
-    def build(self, rows: list[Row], about: Mapping[str, Any]) -> pa.Table:
+    def build_table(self, rows: list[Row], job_record: Mapping[str, Any]) -> pa.Table:
         ordered = sorted(rows, key=lambda row: row["model"])
-        tables = [table_of(row["model"], row["scores"]) for row in ordered]
+        tables = [build_model_table(row["model"], row["scores"]) for row in ordered]
         whole = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
-        return whole.replace_schema_metadata(job_folder.metadata(about, KEY))
+        return whole.replace_schema_metadata(job_folder.table_metadata(job_record, KEY))
 
 
-class _Shadows(ManyTrainings):
+class _ShadowWorkItems(TrainingItems):
     """Shadow models, each with its scores."""
 
-    witness = SCORES
+    checked_file = SCORES
 
     def __init__(self, shared: ShadowSetup, folder: Path) -> None:
 
@@ -458,8 +486,8 @@ class _Shadows(ManyTrainings):
         examples = plan.steps * plan.step(0).expected_batch if plan.steps else 0.0
         super().__init__(shared.game.models, ShadowTrainer, shared, folder, examples)
 
-    def found(self, raw: bytes, place: Path) -> dict[str, Any]:
+    def read_result(self, raw: bytes, folder: Path) -> dict[str, Any]:
         try:
             return {"scores": load_tensors(raw)}
         except SafetensorError as error:
-            raise UserError(f"{place}: damaged: {error}") from error
+            raise UserError(f"{folder}: damaged: {error}") from error

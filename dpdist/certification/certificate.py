@@ -42,7 +42,7 @@ from dpdist.core.fields import (
     Probability,
     Section,
     Text,
-    of_key,
+    key_error,
 )
 from dpdist.core.files import check_shape
 from dpdist.randomness import keys
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from dpdist.core.files import Column
-    from dpdist.randomness.noise_location import Place
+    from dpdist.core.files import ColumnSpec
+    from dpdist.randomness.noise_location import NoiseLocation
 
 
 # --- the verdict ------------------------------------------------------------------------------
@@ -91,86 +91,88 @@ _DOWN = 1 - 1e-12  # rounding of the quotient, the squares and the root
 
 
 @dataclass(frozen=True)
-class Quadrature:
+class CombinedNoise:
     """sigma: s, on the input. hidden: r, root mean square behind the first layer. sensitivity: a
     bound of Delta, that layer's L2 norm over sqrt(Kr)."""
 
     sigma: float
-    hidden: float
+    hidden_std: float
     sensitivity: float
 
     @property
-    def behind(self) -> float:
+    def hidden_as_input_sigma(self) -> float:
         """The noise on the input that the hidden noise alone is worth: r / Delta."""
-        return self.hidden / self.sensitivity * _DOWN
+        return self.hidden_std / self.sensitivity * _DOWN
 
     @property
-    def both(self) -> float:
+    def combined_sigma(self) -> float:
         """The noise on the input that both together are worth; never rounded up."""
-        return math.hypot(self.sigma, self.behind) * _DOWN
+        return math.hypot(self.sigma, self.hidden_as_input_sigma) * _DOWN
 
     @property
-    def as_printed(self) -> float:
+    def sigma_as_printed(self) -> float:
         """Return the size that kappa + phi takes the noises for.
 
         It does not hold; for comparison only.
         """
-        return self.sigma + self.behind
+        return self.sigma + self.hidden_as_input_sigma
 
     @property
-    def about(self) -> dict[str, Any]:
+    def job_record(self) -> dict[str, Any]:
         """Return the table's entries beside sigma, as JSON."""
-        return {"hidden": self.hidden, "sensitivity": {"l2": self.sensitivity}}
+        return {"hidden": self.hidden_std, "sensitivity": {"l2": self.sensitivity}}
 
 
-def of_place(
-    where: Place, model: nn.Module, input_shape: tuple[int, ...], sigma: float
-) -> Quadrature | None:
-    """Return the quadrature of a model with noise at ``where``, input noise sigma included.
+def combined_noise_of_model(
+    location: NoiseLocation, model: nn.Module, input_shape: tuple[int, ...], sigma: float
+) -> CombinedNoise | None:
+    """Return the quadrature of a model with noise at ``location``, input noise sigma included.
 
     None where the input noise is all that certifies its inputs.
     """
-    noise = where.behind_affine(model, input_shape)
+    noise = location.first_affine_noise(model, input_shape)
     if noise is None:
         return None
     from dpdist.certification.operator_norms import l2_to_l2
     from dpdist.models import require_split
 
-    layer = require_split(model).affine(input_shape)
-    return Quadrature(sigma, noise.scale, l2_to_l2(layer, input_shape, noise.shares))
+    layer = require_split(model).affine_layer(input_shape)
+    return CombinedNoise(
+        sigma, noise.rms_std, l2_to_l2(layer, input_shape, noise.relative_variances)
+    )
 
 
-def of_table(table: pa.Table) -> Quadrature | None:
+def combined_noise_of_table(table: pa.Table) -> CombinedNoise | None:
     """Return the quadrature that a table of votes states.
 
     None where its input noise alone certifies.
     """
-    from dpdist.certification.table import about
+    from dpdist.certification.table import read_job_record
 
-    return stated(about(table), table["sigma"][0].as_py())
+    return read_combined_noise(read_job_record(table), table["sigma"][0].as_py())
 
 
-def certified_by(table: pa.Table) -> Noise:
+def equivalent_input_noise(table: pa.Table) -> Noise:
     """The noise on the input that all noise of a table of votes is worth."""
-    both = of_table(table)
+    both = combined_noise_of_table(table)
     if both is not None:
-        return Gaussian(both.both)
+        return Gaussian(both.combined_sigma)
     return NOISES[table["noise"][0].as_py()](table["sigma"][0].as_py())
 
 
-def stated(about: Mapping[str, Any], sigma: float) -> Quadrature | None:
+def read_combined_noise(job_record: Mapping[str, Any], sigma: float) -> CombinedNoise | None:
     """Return the quadrature that a table's description states, at its sigma.
 
     Raises UserError where it is damaged.
     """
-    if "hidden" not in about:
+    if "hidden" not in job_record:
         return None
     where, shape = "the table's description", {"hidden": float, "sensitivity.l2": float}
-    found = check_shape(dict(about), where, shape)
+    found = check_shape(dict(job_record), where, shape)
     hidden, sensitivity = float(found["hidden"]), float(found["sensitivity"]["l2"])
     if not (0 < hidden < math.inf and 0 < sensitivity < math.inf):
         raise UserError(f"{where}: damaged: hidden and sensitivity.l2 must be > 0")
-    return Quadrature(sigma, hidden, sensitivity)
+    return CombinedNoise(sigma, hidden, sensitivity)
 
 
 # --- the base class ---------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def stated(about: Mapping[str, Any], sigma: float) -> Quadrature | None:
 
 # How a network can be executed (`dpdist.certification.inference.FORMS`).
 FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
-Partial = dict[str, Any]  # JSON: what the first unit says once, then counts
+PartialCounts = dict[str, Any]  # JSON: what the first unit says once, then counts
 _ONCE = ("selected",)
 _NO_SPENDING = "none"
 _UNDEFINED = "undefined"  # draws without a class, said where there are any
@@ -204,19 +206,19 @@ class CertifiedSizes:
     name: str
     norm: str
     title: str
-    answer: np.ndarray
+    prediction: np.ndarray
     size: np.ndarray
-    line: str | None = None
-    label: str = ""
-    holds: bool = True
-    votes: bool = True
+    line_style: str | None = None
+    short_title: str = ""
+    is_valid: bool = True
+    predicts_by_vote: bool = True
 
-    def certified(self, labels: np.ndarray) -> np.ndarray:
+    def size_if_correct(self, labels: np.ndarray) -> np.ndarray:
         """The size where the answer is the label, -1 elsewhere: float64 (N,)."""
-        return np.where((self.answer == labels) & (self.answer != ABSTAIN), self.size, -1.0)
+        return np.where((self.prediction == labels) & (self.prediction != ABSTAIN), self.size, -1.0)
 
 
-class Counter(Protocol):
+class ClassCounter(Protocol):
     """Counts classes over one canonical block of noisy copies of an input."""
 
     def histogram(
@@ -227,7 +229,7 @@ class Counter(Protocol):
         ...
 
 
-class SampledPlace(Protocol):
+class NoiseSampler(Protocol):
     """A sampler of the place where a model is random.
 
     sigma: of the noise, which names it in the keys of random units. assignment, spec: what all
@@ -242,7 +244,7 @@ class SampledPlace(Protocol):
         """Return the properties that results depend on beside settings and model, as JSON."""
         ...
 
-    def pinned(self, about: dict[str, Any]) -> SampledPlace:
+    def with_pinned(self, job_record: dict[str, Any]) -> NoiseSampler:
         """Return the place with the values pinned when the certification began."""
         ...
 
@@ -253,7 +255,7 @@ class SampledPlace(Protocol):
         """
         ...
 
-    def sampler(self, assignment: Any, spec: Any) -> tuple[Counter, Tensor]:
+    def build_counter(self, assignment: Any, spec: Any) -> tuple[ClassCounter, Tensor]:
         """Return the counter on the executed classifier, and its classes of the check batch."""
         ...
 
@@ -301,17 +303,19 @@ class Certificate(Section):
             """One noise stream for all inputs."""
 
     spending: ClassVar[str] = _NO_SPENDING  # how the error is spent over the looks
-    free: ClassVar[frozenset[str]] = frozenset()  # settings on which no result depends
-    usual_batch: ClassVar[int] = 500
-    device_batch: ClassVar[int] = 4096  # at most, where it is chosen by a GPU's memory
-    votes: ClassVar[bool] = True  # made of counts of votes, as a band over the whole set is
-    belongs: ClassVar[str]  # "with sigma, by ...": why a key of another certificate is refused
+    # settings on which no result depends
+    result_free_fields: ClassVar[frozenset[str]] = frozenset()
+    default_batch: ClassVar[int] = 500
+    max_device_batch: ClassVar[int] = 4096  # at most, where it is chosen by a GPU's memory
+    is_vote_based: ClassVar[bool] = True  # made of counts of votes, as a band over the whole set is
+    # "with sigma, by ...": why a key of another certificate is refused
+    wrong_key_hint: ClassVar[str]
     # Columns of its table of which other draws would say something else: the publisher's own word
     # until draws are made again. All others are computed from these and from the settings.
-    drawn: ClassVar[frozenset[str]] = frozenset()
+    sampled_columns: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    def fits(cls, section: Mapping[str, Any]) -> bool:
+    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
         """Return whether a section of a recipe asks for this certificate."""
         raise NotImplementedError
 
@@ -323,45 +327,45 @@ class Certificate(Section):
 
     # ---- where the randomness is, and what is drawn
 
-    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> SampledPlace:
+    def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSampler:
         """Return the place where the model is random under this certificate.
 
         Raises UserError where there is none.
         """
         raise NotImplementedError
 
-    def units(self, batch: int) -> int:
+    def num_units(self, batch: int) -> int:
         """Return the number of parts into which the work on one input can be cut."""
         return -(-self.n // batch)
 
-    def work(
-        self, counter: Any, x: Tensor, index: int, low: int, high: int, batch: int, place: Any
-    ) -> Partial:
+    def sample(
+        self, counter: Any, x: Tensor, index: int, low: int, high: int, batch: int, sampler: Any
+    ) -> PartialCounts:
         """Units low..high-1 of one input: a pure function of its random units, as JSON."""
         raise NotImplementedError
 
-    def verdict(self, partials: Sequence[Partial], place: Any) -> Any:
+    def decide(self, partials: Sequence[PartialCounts], sampler: Any) -> Any:
         """The certificate, from partial results that together cover every unit once."""
         raise NotImplementedError
 
-    def row(self, index: int, label: int, verdict: Any, place: Any) -> dict[str, Any]:
+    def row(self, index: int, label: int, verdict: Any, sampler: Any) -> dict[str, Any]:
         """The input's row of the table."""
         raise NotImplementedError
 
-    def label(self, counter: Any, x: Tensor, index: int, batch: int, place: Any) -> int:
+    def predict(self, counter: Any, x: Tensor, index: int, batch: int, sampler: Any) -> int:
         """The class alone, -1 where it is undecided; as sure as a certificate."""
-        whole = self.work(counter, x, index, 0, self.units(batch), batch, place)
-        result: int = self.verdict([whole], place).prediction
+        whole = self.sample(counter, x, index, 0, self.num_units(batch), batch, sampler)
+        result: int = self.decide([whole], sampler).prediction
         return result
 
-    def certify_other(
-        self, counter: Any, x: Tensor, index: int, than: int, batch: int, place: Any
+    def certify_other_class(
+        self, counter: Any, x: Tensor, index: int, excluded_class: int, batch: int, sampler: Any
     ) -> Any:
-        """A verdict that may stop where no class but ``than`` can be certified."""
-        whole = self.work(counter, x, index, 0, self.units(batch), batch, place)
-        return self.verdict([whole], place)
+        """A verdict that may stop where no class but ``excluded_class`` can be certified."""
+        whole = self.sample(counter, x, index, 0, self.num_units(batch), batch, sampler)
+        return self.decide([whole], sampler)
 
-    def verdict_on(self, votes: bool, verdict: Any, place: Any) -> Any:
+    def verdict_for_classifier(self, predicts_by_vote: bool, verdict: Any, sampler: Any) -> Any:
         """Return what the draws of a verdict certify of one classifier.
 
         votes: whether it is the classifier by votes, or that by mean scores.
@@ -378,12 +382,12 @@ class Certificate(Section):
         return SCHEMA
 
     @classmethod
-    def columns(cls) -> Mapping[str, Column]:
+    def extra_columns(cls) -> Mapping[str, ColumnSpec]:
         """Return the columns that readers rely on beside those of every table."""
         return {}
 
     @classmethod
-    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return what every row of a table must say beside its counts, by column.
 
         settings: those that the table states.
@@ -393,96 +397,102 @@ class Certificate(Section):
         return {"spending": cls.spending, "histogram": None}
 
     @classmethod
-    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Return whether each row holds counts of so many draws as it states: bool (N,)."""
         raise NotImplementedError
 
     @classmethod
-    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Return what the counts of a table certify at an error, by column, (N,) each."""
         raise NotImplementedError
 
     @classmethod
-    def check(cls, table: pa.Table, where: str) -> None:
+    def check_table(cls, table: pa.Table, context: str) -> None:
         """Raise UserError unless every row is what its counts certify at the table's error, and
         says beside them what its settings say."""
-        from dpdist.certification.table import about
+        from dpdist.certification.table import read_job_record
 
-        settings = about(table).get("settings", {})
-        for name, value in cls.constants(table, settings).items():
+        settings = read_job_record(table).get("settings", {})
+        for name, value in cls.constant_columns(table, settings).items():
             for index, said in zip(
                 table["index"].to_pylist(), table[name].to_pylist(), strict=True
             ):
                 if said != value:
                     raise UserError(
-                        f"{where}: damaged: {name} of input {index} must be {value!r}, as its "
+                        f"{context}: damaged: {name} of input {index} must be {value!r}, as its "
                         f"settings say, got {said!r}"
                     )
-        sound = cls.sound_counts(table)
+        sound = cls.consistent_counts(table)
         if sound.all():
-            for name, made in cls.made(table, table["alpha"][0].as_py()).items():
+            for name, made in cls.recompute_columns(table, table["alpha"][0].as_py()).items():
                 near = abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
                 sound &= near & np.isfinite(made)  # beside infinity all numbers are near
         if not sound.all():
             raise UserError(
-                f"{where}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
+                f"{context}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
                 "does not follow from its counts"
             )
 
     @classmethod
-    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """All that a table states: the one reader of its certificates."""
         raise NotImplementedError
 
     @classmethod
-    def by_votes(cls, table: pa.Table) -> bool:
+    def table_predicts_by_vote(cls, table: pa.Table) -> bool:
         """Return whether a table's radii are of the classifier by votes of draws, or of that by
         their mean scores."""
-        return cls.votes
+        return cls.is_vote_based
 
     @classmethod
-    def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:
+    def sizes_in_norm(cls, table: pa.Table, norm: str, dimension: int) -> list[CertifiedSizes]:
         """Return the certified sizes of a table in that norm, for inputs of so many numbers."""
-        return [sizes for sizes in cls.sizes(table) if sizes.norm == norm]
+        return [sizes for sizes in cls.read_sizes(table) if sizes.norm == norm]
 
     @classmethod
-    def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
+    def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray:
         """Return the radius that votes could certify with any number of draws, -1 where none.
 
         It is computed from probabilities of the labels, (N,).
         """
 
-        return np.where(label > 0.5, certified_by(table).radius(label), -1.0)
+        return np.where(
+            label_probability > 0.5, equivalent_input_noise(table).radius(label_probability), -1.0
+        )
 
     @classmethod
-    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def recertify(
+        cls, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Its rows at another error, and what is noted beside ``rebound_alpha``."""
         raise NotImplementedError
 
     @classmethod
-    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
+    def summary_rows(
+        cls, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
         """Name and value of what a summary of the table shows at these sizes."""
         raise NotImplementedError
 
     @classmethod
-    def words(cls, found: CertificateTable) -> str:
+    def describe(cls, certificates: CertificateTable) -> str:
         """A table of it in the words of a reader: the noise, the draws, what is decided."""
-        return found.title
+        return certificates.title
 
     @classmethod
-    def terms(cls, found: CertificateTable) -> dict[str, Any]:
-        """Return its own terms of the certificates: see `CertificateTable.terms`."""
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        """Return its own terms of the certificates: see `CertificateTable.comparison_key`."""
         raise NotImplementedError
 
     @classmethod
-    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
+    def attack_noise(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
         """The place and sigma of an attack on the same classifier; None where there is none."""
         raise NotImplementedError
 
     @classmethod
-    def again(
-        cls, found: CertificateTable, norm: str, batch: int
-    ) -> tuple[Certificate, SampledPlace]:
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, NoiseSampler]:
         """Return certificate and place for an attacked point, in the manner of the table's."""
         raise NotImplementedError
 
@@ -494,7 +504,7 @@ class Certificate(Section):
         unsaid = {"seed"} | ({"generator"} if self.generator is None else set())
         return {**self.model_dump(mode="json", exclude=unsaid), "mode": self.mode_name()}
 
-    def fresh(self, seed: str) -> Certificate:
+    def with_seed(self, seed: str) -> Certificate:
         """The same with noise of its own, for inputs that come one by one."""
         return self.model_copy(update={"seed": seed, "generator": None})
 
@@ -517,11 +527,11 @@ class Certificate(Section):
         """The part of the folder's name that is of this certificate."""
         raise NotImplementedError
 
-    def executed_batch(self, numbers: int) -> int:
+    def executed_batch_size(self, numbers: int) -> int:
         """Rows of the executed batch, for so many numbers in each row."""
         if self.batch is not None:
             return min(self.batch, self.n)
-        return max(1, min(self.usual_batch, self.n, _MAX_BATCH_NUMBERS // numbers))
+        return max(1, min(self.default_batch, self.n, _MAX_BATCH_NUMBERS // numbers))
 
     def indices(self, count: int) -> range:
         """Return the indices of the certified inputs of a data set of ``count``."""
@@ -537,8 +547,8 @@ class CertificateTable:
     """
 
     path: Path
-    kind: type[Certificate]
-    about: dict[str, Any]
+    certificate_class: type[Certificate]
+    job_record: dict[str, Any]
     table: pa.Table
     sigma: float
     mode: str
@@ -560,17 +570,20 @@ class CertificateTable:
     @property
     def title(self) -> str:
         """Return the settings that tell it apart, wherever it lies; else the folder's name."""
-        settings = self.about.get("settings", {})
-        given = {key: settings[key] for key in settings.keys() & self.kind.model_fields.keys()}
+        settings = self.job_record.get("settings", {})
+        given = {
+            key: settings[key]
+            for key in settings.keys() & self.certificate_class.model_fields.keys()
+        }
         try:
-            return self.kind.model_validate(given).folder_name
+            return self.certificate_class.model_validate(given).folder_name
         except ValidationError:  # written by another version
             return self.name
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Return the kind of certification, as people say it."""
-        return self.kind.words(self)
+        return self.certificate_class.describe(self)
 
     @property
     def correct(self) -> np.ndarray:
@@ -581,19 +594,19 @@ class CertificateTable:
     @cached_property
     def sizes(self) -> tuple[CertifiedSizes, ...]:
         """All that the table states of its inputs."""
-        return self.kind.sizes(self.table)
+        return self.certificate_class.read_sizes(self.table)
 
     @property
-    def by_votes(self) -> bool:
+    def predicts_by_vote(self) -> bool:
         """Whether its radii are of the classifier by votes of draws, or by their mean scores."""
-        return self.kind.by_votes(self.table)
+        return self.certificate_class.table_predicts_by_vote(self.table)
 
     @property
-    def attacked_as(self) -> tuple[str, float | None] | None:
+    def attack_noise(self) -> tuple[str, float | None] | None:
         """The place and sigma of an attack on the same classifier; None where there is none."""
-        return self.kind.attacked_as(self.noise, self.sigma)
+        return self.certificate_class.attack_noise(self.noise, self.sigma)
 
-    def sizes_of(self, certificate: str, norm: str | None) -> CertifiedSizes:
+    def select_sizes(self, certificate: str, norm: str | None) -> CertifiedSizes:
         """Return the sizes of one of its certificates. Raises UserError where it has none such."""
         for sizes in self.sizes:
             if (sizes.name, sizes.norm) == (certificate, norm):
@@ -604,32 +617,34 @@ class CertificateTable:
         )
 
     @property
-    def terms(self) -> dict[str, Any]:
+    def comparison_key(self) -> dict[str, Any]:
         """Return the terms of its certificates: sizes on other terms are not compared with these.
 
         The scale of noise of a model's own, which its scores are certified under, is none of them.
         """
         return {
             "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
-            "noise_bank": bool(self.about.get("settings", {}).get("noise_bank")),
-            **self.kind.terms(self),
+            "noise_bank": bool(self.job_record.get("settings", {}).get("noise_bank")),
+            **self.certificate_class.comparison_key(self),
         }  # fmt: skip
 
-    def certified(self, certificate: str | None = None, norm: str | None = None) -> np.ndarray:
+    def size_if_correct(
+        self, certificate: str | None = None, norm: str | None = None
+    ) -> np.ndarray:
         """Certified size of every input with the right answer, -1 of all others: float64 (N,).
 
         certificate, norm: one of several that the table has; None: the table's radius. Raises as
-        `sizes_of`.
+        `select_sizes`.
         """
         if certificate is None:
             return np.where(self.correct & (self.prediction != ABSTAIN), self.radius, -1.0)
-        return self.sizes_of(certificate, norm).certified(self.label)
+        return self.select_sizes(certificate, norm).size_if_correct(self.label)
 
     def certified_accuracy(
         self, size: float, certificate: str | None = None, norm: str | None = None
     ) -> float:
         """Share of all inputs that are right and certified at this size at least."""
-        return float(np.mean(self.certified(certificate, norm) >= size))
+        return float(np.mean(self.size_if_correct(certificate, norm) >= size))
 
     def to_arrow(self) -> pa.Table:
         """Return all columns, one row for each certified input, with what was executed as metadata.
@@ -646,18 +661,18 @@ class CertificateTable:
             raise UserError(f"to_pandas: needs pandas ({error}): pip install pandas") from None
 
     @property
-    def abstained(self) -> float:
+    def abstention_rate(self) -> float:
         return float(np.mean(self.prediction == ABSTAIN))
 
     @property
     def average_radius(self) -> float:
         """Mean over all inputs of radius * 1[correct] (Zhai et al. 2020)."""
-        return float(np.mean(np.maximum(self.certified(), 0.0)))
+        return float(np.mean(np.maximum(self.size_if_correct(), 0.0)))
 
     @property
     def radii(self) -> tuple[float, ...]:
         """The radii that were asked for."""
-        radii = self.about.get("settings", {}).get("radii", ())
+        radii = self.job_record.get("settings", {}).get("radii", ())
         if not isinstance(radii, list | tuple) or not all(
             type(radius) in (int, float) and radius >= 0 for radius in radii
         ):
@@ -665,7 +680,7 @@ class CertificateTable:
         return tuple(radii)
 
     @property
-    def shown_radii(self) -> tuple[float, ...]:
+    def reported_radii(self) -> tuple[float, ...]:
         """Return the radii at which anything is printed of the table, ascending.
 
         0, and those that were asked for; where none were, multiples of sigma. Bounds that hold at
@@ -675,24 +690,26 @@ class CertificateTable:
         return tuple(sorted({0.0, *(self.radii or usual)}))
 
 
-def select(counter: Counter, n0: int, x: Tensor, index: int) -> int:
+def select_class(counter: ClassCounter, n0: int, x: Tensor, index: int) -> int:
     """The class whose probability will be estimated, from n0 draws used for nothing else."""
     return int(counter.histogram(x, index, keys.SELECT, 0, n0, n0).argmax())
 
 
-def sample(counter: Counter, x: Tensor, index: int, block: int, batch: int, n: int) -> np.ndarray:
+def sample_under_noise(
+    counter: ClassCounter, x: Tensor, index: int, block: int, batch: int, n: int
+) -> np.ndarray:
     """Histogram of one canonical block of the n draws; the last one may be counted in part."""
     draws = min(batch, n - block * batch)
     return counter.histogram(x, index, keys.ESTIMATE, block, batch, draws)
 
 
-def selected_by(partials: Sequence[Partial]) -> int:
+def selected_class(partials: Sequence[PartialCounts]) -> int:
     """The class that the first unit chose."""
     result: int = next(partial["selected"] for partial in partials if "selected" in partial)
     return result
 
 
-def counted(histogram: np.ndarray, draws: int) -> Partial:
+def counts_to_json(histogram: np.ndarray, draws: int) -> PartialCounts:
     """Return the counts of so many draws, as JSON.
 
     histogram: int (classes,). A draw whose logits are not finite is in none of its counts; how many
@@ -702,7 +719,7 @@ def counted(histogram: np.ndarray, draws: int) -> Partial:
     return {"histogram": histogram.tolist()} | ({_UNDEFINED: [undefined]} if undefined else {})
 
 
-def totals(partials: Sequence[Partial], name: str, n: int | None = None) -> np.ndarray:
+def total_counts(partials: Sequence[PartialCounts], name: str, n: int | None = None) -> np.ndarray:
     """The sum of a count over all units. Raises ValueError unless it is of n draws, those without
     a class included."""
     total: np.ndarray = np.sum([partial[name] for partial in partials], axis=0)
@@ -713,7 +730,7 @@ def totals(partials: Sequence[Partial], name: str, n: int | None = None) -> np.n
     return total
 
 
-def lists(table: pa.Table, *names: str) -> list[np.ndarray] | None:
+def list_columns(table: pa.Table, *names: str) -> list[np.ndarray] | None:
     """Return columns that hold a list of whole numbers for each class: int64 (N, K) each; None
     where they are of unequal lengths, or empty."""
     found = [table[name].to_pylist() for name in names]
@@ -723,7 +740,7 @@ def lists(table: pa.Table, *names: str) -> list[np.ndarray] | None:
     return [np.asarray(column, dtype=np.int64) for column in found]
 
 
-def selected_hits(table: pa.Table, histogram: np.ndarray) -> np.ndarray:
+def consistent_histograms(table: pa.Table, histogram: np.ndarray) -> np.ndarray:
     """Return whether each row's histogram (N, K) is of its n draws at most (some may have had no
     class), all of its cap, and has k for its selected class: bool (N,)."""
     names = ("selected", "k", "n", "cap", "looks")
@@ -735,11 +752,11 @@ def selected_hits(table: pa.Table, histogram: np.ndarray) -> np.ndarray:
     return valid
 
 
-def join(first: Partial, second: Partial) -> Partial:
+def merge_partials(first: PartialCounts, second: PartialCounts) -> PartialCounts:
     """The partial result of two intervals of units: counts and integer sums add up exactly."""
     if _UNDEFINED in first or _UNDEFINED in second:
         first, second = {_UNDEFINED: [0]} | first, {_UNDEFINED: [0]} | second
-    both: Partial = {
+    both: PartialCounts = {
         name: [a + b for a, b in zip(first[name], second[name], strict=True)]
         for name in first
         if name not in _ONCE
@@ -748,7 +765,7 @@ def join(first: Partial, second: Partial) -> Partial:
     return both | once
 
 
-def require(condition: bool, name: str, rule: str) -> None:
+def require_setting(condition: bool, name: str, rule: str) -> None:
     """Complain about a setting, from a validator of the whole section."""
     if not condition:
-        raise of_key(name, f"must be {rule}")
+        raise key_error(name, f"must be {rule}")

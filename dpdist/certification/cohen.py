@@ -39,26 +39,26 @@ from dpdist.certification.certificate import (
     ABSTAIN,
     Certificate,
     CertifiedSizes,
-    Partial,
+    PartialCounts,
     Verdict,
-    certified_by,
-    counted,
-    lists,
-    of_table,
-    require,
-    sample,
-    select,
-    selected_by,
-    selected_hits,
-    stated,
-    totals,
+    combined_noise_of_table,
+    consistent_histograms,
+    counts_to_json,
+    equivalent_input_noise,
+    list_columns,
+    read_combined_noise,
+    require_setting,
+    sample_under_noise,
+    select_class,
+    selected_class,
+    total_counts,
 )
 from dpdist.certification.noise import (
     NOISES,
     Gaussian,
     Noise,
-    ball_factor,
     gaussian_l2_radius_two_class,
+    norm_equivalence_factor,
 )
 from dpdist.core.binomial import (
     clopper_pearson_lower,
@@ -66,18 +66,18 @@ from dpdist.core.binomial import (
     hoeffding_lower,
     two_sided_p_value,
 )
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Positive
-from dpdist.core.files import shown
+from dpdist.core.files import quoted
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from dpdist.certification.certificate import CertificateTable, Counter, SampledPlace
-    from dpdist.certification.worker import SmoothedPlace
-    from dpdist.core.files import Column
+    from dpdist.certification.certificate import CertificateTable, ClassCounter, NoiseSampler
+    from dpdist.certification.worker import VoteSampler
+    from dpdist.core.files import ColumnSpec
 
 
 # --- smoothing of the inputs ------------------------------------------------------------------
@@ -100,43 +100,50 @@ class Smoothing(Certificate):
     )
 
     mode: str
-    belongs: ClassVar[str] = "with sigma, by smoothing the inputs"
-    counted: ClassVar[str] = "{n:,} draws an input"
-    keeps_blocks: ClassVar[bool] = True  # the first of a noise bank are asked for again and again
+    wrong_key_hint: ClassVar[str] = "with sigma, by smoothing the inputs"
+    draws_phrase: ClassVar[str] = "{n:,} draws an input"
+    # the first of a noise bank are asked for again and again
+    cache_first_blocks: ClassVar[bool] = True
 
     @model_validator(mode="after")
-    def _radii(self) -> Self:
+    def _validate_radii(self) -> Self:
         rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
-        require(rising, "radii", "ascending")
-        reachable = all(self.smoothing.probability_for_radius(r) < 1 - 1e-12 for r in self.radii)
-        require(reachable, "radii", f"reachable with {self.noise} noise, sigma {self.sigma}")
+        require_setting(rising, "radii", "ascending")
+        reachable = all(
+            self.smoothing_noise.probability_for_radius(r) < 1 - 1e-12 for r in self.radii
+        )
+        require_setting(
+            reachable, "radii", f"reachable with {self.noise} noise, sigma {self.sigma}"
+        )
         return self
 
     @classmethod
-    def fits(cls, section: Mapping[str, Any]) -> bool:
+    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
         mode = section.get("mode") or "fixed"
         return section.get("sigma") is not None and mode == cls.mode_name()
 
     @property
-    def smoothing(self) -> Noise:
+    def smoothing_noise(self) -> Noise:
         """The noise."""
         return NOISES[self.noise](self.sigma)
 
-    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> SampledPlace:
+    def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSampler:
         """Noise that the model has further inside is drawn too: behind an affine first layer it
         certifies with the input's, elsewhere it is post-processing."""
-        from dpdist.certification.certificate import of_place
-        from dpdist.certification.worker import SmoothedPlace
-        from dpdist.randomness.noise_location import place_of
+        from dpdist.certification.certificate import combined_noise_of_model
+        from dpdist.certification.worker import VoteSampler
+        from dpdist.randomness.noise_location import find_noise_location
 
-        where = place_of(model).smoothed(self.sigma)
-        if where.deeper and (self.noise != Gaussian.name or self.noise_bank):
+        where = find_noise_location(model).with_input_noise(self.sigma)
+        if where.has_inner_noise and (self.noise != Gaussian.name or self.noise_bank):
             raise UserError(
                 "the model has noise of its own behind its input: certify with noise gaussian and "
                 "without noise bank"
             )
-        both = of_place(where, model, input_shape, self.sigma)
-        return SmoothedPlace(self.smoothing, self.noise_bank, self.keeps_blocks, where, both)
+        both = combined_noise_of_model(where, model, input_shape, self.sigma)
+        return VoteSampler(
+            self.smoothing_noise, self.noise_bank, self.cache_first_blocks, where, both
+        )
 
     def hypotheses(self, noise: Noise) -> tuple[float, ...]:
         """p0 of each radius under what certifies, a hair above the exact one so that rounding
@@ -144,25 +151,29 @@ class Smoothing(Certificate):
         exact = [noise.probability_for_radius(radius) for radius in self.radii]
         return tuple(p + (1 - p) * 1e-9 for p in exact)
 
-    def counts(self, counter: Counter, x: Tensor, index: int, batch: int) -> np.ndarray:
+    def sample_all_draws(
+        self, counter: ClassCounter, x: Tensor, index: int, batch: int
+    ) -> np.ndarray:
         """Return the counts of the classes over all n draws, whatever the mode: int64 (classes,).
 
         Draws without a class are in none of them.
         """
         blocks = range(-(-self.n // batch))
         result: np.ndarray = np.sum(
-            [sample(counter, x, index, b, batch, self.n) for b in blocks], axis=0
+            [sample_under_noise(counter, x, index, b, batch, self.n) for b in blocks], axis=0
         )
         return result
 
-    def row(self, index: int, label: int, verdict: Verdict, place: SampledPlace) -> dict[str, Any]:
+    def row(
+        self, index: int, label: int, verdict: Verdict, sampler: NoiseSampler
+    ) -> dict[str, Any]:
         return {
             "index": index,
             "label": label,
             **dataclasses.asdict(verdict),
             "n0": self.n0,
             "alpha": self.alpha,
-            "norm": self.smoothing.norm,
+            "norm": self.smoothing_noise.norm,
             "noise": self.noise,
             "sigma": self.sigma,
             "mode": self.mode,
@@ -171,71 +182,75 @@ class Smoothing(Certificate):
         }
 
     @classmethod
-    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
         noise = table["noise"][0].as_py()
         if noise not in NOISES:
             raise UserError(
-                f"the table: damaged: noise must be one of {', '.join(NOISES)}, got {shown(noise)}"
+                f"the table: damaged: noise must be one of {', '.join(NOISES)}, got {quoted(noise)}"
             )
-        return {**super().constants(table, settings), "norm": NOISES[noise].norm}
+        return {**super().constant_columns(table, settings), "norm": NOISES[noise].norm}
 
     @classmethod
-    def check(cls, table: pa.Table, where: str) -> None:
+    def check_table(cls, table: pa.Table, context: str) -> None:
         """Check that the stated noise behind the input is that of the radii."""
-        both = of_table(table)
+        both = combined_noise_of_table(table)
         if both is not None:
-            follow = Gaussian(both.both).radius(table["p_lower"].to_numpy())
-            radii, near = table["radius"].to_numpy(), _NEAR * (follow + both.both)
+            follow = Gaussian(both.combined_sigma).radius(table["p_lower"].to_numpy())
+            radii, near = table["radius"].to_numpy(), _NEAR * (follow + both.combined_sigma)
             if not (abs(radii - follow) <= near).all():
                 raise UserError(
-                    f"{where}: damaged: its radii do not follow from the sigma, hidden noise and "
+                    f"{context}: damaged: its radii do not follow from the sigma, hidden noise and "
                     "sensitivity that it states"
                 )
-        super().check(table, where)
+        super().check_table(table, context)
 
     @classmethod
-    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """All draws that were asked for, with the counts of all classes."""
-        found = lists(table, "histogram")
-        return np.zeros(len(table), bool) if found is None else selected_hits(table, found[0])
+        found = list_columns(table, "histogram")
+        return (
+            np.zeros(len(table), bool) if found is None else consistent_histograms(table, found[0])
+        )
 
     @classmethod
-    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         k, n, selected = (table[name].to_numpy() for name in ("k", "n", "selected"))
         lower = np.asarray(cls.lower_bound(k, n, alpha))
-        radius = np.asarray(certified_by(table).radius(lower))
+        radius = np.asarray(equivalent_input_noise(table).radius(lower))
         prediction = np.where(lower > 0.5, selected, ABSTAIN)
         return {"p_lower": lower, "radius": radius, "prediction": prediction}
 
     @classmethod
-    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """The vote's, with its noise: other noise is another classifier. With noise behind the
         first layer too, what either alone certifies, and what DPAL's sum would."""
         first = table.slice(0, 1).to_pylist()[0]
         title = f"vote (Cohen), {first['noise']} {first['sigma']:g}"
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
-        both = of_table(table)
+        both = combined_noise_of_table(table)
         if both is None:
             return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
-        share = size / both.both * (1 - 1e-12)
+        share = size / both.combined_sigma * (1 - 1e-12)
         found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size, "--")]
         for name, of, worth, holds in (
             ("input", "its input noise alone", both.sigma, True),
-            ("hidden", "its hidden noise alone", both.behind, True),
-            ("as_printed", "kappa + phi (does not hold)", both.as_printed, False),
+            ("hidden", "its hidden noise alone", both.hidden_as_input_sigma, True),
+            ("as_printed", "kappa + phi (does not hold)", both.sigma_as_printed, False),
         ):
             words = f"vote, {of}"
-            found.append(CertifiedSizes(name, "l2", words, answer, share * worth, holds=holds))
+            found.append(CertifiedSizes(name, "l2", words, answer, share * worth, is_valid=holds))
         return tuple(found)
 
     @classmethod
-    def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:
+    def sizes_in_norm(cls, table: pa.Table, norm: str, dimension: int) -> list[CertifiedSizes]:
         """Return the sizes in other norms: the largest ball inside the certified one."""
         return [
             dataclasses.replace(
-                sizes, norm=norm, size=sizes.size / ball_factor(sizes.norm, norm, numbers)
+                sizes,
+                norm=norm,
+                size=sizes.size / norm_equivalence_factor(sizes.norm, norm, dimension),
             )
-            for sizes in cls.sizes(table)
+            for sizes in cls.read_sizes(table)
         ]
 
     @classmethod
@@ -245,40 +260,54 @@ class Smoothing(Certificate):
         raise NotImplementedError
 
     @classmethod
-    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        made = {name: column.tolist() for name, column in cls.made(table, alpha).items()}
+    def recertify(
+        cls, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        made = {
+            name: column.tolist() for name, column in cls.recompute_columns(table, alpha).items()
+        }
         return [
             row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
             for place, row in enumerate(table.to_pylist())
         ], {}
 
     @classmethod
-    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
-        name = f"certified at {found.norm.upper()} radius"
-        lines = [(f"{name} {exact(r)}", f"{percent(found.certified_accuracy(r))} %") for r in at]
-        for sizes in found.sizes[1:]:
-            held = sizes.certified(found.label)
-            shares = ", ".join(f"{percent(np.mean(held >= r))} % at {exact(r)}" for r in at)
+    def summary_rows(
+        cls, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
+        name = f"certified at {certificates.norm.upper()} radius"
+        lines = [
+            (f"{name} {format_exact(r)}", f"{format_percent(certificates.certified_accuracy(r))} %")
+            for r in radii
+        ]
+        for sizes in certificates.sizes[1:]:
+            held = sizes.size_if_correct(certificates.label)
+            shares = ", ".join(
+                f"{format_percent(np.mean(held >= r))} % at {format_exact(r)}" for r in radii
+            )
             lines.append((sizes.title, shares))
         return lines
 
     @classmethod
-    def words(cls, found: CertificateTable) -> str:
-        hidden = "" if of_table(found.table) is None else " and hidden noise"
-        noise = f"{found.noise.capitalize()} noise {found.sigma:g}{hidden}"
-        return f"Smoothing by {noise}, {cls.counted.format(n=found.n)}"
+    def describe(cls, certificates: CertificateTable) -> str:
+        hidden = "" if combined_noise_of_table(certificates.table) is None else " and hidden noise"
+        noise = f"{certificates.noise.capitalize()} noise {certificates.sigma:g}{hidden}"
+        return f"Smoothing by {noise}, {cls.draws_phrase.format(n=certificates.n)}"
 
     @classmethod
-    def terms(cls, found: CertificateTable) -> dict[str, Any]:
-        return {"sigma": found.sigma, "radii": () if "radii" in cls.free else found.radii}
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        return {
+            "sigma": certificates.sigma,
+            "radii": () if "radii" in cls.result_free_fields else certificates.radii,
+        }
 
     @classmethod
-    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
+    def attack_noise(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
         """Attacks smooth by Gaussian noise only."""
         return ("input", sigma) if noise == Gaussian.name else None
 
-    def fresh(self, seed: str) -> Certificate:
-        return super().fresh(seed).model_copy(update={"noise_bank": False})
+    def with_seed(self, seed: str) -> Certificate:
+        return super().with_seed(seed).model_copy(update={"noise_bank": False})
 
     def name_parts(self) -> list[str]:
         parts = [f"sigma-{self.sigma:g}", *self.mode_parts(), f"n-{self.n}"]
@@ -338,62 +367,88 @@ class Cohen(Smoothing):
     """
 
     mode: Literal["fixed"] = "fixed"
-    free: ClassVar[frozenset[str]] = frozenset({"radii"})  # only what is to be shown of the results
-    usual_batch: ClassVar[int] = 1000
-    device_batch: ClassVar[int] = 32768
-    keeps_blocks: ClassVar[bool] = False
-    drawn: ClassVar[frozenset[str]] = frozenset({"histogram"})
+    # only what is to be shown of the results
+    result_free_fields: ClassVar[frozenset[str]] = frozenset({"radii"})
+    default_batch: ClassVar[int] = 1000
+    max_device_batch: ClassVar[int] = 32768
+    cache_first_blocks: ClassVar[bool] = False
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram"})
 
-    def work(
+    def sample(
         self,
-        counter: Counter,
+        counter: ClassCounter,
         x: Tensor,
         index: int,
         low: int,
         high: int,
         batch: int,
-        place: SmoothedPlace,
-    ) -> Partial:
+        sampler: VoteSampler,
+    ) -> PartialCounts:
         """SampleUnderNoise: blocks low..high-1 of the n draws; the first also chooses the class."""
-        partial: Partial = {}
+        partial: PartialCounts = {}
         if low == 0:
-            partial["selected"] = select(counter, self.n0, x, index)
-        blocks = [sample(counter, x, index, block, batch, self.n) for block in range(low, high)]
-        return partial | counted(np.sum(blocks, axis=0), min(high * batch, self.n) - low * batch)
-
-    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
-        """The certificate, from the counts of all blocks."""
-        counts = totals(partials, "histogram", self.n)
-        return certify(
-            selected_by(partials), counts, self.alpha, place.certified, self.n, self.lower_bound
+            partial["selected"] = select_class(counter, self.n0, x, index)
+        blocks = [
+            sample_under_noise(counter, x, index, block, batch, self.n)
+            for block in range(low, high)
+        ]
+        return partial | counts_to_json(
+            np.sum(blocks, axis=0), min(high * batch, self.n) - low * batch
         )
 
-    def label(
-        self, counter: Counter, x: Tensor, index: int, batch: int, place: SmoothedPlace
+    def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
+        """The certificate, from the counts of all blocks."""
+        counts = total_counts(partials, "histogram", self.n)
+        return certify(
+            selected_class(partials),
+            counts,
+            self.alpha,
+            sampler.equivalent_noise,
+            self.n,
+            self.lower_bound,
+        )
+
+    def predict(
+        self, counter: ClassCounter, x: Tensor, index: int, batch: int, sampler: VoteSampler
     ) -> int:
         """PREDICT, from n draws."""
-        return predict(self.counts(counter, x, index, batch), self.alpha, self.n)
+        return predict(self.sample_all_draws(counter, x, index, batch), self.alpha, self.n)
 
-    def certify_other(
-        self, counter: Counter, x: Tensor, index: int, than: int, batch: int, place: SmoothedPlace
+    def certify_other_class(
+        self,
+        counter: ClassCounter,
+        x: Tensor,
+        index: int,
+        excluded_class: int,
+        batch: int,
+        sampler: VoteSampler,
     ) -> Verdict:
-        """Only the selected class can be certified: where it is ``than``, no other is."""
-        selected = select(counter, self.n0, x, index)
-        if selected == than:
+        """Only the selected class can be certified: where it is ``excluded_class``, no other is."""
+        selected = select_class(counter, self.n0, x, index)
+        if selected == excluded_class:
             return Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)
-        result: Verdict = super().certify_other(counter, x, index, than, batch, place)
+        result: Verdict = super().certify_other_class(
+            counter, x, index, excluded_class, batch, sampler
+        )
         return result
 
     @classmethod
-    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Cohen, SmoothedPlace]:
-        from dpdist.certification.worker import SmoothedPlace
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[Cohen, VoteSampler]:
+        from dpdist.certification.worker import VoteSampler
 
         settings = cls.model_validate(
-            {"sigma": found.sigma, "n0": found.n0, "n": found.n, "alpha": found.alpha}
-            | {"batch": batch, "noise": found.noise}
+            {
+                "sigma": certificates.sigma,
+                "n0": certificates.n0,
+                "n": certificates.n,
+                "alpha": certificates.alpha,
+            }
+            | {"batch": batch, "noise": certificates.noise}
         )
-        quadrature = stated(found.about, found.sigma)
-        return settings, SmoothedPlace(settings.smoothing, quadrature=quadrature)
+        quadrature = read_combined_noise(certificates.job_record, certificates.sigma)
+        return settings, VoteSampler(settings.smoothing_noise, combined_noise=quadrature)
 
     @classmethod
     def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
@@ -407,7 +462,7 @@ def certify(
     alpha: float,
     noise: Noise,
     draws: int | None = None,
-    bound: Callable[..., Any] = clopper_pearson_lower,
+    lower_confidence_bound: Callable[..., Any] = clopper_pearson_lower,
 ) -> Verdict:
     """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
 
@@ -416,7 +471,7 @@ def certify(
     have had no class, and count against the selected one; None: all had one. bound: LowerConfBound.
     """
     k, n = int(counts[selected]), int(counts.sum()) if draws is None else draws
-    p_lower = float(bound(k, n, alpha))
+    p_lower = float(lower_confidence_bound(k, n, alpha))
     certified = p_lower > 0.5
     return Verdict(
         prediction=selected if certified else ABSTAIN,
@@ -474,11 +529,11 @@ class HoeffdingVotes(Cohen):
 
     mode: Literal["hoeffding"] = "hoeffding"  # type: ignore[assignment]
     bound: Literal["hoeffding"] = "hoeffding"
-    belongs: ClassVar[str] = "with bound hoeffding, by smoothing the inputs"
-    counted: ClassVar[str] = "{n:,} draws an input, bounded by Hoeffding's inequality"
+    wrong_key_hint: ClassVar[str] = "with bound hoeffding, by smoothing the inputs"
+    draws_phrase: ClassVar[str] = "{n:,} draws an input, bounded by Hoeffding's inequality"
 
     @classmethod
-    def fits(cls, section: Mapping[str, Any]) -> bool:
+    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
         mode, bound = section.get("mode") or "fixed", section.get("bound")
         asked = bound == "hoeffding" and mode in ("fixed", "hoeffding")
         return section.get("sigma") is not None and (asked or (mode == "hoeffding" and not bound))
@@ -526,17 +581,17 @@ class TwoClass(Cohen):
     """
 
     mode: Literal["two-class"] = "two-class"  # type: ignore[assignment]
-    counted: ClassVar[str] = "{n:,} draws an input, the runner-up bounded by its own"
+    draws_phrase: ClassVar[str] = "{n:,} draws an input, the runner-up bounded by its own"
 
     @model_validator(mode="after")
-    def _gaussian(self) -> Self:
-        require(self.noise == Gaussian.name, "noise", "gaussian when mode is two-class")
+    def _require_gaussian(self) -> Self:
+        require_setting(self.noise == Gaussian.name, "noise", "gaussian when mode is two-class")
         return self
 
-    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
-        counts = totals(partials, "histogram", self.n)
+    def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
+        counts = total_counts(partials, "histogram", self.n)
         return certify_against_runner_up(
-            selected_by(partials), counts, self.alpha, place.certified, self.n
+            selected_class(partials), counts, self.alpha, sampler.equivalent_noise, self.n
         )
 
     @classmethod
@@ -546,26 +601,28 @@ class TwoClass(Cohen):
         return super().table_schema().append(pa.field("p_upper", pa.float64(), nullable=False))
 
     @classmethod
-    def columns(cls) -> Mapping[str, Column]:
-        return {**super().columns(), "p_upper": (float, 0), "histogram": (object, None)}
+    def extra_columns(cls) -> Mapping[str, ColumnSpec]:
+        return {**super().extra_columns(), "p_upper": (float, 0), "histogram": (object, None)}
 
     @classmethod
-    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
         selected = table["selected"].to_numpy()
         lower, upper = runner_up_bounds(counts, selected, alpha, table["n"].to_numpy())
-        sigma = certified_by(table).sigma
+        sigma = equivalent_input_noise(table).sigma
         radius = np.asarray(gaussian_l2_radius_two_class(lower, upper, sigma))
         prediction = np.where(radius > 0, selected, ABSTAIN)
         return {"p_lower": lower, "p_upper": upper, "radius": radius, "prediction": prediction}
 
     @classmethod
-    def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
+    def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray:
         """Return the reach with the rest spread evenly over the other classes."""
         others = max(1, len(table["histogram"][0]) - 1)
-        rest = (1 - label) / others
-        radius = gaussian_l2_radius_two_class(label, rest, certified_by(table).sigma)
-        return np.where(label > rest, radius, -1.0)
+        rest = (1 - label_probability) / others
+        radius = gaussian_l2_radius_two_class(
+            label_probability, rest, equivalent_input_noise(table).sigma
+        )
+        return np.where(label_probability > rest, radius, -1.0)
 
 
 def runner_up_bounds(

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from dpdist.core.errors import UserError
 
 if TYPE_CHECKING:
-    from dpdist.cluster.resumable_job import Work
+    from dpdist.cluster.resumable_job import JobSpec
 
 FOLDER = "attacks"  # of all evaluations: below the run folder, or below its private/
 _DECISION = "decision.parquet"  # written by `dpdist certify --decide`, which was removed
 
 
-class Folders(Protocol):
+class RunFolderLike(Protocol):
     """The part of a run folder that evaluations read: ``dpdist.runs.folder.RunFolder`` has it."""
 
     @property
@@ -31,20 +31,20 @@ class Folders(Protocol):
     @property
     def private(self) -> Path: ...
 
-    def around(self, path: Path) -> Folders | None: ...
+    def enclosing_run(self, path: Path) -> RunFolderLike | None: ...
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """The evaluated model and its data.
 
     test: the named test data; training: reads the private records; recipe: of the model, for
     evaluations that train others like it.
     """
 
-    model: Path
-    test: Any
-    training: Callable[[], Any]
+    model_folder: Path
+    test_data: Any
+    load_training_data: Callable[[], Any]
     trusted_factory: str | None = None
     recipe: Any = None
 
@@ -61,19 +61,19 @@ class Evaluation:
     name: ClassVar[str]
     file: ClassVar[str]
     private: ClassVar[bool]
-    of_trained: ClassVar[bool] = True
-    unit: ClassVar[str] = "inputs"
+    needs_trained_model: ClassVar[bool] = True
+    progress_unit: ClassVar[str] = "inputs"
 
     @property
     def folder_name(self) -> str:
         """Return the default folder of the results; its name tells two evaluations apart."""
         raise NotImplementedError
 
-    def recipe_of(self, recipe: Any) -> Any:
+    def data_recipe(self, recipe: Any) -> Any:
         """Return the recipe whose data are read, from that of the run. Raises UserError."""
         return recipe
 
-    def work(self, subject: Subject) -> Work:
+    def job_spec(self, subject: EvaluatedModel) -> JobSpec:
         """The job: what its results depend on, its blocks and the worker that does them."""
         raise NotImplementedError
 
@@ -84,25 +84,25 @@ class Evaluation:
         raise NotImplementedError
 
     @classmethod
-    def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
+    def summary_rows(cls, results: Sequence[Any]) -> list[tuple[str, str]]:
         """Name and value of what was read, for the summary and the report of a run."""
         raise NotImplementedError
 
     @classmethod
-    def home(cls, run: Folders) -> Path:
+    def results_folder(cls, run: RunFolderLike) -> Path:
         """The folder of all results of this kind."""
         return (run.private if cls.private else run.path) / FOLDER
 
     @classmethod
-    def results(cls, run: Folders) -> list[Any]:
+    def read_all(cls, run: RunFolderLike) -> list[Any]:
         """All finished results of a run."""
-        return [cls.read(path) for path in sorted(cls.home(run).glob(f"*/{cls.file}"))]
+        return [cls.read(path) for path in sorted(cls.results_folder(run).glob(f"*/{cls.file}"))]
 
-    def place(self, run: Folders, output: Path | None = None) -> Path:
+    def output_folder(self, run: RunFolderLike, output: Path | None = None) -> Path:
         """The folder of this one's results. Raises UserError where they would not stay private."""
         if output is None:
-            return self.home(run) / self.folder_name
-        around = run.around(output)
+            return self.results_folder(run) / self.folder_name
+        around = run.enclosing_run(output)
         if self.private and around and not output.resolve().is_relative_to(around.private):
             raise UserError(
                 f"{output}: {self.name} says something of training records, and what lies there "
@@ -111,7 +111,7 @@ class Evaluation:
         return output
 
 
-def refuse_decisions(run: Folders, output: Path | None = None) -> None:
+def refuse_decisions(run: RunFolderLike, output: Path | None = None) -> None:
     """Check that a run holds no answer of `dpdist certify --decide`, which nothing reads any more.
 
     Args:

@@ -25,75 +25,75 @@ from dpdist.certification.certificate import (
     ABSTAIN,
     Certificate,
     CertifiedSizes,
-    Partial,
+    PartialCounts,
     Verdict,
-    counted,
-    lists,
-    select,
-    selected_by,
-    selected_hits,
-    totals,
+    consistent_histograms,
+    counts_to_json,
+    list_columns,
+    select_class,
+    selected_class,
+    total_counts,
 )
 from dpdist.certification.noise import gaussian_l2_radius
 from dpdist.certification.score_bounds import SCORE_UNIT, ScoreBounds, Sensitivity
 from dpdist.core.binomial import clopper_pearson_lower
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Number
-from dpdist.core.files import Column, check_shape
+from dpdist.core.fields import RejectBool
+from dpdist.core.files import ColumnSpec, check_shape
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
     from dpdist.certification.certificate import CertificateTable
-    from dpdist.certification.worker import HiddenNoiseSampler, ScoredPlace
+    from dpdist.certification.worker import HiddenNoiseCounter, ScoreSampler
 
 NORMS = ("l2", "linf")
 # Each certificate of a table: what it is in words, and how pictures draw it.
-CERTIFICATES = {
+CERTIFICATE_STYLES = {
     "classical": ("PixelDP, epsilon_r <= 1", None),
     "extended": ("HGM, corrected", ":"),  # Eq. 10: extended (heterogeneous) Gaussian mechanism
     "analytic": ("AGM", None),  # the same condition with the exact (epsilon, delta) profile
     "exact": ("exact profile", "-"),  # of expected scores: no epsilon_r
     "cohen": ("vote (Cohen)", "--"),  # exact profile of the majority vote, Clopper-Pearson
 }
-VOTE = "cohen"  # the one that speaks of votes; the others speak of mean scores
+VOTE_CERTIFICATE = "cohen"  # the one that speaks of votes; the others speak of mean scores
 AS_PRINTED = "as_printed_linf"
-SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATES for norm in NORMS), AS_PRINTED)
+SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATE_STYLES for norm in NORMS), AS_PRINTED)
 
 ScoreBound = Literal["hoeffding", "bernstein", "counts"]
-_ANY: Column = (object, None)
+_ANY: ColumnSpec = (object, None)
 _Kind = TypeVar("_Kind", bound="ExpectedScores")
-COUNTS = "counts"  # the bound by which scores are votes: one for the class that a draw says
+COUNTS_BOUND = "counts"  # the bound by which scores are votes: one for the class that a draw says
 
 
 # Sums of squares of scores, each at most SCORE_UNIT^2, are stored as int64.
-MOST_DRAWS = 2**63 // SCORE_UNIT**2 - 1
+MAX_DRAWS = 2**63 // SCORE_UNIT**2 - 1
 
 
-class OfHiddenNoise(Certificate):
+class HiddenNoiseCertificate(Certificate):
     """Base of certificates of scores under the noise behind a model's first layer."""
 
-    n: Annotated[int, Number, Field(ge=2, le=MOST_DRAWS)] = 100_000
+    n: Annotated[int, RejectBool, Field(ge=2, le=MAX_DRAWS)] = 100_000
 
     noise: ClassVar[str] = "hidden-gaussian"
     noise_bank: ClassVar[bool] = False
     sigma: ClassVar[None] = None
-    votes: ClassVar[bool] = False
-    device_batch: ClassVar[int] = 32768
+    is_vote_based: ClassVar[bool] = False
+    max_device_batch: ClassVar[int] = 32768
 
-    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoredPlace:
-        from dpdist.certification.worker import ScoredPlace
+    def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoreSampler:
+        from dpdist.certification.worker import ScoreSampler
 
-        return ScoredPlace.of(model, input_shape)
+        return ScoreSampler.from_model(model, input_shape)
 
     @classmethod
-    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
+    def attack_noise(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
         return "hidden", None
 
 
-class ExpectedScores(OfHiddenNoise):
+class ExpectedScores(HiddenNoiseCertificate):
     """Certify by mean scores under the noise behind a model's own first layer.
 
     Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
@@ -140,64 +140,71 @@ class ExpectedScores(OfHiddenNoise):
     norm: Literal["l2", "linf"] = "l2"
 
     mode: ClassVar[str] = "scores"
-    free: ClassVar[frozenset[str]] = frozenset({"radii"})
-    binned: ClassVar[tuple[str, ...]] = ()  # what of the scores' histograms is added up
-    belongs: ClassVar[str] = "without sigma, by expected scores"
-    drawn: ClassVar[frozenset[str]] = frozenset({"histogram", "sums", "squares"})
+    result_free_fields: ClassVar[frozenset[str]] = frozenset({"radii"})
+    binned_fields: ClassVar[tuple[str, ...]] = ()  # what of the scores' histograms is added up
+    wrong_key_hint: ClassVar[str] = "without sigma, by expected scores"
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "sums", "squares"})
 
     @classmethod
-    def fits(cls, section: Mapping[str, Any]) -> bool:
+    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
         return section.get("sigma") is None
 
-    def work(
+    def sample(
         self,
-        counter: HiddenNoiseSampler,
+        counter: HiddenNoiseCounter,
         x: Tensor,
         index: int,
         low: int,
         high: int,
         batch: int,
-        place: ScoredPlace,
-    ) -> Partial:
+        sampler: ScoreSampler,
+    ) -> PartialCounts:
         """Blocks low..high-1 of one input; the first also chooses the class for the vote."""
-        partial: Partial = {}
+        partial: PartialCounts = {}
         if low == 0:
-            partial["selected"] = select(counter, self.n0, x, index)
+            partial["selected"] = select_class(counter, self.n0, x, index)
         blocks = [
-            counter.block(
-                x, index, block, batch, min(batch, self.n - block * batch), binned=bool(self.binned)
+            counter.sample_block(
+                x,
+                index,
+                block,
+                batch,
+                min(batch, self.n - block * batch),
+                binned=bool(self.binned_fields),
             )
             for block in range(low, high)
         ]
-        for name in ("sums", "squares", "histogram", *self.binned):
+        for name in ("sums", "squares", "histogram", *self.binned_fields):
             found = np.sum([getattr(block, name) for block in blocks], axis=0)
             partial[name] = found.ravel().tolist()
         draws = sum(block.draws for block in blocks)
-        return partial | counted(np.asarray(partial["histogram"]), draws)
+        return partial | counts_to_json(np.asarray(partial["histogram"]), draws)
 
-    def verdict(self, partials: Sequence[Partial], place: ScoredPlace) -> ScoreVerdict:
-        sums, squares = totals(partials, "sums"), totals(partials, "squares")
-        histogram, selected = totals(partials, "histogram", self.n), selected_by(partials)
-        return decide(sums, squares, histogram, selected, self, place.sigma, place.norms)
+    def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> ScoreVerdict:
+        sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
+        histogram, selected = total_counts(partials, "histogram", self.n), selected_class(partials)
+        return certify_scores(
+            sums, squares, histogram, selected, self, sampler.sigma, sampler.sensitivity
+        )
 
-    def verdict_on(
-        self, votes: bool, verdict: ScoreVerdict, place: ScoredPlace
+    def verdict_for_classifier(
+        self, predicts_by_vote: bool, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> ScoreVerdict | Verdict:
-        if votes == (self.bound == COUNTS):
+        if predicts_by_vote == (self.bound == COUNTS_BOUND):
             return verdict
-        if votes:
-            return verdict.of_votes(self)
+        if predicts_by_vote:
+            return verdict.vote_verdict(self)
         known = (verdict.sums, verdict.squares, verdict.histogram)
         sums, squares, histogram = (np.array(found) for found in known)
         settings = self.model_copy(update={"bound": "hoeffding"})
-        return decide(
-            sums, squares, histogram, verdict.selected, settings, place.sigma, place.norms
+        return certify_scores(
+            sums, squares, histogram, verdict.selected, settings, sampler.sigma, sampler.sensitivity
         )
 
     def row(
-        self, index: int, label: int, verdict: ScoreVerdict, place: ScoredPlace
+        self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> dict[str, Any]:
-        return row(index, label, verdict, self, place.sigma)
+        return table_row(index, label, verdict, self, sampler.sigma)
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
@@ -211,8 +218,8 @@ class ExpectedScores(OfHiddenNoise):
         return pa.schema([*SCHEMA, *(pa.field(name, of, nullable=False) for name, of in more)])
 
     @classmethod
-    def columns(cls) -> Mapping[str, Column]:
-        numbers: Column = (float, 0)
+    def extra_columns(cls) -> Mapping[str, ColumnSpec]:
+        numbers: ColumnSpec = (float, 0)
         return {
             **dict.fromkeys((*SIZE_COLUMNS, "p_upper"), numbers),
             "sums": (object, None),
@@ -221,124 +228,151 @@ class ExpectedScores(OfHiddenNoise):
         }
 
     @classmethod
-    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return also the bound and its sides, where the settings state them."""
         stated = {name: settings[name] for name in ("bound", "one_sided") if name in settings}
         own = {name: value for name, value in stated.items() if name in cls.model_fields}
-        return {**super().constants(table, settings), "noise": cls.noise, **own}
+        return {**super().constant_columns(table, settings), "noise": cls.noise, **own}
 
     @classmethod
-    def check(cls, table: pa.Table, where: str) -> None:
+    def check_table(cls, table: pa.Table, context: str) -> None:
         if not all(table["sums"].to_pylist()):
-            raise UserError(f"{where}: damaged: column 'sums' must hold a sum for each class")
+            raise UserError(f"{context}: damaged: column 'sums' must hold a sum for each class")
         if len(set(table["bound"].to_pylist())) > 1:
-            raise UserError(f"{where}: damaged: its rows differ in bound")
-        super().check(table, where)
+            raise UserError(f"{context}: damaged: its rows differ in bound")
+        super().check_table(table, context)
 
     @classmethod
-    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Votes, scores and their squares of so many draws, no more than there can be."""
-        found = lists(table, "histogram", "sums", "squares")
+        found = list_columns(table, "histogram", "sums", "squares")
         if found is None:
             return np.zeros(len(table), bool)
         votes, sums, squares = found
         n = table["n"].to_numpy()
-        sound = selected_hits(table, votes) & (n >= 2) & (n <= MOST_DRAWS)
+        sound = consistent_histograms(table, votes) & (n >= 2) & (n <= MAX_DRAWS)
         sound &= (sums >= 0).all(1) & (sums.sum(1) <= n * SCORE_UNIT)
         result: np.ndarray = sound & ((squares >= 0) & (squares <= sums * SCORE_UNIT)).all(1)
         return result
 
     @classmethod
-    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        found = lists(table, "sums", "squares", "histogram")
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        found = list_columns(table, "sums", "squares", "histogram")
         assert found is not None
         sums, squares, histogram = found
-        settings = stated_settings(ExpectedScores, table, alpha)
-        bounds = bounds_of(sums, squares, histogram, settings)
-        return cls.made_of(table, alpha, bounds, bounds.label)
+        settings = read_table_settings(ExpectedScores, table, alpha)
+        bounds = compute_score_bounds(sums, squares, histogram, settings)
+        return cls.recompute_from_bounds(table, alpha, bounds, bounds.label)
 
     @classmethod
-    def made_of(
+    def recompute_from_bounds(
         cls, table: pa.Table, alpha: float, bounds: ScoreBounds, label: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """`made`, from bounds of all rows, and the class that they are for."""
-        found = lists(table, "sums")
+        """`recompute_columns`, from bounds of all rows, and the class that they are for."""
+        found = list_columns(table, "sums")
         assert found is not None
         n = table["n"].to_numpy()
         vote = np.asarray(clopper_pearson_lower(table["k"].to_numpy(), n, alpha))
         printed = score_bounds.score_bounds_hoeffding(
             found[0] / SCORE_UNIT, n[:, None], 1 - alpha, paper_faithful=True
         )
-        scale, norms = table["sigma"][0].as_py(), stated_norms(table)
-        sizes = certified_sizes(bounds, vote, printed, scale, norms)
+        scale, norms = table["sigma"][0].as_py(), read_sensitivity(table)
+        sizes = compute_certified_sizes(bounds, vote, printed, scale, norms)
         radius = sizes[f"exact_{table['norm'][0].as_py()}"]
         prediction = np.where(radius > 0, label, ABSTAIN)
         more = {"p_lower": bounds.p_a, "p_upper": bounds.p_b}
         return {**sizes, **more, "radius": radius, "prediction": prediction}
 
     @classmethod
-    def by_votes(cls, table: pa.Table) -> bool:
-        result: bool = table["bound"][0].as_py() == COUNTS
+    def table_predicts_by_vote(cls, table: pa.Table) -> bool:
+        result: bool = table["bound"][0].as_py() == COUNTS_BOUND
         return result
 
     @classmethod
-    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """Every certificate in both norms. The vote answers with a class of its own; as printed,
         the class of the largest mean score, whatever the sound certificates are made of."""
-        counted = cls.by_votes(table)
-        answers = {name: table["prediction"].to_numpy() for name in CERTIFICATES}
-        answers[VOTE] = table["selected"].to_numpy()
+        counted = cls.table_predicts_by_vote(table)
+        answers = {name: table["prediction"].to_numpy() for name in CERTIFICATE_STYLES}
+        answers[VOTE_CERTIFICATE] = table["selected"].to_numpy()
         found = []
         for norm in NORMS:
-            for name, (title, line) in CERTIFICATES.items():
+            for name, (title, line) in CERTIFICATE_STYLES.items():
                 size = table[f"{name}_{norm}"].to_numpy()
                 answer = np.where(size > 0, answers[name], ABSTAIN)
                 by = answer, size, line, name
-                found.append(CertifiedSizes(name, norm, title, *by, votes=counted or name == VOTE))
+                found.append(
+                    CertifiedSizes(
+                        name, norm, title, *by, predicts_by_vote=counted or name == VOTE_CERTIFICATE
+                    )
+                )
         size = table[AS_PRINTED].to_numpy()
         means = np.array([int(np.argmax(sums)) for sums in table["sums"].to_pylist()])
         answer, name = np.where(size > 0, means, ABSTAIN), AS_PRINTED.removesuffix("_linf")
         label = "as printed (claimed, does not hold)"
         title = "as printed (does not hold)"
         printed = CertifiedSizes(
-            name, "linf", title, answer, size, label=label, holds=False, votes=False
+            name,
+            "linf",
+            title,
+            answer,
+            size,
+            short_title=label,
+            is_valid=False,
+            predicts_by_vote=False,
         )
         return (*found, printed)
 
     @classmethod
-    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        return rebound_rows(table, alpha), {"rebound_bound": None}
+    def recertify(
+        cls, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return recertify_rows(table, alpha), {"rebound_bound": None}
 
     @classmethod
-    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
+    def summary_rows(
+        cls, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
         """One for each certificate and norm."""
 
         def shares(sizes: CertifiedSizes) -> str:
-            held = sizes.certified(found.label)
-            return ", ".join(f"{percent(np.mean(held >= size))} % at {exact(size)}" for size in at)
+            held = sizes.size_if_correct(certificates.label)
+            return ", ".join(
+                f"{format_percent(np.mean(held >= size))} % at {format_exact(size)}"
+                for size in radii
+            )
 
-        return [(f"{sizes.norm} {sizes.label}", shares(sizes)) for sizes in found.sizes]
-
-    @classmethod
-    def words(cls, found: CertificateTable) -> str:
-        return f"Expected scores under the model's own noise, {found.n:,} draws an input"
-
-    @classmethod
-    def terms(cls, found: CertificateTable) -> dict[str, Any]:
-        return {"bound": found.table["bound"][0].as_py()}
+        return [
+            (f"{sizes.norm} {sizes.short_title}", shares(sizes)) for sizes in certificates.sizes
+        ]
 
     @classmethod
-    def again(
-        cls, found: CertificateTable, norm: str, batch: int
-    ) -> tuple[ExpectedScores, ScoredPlace]:
-        from dpdist.certification.worker import ScoredPlace
+    def describe(cls, certificates: CertificateTable) -> str:
+        return f"Expected scores under the model's own noise, {certificates.n:,} draws an input"
 
-        (bound,) = found.table["bound"].unique().to_pylist()
+    @classmethod
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        return {"bound": certificates.table["bound"][0].as_py()}
+
+    @classmethod
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[ExpectedScores, ScoreSampler]:
+        from dpdist.certification.worker import ScoreSampler
+
+        (bound,) = certificates.table["bound"].unique().to_pylist()
         settings = cls.model_validate(
-            {"n": found.n, "n0": found.n0, "alpha": found.alpha, "bound": bound}
+            {
+                "n": certificates.n,
+                "n0": certificates.n0,
+                "alpha": certificates.alpha,
+                "bound": bound,
+            }
             | {"norm": norm, "batch": batch}
         )
-        return settings, ScoredPlace(found.sigma, Sensitivity(**found.about["sensitivity"]))
+        return settings, ScoreSampler(
+            certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
+        )
 
     def name_parts(self) -> list[str]:
         return [self.mode, self.bound, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
@@ -357,68 +391,78 @@ class BettingScores(ExpectedScores):
     )
 
     mode: ClassVar[str] = "betting"
-    binned: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`
-    belongs: ClassVar[str] = "with bound betting, by expected scores"
-    drawn: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
+    binned_fields: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`
+    wrong_key_hint: ClassVar[str] = "with bound betting, by expected scores"
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
 
     @classmethod
-    def fits(cls, section: Mapping[str, Any]) -> bool:
-        return super().fits(section) and section.get("bound") == "betting"
+    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
+        return super().accepts_section(section) and section.get("bound") == "betting"
 
-    def verdict(self, partials: Sequence[Partial], place: ScoredPlace) -> ScoreVerdict:
-        sums, squares = totals(partials, "sums"), totals(partials, "squares")
-        bins = {name: totals(partials, name) for name in self.binned}
-        histogram, selected = totals(partials, "histogram", self.n), selected_by(partials)
-        bounds = self.bounds(bins, selected)
-        found = decide(sums, squares, histogram, selected, self, place.sigma, place.norms, bounds)
+    def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> ScoreVerdict:
+        sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
+        bins = {name: total_counts(partials, name) for name in self.binned_fields}
+        histogram, selected = total_counts(partials, "histogram", self.n), selected_class(partials)
+        bounds = self.betting_bounds(bins, selected)
+        found = certify_scores(
+            sums, squares, histogram, selected, self, sampler.sigma, sampler.sensitivity, bounds
+        )
         found.more.update({name: tuple(each.tolist()) for name, each in bins.items()})
         return found
 
-    def bounds(self, bins: Mapping[str, Any], selected: int) -> ScoreBounds:
+    def betting_bounds(self, bins: Mapping[str, Any], selected: int) -> ScoreBounds:
         """Return the bounds from the bins of all classes, one after the other."""
-        counts, excess = (np.reshape(bins[name], (-1, score_bounds.BINS)) for name in self.binned)
+        counts, excess = (
+            np.reshape(bins[name], (-1, score_bounds.NUM_BINS)) for name in self.binned_fields
+        )
         if self.one_sided:
-            return score_bounds.one_score_bound(counts, excess, selected, 1 - self.alpha)
-        return score_bounds.score_bounds(counts, excess, 1 - self.alpha)
+            return score_bounds.score_bounds_betting_one_sided(
+                counts, excess, selected, 1 - self.alpha
+            )
+        return score_bounds.score_bounds_betting(counts, excess, 1 - self.alpha)
 
     def row(
-        self, index: int, label: int, verdict: ScoreVerdict, place: ScoredPlace
+        self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> dict[str, Any]:
-        return super().row(index, label, verdict, place) | {"one_sided": self.one_sided}
+        return super().row(index, label, verdict, sampler) | {"one_sided": self.one_sided}
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
         import pyarrow as pa
 
-        more = [(name, pa.list_(pa.int64())) for name in cls.binned]
+        more = [(name, pa.list_(pa.int64())) for name in cls.binned_fields]
         more.append(("one_sided", pa.bool_()))
         fields = (pa.field(name, of, nullable=False) for name, of in more)
         return pa.schema([*super().table_schema(), *fields])
 
     @classmethod
-    def columns(cls) -> Mapping[str, Column]:
-        return {**super().columns(), **dict.fromkeys((*cls.binned, "one_sided"), _ANY)}
+    def extra_columns(cls) -> Mapping[str, ColumnSpec]:
+        return {**super().extra_columns(), **dict.fromkeys((*cls.binned_fields, "one_sided"), _ANY)}
 
     @classmethod
-    def check(cls, table: pa.Table, where: str) -> None:
-        width = np.diff(score_bounds.ENDS)
-        for each in table.select(["n", "sums", *cls.binned]).to_pylist():
+    def check_table(cls, table: pa.Table, context: str) -> None:
+        width = np.diff(score_bounds.BIN_EDGES)
+        for each in table.select(["n", "sums", *cls.binned_fields]).to_pylist():
             classes = len(each["sums"])
-            counts, excess = (np.asarray(each[name] or (), dtype=np.int64) for name in cls.binned)
-            sound = counts.size == excess.size == classes * score_bounds.BINS
+            counts, excess = (
+                np.asarray(each[name] or (), dtype=np.int64) for name in cls.binned_fields
+            )
+            sound = counts.size == excess.size == classes * score_bounds.NUM_BINS
             if sound:
                 counts, excess = (found.reshape(classes, -1) for found in (counts, excess))
-                sums = (counts * score_bounds.ENDS[:-1] + excess).sum(1)
+                sums = (counts * score_bounds.BIN_EDGES[:-1] + excess).sum(1)
                 sound = bool((counts.sum(1) == each["n"]).all() and (sums == each["sums"]).all())
                 sound = sound and bool(((excess >= 0) & (excess <= counts * width)).all())
             if not sound:
-                raise UserError(f"{where}: damaged: its histograms of scores are not of its draws")
+                raise UserError(
+                    f"{context}: damaged: its histograms of scores are not of its draws"
+                )
         if len(set(table["one_sided"].to_pylist())) > 1:
-            raise UserError(f"{where}: damaged: its rows differ in one_sided")
-        super().check(table, where)
+            raise UserError(f"{context}: damaged: its rows differ in one_sided")
+        super().check_table(table, context)
 
     @classmethod
-    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Return the columns that follow from the bounds that the rows state.
 
         The bounds must be those that the capital allows: not numbers elsewhere. Made anew
@@ -427,48 +471,59 @@ class BettingScores(ExpectedScores):
         one_sided = table["one_sided"][0].as_py()
         lower, upper = (table[name].to_numpy() for name in ("p_lower", "p_upper"))
         labels = np.full(len(lower), ABSTAIN)
-        rows = table.select(["selected", *cls.binned]).to_pylist()
+        rows = table.select(["selected", *cls.binned_fields]).to_pylist()
         for place, each in enumerate(rows):
-            bins, excess = (np.reshape(each[name], (-1, score_bounds.BINS)) for name in cls.binned)
+            bins, excess = (
+                np.reshape(each[name], (-1, score_bounds.NUM_BINS)) for name in cls.binned_fields
+            )
             selected = each["selected"] if one_sided else None
             stated = lower[place], upper[place]
-            labels[place] = score_bounds.label_of(bins, excess, *stated, alpha, selected)
+            labels[place] = score_bounds.verified_label(bins, excess, *stated, alpha, selected)
         known = labels != ABSTAIN
         p_a, p_b = np.where(known, lower, np.nan), np.where(known, upper, np.nan)
         both = np.stack([np.nan_to_num(p_a), np.zeros(len(lower))], 1)
         others = np.stack([np.ones(len(lower)), np.clip(np.nan_to_num(p_b, nan=1.0), 0, 2)], 1)
-        made = cls.made_of(table, alpha, ScoreBounds(both, others), labels)
+        made = cls.recompute_from_bounds(table, alpha, ScoreBounds(both, others), labels)
         return {**made, "p_lower": p_a, "p_upper": p_b}
 
     @classmethod
-    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        from dpdist.certification.table import about
+    def recertify(
+        cls, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        from dpdist.certification.table import read_job_record
 
-        norms, rows = Sensitivity(**about(table)["sensitivity"]), []
+        norms, rows = Sensitivity(**read_job_record(table)["sensitivity"]), []
         for old in table.to_pylist():
             kept = {name: old[name] for name in ("n", "n0", "norm", "one_sided")}
             settings, selected = cls(**kept, alpha=alpha), old["selected"]
-            bounds = settings.bounds(old, selected)
+            bounds = settings.betting_bounds(old, selected)
             sums, squares, votes = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
-            verdict = decide(sums, squares, votes, selected, settings, old["sigma"], norms, bounds)
-            new = row(old["index"], old["label"], verdict, settings, old["sigma"])
+            verdict = certify_scores(
+                sums, squares, votes, selected, settings, old["sigma"], norms, bounds
+            )
+            new = table_row(old["index"], old["label"], verdict, settings, old["sigma"])
             rows.append({**old, **new})
         return rows, {}
 
     @classmethod
-    def words(cls, found: CertificateTable) -> str:
-        return f"{super().words(found)}, bounded by betting"
+    def describe(cls, certificates: CertificateTable) -> str:
+        return f"{super().describe(certificates)}, bounded by betting"
 
     @classmethod
-    def terms(cls, found: CertificateTable) -> dict[str, Any]:
-        return {**super().terms(found), "one_sided": found.table["one_sided"][0].as_py()}
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        return {
+            **super().comparison_key(certificates),
+            "one_sided": certificates.table["one_sided"][0].as_py(),
+        }
 
     @classmethod
-    def again(
-        cls, found: CertificateTable, norm: str, batch: int
-    ) -> tuple[BettingScores, ScoredPlace]:
-        settings, place = super().again(found, norm, batch)
-        return settings.model_copy(update={"one_sided": cls.terms(found)["one_sided"]}), place  # type: ignore[return-value]
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[BettingScores, ScoreSampler]:
+        settings, place = super().recreate(certificates, norm, batch)
+        return settings.model_copy(
+            update={"one_sided": cls.comparison_key(certificates)["one_sided"]}
+        ), place  # type: ignore[return-value]
 
     def name_parts(self) -> list[str]:
         sides = ["one-sided"] if self.one_sided else []
@@ -497,9 +552,9 @@ class ScoreVerdict:
     sizes: dict[str, float]
     more: dict[str, Any] = field(default_factory=dict)
 
-    def of_votes(self, settings: ExpectedScores) -> Verdict:
+    def vote_verdict(self, settings: ExpectedScores) -> Verdict:
         """Return the certificate of the vote on the same draws, in the settings' norm."""
-        radius = self.sizes[f"{VOTE}_{settings.norm}"]
+        radius = self.sizes[f"{VOTE_CERTIFICATE}_{settings.norm}"]
         return Verdict(
             prediction=self.selected if radius > 0 else ABSTAIN,
             selected=self.selected,
@@ -511,12 +566,12 @@ class ScoreVerdict:
         )
 
 
-def bounds_of(
+def compute_score_bounds(
     sums: np.ndarray, squares: np.ndarray, histogram: np.ndarray, settings: ExpectedScores
 ) -> ScoreBounds:
     """Bounds of all expected scores, valid together at the settings' error."""
     n, eta = settings.n, 1 - settings.alpha
-    if settings.bound == COUNTS:
+    if settings.bound == COUNTS_BOUND:
         return score_bounds.score_bounds_counts(histogram, eta, n)
     if settings.bound == "bernstein":
         return score_bounds.score_bounds_bernstein(
@@ -525,7 +580,7 @@ def bounds_of(
     return score_bounds.score_bounds_hoeffding(sums / SCORE_UNIT, n, eta)
 
 
-def decide(
+def certify_scores(
     sums: np.ndarray,
     squares: np.ndarray,
     histogram: np.ndarray,
@@ -539,13 +594,13 @@ def decide(
 
     scale: sigma_r, to which sizes are proportional. bounds: by default those of the settings.
     """
-    bounds = bounds or bounds_of(sums, squares, histogram, settings)
+    bounds = bounds or compute_score_bounds(sums, squares, histogram, settings)
     k = int(histogram[selected])
     vote = float(clopper_pearson_lower(k, settings.n, settings.alpha))
     printed = score_bounds.score_bounds_hoeffding(
         sums / SCORE_UNIT, settings.n, 1 - settings.alpha, paper_faithful=True
     )
-    sizes = certified_sizes(bounds, vote, printed, scale, norms)
+    sizes = compute_certified_sizes(bounds, vote, printed, scale, norms)
     radius = sizes[f"exact_{settings.norm}"]
     return ScoreVerdict(
         prediction=bounds.label if radius > 0 else ABSTAIN,
@@ -562,7 +617,7 @@ def decide(
     )
 
 
-def certified_sizes(
+def compute_certified_sizes(
     bounds: ScoreBounds, vote: Any, printed: ScoreBounds, scale: float, norms: Sensitivity
 ) -> dict[str, Any]:
     """Return the size of every certificate, by column: a number each, or (N,) of N inputs.
@@ -574,7 +629,7 @@ def certified_sizes(
         "extended": score_bounds.extended_gaussian_size(bounds, 1.0, 1.0),
         "analytic": score_bounds.analytic_gaussian_size(bounds, 1.0, 1.0),
         "exact": score_bounds.exact_gaussian_size(bounds, 1.0, 1.0),
-        VOTE: gaussian_l2_radius(vote, 1.0),
+        VOTE_CERTIFICATE: gaussian_l2_radius(vote, 1.0),
     }
     down = 1 - 1e-12  # rounding of the products below
     sizes = {
@@ -588,29 +643,31 @@ def certified_sizes(
     return sizes
 
 
-def stated_norms(table: pa.Table) -> Sensitivity:
+def read_sensitivity(table: pa.Table) -> Sensitivity:
     """The norms of the first layer that a table states. Raises UserError where it states none."""
-    from dpdist.certification.table import about
+    from dpdist.certification.table import read_job_record
 
     where, names = "the table's description", [each.name for each in fields(Sensitivity)]
-    found = check_shape(about(table), where, {f"sensitivity.{name}": float for name in names})
+    found = check_shape(
+        read_job_record(table), where, {f"sensitivity.{name}": float for name in names}
+    )
     norms = Sensitivity(**{name: float(found["sensitivity"][name]) for name in names})
     if not all(0 < getattr(norms, name) < math.inf for name in names):
         raise UserError(f"{where}: damaged: sensitivity must be > 0")
     return norms
 
 
-def stated_settings(kind: type[_Kind], table: pa.Table, alpha: float) -> _Kind:
+def read_table_settings(settings_class: type[_Kind], table: pa.Table, alpha: float) -> _Kind:
     """The settings that a table's rows state, at an error. Raises UserError where they are none."""
     names = [n for n in ("n", "n0", "norm", "bound", "one_sided") if n in table.column_names]
-    given = {name: table[name][0].as_py() for name in names if name in kind.model_fields}
+    given = {name: table[name][0].as_py() for name in names if name in settings_class.model_fields}
     try:
-        return kind.model_validate({**given, "alpha": alpha})
+        return settings_class.model_validate({**given, "alpha": alpha})
     except ValidationError as error:
         raise UserError(f"the table: damaged: its rows are of no settings: {error}") from None
 
 
-def row(
+def table_row(
     index: int, label: int, verdict: ScoreVerdict, settings: ExpectedScores, scale: float
 ) -> dict[str, Any]:
     """One row of a table of expected scores; the first columns are those of every table."""
@@ -635,18 +692,20 @@ def row(
     }
 
 
-def rebound_rows(
+def recertify_rows(
     table: pa.Table, alpha: float, bound: ScoreBound | None = None
 ) -> list[dict[str, Any]]:
     """The same sums at another error or by another bound (chosen without seeing the sums)."""
-    from dpdist.certification.table import about
+    from dpdist.certification.table import read_job_record
 
-    norms = Sensitivity(**about(table)["sensitivity"])
+    norms = Sensitivity(**read_job_record(table)["sensitivity"])
     rows = []
     for old in table.to_pylist():
         kept = {name: old[name] for name in ("n", "n0", "norm")}
         settings = ExpectedScores(**kept, alpha=alpha, bound=bound or old["bound"])
         sums, squares, histogram = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
-        verdict = decide(sums, squares, histogram, old["selected"], settings, old["sigma"], norms)
-        rows.append(row(old["index"], old["label"], verdict, settings, old["sigma"]))
+        verdict = certify_scores(
+            sums, squares, histogram, old["selected"], settings, old["sigma"], norms
+        )
+        rows.append(table_row(old["index"], old["label"], verdict, settings, old["sigma"]))
     return rows

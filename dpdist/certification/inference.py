@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from dpdist.certification.noise import Noise
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MOST
-from dpdist.core.files import shown
+from dpdist.core.fields import MAX_COUNT
+from dpdist.core.files import quoted
 from dpdist.models import NO_CLASS, predicted_classes
 from dpdist.randomness import device_generators
-from dpdist.randomness.keys import RandomWords
+from dpdist.randomness.keys import AesWords
 
 # --- the device that counts -------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ def require_device(device: torch.device) -> None:
         )
 
 
-def settle(device: torch.device) -> None:
+def make_deterministic(device: torch.device) -> None:
     """Make a GPU repeatable, for the whole process: deterministic kernels, and float32 that is
     float32 (no TF32). A model whose layers have no such kernels raises when it runs."""
     if device.type != GPU:
@@ -63,16 +63,16 @@ def settle(device: torch.device) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-def name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """Return the device name stored with the results, since other hardware may round otherwise."""
     if device.type == "cpu":
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def fitting_rows(network: nn.Module, row: Tensor, most: int, share: float) -> int:
-    """The largest power of two of rows (1, ...), up to `most`, of which a pass takes no more than
-    half of the device's free memory, noise included. share: of the device that is its own."""
+def max_batch_rows(network: nn.Module, row: Tensor, max_rows: int, share: float) -> int:
+    """The largest power of two of rows (1, ...), up to `max_rows`, of which a pass takes no more
+    than half of the device's free memory, noise included. share: of the device that is its own."""
     module, device = torch.get_device_module(row.device), row.device
     trial = row.repeat(_TRIAL, *[1] * (row.dim() - 1))
     with torch.inference_mode():
@@ -86,7 +86,7 @@ def fitting_rows(network: nn.Module, row: Tensor, most: int, share: float) -> in
     free, _ = module.mem_get_info(device)
     each = taken + 3 * row.nbytes  # the noise, and the input with it in two number formats
     rows = max(1, int(_SHARE * share * free / each))
-    return max(1, min(most, 1 << (rows.bit_length() - 1)))
+    return max(1, min(max_rows, 1 << (rows.bit_length() - 1)))
 
 
 # --- noise streams ----------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Aes:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
-        self._words = RandomWords()
+        self._words = AesWords()
 
     def fill(self, noise: Noise, key: bytes, out: Tensor) -> Tensor:
         made = out if out.device.type == "cpu" else torch.empty(out.shape)
@@ -142,8 +142,8 @@ class Philox:
         for start in range(0, len(flat), 4 * self._piece):
             part = flat[start : start + 4 * self._piece]
             size = -(-len(part) // 4)
-            words = device_generators.words_on(key, start // 4, size, self.device)
-            made = torch.cat([*noise.numbers(*words[:2]), *noise.numbers(*words[2:])])
+            words = device_generators.philox_words(key, start // 4, size, self.device)
+            made = torch.cat([*noise.words_to_noise(*words[:2]), *noise.words_to_noise(*words[2:])])
             part.copy_(made[: len(part)])
         return out
 
@@ -151,7 +151,7 @@ class Philox:
 STREAMS: dict[str, type[Aes] | type[Philox]] = {kind.name: kind for kind in (Aes, Philox)}
 
 
-def usual(device: torch.device) -> str:
+def default_generator(device: torch.device) -> str:
     """The generator where none is asked for: AES on CPUs, as ever, Philox where there is no AES."""
     return Aes.name if device.type == "cpu" else Philox.name
 
@@ -187,7 +187,7 @@ class ClassifierSpec:
     generator: str = Aes.name
 
     @property
-    def pinned(self) -> dict[str, Any]:
+    def pinned_fields(self) -> dict[str, Any]:
         """Return the properties that results depend on: all but the rate, which varies.
 
         Where device and generator are not stated, they are CPU and AES.
@@ -200,14 +200,14 @@ class ClassifierSpec:
         return pinned
 
     @classmethod
-    def of(cls, pinned: dict[str, Any], rate: float = 0.0) -> ClassifierSpec:
+    def from_pinned(cls, pinned: dict[str, Any], rate: float = 0.0) -> ClassifierSpec:
         """Return the pinned form, with the rate at which it works here."""
         return cls(**{**pinned, "notes": tuple(pinned["notes"])}, rate=rate)
 
-    def check_memory(self, shape: Sequence[int], where: object) -> None:
+    def check_memory(self, shape: Sequence[int], context: object) -> None:
         """Raise UserError for batches of inputs of this shape that fit no memory."""
         if self.batch * math.prod(shape) > _MOST_NUMBERS:
-            raise UserError(f"{where}: damaged: batches of {self.batch:,} inputs fit no memory")
+            raise UserError(f"{context}: damaged: batches of {self.batch:,} inputs fit no memory")
 
     def on_cpu(self) -> ClassifierSpec:
         """Return the form that a CPU executes in its place, in batches for a CPU's memory."""
@@ -216,7 +216,7 @@ class ClassifierSpec:
         batch = min(self.batch, _CPU_ROWS)
         return replace(self, device=CPU.type, generator=Aes.name, batch=batch)
 
-    def here(self, model: nn.Module, check_batch: Tensor) -> ClassifierSpec:
+    def for_check_batch(self, model: nn.Module, check_batch: Tensor) -> ClassifierSpec:
         """The same form where another check batch lies, with noise by AES."""
         device = check_batch.device
         executed = ExecutedClassifier(model, self.form, [tuple(check_batch.shape)], device)
@@ -224,34 +224,34 @@ class ClassifierSpec:
             self.form,
             len(check_batch),
             torch.__version__,
-            name(device),
-            check_digest(executed(check_batch)),
+            device_name(device),
+            digest_classes(executed(check_batch)),
             self.rate,
             device=device.type,
         )
 
 
-def stated_form(about: Mapping[str, Any], where: object) -> ClassifierSpec:
+def read_classifier_spec(job_record: Mapping[str, Any], context: object) -> ClassifierSpec:
     """Return the executed classifier that a table names.
 
     Args:
-        about: what the table says of itself; of the check batch it may say nothing.
-        where: begins a complaint.
+        job_record: what the table says of itself; of the check batch it may say nothing.
+        context: begins a complaint.
 
     Raises:
         UserError: it names none that could be executed.
     """
-    said = about.get("classifier")
+    said = job_record.get("classifier")
     pinned = {"notes": (), "check": "", **(said if isinstance(said, dict) else {})}
     try:
-        spec = ClassifierSpec.of(pinned)
+        spec = ClassifierSpec.from_pinned(pinned)
     except TypeError:
-        raise UserError(f"{where}: damaged: {shown(said)} is no classifier") from None
+        raise UserError(f"{context}: damaged: {quoted(said)} is no classifier") from None
     texts = (spec.form, spec.torch_version, spec.machine, spec.check, spec.device, spec.generator)
     known = all(isinstance(text, str) for text in texts) and type(spec.batch) is int
     known = known and spec.form in FORMS and spec.generator in STREAMS
-    if not known or spec.device not in ("cpu", "cuda") or not 1 <= spec.batch <= MOST:
-        raise UserError(f"{where}: damaged: names no classifier that could be executed")
+    if not known or spec.device not in ("cpu", "cuda") or not 1 <= spec.batch <= MAX_COUNT:
+        raise UserError(f"{context}: damaged: names no classifier that could be executed")
     return spec
 
 
@@ -265,8 +265,8 @@ class ExecutedClassifier:
         shapes: list[tuple[int, ...]],
         device: torch.device = CPU,
     ) -> None:
-        quiet_threads()
-        settle(device)
+        use_single_thread()
+        make_deterministic(device)
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # trace and freeze announce their deprecation
             self._run = FORMS[form](model, torch.zeros(shapes[0], device=device))
@@ -285,10 +285,10 @@ class ExecutedClassifier:
             return self._run(batch)
 
 
-def choose(
+def choose_inference_form(
     model: nn.Module,
     check_batch: Tensor,
-    asked: str | None = None,
+    requested: str | None = None,
     rows: Sequence[int] = (),
     seconds: float = math.inf,
 ) -> tuple[ClassifierSpec, ExecutedClassifier]:
@@ -311,13 +311,15 @@ def choose(
     logits, candidates = every[0], {"eager": original}
     answers = {"eager": predicted_classes(logits)}
     notes = []
-    defaults = DEFAULT_FORMS if device == CPU else DEVICE_FORMS
-    forms = (asked,) if asked is not None else defaults
+    defaults = DEFAULT_FORMS if device == CPU else ACCELERATOR_FORMS
+    forms = (requested,) if requested is not None else defaults
     for form in forms:
-        if form in candidates or (asked is None and form in OF_IMAGES and check_batch.dim() != 4):
+        if form in candidates or (
+            requested is None and form in IMAGE_ONLY_FORMS and check_batch.dim() != 4
+        ):
             continue
         passes = 1 + 2 * _LEAST_ROUNDS * 3 + (_WARM if form in _SPECIALISED else 0)
-        if asked is None and time.perf_counter() - began + passes * one > seconds:
+        if requested is None and time.perf_counter() - began + passes * one > seconds:
             continue
         try:
             built = ExecutedClassifier(model, form, shapes, device)
@@ -328,33 +330,33 @@ def choose(
             continue
         if differing:
             notes.append(f"{form}: argmax differs on {differing} of {batch} check inputs")
-        if form in OTHER_FORMATS:
+        if form in REDUCED_PRECISION_FORMS:
             candidates = {}
         elif differing:
             continue
         candidates[form], answers[form] = built, answer
     left = seconds - (time.perf_counter() - began)
     rounds = int(min(_ROUNDS, max(_LEAST_ROUNDS, left / (3 * one * len(candidates)))))
-    times = _seconds(candidates, check_batch, rounds)
-    best = asked if asked in candidates else _preferred(times, forms)
+    times = _time_forms(candidates, check_batch, rounds)
+    best = requested if requested in candidates else _choose_fastest(times, forms)
     spec = ClassifierSpec(
-        best, batch, torch.__version__, name(device), check_digest(answers[best]),
+        best, batch, torch.__version__, device_name(device), digest_classes(answers[best]),
         batch / times[best], tuple(notes), device.type,
     )  # fmt: skip
     return spec, candidates[best]
 
 
-def differing_rows(logits: Tensor, answer: Tensor) -> int:
+def differing_rows(logits: Tensor, classes: Tensor) -> int:
     """Return the number of rows whose answer is not the largest of the logits, ties aside.
 
     About one noisy input in a million has two classes so close that the order of a sum decides.
     Raises ValueError for an answer to other rows.
     """
     own = predicted_classes(logits)
-    if answer.shape != own.shape:
-        raise ValueError(f"answers to {tuple(answer.shape)} rows instead of {tuple(own.shape)}")
-    rows = (answer != own).nonzero()[:, 0]
-    first, other = own[rows], answer[rows]
+    if classes.shape != own.shape:
+        raise ValueError(f"answers to {tuple(classes.shape)} rows instead of {tuple(own.shape)}")
+    rows = (classes != own).nonzero()[:, 0]
+    first, other = own[rows], classes[rows]
     sizes = logits.abs().amax(0)
     tied = _TIE * torch.maximum(sizes[first], sizes[other])
     near = logits[rows, first] - logits[rows, other] <= tied
@@ -362,44 +364,44 @@ def differing_rows(logits: Tensor, answer: Tensor) -> int:
     return len(rows) if beyond or len(rows) > max(1, _MANY * len(logits)) else 0
 
 
-def check_digest(classes: Tensor) -> str:
+def digest_classes(classes: Tensor) -> str:
     """Digest of the classes on the check batch: equal on every worker, or the run stops."""
     raw = classes.cpu().numpy().astype("<i8").tobytes()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 
-def quiet_threads() -> None:
+def use_single_thread() -> None:
     """One thread: workers do not compete, and sums do not depend on how many CPUs there are."""
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 
 def _eager(model: nn.Module, example: Tensor) -> Form:
-    return _frozen_copy(model).to(example.device)
+    return _eval_copy(model).to(example.device)
 
 
 def _channels_last(model: nn.Module, example: Tensor) -> Form:
     if example.dim() != 4:
         raise ValueError("channels-last needs images")
-    module = _frozen_copy(model).to(example.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module = _eval_copy(model).to(example.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return lambda batch: module(batch.contiguous(memory_format=torch.channels_last))
 
 
 def _frozen(model: nn.Module, example: Tensor) -> Form:
-    traced = torch.jit.trace(_frozen_copy(model).to(example.device), example)
+    traced = torch.jit.trace(_eval_copy(model).to(example.device), example)
     return torch.jit.optimize_for_inference(torch.jit.freeze(traced))
 
 
 def _compiled(model: nn.Module, example: Tensor) -> Form:
-    return torch.compile(_frozen_copy(model).to(example.device), dynamic=False)
+    return torch.compile(_eval_copy(model).to(example.device), dynamic=False)
 
 
 def _bf16(model: nn.Module, example: Tensor) -> Form:
-    module = _frozen_copy(model).to(example.device, torch.bfloat16)
+    module = _eval_copy(model).to(example.device, torch.bfloat16)
     return lambda batch: module(batch.bfloat16()).float()
 
 
-OF_IMAGES = ("channels-last",)
+IMAGE_ONLY_FORMS = ("channels-last",)
 FORMS: dict[str, Callable[[nn.Module, Tensor], Form]] = {
     "eager": _eager,
     "channels-last": _channels_last,
@@ -408,11 +410,11 @@ FORMS: dict[str, Callable[[nn.Module, Tensor], Form]] = {
     "bf16": _bf16,
 }
 # What need not say what the model in float32 says; and how much of a logit rounding may be there.
-OTHER_FORMATS = {"bf16": 2.0**-5}
+REDUCED_PRECISION_FORMS = {"bf16": 2.0**-5}
 # Compilation needs a C++ compiler and up to a minute per process, and was slower than freezing on
 # the models tried: it is there for the asking.
 DEFAULT_FORMS = ("frozen", "channels-last", "eager")
-DEVICE_FORMS = ("eager", "channels-last")  # elsewhere than on CPUs
+ACCELERATOR_FORMS = ("eager", "channels-last")  # elsewhere than on CPUs
 _SPECIALISED, _WARM = ("frozen", "compiled"), 3  # forms whose first calls differ, and how many
 
 
@@ -421,7 +423,7 @@ _CLEARLY_FASTER = 1.5
 _WORTH_SECONDS = 1e-3
 
 
-def _preferred(times: dict[str, float], order: tuple[str, ...]) -> str:
+def _choose_fastest(times: dict[str, float], order: tuple[str, ...]) -> str:
     """The first form in ``order`` that works, unless another one is clearly faster."""
     first = next(form for form in (*order, "eager") if form in times)
     fastest = min(times, key=lambda form: times[form])
@@ -429,14 +431,14 @@ def _preferred(times: dict[str, float], order: tuple[str, ...]) -> str:
     return fastest if slower and times[first] - times[fastest] > _WORTH_SECONDS else first
 
 
-def _frozen_copy(model: nn.Module) -> nn.Module:
+def _eval_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 _ROUNDS, _LEAST_ROUNDS = 5, 1  # of timing
 
 
-def _seconds(
+def _time_forms(
     forms: dict[str, ExecutedClassifier], batch: Tensor, rounds: int = _ROUNDS
 ) -> dict[str, float]:
     """Seconds per batch of each form: the best of interleaved rounds, which load disturbs least.

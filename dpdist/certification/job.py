@@ -16,28 +16,41 @@ import pyarrow as pa
 from dpdist import models
 from dpdist.certification import inference
 from dpdist.certification import table as tables
-from dpdist.certification.certificate import Certificate, join
+from dpdist.certification.certificate import Certificate, merge_partials
 from dpdist.certification.inference import CPU, ClassifierSpec
-from dpdist.certification.worker import BLOCKS_PER_PIECE, Assignment, Piece, Worker, probe
+from dpdist.certification.worker import (
+    BLOCKS_PER_WORK_UNIT,
+    Assignment,
+    InputWorkUnit,
+    Worker,
+    probe,
+)
 from dpdist.cluster import actor_pool, job_folder
 from dpdist.cluster.actor_pool import run_once
 from dpdist.cluster.job_folder import Progress
 from dpdist.cluster.resumable_job import (
     CHUNK_SECONDS,
-    Book,
-    Cut,
+    ChunkPlan,
     Item,
+    JobSpec,
+    JobState,
     Partial,
     Row,
-    Task,
-    Work,
-    run,
+    WorkItems,
+    run_job,
 )
 from dpdist.cluster.resumable_job import (
-    Piece as Interval,
+    WorkUnit as Interval,
 )
 from dpdist.core.errors import UserError
-from dpdist.core.files import parse_any_json, read_text, reason, shown, write_atomic, write_json
+from dpdist.core.files import (
+    error_text,
+    parse_any_json,
+    quoted,
+    read_text,
+    write_atomic,
+    write_json,
+)
 from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness import keys
 
@@ -49,7 +62,7 @@ _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
 _TIMINGS = "timings.csv"
 
 
-class Data(Protocol):
+class DatasetLike(Protocol):
     """The part of a data set that a certification reads: ``dpdist.data.Dataset`` has it."""
 
     @property
@@ -70,7 +83,7 @@ class Data(Protocol):
 
 def certify(
     model_folder: Path,
-    dataset: Data,
+    dataset: DatasetLike,
     settings: Certificate,
     output: Path,
     *,
@@ -79,7 +92,7 @@ def certify(
     trusted_factory: str | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
     gpus: float | None = None,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> pa.Table:
     """Certify inputs with an existing model on Ray actors; return the table, sorted by index.
 
@@ -97,7 +110,7 @@ def certify(
         chunk_seconds: the work that an actor gets at a time.
         gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the
             cluster has them.
-        say: is told of GPUs.
+        log: is told of GPUs.
 
     Returns:
         One row per input: label, prediction (-1 for ABSTAIN), counts, bound and radius.
@@ -110,7 +123,7 @@ def certify(
         After `dpdist.run` made runs/small:
 
         >>> import dpdist
-        >>> from dpdist.data import Source, load
+        >>> from dpdist.data import DataSource, load
         >>> from pathlib import Path
         >>> settings = dpdist.settings_of({"sigma": 0.5, "n": 100, "max_inputs": 3})
         >>> test = load(Source("digits", classes=10), "test")
@@ -120,10 +133,10 @@ def certify(
         >>> table.num_rows, table["sigma"][0].as_py()
         (3, 0.5)
     """
-    work = Certification(
-        Subject.load(model_folder, trusted_factory), dataset, settings, gpus=gpus, say=say
+    work = CertificationJob(
+        Subject.load(model_folder, trusted_factory), dataset, settings, gpus=gpus, log=log
     )
-    return run(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
+    return run_job(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
 
 
 @dataclass(frozen=True)
@@ -143,10 +156,10 @@ class Subject:
     def load(cls, folder: Path, trusted_factory: str | None) -> Subject:
         """Return the model that a folder holds. Raises UserError."""
         model = models.load(folder, trusted_factory=trusted_factory)
-        return cls(model, models.model_hash(folder), folder, models.code_of(folder))
+        return cls(model, models.model_hash(folder), folder, models.read_factory_code(folder))
 
 
-def timings(output: Path) -> dict[int, float]:
+def read_timings(output: Path) -> dict[int, float]:
     """Return the seconds of computing per input, from the sidecar file; empty without one."""
     path = output / _TIMINGS
     if not path.exists():
@@ -155,22 +168,22 @@ def timings(output: Path) -> dict[int, float]:
     try:
         return {int(row["index"]): float(row["seconds"]) for row in csv.DictReader(lines)}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged: {reason(error)}") from None
+        raise UserError(f"{path}: damaged: {error_text(error)}") from None
 
 
-class Certification(Work):
+class CertificationJob(JobSpec):
     """The certification of a data set, as a resumable job."""
 
-    file, key, columns = TABLE, tables.KEY, tables.COLUMNS
+    table_file, metadata_key, columns = TABLE, tables.KEY, tables.COLUMNS
 
     def __init__(
         self,
         subject: Subject,
-        dataset: Data,
+        dataset: DatasetLike,
         settings: Certificate,
         *,
         gpus: float | None = None,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         here: bool = False,
     ) -> None:
         """Check that a place for the noise exists.
@@ -180,42 +193,42 @@ class Certification(Work):
             dataset: the labelled inputs.
             settings: the certificate, and which inputs are certified.
             gpus: of each actor, as in `certify`.
-            say: is told of GPUs.
+            log: is told of GPUs.
             here: whether all is done in this process, on its CPU and without Ray.
         """
-        self._gpus, self._say, self._here = 0.0 if here else gpus, say, here
+        self._gpus, self._log, self._here = 0.0 if here else gpus, log, here
         count = len(dataset.labels)
         self._indices = settings.indices(count)
         if not self._indices:
             raise UserError(f"certify: no inputs chosen out of {count}")
         self._dataset, self.seed = dataset, settings.seed
         # What a place measures may differ in its last bits elsewhere: the stored one is used.
-        free = settings.free | {"sensitivity"}
-        self.kind = job_folder.Kind("certification", "certifying", free)
+        free = settings.result_free_fields | {"sensitivity"}
+        self.kind = job_folder.JobKind("certification", "certifying", free)
         self.schema = settings.table_schema()
-        self._assignment = _assignment(subject, dataset, settings, self._indices)
+        self._assignment = _build_assignment(subject, dataset, settings, self._indices)
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of settings.json that a continued certification must equal."""
         assignment = self._assignment
         return {
             "settings": assignment.settings.identity,
-            "model": assignment.source.model_hash,
-            "data": assignment.source.data_hash,
+            "model": assignment.stream_keys.model_hash,
+            "data": assignment.stream_keys.data_hash,
             "classes": assignment.classes,
-            **assignment.place.identity,
+            **assignment.sampler.identity,
         }
 
-    def begin(self, output: Path) -> dict[str, Any]:
+    def initial_record(self, output: Path) -> dict[str, Any]:
         """Choose device and executed classifier; return the entries that settings.json pins."""
         gpus = self._gpus
         if gpus is None:
-            gpus = 1.0 if actor_pool.gpus() >= 1 else 0.0
+            gpus = 1.0 if actor_pool.cluster_gpus() >= 1 else 0.0
         _require_gpus(gpus)
         device = inference.GPU if gpus else CPU.type
         assignment = replace(self._assignment, device=device, gpus=gpus)
-        if self._say is not None:
-            self._say(
+        if self._log is not None:
+            self._log(
                 "certifying: checking the model and choosing how it is executed (seconds, or at "
                 "most a twentieth of the whole)"
             )
@@ -227,32 +240,34 @@ class Certification(Work):
         low, high, looked = _range_of(self._dataset, self._indices)
         write_json(output / _RATE, spec.rate)
         write_json(output / tables.RANGE, {"low": low, "high": high, "inputs": looked})
-        if self._say is not None:
-            self._say(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
+        if self._log is not None:
+            self._log(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
         return {
-            "seed": self._assignment.source.seed,
-            "classifier": spec.pinned,
+            "seed": self._assignment.stream_keys.seed,
+            "classifier": spec.pinned_fields,
             "inputs": len(self._dataset.labels),  # by which a reader knows that no row is missing
-            job_folder.LABELS: job_folder.label_digest(self._indices, labels),
+            job_folder.LABEL_DIGEST_KEY: job_folder.label_digest(self._indices, labels),
         }
 
-    def open(self, about: dict[str, Any], output: Path) -> Task:
+    def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
         """Return the task for what settings.json pins."""
-        return Inputs(self._pinned(about, output), self._dataset, self._indices)
-
-    def _pinned(self, about: dict[str, Any], output: Path) -> Assignment:
-        spec = ClassifierSpec.of(about["classifier"], _stored_rate(output))
-        return replace(
-            self._assignment,
-            source=replace(self._assignment.source, seed=about["seed"]),
-            spec=spec,
-            place=self._assignment.place.pinned(about),
-            device=spec.device,
-            gpus=self._gpus_for(spec, output),
+        return CertificationWorkItems(
+            self._pinned_assignment(job_record, output), self._dataset, self._indices
         )
 
-    def _gpus_for(self, spec: ClassifierSpec, output: Path) -> float:
+    def _pinned_assignment(self, about: dict[str, Any], output: Path) -> Assignment:
+        spec = ClassifierSpec.from_pinned(about["classifier"], _read_rate(output))
+        return replace(
+            self._assignment,
+            stream_keys=replace(self._assignment.stream_keys, seed=about["seed"]),
+            spec=spec,
+            sampler=self._assignment.sampler.with_pinned(about),
+            device=spec.device,
+            gpus=self._gpus_per_actor(spec, output),
+        )
+
+    def _gpus_per_actor(self, spec: ClassifierSpec, output: Path) -> float:
         """Return the GPUs of each actor on the pinned kind of device; without one, of any kind."""
         if spec.device == CPU.type:
             if self._gpus:
@@ -268,21 +283,21 @@ class Certification(Work):
             )
         gpus = self._gpus or 1.0
         _require_gpus(gpus)
-        if self._say is not None:
-            self._say(
+        if self._log is not None:
+            self._log(
                 f"certifying on GPUs ({spec.machine}), {gpus:g} for each actor; hosts without one "
                 "do not take part"
             )
         return gpus
 
-    def finish(self, book: Book, output: Path) -> list[Row]:
+    def finish(self, state: JobState, output: Path) -> list[Row]:
         """Write timings.csv and return the rows of the table."""
-        rows = super().finish(book, output)
+        rows = super().finish(state, output)
         file = io.StringIO(newline="")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["index", "draws", "seconds"])
         for row in rows:
-            writer.writerow([row["index"], row["n"], f"{book.seconds[row['index']]:.6f}"])
+            writer.writerow([row["index"], row["n"], f"{state.seconds[row['index']]:.6f}"])
         write_atomic(output / _TIMINGS, file.getvalue())
         return rows
 
@@ -290,7 +305,7 @@ class Certification(Work):
 _MOST_LOOKED_AT = 1000
 
 
-def _range_of(dataset: Data, indices: Sequence[int]) -> tuple[float, float, int]:
+def _range_of(dataset: DatasetLike, indices: Sequence[int]) -> tuple[float, float, int]:
     """Return the least and the largest number in up to 1,000 of the chosen inputs, spread out."""
     count = len(indices)
     places = np.unique(np.linspace(0, count - 1, min(count, _MOST_LOOKED_AT)).astype(np.int64))
@@ -312,25 +327,25 @@ def _probed(assignment: Assignment, failed: str) -> ClassifierSpec:
 
 def _require_gpus(gpus: float) -> None:
     """Raise UserError where an actor with so many GPUs could never start."""
-    have = actor_pool.gpus()
-    if gpus > have and not actor_pool.may_grow():
+    have = actor_pool.cluster_gpus()
+    if gpus > have and not actor_pool.is_elastic():
         raise UserError(
             f"resources.certify_gpus: each actor needs {gpus:g} GPUs, this machine has {have:g}; "
             "leave it out or set 0 to count on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
         )
 
 
-def _assignment(
-    subject: Subject, dataset: Data, settings: Certificate, indices: range
+def _build_assignment(
+    subject: Subject, dataset: DatasetLike, settings: Certificate, indices: range
 ) -> Assignment:
     some = np.asarray(indices[: min(len(indices), 64)])
     check_inputs = dataset.batch(some).numpy()
     shape = tuple(check_inputs.shape[1:])
     try:
-        place = settings.place(subject.model, shape)
+        place = settings.build_sampler(subject.model, shape)
     except UserError as error:
         raise UserError(f"{subject.where}: {error}") from None
-    source = keys.UnitSource(
+    source = keys.StreamKeys(
         "certify",
         settings.seed or secrets.token_hex(16),
         subject.digest,
@@ -340,73 +355,78 @@ def _assignment(
     )
     return Assignment(
         subject.model, settings, place, source, dataset.classes, shape, check_inputs,
-        inputs=len(indices), code=subject.code, apart=True,
+        inputs=len(indices), code=subject.code, isolate_rows=True,
     )  # fmt: skip
 
 
-def _stored_rate(output: Path) -> float:
+def _read_rate(output: Path) -> float:
     path = output / _RATE
     rate = parse_any_json(read_text(path), str(path)) if path.exists() else 1000.0
     if not isinstance(rate, int | float) or rate <= 0:
-        raise UserError(f"{path}: damaged: must be a number > 0, got {shown(rate)}")
+        raise UserError(f"{path}: damaged: must be a number > 0, got {quoted(rate)}")
     return float(rate)
 
 
-class Inputs(Task):
+class CertificationWorkItems(WorkItems):
     """Every chosen input, in canonical blocks of draws (or whole, by a sequential test)."""
 
-    def __init__(self, assignment: Assignment, dataset: Data, indices: range) -> None:
-        self.items, self.worker, self.shared = indices, Worker, assignment
+    def __init__(self, assignment: Assignment, dataset: DatasetLike, indices: range) -> None:
+        self.items, self.make_worker, self.shared = indices, Worker, assignment
         self._assignment, self._settings = assignment, assignment.settings
         self._dataset, self._labels = dataset, np.asarray(dataset.labels)
-        self.units, self.gpus = assignment.units, assignment.gpus
+        self.units_per_item, self.gpus_per_actor = assignment.num_units, assignment.gpus
 
-    def cut(self, seconds: float) -> Cut:
+    def chunk_plan(self, seconds: float) -> ChunkPlan:
         """Return chunks sized by the rate that the probe found.
 
         Silence is ten times the longest honest chunk.
         """
-        spec, settings = self._assignment.executed, self._settings
+        spec, settings = self._assignment.executed_spec, self._settings
         # A sequential test usually needs a small part of its cap; counting it as a twentieth keeps
         # chunks near the wanted size. Its silence counts the whole, on a slower machine.
         usual, most = max(spec.batch, settings.n // 20), settings.n
-        if self.units > 1:
+        if self.units_per_item > 1:
             usual = most = spec.batch
         budget = max(1, int(seconds * spec.rate / usual))
         # With a noise bank the same few blocks are counted for many inputs in turn.
         bank = settings.noise_bank
-        longest = min(budget, len(self.items) * self.units)
+        longest = min(budget, len(self.items) * self.units_per_item)
         silence = max(60.0, 10 * longest * most / spec.rate)
-        return Cut(budget, min(budget, BLOCKS_PER_PIECE) if bank else budget, silence, across=bank)
+        return ChunkPlan(
+            budget,
+            min(budget, BLOCKS_PER_WORK_UNIT) if bank else budget,
+            silence,
+            interleave_items=bank,
+        )
 
-    def chunk(self, pieces: list[Interval]) -> tuple[str, list[Piece]]:
+    def make_chunk(self, work_units: list[Interval]) -> tuple[str, list[InputWorkUnit]]:
         """Return name and payload of a chunk of intervals."""
-        inputs = self._dataset.batch(np.asarray([piece.item for piece in pieces])).numpy()
+        inputs = self._dataset.batch(np.asarray([piece.item for piece in work_units])).numpy()
         payload = [
-            Piece(int(piece.item), piece.low, piece.high, np.array(x))
-            for piece, x in zip(pieces, inputs, strict=True)
+            InputWorkUnit(int(piece.item), piece.low, piece.high, np.array(x))
+            for piece, x in zip(work_units, inputs, strict=True)
         ]
-        return f"inputs {pieces[0].item}.. units {pieces[0].low}..", payload
+        return f"inputs {work_units[0].item}.. units {work_units[0].low}..", payload
 
-    def entries(self, name: str, answer: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    def journal_entries(self, name: str, answer: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         """Return the journal's entries of an answer."""
         return answer
 
-    def read(self, entry: dict[str, Any]) -> tuple[Interval, Partial]:
+    def parse_entry(self, entry: dict[str, Any]) -> tuple[Interval, Partial]:
         """Return the interval and the counts of a journal's entry."""
         return Interval(entry["index"], entry["low"], entry["high"]), entry["partial"]
 
-    def join(self, first: Partial, second: Partial) -> Partial:
+    def merge_partials(self, first: Partial, second: Partial) -> Partial:
         """Return the counts of two intervals that touch."""
-        return join(first, second)
+        return merge_partials(first, second)
 
-    def rows(self, item: Item, partial: Partial) -> list[Row]:
+    def table_rows(self, item: Item, partial: Partial) -> list[Row]:
         """Return the input's row of the table."""
-        index, verdict = int(item), self._assignment.verdict(partial)
+        index, verdict = int(item), self._assignment.decide(partial)
         return [
-            self._settings.row(index, int(self._labels[index]), verdict, self._assignment.place)
+            self._settings.row(index, int(self._labels[index]), verdict, self._assignment.sampler)
         ]
 
-    def effort(self, piece: Interval, partial: Partial) -> int:
+    def effort(self, work_unit: Interval, partial: Partial) -> int:
         """Return the number of draws of an interval."""
         return partial["n"] if "n" in partial else sum(partial["histogram"])

@@ -16,7 +16,7 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike
 
-from dpdist.core.console import bound
+from dpdist.core.console import format_bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,22 +97,24 @@ def linf_from_l2(l2_radius: ArrayLike, dimension: int) -> Radius:
     return _down(_distance(l2_radius) / np.sqrt(_dimension(dimension)))
 
 
-def ball_factor(certified: str, attacked: str, numbers: int) -> float:
-    """The certified radius that contains the attacked ball of size 1, in ``numbers`` dimensions.
+def norm_equivalence_factor(certified_norm: str, attacked_norm: str, dimension: int) -> float:
+    """The certified radius that contains the attacked ball of size 1, in ``dimension`` dimensions.
 
     Raises ValueError for an unknown norm.
     """
     order = {"l1": 1.0, "l2": 2.0, "linf": math.inf}
-    if certified not in order or attacked not in order:
-        raise ValueError(f"norms must be l1, l2 or linf, got {certified!r} and {attacked!r}")
-    p, q = order[certified], order[attacked]
+    if certified_norm not in order or attacked_norm not in order:
+        raise ValueError(
+            f"norms must be l1, l2 or linf, got {certified_norm!r} and {attacked_norm!r}"
+        )
+    p, q = order[certified_norm], order[attacked_norm]
     # ||x||_p <= n^(1/p - 1/q) ||x||_q for p <= q, and ||x||_p <= ||x||_q otherwise.
-    return numbers ** (1 / p - 1 / q) if p < q else 1.0
+    return dimension ** (1 / p - 1 / q) if p < q else 1.0
 
 
 def format_radius(radius: float, digits: int = 3) -> str:
     """Return a radius with so many decimals, rounded down: text must not enlarge a guarantee."""
-    return bound(radius, digits)
+    return format_bound(radius, digits)
 
 
 def _down(radius: ArrayLike) -> Radius:
@@ -160,8 +162,8 @@ _PIECE = 1 << 14
 class Noise(Protocol):
     """Draws into flat ``out`` from at least as many uniform int32 ``words``, which may be spoilt.
 
-    A Gaussian takes them in pairs: an odd ``out`` needs one word more. `numbers` is for tensors on
-    any device: float32 (n,) twice, from two words each, int64 (n,) of 32 bits.
+    A Gaussian takes them in pairs: an odd ``out`` needs one word more. `words_to_noise` is for
+    tensors on any device: float32 (n,) twice, from two words each, int64 (n,) of 32 bits.
     """
 
     name: ClassVar[str]
@@ -172,7 +174,7 @@ class Noise(Protocol):
 
     def draw(self, words: np.ndarray, out: np.ndarray) -> None: ...
 
-    def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]: ...
+    def words_to_noise(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def radius(self, p_lower: Radius | float) -> Radius: ...
 
@@ -207,7 +209,7 @@ class Gaussian:
             np.sin(angle[: second.size], out=second)
             second *= length[: second.size]
 
-    def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    def words_to_noise(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Box-Muller on 40 bits for the length (tails to 7.5 sigma) and 24 for the angle."""
         bits = ((first << 8) | (second >> 24)) * 2 + 1
         length = ((bits.float() * 2.0**-41).log() * (-2 * self.sigma**2)).sqrt()
@@ -242,10 +244,10 @@ class Laplace:
             part *= sign
             part *= np.float32(self.scale)
 
-    def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        return self._number(first), self._number(second)
+    def words_to_noise(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return self._word_to_noise(first), self._word_to_noise(second)
 
-    def _number(self, word: Tensor) -> Tensor:
+    def _word_to_noise(self, word: Tensor) -> Tensor:
         magnitude = (((word & 0x7FFFFFFF) * 2 + 1).float() * 2.0**-32).log()
         return magnitude * ((word >> 31) * 2 - 1) * self.scale
 
@@ -272,10 +274,10 @@ class Uniform:
         scale = np.float32(self.half_width) * _STEP
         np.multiply(words[: out.size], scale, out=out, dtype=np.float32, casting="unsafe")
 
-    def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        return self._number(first), self._number(second)
+    def words_to_noise(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return self._word_to_noise(first), self._word_to_noise(second)
 
-    def _number(self, word: Tensor) -> Tensor:
+    def _word_to_noise(self, word: Tensor) -> Tensor:
         return (word * 2 + (1 - (1 << 32))).float() * (self.half_width * 2.0**-32)
 
     def radius(self, p_lower: Radius | float) -> Radius:

@@ -20,7 +20,9 @@ _BASIS_ROWS = 32
 
 
 def l2_to_l2(
-    layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...], weights: Tensor | None = None
+    layer: nn.Linear | nn.Conv2d,
+    input_shape: tuple[int, ...],
+    noise_variances: Tensor | None = None,
 ) -> float:
     """Spectral norm of the layer's matrix, from the eigenvalues of W^T W in float64.
 
@@ -28,8 +30,8 @@ def l2_to_l2(
     larger. A power iteration would be a lower bound, and no certificate.
     """
     if math.prod(input_shape) > _LARGEST_GRAM:
-        return _schur(layer, input_shape, weights)
-    gram, outputs = _gram(layer, input_shape, weights)
+        return _schur(layer, input_shape, noise_variances)
+    gram, outputs = _gram(layer, input_shape, noise_variances)
     largest = float(torch.linalg.eigvalsh(gram)[-1])
     # Rounding of the product and of the eigenvalue, generously: n u ||W||_F^2.
     slack = outputs * 2.3e-16 * float(gram.trace())
@@ -39,7 +41,7 @@ def l2_to_l2(
 def linf_to_l2(
     layer: nn.Linear | nn.Conv2d,
     input_shape: tuple[int, ...],
-    weights: Tensor | None = None,
+    noise_variances: Tensor | None = None,
     *,
     l2: float | None = None,
 ) -> float:
@@ -47,16 +49,16 @@ def linf_to_l2(
 
     l2: that norm, where it is known already.
     """
-    rows = _row_sums(layer, input_shape) / _root(weights)
+    rows = _row_sums(layer, input_shape) / _noise_std(noise_variances)
     by_rows = float(torch.linalg.vector_norm(rows)) * _ROUNDING
-    l2 = l2_to_l2(layer, input_shape, weights) if l2 is None else l2
+    l2 = l2_to_l2(layer, input_shape, noise_variances) if l2 is None else l2
     return min(by_rows, math.sqrt(math.prod(input_shape)) * l2)
 
 
 def hgm_linf_to_l2_as_printed(
     layer: nn.Linear | nn.Conv2d,
     input_shape: tuple[int, ...],
-    weights: Tensor,
+    noise_variances: Tensor,
     *,
     feature_map: int | None = None,
 ) -> float:
@@ -67,7 +69,7 @@ def hgm_linf_to_l2_as_printed(
     ``feature_map``, the sensitivity of that map alone as the paper takes for convolutions, it is
     none: all maps read the same pixels. For comparison only.
     """
-    rows = _row_sums(layer, input_shape) / weights.detach().double()
+    rows = _row_sums(layer, input_shape) / noise_variances.detach().double()
     if feature_map is not None:
         rows = rows[feature_map]
     return math.sqrt(rows.numel()) * float(rows.max())
@@ -76,7 +78,7 @@ def hgm_linf_to_l2_as_printed(
 def _schur(
     layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...], weights: Tensor | None
 ) -> float:
-    root = _root(weights)
+    root = _noise_std(weights)
     rows = (_row_sums(layer, input_shape) / root).max()
     shape = _apply(layer, torch.zeros(1, *input_shape, dtype=torch.float64), None).shape[1:]
     absolute = layer.weight.detach().double().abs()
@@ -99,7 +101,7 @@ def _gram(
     wide convolution would fill the memory.
     """
     size = math.prod(input_shape)
-    squares = _root(weights).square()
+    squares = _noise_std(weights).square()
     rows = []
     outputs = 0
     for start in range(0, size, _BASIS_ROWS):
@@ -118,7 +120,7 @@ def _apply(layer: nn.Linear | nn.Conv2d, x: Tensor, weight: Tensor | None) -> Te
     kernel = layer.weight.detach().double() if weight is None else weight
     if isinstance(layer, nn.Linear):
         return nn.functional.linear(x.flatten(1), kernel)
-    _check(layer)
+    _check_padding_mode(layer)
     return nn.functional.conv2d(
         x, kernel, None, layer.stride, layer.padding, layer.dilation, layer.groups
     )
@@ -133,7 +135,7 @@ def _transposed(
     return gradient
 
 
-def _root(weights: Tensor | None) -> Tensor:
+def _noise_std(weights: Tensor | None) -> Tensor:
     if weights is None:
         return torch.ones((), dtype=torch.float64)
     if not bool((weights > 0).all()):
@@ -141,6 +143,6 @@ def _root(weights: Tensor | None) -> Tensor:
     return weights.detach().double().sqrt()
 
 
-def _check(layer: nn.Conv2d) -> None:
+def _check_padding_mode(layer: nn.Conv2d) -> None:
     if layer.padding_mode != "zeros":
         raise ValueError(f"padding_mode {layer.padding_mode!r} is not supported, only zeros")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpdist.certification.certificate import Certificate
-from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.keys import StreamKeys
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,7 +26,7 @@ _FORM, _BATCH = "eager", 250
 
 
 class Predictor:
-    """The randomised classifier of a model: ``certify`` and ``label`` for one input at a time.
+    """The randomised classifier of a model: ``certify`` and ``predict`` for one input at a time.
 
     Raises UserError for a model that is not random where ``settings`` says, ValueError for one that
     cannot be executed so.
@@ -42,11 +42,11 @@ class Predictor:
         from dpdist.certification.worker import Assignment, Worker, probe
 
         seed = secrets.token_hex(32)
-        batch = min(_BATCH, settings.executed_batch(math.prod(input_shape)))
+        batch = min(_BATCH, settings.executed_batch_size(math.prod(input_shape)))
         quick = {"form": settings.form or _FORM, "batch": batch}
-        settings = settings.fresh(seed).model_copy(update=quick)
-        place = settings.place(model, input_shape)
-        source = UnitSource("predict", seed, "", "", settings.noise, place.sigma)
+        settings = settings.with_seed(seed).model_copy(update=quick)
+        place = settings.build_sampler(model, input_shape)
+        source = StreamKeys("predict", seed, "", "", settings.noise, place.sigma)
         grey = np.full((1, *input_shape), 0.5, dtype=np.float32)
         # The rows that are executed again in a whole job are those of the first input.
         assignment = Assignment(model, settings, place, source, classes, input_shape, grey, last=1)
@@ -57,20 +57,20 @@ class Predictor:
         """The certificate of one input: float32 of the input shape, in [0, 1]."""
         return self._worker.certify(x.numpy(), self._next(), progress)
 
-    def label(self, x: Tensor) -> int:
+    def predict(self, x: Tensor) -> int:
         """The classifier's label from n draws, or -1 when two classes are too close.
 
         Expected scores: the class whose bounds exclude all others. Votes: wrong with probability at
         most alpha, by PREDICT (``dpdist.certification.cohen``).
         """
-        return self._worker.label(x, self._next())
+        return self._worker.predict(x, self._next())
 
     def _next(self) -> int:
         self._asked += 1  # another index is another random unit
         return self._asked
 
 
-def as_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
+def to_model_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
     """Raw pixels (uint8) or numbers as the float32 input the model takes.
 
     Raises ValueError for complex numbers, truth values or text, when the shape is another one, or

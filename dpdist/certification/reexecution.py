@@ -9,9 +9,9 @@ answered otherwise stops the job: nothing that it counted holds.
 
 The compared quantity is the counted one. Of votes, the classes, unless the two tie within
 rounding. Of scores, each class's score too: rounding may move each logit by as much as it may move
-one of two tied ones (`allowed_rounding`; of another number format, `OTHER_FORMATS`), and a score
-must be one that logits moved so far can have. A row that is executed again is no draw: counts and
-tables are the same with and without it.
+one of two tied ones (`rounding_tolerance`; of another number format, `REDUCED_PRECISION_FORMS`),
+and a score must be one that logits moved so far can have. A row that is executed again is no draw:
+counts and tables are the same with and without it.
 
 Alone means in another process where the executed form is the module's own Python code, which may
 keep state outside the module: globals of its Python module, attributes of its class, closures. A
@@ -30,8 +30,8 @@ the model's author, and is stored with the results; the model must not know whic
 are checked. From the key it follows for each block by itself, so that it does not depend on which
 worker counts which block, when, or how often.
 
-Power. `LEAST_ROWS` rows on average are drawn from all that is counted for certain (of a test that
-may stop early: its first block), and from the rest one row in `_BLOCKS` blocks. A model that
+Power. `EXPECTED_ROWS` rows on average are drawn from all that is counted for certain (of a test
+that may stop early: its first block), and from the rest one row in `_BLOCKS` blocks. A model that
 answers the share q of those rows otherwise, alone or among other inputs, escapes with probability
 at most exp(-q LEAST_ROWS): 3.7 % at q = 0.05, as with 64 rows exactly. *Proof.* Of a block with
 the share q_b of such rows, c rows drawn without replacement all miss with probability at most (1 -
@@ -59,12 +59,12 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.certification import inference
-from dpdist.certification.inference import FORMS, OTHER_FORMATS, quiet_threads
+from dpdist.certification.inference import FORMS, REDUCED_PRECISION_FORMS, use_single_thread
 from dpdist.core import optional_imports
-from dpdist.core.errors import InvalidResults, UserError
-from dpdist.models import allowed_rounding, fresh_copy, predicted_classes, softmax_scores
+from dpdist.core.errors import InvalidResultsError, UserError
+from dpdist.models import fresh_copy, predicted_classes, rounding_tolerance, softmax_scores
 from dpdist.models.factory_code import FactoryCode
-from dpdist.randomness.keys import derive_key, new_run_key, words
+from dpdist.randomness.keys import derive_key, new_run_key, stream_words
 
 # --- rows alone in a fresh process ------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class FreshProcess:
                 process = self._process or self._start()
                 assert process.stdin is not None and process.stdout is not None
                 _send(process.stdin, pickle.dumps(rows.cpu()))
-                logits = _received(process.stdout)
+                logits = _read_answer(process.stdout)
             except (OSError, EOFError) as error:
                 raise UserError(f"{_HINT}; it ended ({type(error).__name__})") from error
         return logits.to(rows.device)
@@ -127,15 +127,15 @@ class FreshProcess:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        weakref.finalize(self, _end, process)
+        weakref.finalize(self, _end_process, process)
         assert process.stdin is not None and process.stdout is not None
         _send(process.stdin, self._raw)
-        _received(process.stdout)  # that it could be loaded
+        _read_answer(process.stdout)  # that it could be loaded
         self._process, self._raw = process, b""
         return process
 
 
-def alone_by(
+def isolated_executor(
     form: str, code: FactoryCode
 ) -> Callable[[nn.Module, str], SameProcess | FreshProcess]:
     """Return what executes rows alone in a job, for a form: in another process where the form runs
@@ -148,7 +148,7 @@ def alone_by(
 def execute_alone(network: nn.Module, form: str, row: Tensor) -> Tensor:
     """Return the logits of a batch of one row by a network that has kept nothing: (1, classes)."""
     network = fresh_copy(network)
-    run = FORMS[form](network, row) if form in OTHER_FORMATS else network
+    run = FORMS[form](network, row) if form in REDUCED_PRECISION_FORMS else network
     with torch.inference_mode():
         return run(row)
 
@@ -157,7 +157,7 @@ def serve_rows() -> None:
     """Answer what comes through standard input until it ends: the other side of `FreshProcess`."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a user's module prints is no answer
-    quiet_threads()
+    use_single_thread()
     try:
         optional_imports.install_torchvision_hook()
         network, form, code = pickle.loads(_read(asked))
@@ -165,30 +165,30 @@ def serve_rows() -> None:
     except EOFError:
         return
     except Exception as error:  # whatever a user's module does
-        _answer(answers, error)
+        _write_answer(answers, error)
         return
-    _answer(answers, torch.empty(0, 0))
+    _write_answer(answers, torch.empty(0, 0))
     while True:
         try:
             rows = pickle.loads(_read(asked))
         except EOFError:
             return
-        _answer(answers, _executed(network, form, rows))
+        _write_answer(answers, _execute_rows(network, form, rows))
 
 
-def _executed(network: nn.Module, form: str, rows: Tensor) -> Tensor | Exception:
+def _execute_rows(network: nn.Module, form: str, rows: Tensor) -> Tensor | Exception:
     """The logits of each row alone, or why there are none."""
     device = next((each.device for each in network.parameters()), torch.device("cpu"))
     try:
         if device.type == "cpu" and sys.platform == "linux":
-            return torch.cat([_forked(network, form, row) for row in rows.split(1)])
-        inference.settle(device)
+            return torch.cat([_execute_in_fork(network, form, row) for row in rows.split(1)])
+        inference.make_deterministic(device)
         return SameProcess(network, form)(rows.to(device)).double().cpu()
     except Exception as error:  # whatever a user's model does
         return error
 
 
-def _forked(network: nn.Module, form: str, row: Tensor) -> Tensor:
+def _execute_in_fork(network: nn.Module, form: str, row: Tensor) -> Tensor:
     """Execute a row in a fork of this process, which has executed nothing."""
     out, into = os.pipe()
     pid = os.fork()
@@ -196,30 +196,30 @@ def _forked(network: nn.Module, form: str, row: Tensor) -> Tensor:
         try:
             with os.fdopen(into, "wb") as pipe:
                 try:
-                    _answer(pipe, execute_alone(network, form, row))
+                    _write_answer(pipe, execute_alone(network, form, row))
                 except Exception as error:  # whatever a user's model does
-                    _answer(pipe, error)
+                    _write_answer(pipe, error)
         finally:
             os._exit(0)
     os.close(into)
     try:
         with os.fdopen(out, "rb") as pipe:
-            return _received(pipe)
+            return _read_answer(pipe)
     finally:
         os.waitpid(pid, 0)
 
 
-def _answer(pipe: IO[bytes], found: Tensor | Exception) -> None:
-    if isinstance(found, Exception):
-        raw = (str(found).strip() or type(found).__name__).splitlines()[0].encode()
+def _write_answer(pipe: IO[bytes], outcome: Tensor | Exception) -> None:
+    if isinstance(outcome, Exception):
+        raw = (str(outcome).strip() or type(outcome).__name__).splitlines()[0].encode()
         pipe.write(_SHAPE.pack(False, 0, len(raw)) + raw)
     else:
-        values = found.double().cpu().numpy().astype("<f8")
+        values = outcome.double().cpu().numpy().astype("<f8")
         pipe.write(_SHAPE.pack(True, *values.shape) + values.tobytes())
     pipe.flush()
 
 
-def _received(pipe: IO[bytes]) -> Tensor:
+def _read_answer(pipe: IO[bytes]) -> Tensor:
     """The logits of an answer. Raises UserError for an error, EOFError where none came."""
     well, rows, classes = _SHAPE.unpack(_exactly(pipe, _SHAPE.size))
     if not well:
@@ -244,7 +244,7 @@ def _exactly(pipe: IO[bytes], size: int) -> bytes:
     return raw
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     """End the process: it stops when nothing more can come."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -256,7 +256,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # --- choice and comparison of rows ------------------------------------------------------------
 
 
-LEAST_ROWS = 66  # on average: of a model that changes 5 % of its answers 0.95^64 >= e^-3.3 escape
+# on average: of a model that changes 5 % of its answers 0.95^64 >= e^-3.3 escape
+EXPECTED_ROWS = 66
 _BLOCKS = 100  # of which one row is executed again: in a batch of its own, so one per cent of work
 _SUMS = 1e-9  # what sums in float64 may do to a score
 _SHARE_AMONG = 8  # of a batch of other inputs, a row in so many is one that is tried
@@ -266,29 +267,31 @@ _SHARE_AMONG = 8  # of a batch of other inputs, a row in so many is one that is 
 class RowChoice:
     """The choice of counted rows that are executed again.
 
-    key: secret, see above. rows: so many are counted for certain in the first `blocks` blocks of
-    the inputs up to the index `last` (None: of all), and of these `LEAST_ROWS` are drawn on
-    average. All other blocks have one row in `_BLOCKS` blocks.
+    key: secret, see above. rows: so many are counted for certain in the first `certain_blocks`
+    blocks of the inputs up to the index `last` (None: of all), and of these `EXPECTED_ROWS` are
+    drawn on average. All other blocks have one row in `_BLOCKS` blocks.
     """
 
-    rows: int
-    blocks: int
+    certain_rows: int
+    certain_blocks: int
     last: int | None = None
     key: bytes = field(default_factory=new_run_key, repr=False)
 
-    def of(self, index: int, stage: str, block: int, size: int, draws: int) -> np.ndarray:
+    def choose_rows(self, index: int, stage: str, block: int, size: int, draws: int) -> np.ndarray:
         """Return the places of the chosen rows, int64, among the first `draws` of a block of
         `size`: a pure function of the key and the block's name."""
         share = 1 / (_BLOCKS * size)
-        if block < self.blocks and (self.last is None or index <= self.last):
-            share = min(1.0, max(share, LEAST_ROWS / self.rows))
+        if block < self.certain_blocks and (self.last is None or index <= self.last):
+            share = min(1.0, max(share, EXPECTED_ROWS / self.certain_rows))
         key = derive_key(self.key, "reexecuted", index, stage, block)
-        count = int(draws * share + words(key, 0, 1)[0] / 2.0**64)
+        count = int(draws * share + stream_words(key, 0, 1)[0] / 2.0**64)
         if not count:
             return np.empty(0, dtype=np.int64)
-        return np.argsort(words(key, 1, draws), kind="stable")[: min(count, draws)].astype(np.int64)
+        return np.argsort(stream_words(key, 1, draws), kind="stable")[: min(count, draws)].astype(
+            np.int64
+        )
 
-    def named(self, purpose: str) -> RowChoice:
+    def for_purpose(self, purpose: str) -> RowChoice:
         """Return the choice for counts of another purpose, of blocks of the same names."""
         return replace(self, key=derive_key(self.key, purpose))
 
@@ -300,9 +303,10 @@ class Reexecution:
         choice: which rows.
         network: what is executed, as a module: each row alone goes through it.
         execute: the executed form, on whole batches: (B, ...) to logits (B, classes).
-        others: (B, ...) rows that `execute` takes, of other inputs: the company.
+        other_inputs: (B, ...) rows that `execute` takes, of other inputs: the company.
         form: of the executed form; another number format is kept for a row alone.
-        alone: executes each of some rows alone, (B, ...) to (B, classes), given the network as it
+        build_isolated_executor: executes each of some rows alone, (B, ...) to (B, classes), given
+            the network as it
             came and the form; by default in this process.
     """
 
@@ -311,13 +315,15 @@ class Reexecution:
         choice: RowChoice,
         network: nn.Module,
         execute: Callable[[Tensor], Tensor],
-        others: Tensor,
+        other_inputs: Tensor,
         form: str = "eager",
-        alone: Callable[[nn.Module, str], Callable[[Tensor], Tensor]] = SameProcess,
+        build_isolated_executor: Callable[
+            [nn.Module, str], Callable[[Tensor], Tensor]
+        ] = SameProcess,
     ) -> None:
         self._choice, self._network, self._execute = choice, fresh_copy(network.eval()), execute
-        self._alone = alone(self._network, form)
-        self._others, self._form = others, form
+        self._alone = build_isolated_executor(self._network, form)
+        self._others, self._form = other_inputs, form
         self._found: str | None = None
 
     def __call__(
@@ -331,14 +337,14 @@ class Reexecution:
         alone or among other inputs; then also at every later call.
         """
         if self._found is None:
-            chosen = self._choice.of(index, stage, block, len(rows), draws)
+            chosen = self._choice.choose_rows(index, stage, block, len(rows), draws)
             if len(chosen):
                 places = torch.from_numpy(chosen).to(rows.device)
-                self._found = self._difference(index, places, rows, logits, scores)
+                self._found = self._find_difference(index, places, rows, logits, scores)
         if self._found is not None:
-            raise InvalidResults(self._found)
+            raise InvalidResultsError(self._found)
 
-    def _difference(
+    def _find_difference(
         self, index: int, chosen: Tensor, rows: Tensor, logits: Tensor, scores: bool
     ) -> str | None:
         """Return the fault in words, or None."""
@@ -346,22 +352,29 @@ class Reexecution:
             counted, again = logits[chosen], rows[chosen]
             answers = {
                 "alone": self._alone(again),
-                "among other inputs": self._among_others(again, chosen, len(rows)),
+                "among other inputs": self._execute_among_others(again, chosen, len(rows)),
             }
             before = predicted_classes(counted)
             for where, found in answers.items():
                 after = predicted_classes(found)
                 for row in (before != after).nonzero()[:, 0].tolist():
                     classes = int(before[row]), int(after[row])
-                    if not self._tied(*classes, counted[row], found[row]):
-                        return _words(
-                            index, _class(classes[0]), _class(classes[1]), where, self._form
+                    if not self._is_rounding_tie(*classes, counted[row], found[row]):
+                        return _failure_text(
+                            index,
+                            _class_text(classes[0]),
+                            _class_text(classes[1]),
+                            where,
+                            self._form,
                         )
-                if scores and (seen := self._other_score(counted, found, again)) is not None:
-                    return _words(index, *seen, where, self._form)
+                if (
+                    scores
+                    and (seen := self._find_score_difference(counted, found, again)) is not None
+                ):
+                    return _failure_text(index, *seen, where, self._form)
         return None
 
-    def _among_others(self, rows: Tensor, chosen: Tensor, size: int) -> Tensor:
+    def _execute_among_others(self, rows: Tensor, chosen: Tensor, size: int) -> Tensor:
         """The answers in batches of other inputs, at the same places: there are few in each."""
         company = self._others[torch.arange(size, device=rows.device) % len(self._others)]
         found = []
@@ -372,23 +385,25 @@ class Reexecution:
             found.append(self._execute(batch)[places])
         return torch.cat(found)
 
-    def _tied(self, before: int, after: int, counted: Tensor, again: Tensor) -> bool:
+    def _is_rounding_tie(self, before: int, after: int, counted: Tensor, again: Tensor) -> bool:
         """Whether rounding alone may have put the one or the other class first."""
         if min(before, after) < 0:
             return False
-        allowed = self._allowed(self._others)
+        allowed = self._allowed_rounding(self._others)
         most = float(allowed[before] + allowed[after])
         lead = float(counted[before].double() - counted[after].double())
         return lead <= most and float(again[after].double() - again[before].double()) <= most
 
-    def _other_score(self, counted: Tensor, again: Tensor, rows: Tensor) -> tuple[str, str] | None:
+    def _find_score_difference(
+        self, counted: Tensor, again: Tensor, rows: Tensor
+    ) -> tuple[str, str] | None:
         """The score of a row of logits (B, classes) in both executions, in words, where more than
         rounding tells them apart. Rows without a class have no scores."""
         has = (predicted_classes(counted) >= 0) & (predicted_classes(again) >= 0)
         if not bool(has.any()):
             return None
         counted, again = counted[has].double(), again[has].double()
-        allowed = self._allowed(torch.cat([rows[has], self._others]))
+        allowed = self._allowed_rounding(torch.cat([rows[has], self._others]))
         least, most = score_range(counted, allowed)
         scores = softmax_scores(again)
         beyond = ((scores < least) | (scores > most)).nonzero()
@@ -399,11 +414,11 @@ class Reexecution:
         after = float(scores[row, label])
         return f"score {before:.6f} of class {label}", f"score {after:.6f} of class {label}"
 
-    def _allowed(self, batch: Tensor) -> Tensor:
+    def _allowed_rounding(self, batch: Tensor) -> Tensor:
         """Return how much rounding may move each logit: float64 (classes,)."""
-        share = OTHER_FORMATS.get(self._form)
+        share = REDUCED_PRECISION_FORMS.get(self._form)
         if share is None:
-            return allowed_rounding(fresh_copy(self._network), batch)
+            return rounding_tolerance(fresh_copy(self._network), batch)
         return share * self._execute(self._others).double().abs().amax(0)
 
 
@@ -416,12 +431,12 @@ def score_range(logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     ends = []
     for sign in (-1, 1):
         others, own = logits - sign * allowed, logits + sign * allowed
-        scores = torch.sigmoid(own - _without_own(others))
+        scores = torch.sigmoid(own - _logsumexp_of_others(others))
         ends.append(scores + sign * _SUMS)
     return ends[0], ends[1]
 
 
-def _without_own(logits: Tensor) -> Tensor:
+def _logsumexp_of_others(logits: Tensor) -> Tensor:
     """The logarithm of what all classes but one have together, for each of them: (B, K)."""
     total, top = logits.logsumexp(1, keepdim=True), logits.argmax(1, keepdim=True)
     rest = total + torch.log1p(-torch.exp(logits - total))
@@ -430,15 +445,15 @@ def _without_own(logits: Tensor) -> Tensor:
     return rest.scatter(1, top, behind)
 
 
-def _class(label: int) -> str:
+def _class_text(label: int) -> str:
     return "no class" if label < 0 else f"class {label}"
 
 
-def _words(index: int, before: str, after: str, where: str, form: str) -> str:
+def _failure_text(index: int, before: str, after: str, arrangement: str, form: str) -> str:
     other = f", or `form: eager` if its form {form!r} computes something else" * (form != "eager")
     return (
         f"the model looks at its batch: a row of input {index} is {before} in the batch that was "
-        f"counted and {after} {where}. Nothing that was counted of such a model holds: make it "
-        "treat each example alone (no expert capacity, no early exit and no cache that a batch "
+        f"counted and {after} {arrangement}. Nothing that was counted of such a model holds: make "
+        "it treat each example alone (no expert capacity, no early exit and no cache that a batch "
         f"shares{other}), remove the results and begin again"
     )

@@ -12,8 +12,8 @@ from dpdist.certification.cohen import Cohen, HoeffdingVotes, Smoothing, TwoClas
 from dpdist.certification.expected_scores import BettingScores, ExpectedScores
 from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
 from dpdist.core.errors import UserError
-from dpdist.core.fields import of_key, rule_of
-from dpdist.core.files import shown
+from dpdist.core.fields import key_error, validation_message
+from dpdist.core.files import quoted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,14 +36,14 @@ _SAYS_NOTHING = {
 }  # fmt: skip
 
 
-def _own(section: Any) -> Any:
+def _drop_neutral_settings(section: Any) -> Any:
     """Return the section without empty options.
 
     Raises ValueError for options of another certificate.
     """
     if not isinstance(section, Mapping):
         return section
-    kind = BY_MODE[_mode(section)]
+    kind = BY_MODE[_requested_mode(section)]
     own = dict(section)
     if own.get("bound") == _USUAL and issubclass(kind, Smoothing):
         del own["bound"]
@@ -51,14 +51,20 @@ def _own(section: Any) -> Any:
         own["mode"] = kind.mode_name()  # which of them, `bound` says
     mode = own.get("mode")
     if "mode" in kind.model_fields and mode not in (None, kind.mode_name()):
-        raise of_key("mode", f"must be one of {', '.join(_modes(section))}, got {shown(mode)}")
+        raise key_error(
+            "mode", f"must be one of {', '.join(_allowed_modes(section))}, got {quoted(mode)}"
+        )
     complete = _is_complete(own)
     for name, nothing in _SAYS_NOTHING.items():
         if name in own and name not in kind.model_fields:
             value = own.pop(name)
             if value is not None and not (complete and value == nothing):
-                instead = "".join(f" or be {mode}" for mode in _modes(section) if name == "mode")
-                raise of_key(name, f"must be left out{instead} {kind.belongs}, got {shown(value)}")
+                instead = "".join(
+                    f" or be {mode}" for mode in _allowed_modes(section) if name == "mode"
+                )
+                raise key_error(
+                    name, f"must be left out{instead} {kind.wrong_key_hint}, got {quoted(value)}"
+                )
     return own
 
 
@@ -68,19 +74,21 @@ def _is_complete(section: Mapping[str, Any]) -> bool:
     return early and section.keys() >= _OF_EVERY_KIND
 
 
-def _modes(section: Mapping[str, Any]) -> list[str]:
+def _allowed_modes(section: Mapping[str, Any]) -> list[str]:
     """Return the values that `mode` may have in the section."""
     named = (k.mode_name() for k in CERTIFICATES if "mode" in k.model_fields)
-    return [mode for mode in named if BY_MODE[mode].fits({**section, "mode": mode})]
+    return [mode for mode in named if BY_MODE[mode].accepts_section({**section, "mode": mode})]
 
 
-def _mode(section: Any) -> str:
+def _requested_mode(section: Any) -> str:
     """Return the certificate's mode that a section asks for; the first in the list by default."""
     if isinstance(section, Certificate):
         return type(section).mode_name()
     if isinstance(section, Mapping):
         section = _with_bound(section)
-    fitting = (k for k in CERTIFICATES if isinstance(section, Mapping) and k.fits(section))
+    fitting = (
+        k for k in CERTIFICATES if isinstance(section, Mapping) and k.accepts_section(section)
+    )
     return next(fitting, CERTIFICATES[0]).mode_name()
 
 
@@ -92,7 +100,7 @@ def _with_bound(section: Mapping[str, Any]) -> Mapping[str, Any]:
         or (section.get("mode") or "fixed") not in _FIXED
     ):
         return section
-    if HoeffdingVotes.fits(section):
+    if HoeffdingVotes.accepts_section(section):
         return {**section, "mode": HoeffdingVotes.mode_name()}
     return {**section, "mode": "fixed"} if section.get("bound") == _USUAL else section
 
@@ -106,13 +114,13 @@ AnyCertificate = Annotated[
     | Annotated[TargetScores, Tag("target-scores")]
     | Annotated[BettingScores, Tag("betting")]
     | Annotated[ExpectedScores, Tag("scores")],
-    Discriminator(_mode),
-    BeforeValidator(_own),
+    Discriminator(_requested_mode),
+    BeforeValidator(_drop_neutral_settings),
 ]
 """The recipe's ``certify`` section."""
 
 
-def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) -> Certificate:
+def settings_of(section: Mapping[str, Any], defaults: Certificate | None = None) -> Certificate:
     """Return the certificate that settings ask for.
 
     It smooths the inputs when ``sigma`` is given (``mode`` says how), else it is the certificate by
@@ -120,7 +128,7 @@ def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) ->
 
     Args:
         section: settings by name, as in a recipe's section `certify`; None is as good as not given.
-        usual: gives those that are not given, such as the recipe's. Where another kind of
+        defaults: gives those that are not given, such as the recipe's. Where another kind of
             certificate is asked for, its defaults that this kind does not have are left out.
 
     Returns:
@@ -136,12 +144,12 @@ def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) ->
         ('fixed', 0.001)
     """
     given = asked = {name: value for name, value in section.items() if value is not None}
-    if usual is not None:
-        kept, fields = usual.model_dump(), type(usual).model_fields
+    if defaults is not None:
+        kept, fields = defaults.model_dump(), type(defaults).model_fields
         scored = kept.get("sigma") is None and "bound" in kept  # a bound of scores, not of votes
         if scored and "sigma" in given and kept["bound"] == fields["bound"].default:
             del kept["bound"]
-        kind = BY_MODE[_mode(kept | given)]
+        kind = BY_MODE[_requested_mode(kept | given)]
         asked = {
             name: value
             for name, value in kept.items()
@@ -157,14 +165,14 @@ _ADAPTER: TypeAdapter[Certificate] = TypeAdapter(AnyCertificate)
 
 
 def _complaint(item: Any) -> str:
-    key, rule = [*item["loc"][1:]], rule_of(item)
+    key, rule = [*item["loc"][1:]], validation_message(item)
     if item["type"] == "of_key":
         key.append(item["ctx"]["key"])
-    got = "" if isinstance(item["input"], Mapping) else f", got {shown(item['input'])}"
+    got = "" if isinstance(item["input"], Mapping) else f", got {quoted(item['input'])}"
     return f"certify.{'.'.join(map(str, key))}: {rule}{got}"
 
 
-def kind_of(table: pa.Table, where: object = "the table") -> type[Certificate]:
+def certificate_class_of(table: pa.Table, context: object = "the table") -> type[Certificate]:
     """Return the certificate of a table.
 
     Raises UserError when there is none such, or several.
@@ -172,12 +180,12 @@ def kind_of(table: pa.Table, where: object = "the table") -> type[Certificate]:
     modes = table["mode"].unique().to_pylist()
     if modes == [_REMOVED]:
         raise UserError(
-            f"{where}: its certificates are of mode {_REMOVED}, which was removed and is not read "
-            "any more; delete its folder and certify again with mode fixed"
+            f"{context}: its certificates are of mode {_REMOVED}, which was removed and is not "
+            "read any more; delete its folder and certify again with mode fixed"
         )
     if len(modes) != 1 or modes[0] not in BY_MODE:
         raise UserError(
-            f"{where}: its rows differ in mode ({', '.join(sorted(modes))}), or it is one that "
+            f"{context}: its rows differ in mode ({', '.join(sorted(modes))}), or it is one that "
             f"this version does not know ({', '.join(BY_MODE)})"
         )
     return BY_MODE[modes[0]]

@@ -41,7 +41,7 @@ import scipy
 from numpy.typing import ArrayLike
 
 from dpdist.certification.noise import gaussian_l2_radius_two_class
-from dpdist.core.binomial import MARGIN, check_alpha, clopper_pearson_interval
+from dpdist.core.binomial import RELATIVE_MARGIN, check_alpha, clopper_pearson_interval
 from dpdist.privacy import mechanisms
 
 # --- Hoeffding and empirical Bernstein --------------------------------------------------------
@@ -68,8 +68,8 @@ def hoeffding_interval(
 
     Raises ValueError for a mean outside [low, high], draws or classes < 1, alpha outside (0, 1).
     """
-    m, n, log_term = _scores(mean, draws, alpha, classes, low, high)
-    half = (high - low) * np.sqrt(log_term / (2 * n)) * (1 + MARGIN)
+    m, n, log_term = _check_sample(mean, draws, alpha, classes, low, high)
+    half = (high - low) * np.sqrt(log_term / (2 * n)) * (1 + RELATIVE_MARGIN)
     return _clip_interval(m, half, low, high)
 
 
@@ -92,7 +92,7 @@ def empirical_bernstein_interval(
 
     Raises ValueError for draws < 2, a negative variance, and what ``hoeffding_interval`` refuses.
     """
-    m, n, log_term = _scores(mean, draws, alpha, classes, low, high)
+    m, n, log_term = _check_sample(mean, draws, alpha, classes, low, high)
     v = np.asarray(variance, dtype=np.float64)
     if np.any(n < 2):
         raise ValueError("draws must be at least 2 for a sample variance")
@@ -101,10 +101,10 @@ def empirical_bernstein_interval(
     log_two = log_term + np.log(2.0)
     span = high - low
     half = np.sqrt(2 * v * log_two / n) + span * 7 * log_two / (3 * (n - 1))
-    return _clip_interval(m, half * (1 + MARGIN), low, high)
+    return _clip_interval(m, half * (1 + RELATIVE_MARGIN), low, high)
 
 
-def _scores(
+def _check_sample(
     mean: ArrayLike, draws: ArrayLike, alpha: ArrayLike, classes: int, low: float, high: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     m = np.asarray(mean, dtype=np.float64)
@@ -161,25 +161,29 @@ class ScoreBounds:
     @property
     def label(self) -> Any:
         """The class with the largest lower bound; may be chosen after seeing the bounds."""
-        return np.argmax(self.lower, -1).tolist() if self.lower.ndim == 1 else self._label[..., 0]
+        return (
+            np.argmax(self.lower, -1).tolist()
+            if self.lower.ndim == 1
+            else self._label_index[..., 0]
+        )
 
     @property
     def p_a(self) -> Any:
-        return self._one(np.take_along_axis(self.lower, self._label, -1)[..., 0])
+        return self._as_scalar(np.take_along_axis(self.lower, self._label_index, -1)[..., 0])
 
     @property
     def p_b(self) -> Any:
         """The largest upper bound among the other classes."""
         others = self.upper.copy()
-        np.put_along_axis(others, self._label, 0.0, -1)
-        return self._one(others.max(-1))
+        np.put_along_axis(others, self._label_index, 0.0, -1)
+        return self._as_scalar(others.max(-1))
 
     @property
-    def _label(self) -> np.ndarray:
+    def _label_index(self) -> np.ndarray:
         result: np.ndarray = np.argmax(self.lower, -1, keepdims=True)
         return result
 
-    def _one(self, values: np.ndarray) -> Any:
+    def _as_scalar(self, values: np.ndarray) -> Any:
         """Return the bound of one input as a number."""
         return float(values) if self.lower.ndim == 1 else values
 
@@ -357,8 +361,8 @@ def _check(noise: float, sensitivity: float) -> None:
 
 # Bin b holds the scores from ENDS[b] to ENDS[b + 1], in units of 1 / SCORE_UNIT.
 _INNER = np.round(SCORE_UNIT / (1 + np.exp(-np.linspace(-13, 13, 62)))).astype(np.int64)
-ENDS = np.unique(np.concatenate([[0], _INNER, [SCORE_UNIT]]))
-BINS = len(ENDS) - 1
+BIN_EDGES = np.unique(np.concatenate([[0], _INNER, [SCORE_UNIT]]))
+NUM_BINS = len(BIN_EDGES) - 1
 
 _ROUNDS = 44
 _STEP = 1e-9  # from a bound to either side
@@ -368,30 +372,32 @@ _SLACK = 1e-9  # of ln capital, relative: sums of many logarithms
 def log_capital(counts: np.ndarray, scores: np.ndarray, mean: float) -> np.ndarray:
     """ln of the capital against means up to `mean`, > 0: counts (B,) or (B, K) of each score (B,);
     a number or (K,)."""
-    stakes = _stakes()
+    stakes = _bet_fractions()
     growth = np.log1p(stakes[:, None] * (scores / mean - 1))
     result: np.ndarray = np.logaddexp.reduce(growth @ counts) - math.log(len(stakes))
     return result
 
 
 @cache
-def _stakes() -> np.ndarray:
+def _bet_fractions() -> np.ndarray:
     result: np.ndarray = scipy.special.expit(np.linspace(-9, 7, 48))
     return result
 
 
-def means_above(counts: np.ndarray, scores: np.ndarray, mean: float, alpha: float) -> np.ndarray:
+def means_exceed(counts: np.ndarray, scores: np.ndarray, mean: float, alpha: float) -> np.ndarray:
     """Whether each mean is shown to be above `mean`, in (0, 1); counts (B, K), bool (K,). Wrong at
     *any* number of draws, however chosen, with probability at most alpha."""
-    return log_capital(counts, scores, mean) >= _limit(alpha, float(counts.sum(0).max(initial=0)))
+    return log_capital(counts, scores, mean) >= _log_capital_threshold(
+        alpha, float(counts.sum(0).max(initial=0))
+    )
 
 
-def _limit(alpha: float, draws: float) -> float:
+def _log_capital_threshold(alpha: float, draws: float) -> float:
     """Return the limit that ln of the capital must reach."""
     return -math.log(alpha) + _SLACK * (1 + draws * 1e-3)
 
 
-def lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) -> float:
+def betting_lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) -> float:
     """A mean below that of the scores but for probability alpha; rounded down. counts (B,) of each
     score (B,), of a number of draws that did not depend on them.
 
@@ -402,7 +408,7 @@ def lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) -> float:
     total = counts.sum()
     if not total:
         return 0.0
-    limit = _limit(alpha, float(total))
+    limit = _log_capital_threshold(alpha, float(total))
     low, high = 0.0, float(counts @ scores / total)
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
@@ -413,29 +419,29 @@ def lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) -> float:
     return low
 
 
-def score_bounds(counts: np.ndarray, excess: np.ndarray, confidence: float) -> ScoreBounds:
+def score_bounds_betting(counts: np.ndarray, excess: np.ndarray, confidence: float) -> ScoreBounds:
     """Bounds of the K expected scores, all 2K together at the confidence. counts, excess: as
-    `binned` makes them."""
-    alpha, scores = (1 - confidence) / (2 * len(counts)), ENDS / SCORE_UNIT
-    weights = at_ends(counts, excess)
-    lower = [lower_bound(each, scores, alpha) for each in weights]
-    upper = [1 - lower_bound(each, 1 - scores, alpha) for each in weights]
+    `bin_scores` makes them."""
+    alpha, scores = (1 - confidence) / (2 * len(counts)), BIN_EDGES / SCORE_UNIT
+    weights = bin_edge_weights(counts, excess)
+    lower = [betting_lower_bound(each, scores, alpha) for each in weights]
+    upper = [1 - betting_lower_bound(each, 1 - scores, alpha) for each in weights]
     return ScoreBounds(np.array(lower), np.nextafter(np.array(upper), 2))
 
 
-def one_score_bound(
+def score_bounds_betting_one_sided(
     counts: np.ndarray, excess: np.ndarray, selected: int, confidence: float
 ) -> ScoreBounds:
     """The class that other draws selected, bounded from below at the whole error; all others have
     at most what it leaves, since scores add up to at most 1."""
     lower, upper = np.zeros(len(counts)), np.ones(len(counts))
-    weights = at_ends(counts, excess)[selected]
-    lower[selected] = lower_bound(weights, ENDS / SCORE_UNIT, 1 - confidence)
+    weights = bin_edge_weights(counts, excess)[selected]
+    lower[selected] = betting_lower_bound(weights, BIN_EDGES / SCORE_UNIT, 1 - confidence)
     upper[np.arange(len(counts)) != selected] = np.nextafter(1 - lower[selected], 2)
     return ScoreBounds(lower, upper)
 
 
-def label_of(
+def verified_label(
     counts: np.ndarray,
     excess: np.ndarray,
     lower: float,
@@ -446,16 +452,17 @@ def label_of(
     """Return the class with the largest lower bound, where that is `lower` and the largest upper
     bound of another class `upper`; -1 where they are other numbers.
 
-    As `score_bounds`, or of the selected class alone as `one_score_bound`: a bound is where the
-    capital crosses, which two means tell, one on each side. counts, excess: (K, BINS).
+    As `score_bounds_betting`, or of the selected class alone as `score_bounds_betting_one_sided`:
+    a bound is where the capital crosses, which two means tell, one on each side. counts, excess:
+    (K, BINS).
     """
-    scores, weights = ENDS / SCORE_UNIT, at_ends(counts, excess).T
+    scores, weights = BIN_EDGES / SCORE_UNIT, bin_edge_weights(counts, excess).T
     share = alpha if selected is not None else alpha / (2 * len(counts))
 
     def above(values: np.ndarray, mean: float) -> np.ndarray:
         if mean <= 0 or mean >= 1:
             return np.full(len(counts), mean <= 0)
-        return means_above(weights, values, mean, share)
+        return means_exceed(weights, values, mean, share)
 
     there = above(scores, lower - _STEP) & ~above(scores, lower + _STEP)
     if selected is not None:
@@ -470,16 +477,16 @@ def label_of(
     return label if enough and least else -1
 
 
-def at_ends(counts: np.ndarray, excess: np.ndarray) -> np.ndarray:
+def bin_edge_weights(counts: np.ndarray, excess: np.ndarray) -> np.ndarray:
     """Return how many scores of each class lie at each end, once moved there: (K, BINS + 1)."""
-    moved = excess / np.diff(ENDS)
-    weights = np.zeros((len(counts), BINS + 1))
+    moved = excess / np.diff(BIN_EDGES)
+    weights = np.zeros((len(counts), NUM_BINS + 1))
     weights[:, :-1] += counts - moved
     weights[:, 1:] += moved
     return weights
 
 
-def leads(scores: np.ndarray, leader: int) -> np.ndarray:
+def lead_scores(scores: np.ndarray, leader: int) -> np.ndarray:
     """(1 + its score - the other's) / 2 over each other class, rounded down: scores in [0, 1] that
     are never below the leader's own. int64 (n, K) in units to (n, K - 1)."""
     others = np.delete(scores, leader, axis=1)
@@ -487,15 +494,15 @@ def leads(scores: np.ndarray, leader: int) -> np.ndarray:
     return result
 
 
-def binned(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def bin_scores(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return counts and excess sums of the scores of draws, int64 (n, K) in units, by bin.
 
     How many lie in each bin, and the sum by which they exceed its lower end; int64 (K, BINS)
     each.
     """
-    places = np.minimum(np.searchsorted(ENDS, scores, side="right") - 1, BINS - 1)
-    beyond = (scores - ENDS[places]).ravel()
-    flat = (places + np.arange(scores.shape[1]) * BINS).ravel()
-    size = scores.shape[1] * BINS
+    places = np.minimum(np.searchsorted(BIN_EDGES, scores, side="right") - 1, NUM_BINS - 1)
+    beyond = (scores - BIN_EDGES[places]).ravel()
+    flat = (places + np.arange(scores.shape[1]) * NUM_BINS).ravel()
+    size = scores.shape[1] * NUM_BINS
     found = np.bincount(flat, minlength=size), np.bincount(flat, beyond, size).astype(np.int64)
-    return found[0].reshape(-1, BINS), found[1].reshape(-1, BINS)
+    return found[0].reshape(-1, NUM_BINS), found[1].reshape(-1, NUM_BINS)

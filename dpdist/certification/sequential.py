@@ -42,27 +42,31 @@ from dpdist.certification.certificate import (
     ABSTAIN,
     Certificate,
     CertifiedSizes,
-    Partial,
+    PartialCounts,
     Verdict,
-    certified_by,
-    require,
-    sample,
-    select,
+    equivalent_input_noise,
+    require_setting,
+    sample_under_noise,
+    select_class,
 )
 from dpdist.certification.cohen import Cohen, Smoothing, predict
-from dpdist.certification.expected_scores import BettingScores, OfHiddenNoise, stated_norms
+from dpdist.certification.expected_scores import (
+    BettingScores,
+    HiddenNoiseCertificate,
+    read_sensitivity,
+)
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.core.binomial import check_alpha, clopper_pearson_upper
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.files import reason
+from dpdist.core.files import error_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from dpdist.certification.certificate import CertificateTable, Counter, SampledPlace
-    from dpdist.certification.worker import HiddenNoiseSampler, ScoredPlace, SmoothedPlace
+    from dpdist.certification.certificate import CertificateTable, ClassCounter, NoiseSampler
+    from dpdist.certification.worker import HiddenNoiseCounter, ScoreSampler, VoteSampler
 
 
 # --- sequential tests of a probability --------------------------------------------------------
@@ -90,12 +94,12 @@ class Thresholds:
     p0: float
     alpha: float
     looks: tuple[int, ...]
-    needed: tuple[int, ...]
+    critical_counts: tuple[int, ...]
     error: float
 
 
 @lru_cache(maxsize=256)
-def thresholds(p0: float, alpha: float, looks: tuple[int, ...]) -> Thresholds:
+def compute_thresholds(p0: float, alpha: float, looks: tuple[int, ...]) -> Thresholds:
     """Thresholds for H0: p <= p0 that spend alpha * sqrt(n / cap) of the error by look n.
 
     Computed by the exact binomial recursion over the looks (direct convolution of probabilities,
@@ -144,8 +148,9 @@ class TargetTest:
 
     The tests are made in a fixed order and the first failure ends them, so the probability that
     any certified radius is false is at most alpha (fixed-sequence procedure: Maurer, Hothorn and
-    Lehmacher 1995). ``futile``: error of the upper bound by which hopeless inputs are given up; it
-    can only lose certificates, never add a false one, because the thresholds do not use it.
+    Lehmacher 1995). ``futility_alpha``: error of the upper bound by which hopeless inputs are
+    given up; it can only lose certificates, never add a false one, because the thresholds do not
+    use it.
     """
 
     def __init__(
@@ -153,32 +158,36 @@ class TargetTest:
         probabilities: tuple[float, ...],
         alpha: float,
         looks: tuple[int, ...],
-        futile: float,
+        futility_alpha: float,
     ) -> None:
         self.looks = looks
-        self.futile = futile
-        self._tests = [thresholds(p0, alpha, looks) for p0 in probabilities]
+        self.futility_alpha = futility_alpha
+        self._tests = [compute_thresholds(p0, alpha, looks) for p0 in probabilities]
         self._rejected = [False] * len(probabilities)
 
     def passed(self) -> int:
         """Return the number of radii, from the smallest on, that are certified."""
         return next((i for i, done in enumerate(self._rejected) if not done), len(self._rejected))
 
-    def look(self, place: int, hits: int) -> bool:
+    def update(self, look_index: int, hits: int) -> bool:
         """Take the cumulative count at looks[place]; True when nothing more can be decided."""
         for i, test in enumerate(self._tests):
-            self._rejected[i] |= hits >= test.needed[place]
+            self._rejected[i] |= hits >= test.critical_counts[look_index]
         first = self.passed()
         if first == len(self._tests):
             return True
-        test, draws = self._tests[first], self.looks[place]
+        test, draws = self._tests[first], self.looks[look_index]
         if draws == self.looks[-1]:
             return True
         missing = min(
             needed - hits - (look - draws)
-            for look, needed in zip(self.looks[place + 1 :], test.needed[place + 1 :], strict=True)
+            for look, needed in zip(
+                self.looks[look_index + 1 :], test.critical_counts[look_index + 1 :], strict=True
+            )
         )
-        return missing > 0 or bool(clopper_pearson_upper(hits, draws, self.futile) <= test.p0)
+        return missing > 0 or bool(
+            clopper_pearson_upper(hits, draws, self.futility_alpha) <= test.p0
+        )
 
 
 def beta_mixture_log_evidence(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> np.ndarray:
@@ -238,31 +247,31 @@ def anytime_lower(hits: ArrayLike, draws: ArrayLike, alpha: float) -> np.ndarray
 
 
 # Error of the upper bound by which hopeless inputs are given up (never adds a certificate).
-FUTILE = 0.01
+FUTILITY_ALPHA = 0.01
 _Kind = TypeVar("_Kind", bound=Certificate)
 HITS = "hits"  # column: how often the selected class was said by each look, from the first one on
 
 
-class _Sequential(Smoothing):
+class _SequentialSmoothing(Smoothing):
     """A sequential test is one unit of work; n is its cap."""
 
-    def units(self, batch: int) -> int:
+    def num_units(self, batch: int) -> int:
         return 1
 
-    def label(
-        self, counter: Counter, x: Tensor, index: int, batch: int, place: SampledPlace
+    def predict(
+        self, counter: ClassCounter, x: Tensor, index: int, batch: int, sampler: NoiseSampler
     ) -> int:
-        return predict(self.counts(counter, x, index, batch), self.alpha, self.n)
+        return predict(self.sample_all_draws(counter, x, index, batch), self.alpha, self.n)
 
     @classmethod
-    def again(
-        cls, found: CertificateTable, norm: str, batch: int
-    ) -> tuple[Certificate, SampledPlace]:
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, NoiseSampler]:
         """Return Cohen's procedure at the cap, whatever stopped the table's own."""
-        return Cohen.again(found, norm, batch)
+        return Cohen.recreate(certificates, norm, batch)
 
 
-class TargetRadius(_Sequential):
+class TargetRadius(_SequentialSmoothing):
     """Certify given radii, by exact tests at planned looks that stop as soon as all is decided.
 
     Guarantee: for each input by itself, the probability over the draws that a certified radius is
@@ -297,37 +306,37 @@ class TargetRadius(_Sequential):
 
     mode: Literal["target"] = "target"
     spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
-    counted: ClassVar[str] = "given radii decided by at most {n:,} draws"
-    drawn: ClassVar[frozenset[str]] = frozenset({"selected", HITS})
+    draws_phrase: ClassVar[str] = "given radii decided by at most {n:,} draws"
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", HITS})
 
     @model_validator(mode="after")
-    def _targets(self) -> Self:
-        require(bool(self.radii), "radii", "given when mode is target")
+    def _require_radii(self) -> Self:
+        require_setting(bool(self.radii), "radii", "given when mode is target")
         return self
 
-    def work(
+    def sample(
         self,
-        counter: Counter,
+        counter: ClassCounter,
         x: Tensor,
         index: int,
         low: int,
         high: int,
         batch: int,
-        place: SmoothedPlace,
-    ) -> Partial:
+        sampler: VoteSampler,
+    ) -> PartialCounts:
 
-        selected = select(counter, self.n0, x, index)
-        hypotheses = self.hypotheses(place.certified)
+        selected = select_class(counter, self.n0, x, index)
+        hypotheses = self.hypotheses(sampler.equivalent_noise)
         looks = planned_looks(self.n, batch)
-        test = TargetTest(hypotheses, self.alpha, looks, FUTILE)
+        test = TargetTest(hypotheses, self.alpha, looks, FUTILITY_ALPHA)
         k = block = number = 0
         hits = []
         for number, look in enumerate(looks):
             while block * batch < look:
-                k += int(sample(counter, x, index, block, batch, self.n)[selected])
+                k += int(sample_under_noise(counter, x, index, block, batch, self.n)[selected])
                 block += 1
             hits.append(k)
-            if test.look(number, k):
+            if test.update(number, k):
                 break
         return {
             "selected": selected,
@@ -338,7 +347,7 @@ class TargetRadius(_Sequential):
             HITS: hits,
         }
 
-    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
+    def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
         (partial,) = partials
         passed = partial["passed"]
         last = max(passed - 1, 0)
@@ -347,7 +356,7 @@ class TargetRadius(_Sequential):
             selected=partial["selected"],
             k=partial["k"],
             n=partial["n"],
-            p_lower=self.hypotheses(place.certified)[last] if passed else 0.0,
+            p_lower=self.hypotheses(sampler.equivalent_noise)[last] if passed else 0.0,
             radius=self.radii[last] if passed else 0.0,
             looks=partial["looks"],
             target=self.radii[last],
@@ -361,16 +370,16 @@ class TargetRadius(_Sequential):
         return super().table_schema().append(pa.field(HITS, pa.list_(pa.int64())))
 
     @classmethod
-    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Counts at the looks that were planned; earlier versions kept the last look's alone."""
-        looks = _planned(table)
+        looks = _looks_of_table(table)
         k, n, number, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
         inside: np.ndarray = (
             (number >= 1) & (number <= len(looks)) & (table["selected"].to_numpy() >= 0)
         )
         inside &= (cap == looks[-1]) & (looks[np.clip(number, 1, len(looks)) - 1] == n) & (k <= n)
         steps = np.diff(looks, prepend=0)
-        for place, hits in enumerate(_hits(table)):
+        for place, hits in enumerate(_hits_of_table(table)):
             if hits is None:
                 continue
             more = np.diff(hits, prepend=0)
@@ -382,16 +391,18 @@ class TargetRadius(_Sequential):
         return inside
 
     @classmethod
-    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Return the columns that the counts at the looks decide, by the tests' own thresholds."""
 
-        settings = stated_targets(cls, table)
+        settings = read_target_settings(cls, table)
         radii = np.array(settings.radii)
-        p0 = np.array(settings.hypotheses(certified_by(table)))
-        looks = _planned(table)
-        needed = np.array([thresholds(p, alpha, tuple(looks.tolist())).needed for p in p0])
-        passed = _possible(table, radii, needed)
-        for place, hits in enumerate(_hits(table)):
+        p0 = np.array(settings.hypotheses(equivalent_input_noise(table)))
+        looks = _looks_of_table(table)
+        needed = np.array(
+            [compute_thresholds(p, alpha, tuple(looks.tolist())).critical_counts for p in p0]
+        )
+        passed = _possible_passes(table, radii, needed)
+        for place, hits in enumerate(_hits_of_table(table)):
             if hits is not None:
                 rejected = (np.array(hits) >= needed[:, : len(hits)]).any(1)
                 passed[place] = int(np.minimum.accumulate(rejected).sum())
@@ -404,56 +415,56 @@ class TargetRadius(_Sequential):
         }
 
     @classmethod
-    def rebound(cls, table: Any, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def recertify(cls, table: Any, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise UserError(
             "results of early stopping (mode target) certify their radius at their alpha and "
             "nothing else; certify again with mode fixed or anytime to choose alpha later"
         )
 
     def mode_parts(self) -> list[str]:
-        return [self.mode, "r-" + "-".join(map(exact, self.radii))]
+        return [self.mode, "r-" + "-".join(map(format_exact, self.radii))]
 
 
-def stated_targets(kind: type[_Kind], table: pa.Table) -> _Kind:
+def read_target_settings(settings_class: type[_Kind], table: pa.Table) -> _Kind:
     """The settings that a table of target radii states. Raises UserError where they are none."""
-    from dpdist.certification.table import about
+    from dpdist.certification.table import read_job_record
 
-    stated = about(table).get("settings", {})
-    given = {name: stated[name] for name in stated.keys() & kind.model_fields.keys()}
+    stated = read_job_record(table).get("settings", {})
+    given = {name: stated[name] for name in stated.keys() & settings_class.model_fields.keys()}
     try:
-        return kind.model_validate(given)
+        return settings_class.model_validate(given)
     except ValidationError as error:
-        raise UserError(f"the table's description: damaged: {reason(error)}") from None
+        raise UserError(f"the table's description: damaged: {error_text(error)}") from None
 
 
-def executed_batch(table: pa.Table) -> int:
+def read_executed_batch(table: pa.Table) -> int:
     """The rows of the executed batch that a table states. Raises UserError where it does not."""
-    from dpdist.certification.table import about
+    from dpdist.certification.table import read_job_record
 
-    batch = about(table).get("classifier", {}).get("batch")
+    batch = read_job_record(table).get("classifier", {}).get("batch")
     if type(batch) is not int or batch < 1:
         raise UserError("the table's description: damaged: classifier.batch must be >= 1")
     return batch
 
 
-def blocks_hold(table: pa.Table) -> np.ndarray:
+def consistent_blocks(table: pa.Table) -> np.ndarray:
     """Return whether each row of a test after every block has the draws of so many blocks as it
     states, the last of them perhaps in part, and no more hits than draws: bool (N,)."""
     k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
-    batch = executed_batch(table)
+    batch = read_executed_batch(table)
     blocks = (looks == -(-n // batch)) & (n == np.minimum(looks * batch, cap)) & (n >= 1)
     result: np.ndarray = blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
     return result
 
 
-def _planned(table: pa.Table) -> np.ndarray:
+def _looks_of_table(table: pa.Table) -> np.ndarray:
     """Numbers of draws at the looks of a table, int64."""
 
-    looks = planned_looks(table["cap"][0].as_py(), executed_batch(table))
+    looks = planned_looks(table["cap"][0].as_py(), read_executed_batch(table))
     return np.array(looks, dtype=np.int64)
 
 
-def _hits(table: pa.Table) -> list[list[int] | None]:
+def _hits_of_table(table: pa.Table) -> list[list[int] | None]:
     """Counts of each row at its looks; None where an earlier version did not keep them."""
     if HITS not in table.column_names:
         return [None] * table.num_rows
@@ -461,7 +472,7 @@ def _hits(table: pa.Table) -> list[list[int] | None]:
     return result
 
 
-def _possible(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndarray:
+def _possible_passes(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndarray:
     """Return the number of radii that each row of an earlier version's table says have passed.
 
     int64 (N,).
@@ -482,7 +493,7 @@ def _possible(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndar
     return np.where(possible, stated, np.where(stated > 0, 0, len(radii)))
 
 
-class Anytime(_Sequential):
+class Anytime(_SequentialSmoothing):
     """Certify by a confidence sequence, which is valid at every number of draws at once.
 
     Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
@@ -517,42 +528,43 @@ class Anytime(_Sequential):
 
     mode: Literal["anytime"] = "anytime"
     spending: ClassVar[str] = "beta mixture, 1/alpha"
-    counted: ClassVar[str] = "at most {n:,} draws, valid at any time"
-    drawn: ClassVar[frozenset[str]] = frozenset({"selected"})
+    draws_phrase: ClassVar[str] = "at most {n:,} draws, valid at any time"
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected"})
 
     @model_validator(mode="after")
-    def _error(self) -> Self:
-        require(self.alpha < 0.25, "alpha", "below 1/4 when mode is anytime")
+    def _validate_alpha(self) -> Self:
+        require_setting(self.alpha < 0.25, "alpha", "below 1/4 when mode is anytime")
         return self
 
-    def work(
+    def sample(
         self,
-        counter: Counter,
+        counter: ClassCounter,
         x: Tensor,
         index: int,
         low: int,
         high: int,
         batch: int,
-        place: SmoothedPlace,
-    ) -> Partial:
+        sampler: VoteSampler,
+    ) -> PartialCounts:
 
-        selected = select(counter, self.n0, x, index)
-        p0 = self.hypotheses(place.certified)
+        selected = select_class(counter, self.n0, x, index)
+        p0 = self.hypotheses(sampler.equivalent_noise)
         hits = draws = block = passed = 0
         while draws < self.n:
-            counts = sample(counter, x, index, block, batch, self.n)
+            counts = sample_under_noise(counter, x, index, block, batch, self.n)
             hits += int(counts[selected])
             draws = min(draws + batch, self.n)  # those without a class are draws too
             block += 1
             while passed < len(p0) and beta_mixture_rejects(hits, draws, p0[passed], self.alpha):
                 passed += 1
             if p0 and (
-                passed == len(p0) or clopper_pearson_upper(hits, draws, FUTILE) <= p0[passed]
+                passed == len(p0)
+                or clopper_pearson_upper(hits, draws, FUTILITY_ALPHA) <= p0[passed]
             ):
                 break
         return {"selected": selected, "k": hits, "n": draws, "looks": block}
 
-    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
+    def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
         (partial,) = partials
         p_lower = float(self.lower_bound(partial["k"], partial["n"], self.alpha))
         return Verdict(
@@ -561,20 +573,20 @@ class Anytime(_Sequential):
             k=partial["k"],
             n=partial["n"],
             p_lower=p_lower,
-            radius=float(place.certified.radius(p_lower)),
+            radius=float(sampler.equivalent_noise.radius(p_lower)),
             looks=partial["looks"],
             target=self.radii[-1] if self.radii else None,
         )
 
     @classmethod
-    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Return whether each row has the draws of the blocks that it states, and no more hits."""
-        return blocks_hold(table)
+        return consistent_blocks(table)
 
     @classmethod
-    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        radii = stated_targets(cls, table).radii
-        return {**super().constants(table, settings), "target": radii[-1] if radii else None}
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        radii = read_target_settings(cls, table).radii
+        return {**super().constant_columns(table, settings), "target": radii[-1] if radii else None}
 
     @classmethod
     def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
@@ -596,29 +608,31 @@ class LeadTest:
     futile: error by which hopeless inputs are given up; it can lose a certificate, never add one.
     """
 
-    def __init__(self, means: Sequence[float], alpha: float, futile: float = FUTILE) -> None:
-        self._means, self._alpha, self._futile = means, alpha, futile
-        self._scores = score_bounds.ENDS / SCORE_UNIT
+    def __init__(
+        self, means: Sequence[float], alpha: float, futility_alpha: float = FUTILITY_ALPHA
+    ) -> None:
+        self._means, self._alpha, self._futile = means, alpha, futility_alpha
+        self._scores = score_bounds.BIN_EDGES / SCORE_UNIT
         self._counts = np.zeros((len(self._scores), 1))
         self.passed = 0
 
-    def look(self, counts: np.ndarray, excess: np.ndarray) -> bool:
+    def update(self, counts: np.ndarray, excess: np.ndarray) -> bool:
         """Take what more draws say, as `betting.binned` makes it; True when all is decided."""
-        self._counts = self._counts + score_bounds.at_ends(counts, excess).T
-        while self.passed < len(self._means) and self._shown(self._means[self.passed]):
+        self._counts = self._counts + score_bounds.bin_edge_weights(counts, excess).T
+        while self.passed < len(self._means) and self._leads_exceed(self._means[self.passed]):
             self.passed += 1
         if self.passed == len(self._means):
             return True
         left = 1 - self._means[self.passed]
         return bool(
-            score_bounds.means_above(self._counts, 1 - self._scores, left, self._futile).any()
+            score_bounds.means_exceed(self._counts, 1 - self._scores, left, self._futile).any()
         )
 
-    def _shown(self, mean: float) -> bool:
-        return bool(score_bounds.means_above(self._counts, self._scores, mean, self._alpha).all())
+    def _leads_exceed(self, mean: float) -> bool:
+        return bool(score_bounds.means_exceed(self._counts, self._scores, mean, self._alpha).all())
 
 
-class TargetScores(OfHiddenNoise):
+class TargetScores(HiddenNoiseCertificate):
     """Early stopping of expected scores: given radii, tested by betting after every block of draws.
 
     norm: of the radii. n: draws at most. It certifies the largest radius that passed, no more.
@@ -628,60 +642,60 @@ class TargetScores(OfHiddenNoise):
     norm: Literal["l2", "linf"] = "l2"
 
     spending: ClassVar[str] = "betting, 1/alpha"
-    belongs: ClassVar[str] = "with mode target-scores"
-    drawn: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
+    wrong_key_hint: ClassVar[str] = "with mode target-scores"
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
 
     @model_validator(mode="after")
-    def _targets(self) -> Self:
-        require(bool(self.radii), "radii", f"given when mode is {self.mode}")
+    def _require_radii(self) -> Self:
+        require_setting(bool(self.radii), "radii", f"given when mode is {self.mode}")
         rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
-        require(rising, "radii", "ascending")
+        require_setting(rising, "radii", "ascending")
         return self
 
     @classmethod
-    def fits(cls, section: Mapping[str, Any]) -> bool:
+    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
         return section.get("sigma") is None and section.get("mode") == cls.mode_name()
 
-    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoredPlace:
-        place = super().place(model, input_shape)
+    def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoreSampler:
+        place = super().build_sampler(model, input_shape)
         if not all(p < _NEAR_ONE for p in self.hypotheses(place)):
             raise UserError(f"certify.radii: must be reachable with its noise, got {self.radii}")
         return place
 
-    def hypotheses(self, place: ScoredPlace) -> tuple[float, ...]:
+    def hypotheses(self, sampler: ScoreSampler) -> tuple[float, ...]:
         """Return the lead to exceed for each radius, a hair above the exact number."""
-        scale = getattr(place.norms, self.norm) / place.sigma
+        scale = getattr(sampler.sensitivity, self.norm) / sampler.sigma
         exact = [float(scipy.special.ndtr(radius * scale)) for radius in self.radii]
         return tuple(p + (1 - p) * 1e-9 for p in exact)
 
-    def units(self, batch: int) -> int:
+    def num_units(self, batch: int) -> int:
         return 1
 
-    def work(
+    def sample(
         self,
-        counter: HiddenNoiseSampler,
+        counter: HiddenNoiseCounter,
         x: Tensor,
         index: int,
         low: int,
         high: int,
         batch: int,
-        place: ScoredPlace,
-    ) -> Partial:
-        selected = select(counter, self.n0, x, index)
-        test = LeadTest(self.hypotheses(place), self.alpha)
+        sampler: ScoreSampler,
+    ) -> PartialCounts:
+        selected = select_class(counter, self.n0, x, index)
+        test = LeadTest(self.hypotheses(sampler), self.alpha)
         votes = draws = block = 0
         while draws < self.n:
             rows = min(batch, self.n - draws)
-            found = counter.block(x, index, block, batch, rows, binned=True, leader=selected)
+            found = counter.sample_block(x, index, block, batch, rows, binned=True, leader=selected)
             assert found.bins is not None and found.excess is not None
             votes, draws, block = votes + int(found.histogram[selected]), draws + rows, block + 1
-            if test.look(found.bins, found.excess):
+            if test.update(found.bins, found.excess):
                 break
         return {
             "selected": selected, "k": votes, "n": draws, "looks": block, "passed": test.passed
         }  # fmt: skip
 
-    def verdict(self, partials: Sequence[Partial], place: ScoredPlace) -> Verdict:
+    def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> Verdict:
         (partial,) = partials
         passed = partial["passed"]
         last = max(passed - 1, 0)
@@ -690,35 +704,37 @@ class TargetScores(OfHiddenNoise):
             selected=partial["selected"],
             k=partial["k"],
             n=partial["n"],
-            p_lower=self.hypotheses(place)[last] if passed else 0.0,
+            p_lower=self.hypotheses(sampler)[last] if passed else 0.0,
             radius=self.radii[last] if passed else 0.0,
             looks=partial["looks"],
             target=self.radii[last],
         )
 
-    def row(self, index: int, label: int, verdict: Verdict, place: ScoredPlace) -> dict[str, Any]:
+    def row(
+        self, index: int, label: int, verdict: Verdict, sampler: ScoreSampler
+    ) -> dict[str, Any]:
         found = dataclasses.asdict(verdict)
-        found |= {"index": index, "label": label, "sigma": place.sigma, "cap": self.n}
+        found |= {"index": index, "label": label, "sigma": sampler.sigma, "cap": self.n}
         named = ("n0", "alpha", "norm", "noise", "mode", "spending")
         return found | {name: getattr(self, name) for name in named}
 
     @classmethod
-    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super().constants(table, settings), "noise": cls.noise}
+    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().constant_columns(table, settings), "noise": cls.noise}
 
     @classmethod
-    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Blocks of draws as they were executed."""
-        return blocks_hold(table)
+        return consistent_blocks(table)
 
     @classmethod
-    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """One of the radii that were asked for, of the selected class, or none. The scores of the
         draws are not kept: whether it passed cannot be made again."""
-        from dpdist.certification.worker import ScoredPlace
+        from dpdist.certification.worker import ScoreSampler
 
-        settings = stated_targets(cls, table)
-        place = ScoredPlace(table["sigma"][0].as_py(), stated_norms(table))
+        settings = read_target_settings(cls, table)
+        place = ScoreSampler(table["sigma"][0].as_py(), read_sensitivity(table))
         radii, p0 = np.array(settings.radii), np.array(settings.hypotheses(place))
         certified = table["prediction"].to_numpy() != ABSTAIN
         last = np.searchsorted(radii, table["radius"].to_numpy()).clip(0, len(radii) - 1)
@@ -730,50 +746,64 @@ class TargetScores(OfHiddenNoise):
         }
 
     @classmethod
-    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """The targets that expected scores passed: of the exact profile."""
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         norm = table["norm"][0].as_py()
         title = "exact profile, targets"
-        return (CertifiedSizes("exact", norm, title, answer, size, "-", votes=False),)
+        return (CertifiedSizes("exact", norm, title, answer, size, "-", predicts_by_vote=False),)
 
     @classmethod
-    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def recertify(
+        cls, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise UserError(
             "results of early stopping (mode target-scores) certify their radius at their alpha "
             "and nothing else; certify again with bound betting to choose alpha later"
         )
 
     @classmethod
-    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
-        name = f"certified at {found.norm.upper()} radius"
-        return [(f"{name} {exact(r)}", f"{percent(found.certified_accuracy(r))} %") for r in at]
+    def summary_rows(
+        cls, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
+        name = f"certified at {certificates.norm.upper()} radius"
+        return [
+            (f"{name} {format_exact(r)}", f"{format_percent(certificates.certified_accuracy(r))} %")
+            for r in radii
+        ]
 
     @classmethod
-    def words(cls, found: CertificateTable) -> str:
+    def describe(cls, certificates: CertificateTable) -> str:
         return (
             "Expected scores under the model's own noise, given radii decided by at most "
-            f"{found.n:,} draws"
+            f"{certificates.n:,} draws"
         )
 
     @classmethod
-    def terms(cls, found: CertificateTable) -> dict[str, Any]:
-        return {"norm": found.norm, "radii": found.radii}
+    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
+        return {"norm": certificates.norm, "radii": certificates.radii}
 
     @classmethod
-    def again(
-        cls, found: CertificateTable, norm: str, batch: int
-    ) -> tuple[BettingScores, ScoredPlace]:
+    def recreate(
+        cls, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[BettingScores, ScoreSampler]:
         """Return bets on the class alone at the cap, whatever stopped the table's own."""
         from dpdist.certification.score_bounds import Sensitivity
-        from dpdist.certification.worker import ScoredPlace
+        from dpdist.certification.worker import ScoreSampler
 
         settings = BettingScores.model_validate(
-            {"n": found.n, "n0": found.n0, "alpha": found.alpha, "one_sided": True}
+            {
+                "n": certificates.n,
+                "n0": certificates.n0,
+                "alpha": certificates.alpha,
+                "one_sided": True,
+            }
             | {"norm": norm, "batch": batch}
         )
-        return settings, ScoredPlace(found.sigma, Sensitivity(**found.about["sensitivity"]))
+        return settings, ScoreSampler(
+            certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
+        )
 
     def name_parts(self) -> list[str]:
-        radii = "-".join(map(exact, self.radii))
+        radii = "-".join(map(format_exact, self.radii))
         return [self.mode, self.norm, f"r-{radii}", f"n-{self.n}", f"eta-{1 - self.alpha:g}"]

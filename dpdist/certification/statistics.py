@@ -42,14 +42,14 @@ import numpy as np
 import scipy
 
 from dpdist.certification.certificate import CertificateTable
-from dpdist.certification.table_reader import label_reach
+from dpdist.certification.table_reader import achievable_label_radii
 from dpdist.core.binomial import (
     clopper_pearson_interval,
     clopper_pearson_lower,
     clopper_pearson_upper,
     two_sided_p_value,
 )
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 
 # --- two classifiers on the same inputs -------------------------------------------------------
@@ -182,7 +182,7 @@ _ROUNDING = 1e-12  # outwards
 
 
 @dataclass(frozen=True)
-class OfPopulation:
+class PopulationBound:
     """Bounds at one radius: low <= A(radius), and C(radius) <= certifiable.
 
     So at least 1 - certifiable of the population cannot be certified by certificates of this kind,
@@ -191,21 +191,22 @@ class OfPopulation:
     """
 
     radius: float
-    low: float
-    certifiable: float | None
+    accuracy_lower_bound: float
+    certifiable_upper_bound: float | None
 
 
 def population_bounds(
-    found: CertificateTable, at: Sequence[float] | None = None, error: float = ERROR
-) -> list[OfPopulation]:
+    certificates: CertificateTable, radii: Sequence[float] | None = None, error: float = ERROR
+) -> list[PopulationBound]:
     """Bound from below the certified accuracy on the population that the inputs were drawn from.
 
     The bounds of all radii hold together, with probability at least 1 - error over the choice of
     inputs and all their draws. Each bound has an equal part of the error (union bound).
 
     Args:
-        found: a table of certificates, as `dpdist.read_facts` reads it.
-        at: radii, not chosen by the results. By default all that are printed of the table, so that
+        certificates: a table of certificates, as `dpdist.read_facts` reads it.
+        radii: radii, not chosen by the results. By default all that are printed of the table, so
+            that
             every place states the same.
         error: of all bounds together.
 
@@ -221,26 +222,30 @@ def population_bounds(
 
         >>> import dpdist
         >>> (table,) = dpdist.read_facts("small").tables
-        >>> [bounds.radius for bounds in dpdist.population_bounds(table, at=[0.0, 0.25])]
+        >>> [bounds.radius for bounds in dpdist.population_bounds(table, radii=[0.0, 0.25])]
         [0.0, 0.25]
     """
-    at = found.shown_radii if at is None else at
-    if found.terms["noise_bank"]:
+    radii = certificates.reported_radii if radii is None else radii
+    if certificates.comparison_key["noise_bank"]:
         raise UserError(
-            f"{found.path}: its inputs share one noise bank: they are no independent sample"
+            f"{certificates.path}: its inputs share one noise bank: they are no independent sample"
         )
-    count, alpha, held = len(found.index), found.alpha, found.certified()
-    reach = label_reach(found.table) if found.kind.votes else None
-    level = error / (len(at) * (1 if reach is None else 2)) if at else error
+    count, alpha, held = len(certificates.index), certificates.alpha, certificates.size_if_correct()
+    reach = (
+        achievable_label_radii(certificates.table)
+        if certificates.certificate_class.is_vote_based
+        else None
+    )
+    level = error / (len(radii) * (1 if reach is None else 2)) if radii else error
     stated = []
-    for radius in at:
+    for radius in radii:
         right = clopper_pearson_lower(int((held >= radius).sum()), count, level)
         low = (float(right) - alpha) / (1 - alpha) * (1 - _ROUNDING)
         certifiable = None
         if reach is not None:
             reached = clopper_pearson_upper(int((reach >= radius).sum()), count, level)
             certifiable = min(1.0, float(reached) / (1 - alpha) * (1 + _ROUNDING))
-        stated.append(OfPopulation(radius, max(0.0, low), certifiable))
+        stated.append(PopulationBound(radius, max(0.0, low), certifiable))
     return stated
 
 
@@ -250,29 +255,32 @@ def doubts(found: CertificateTable) -> list[str]:
     Equal certified accuracy at all printed radii, or an abstention on every input, comes of noise
     that is tiny, or huge, beside the numbers of the inputs more often than of the model.
     """
-    radii = found.shown_radii
+    radii = found.reported_radii
     shares = [found.certified_accuracy(radius) for radius in radii]
-    if found.abstained == 1:
+    if found.abstention_rate == 1:
         return [
             f"the classifier abstained on all {len(found.index):,} inputs: sigma {found.sigma:g} "
             "may drown them, or n may be too small"
         ]
     if len(radii) > 1 and shares[0] > 0 and len(set(shares)) == 1 and len(found.index) > 1:
         return [
-            f"certified accuracy is the same at all radii up to {exact(radii[-1])}: the inputs' "
-            f"numbers may be large beside sigma {found.sigma:g}, and then no radius means much; "
-            "scale the inputs by public constants, or certify larger radii"
+            f"certified accuracy is the same at all radii up to {format_exact(radii[-1])}: the "
+            f"inputs' numbers may be large beside sigma {found.sigma:g}, and then no radius means "
+            "much; scale the inputs by public constants, or certify larger radii"
         ]
     return []
 
 
-def line(found: CertificateTable) -> tuple[str, str]:
+def population_summary_row(certificates: CertificateTable) -> tuple[str, str]:
     """Return name and value of a summary's line with a lower bound of the population's accuracy."""
     name = "of the population, at least"
-    if found.terms["noise_bank"]:
+    if certificates.comparison_key["noise_bank"]:
         return name, "nothing is stated: the inputs share one noise bank"
-    stated = population_bounds(found)
-    shares = ", ".join(f"{percent(each.low)} % at {exact(each.radius)}" for each in stated)
+    stated = population_bounds(certificates)
+    shares = ", ".join(
+        f"{format_percent(each.accuracy_lower_bound)} % at {format_exact(each.radius)}"
+        for each in stated
+    )
     return name, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"
 
 
@@ -296,12 +304,12 @@ class CurveDifference:
     high: np.ndarray
 
     @property
-    def ahead(self) -> list[tuple[float, float]]:
+    def better_ranges(self) -> list[tuple[float, float]]:
         """Return the stretches of sizes, (above, up to), at which the later run is better."""
         return self._stretches(self.low > 0)
 
     @property
-    def behind(self) -> list[tuple[float, float]]:
+    def worse_ranges(self) -> list[tuple[float, float]]:
         """Return the stretches of sizes, (above, up to), at which the later run is worse."""
         return self._stretches(self.high < 0)
 
@@ -312,25 +320,25 @@ class CurveDifference:
 
 
 def curve_difference(
-    first: np.ndarray, second: np.ndarray, largest: float, error: float = ERROR, cells: int = CELLS
+    first: np.ndarray, second: np.ndarray, max_size: float, error: float = ERROR, cells: int = CELLS
 ) -> CurveDifference:
-    """Return the band of the difference of two runs' certified sizes, up to `largest`.
+    """Return the band of the difference of two runs' certified sizes, up to `max_size`.
 
     The sizes are of the same inputs, float64 (N,) each.
 
-    Wrong at any size with probability at most `error`, over the choice of inputs; `largest` must
+    Wrong at any size with probability at most `error`, over the choice of inputs; `max_size` must
     not be chosen by the results. Certificates are taken as made.
     """
-    knots = np.linspace(0.0, largest, cells + 1)
+    knots = np.linspace(0.0, max_size, cells + 1)
     beyond = np.concatenate([[-1e-300], knots[1:-1]])  # 0 is a certified size
     above, reached = beyond[:, None], knots[1:, None]
     level = error / (2 * cells)
-    low = _at_least(first > above, second >= reached, level)
-    high = -_at_least(second > above, first >= reached, level)
+    low = _difference_lower_bounds(first > above, second >= reached, level)
+    high = -_difference_lower_bounds(second > above, first >= reached, level)
     return CurveDifference(knots, low, high)
 
 
-def _at_least(first: np.ndarray, second: np.ndarray, error: float) -> np.ndarray:
+def _difference_lower_bounds(first: np.ndarray, second: np.ndarray, error: float) -> np.ndarray:
     """Return lower bounds of the second's share less the first's.
 
     Each is wrong with probability at most ``error``.

@@ -14,16 +14,16 @@ import pyarrow as pa
 from dpdist.certification.noise import format_radius
 from dpdist.cluster import job_folder
 from dpdist.cluster.job_folder import write_table as write
-from dpdist.core.files import Column, read_json, write_result
+from dpdist.core.files import ColumnSpec, read_json, write_result
 
 __all__ = [
     "COLUMNS",
     "KEY",
     "SCHEMA",
     "TABLE",
-    "about",
     "build",
     "read",
+    "read_job_record",
     "write",
     "write_cohen_tsv",
     "write_csv",
@@ -58,7 +58,7 @@ SCHEMA = pa.schema(
 )
 
 # What every reader relies on: the kind and the least of each column.
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, ColumnSpec] = {
     "index": (int, 0), "label": (int, 0), "prediction": (int, -1), "selected": (int, -1),
     "k": (int, 0), "n": (int, 0), "n0": (int, 0), "alpha": (float, 0), "p_lower": (float, 0),
     "radius": (float, 0), "norm": (str, None), "noise": (str, None), "sigma": (float, 0),
@@ -68,15 +68,18 @@ COLUMNS: dict[str, Column] = {
 
 
 def build(
-    rows: list[dict[str, Any]], about: Mapping[str, Any], schema: pa.Schema = SCHEMA
+    rows: list[dict[str, Any]], job_record: Mapping[str, Any], schema: pa.Schema = SCHEMA
 ) -> pa.Table:
-    """The rows sorted by index; ``about`` (what was executed) goes into the file's metadata."""
-    return job_folder.build_table(sorted(rows, key=lambda row: row["index"]), schema, about, KEY)
+    """The rows sorted by index; ``job_record`` (what was executed) goes into the file's
+    metadata."""
+    return job_folder.build_table(
+        sorted(rows, key=lambda row: row["index"]), schema, job_record, KEY
+    )
 
 
-def about(table: pa.Table) -> dict[str, Any]:
+def read_job_record(table: pa.Table) -> dict[str, Any]:
     """Return the executed settings: seed, model, data and classifier included."""
-    return job_folder.about_table(table, KEY)
+    return job_folder.read_job_record(table, KEY)
 
 
 def read(path: Path) -> pa.Table:

@@ -27,7 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.certification import inference, operator_norms, score_bounds
-from dpdist.certification.certificate import Certificate, Counter, Quadrature, SampledPlace, stated
+from dpdist.certification.certificate import (
+    Certificate,
+    ClassCounter,
+    CombinedNoise,
+    NoiseSampler,
+    read_combined_noise,
+)
 from dpdist.certification.inference import (
     CPU,
     STREAMS,
@@ -35,29 +41,35 @@ from dpdist.certification.inference import (
     ClassifierSpec,
     ExecutedClassifier,
     Stream,
-    check_digest,
-    choose,
+    choose_inference_form,
+    default_generator,
     differing_rows,
-    usual,
+    digest_classes,
 )
 from dpdist.certification.noise import Gaussian, Laplace, Noise
-from dpdist.certification.reexecution import Reexecution, RowChoice, SameProcess, alone_by
+from dpdist.certification.reexecution import Reexecution, RowChoice, SameProcess, isolated_executor
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.core.errors import UserError
-from dpdist.core.optional_imports import tensor_of
+from dpdist.core.optional_imports import array_to_tensor
 from dpdist.models import (
     SplitModel,
+    find_batch_dependence,
     fresh_copy,
-    mixing,
     predicted_classes,
     require_split,
     softmax_scores,
-    split_first,
+    split_after_first_layer,
 )
 from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness import keys
-from dpdist.randomness.keys import ESTIMATE, RandomWords, UnitSource, new_run_key
-from dpdist.randomness.noise_location import BehindLayer, NoiseCut, Nowhere, Place, place_of
+from dpdist.randomness.keys import ESTIMATE, AesWords, StreamKeys, new_run_key
+from dpdist.randomness.noise_location import (
+    HiddenNoise,
+    NoiseLocation,
+    NoiseSplit,
+    NoNoise,
+    find_noise_location,
+)
 
 # --- samplers and counters --------------------------------------------------------------------
 
@@ -74,7 +86,7 @@ class Inspector(Protocol):
         ...
 
 
-def class_counts(logits: Tensor, classes: int) -> Tensor:
+def count_classes(logits: Tensor, classes: int) -> Tensor:
     """Return the number of rows of logits (B, classes) of each class: int64 (classes,).
 
     It lies on the device of the logits. Rows that are not finite have no class.
@@ -82,7 +94,7 @@ def class_counts(logits: Tensor, classes: int) -> Tensor:
     return torch.bincount(predicted_classes(logits) + 1, minlength=classes + 1)[1:]
 
 
-class Sampler:
+class InputNoiseCounter:
     """Counts classes over canonical blocks of noisy copies of an input.
 
     A block has ``batch`` rows; a block counted in part (the last of n draws) is executed whole,
@@ -95,20 +107,20 @@ class Sampler:
         self,
         classify: ExecutedClassifier,
         noise: Noise,
-        units: UnitSource,
+        stream_keys: StreamKeys,
         classes: int,
         input_shape: tuple[int, ...],
         *,
-        bank: bool = False,
-        stream: Stream | None = None,
-        inspect: Inspector | None = None,
+        noise_bank: bool = False,
+        noise_stream: Stream | None = None,
+        inspector: Inspector | None = None,
     ) -> None:
-        self._classify, self._inspect = classify, inspect
-        self._noise, self._stream = noise, stream or Aes()
-        self._units = units
+        self._classify, self._inspect = classify, inspector
+        self._noise, self._stream = noise, noise_stream or Aes()
+        self._units = stream_keys
         self._classes = classes
         self._shape = input_shape
-        self._bank = bank
+        self._bank = noise_bank
         self._buffers: dict[int, Tensor] = {}
 
     def histogram(
@@ -122,7 +134,7 @@ class Sampler:
         logits = self._classify.logits(noisy)
         if self._inspect is not None:
             self._inspect(index, stage, block, noisy, logits, draws)
-        return class_counts(logits[:draws], self._classes).cpu().numpy()
+        return count_classes(logits[:draws], self._classes).cpu().numpy()
 
     def _noisy(self, x: Tensor, key: bytes, rows: int) -> Tensor:
         if rows not in self._buffers:
@@ -131,12 +143,12 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Scores:
+class BlockScores:
     """Softmax scores under noise, in units of 1 / SCORE_UNIT, rounded down. A draw whose logits are
     not finite has score 0 in every class.
 
-    sums, squares: of the scores per class, int64 (K,); histogram: of the classes, as `Counter` has
-    it; draws: how many.
+    sums, squares: of the scores per class, int64 (K,); histogram: of the classes, as
+    `ClassCounter` has it; draws: how many.
     bins, excess: of the scores, int64 (K, BINS) each, where asked for (`betting.binned`).
     """
 
@@ -148,13 +160,13 @@ class Scores:
     excess: np.ndarray | None = None
 
 
-class HiddenNoiseSampler:
+class HiddenNoiseCounter:
     """Scores with fresh noise after the first layers (certificates: ``scores``).
 
     first: the network before the noise. rest: what executes the network behind it. scale: standard
     deviation (Gaussian) or b (Laplace) of every component, a number or a tensor of the hidden shape
     (heterogeneous noise; 0 where there is none). Blocks are canonical, and stream and inspect are,
-    as in ``Sampler``.
+    as in ``InputNoiseCounter``.
     """
 
     def __init__(
@@ -162,25 +174,27 @@ class HiddenNoiseSampler:
         first: nn.Module,
         rest: Callable[[Tensor], Tensor],
         scale: float | Tensor,
-        units: UnitSource,
+        stream_keys: StreamKeys,
         *,
         laplace: bool = False,
-        stream: Stream | None = None,
-        inspect: Inspector | None = None,
+        noise_stream: Stream | None = None,
+        inspector: Inspector | None = None,
     ) -> None:
-        self._first, self._rest, self._stream = first.eval(), rest, stream or Aes()
-        self._inspect = inspect
+        self._first, self._rest, self._stream = first.eval(), rest, noise_stream or Aes()
+        self._inspect = inspector
         self._scale = torch.as_tensor(scale, dtype=torch.float32).to(self._stream.device)
         if not bool((self._scale >= 0).all()) or not bool((self._scale > 0).any()):
             raise ValueError("scales must be >= 0, and one of them positive")
         self._noise: Noise = Laplace(math.sqrt(2)) if laplace else Gaussian(1.0)
-        self._units = units
+        self._units = stream_keys
         self._hidden: tuple[Tensor, Tensor] | None = None
         self._buffers: dict[int, Tensor] = {}
 
-    def noisy(self, x: Tensor, index: int | None, stage: str, block: int, rows: int) -> Tensor:
+    def noisy_hidden(
+        self, x: Tensor, index: int | None, stage: str, block: int, rows: int
+    ) -> Tensor:
         """The hidden layer of one input under the noises of one block: (rows, *hidden)."""
-        hidden = self._behind_first(x)
+        hidden = self._first_output(x)
         if rows not in self._buffers:
             self._buffers[rows] = torch.empty(rows, *hidden.shape, device=hidden.device)
         key = self._units.key(index, stage, block)
@@ -190,10 +204,11 @@ class HiddenNoiseSampler:
     def histogram(
         self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
     ) -> np.ndarray:
-        """Classes of the first ``draws`` of a block's ``rows``, as ``Sampler`` counts them."""
-        return self._scores(x, index, stage, block, rows, draws).histogram
+        """Classes of the first ``draws`` of a block's ``rows``, as ``InputNoiseCounter`` counts
+        them."""
+        return self._sample_scores(x, index, stage, block, rows, draws).histogram
 
-    def block(
+    def sample_block(
         self,
         x: Tensor,
         index: int,
@@ -203,15 +218,17 @@ class HiddenNoiseSampler:
         binned: bool = False,
         leader: int | None = None,
         stage: str = ESTIMATE,
-    ) -> Scores:
+    ) -> BlockScores:
         """Scores of the first ``draws`` of one canonical block's ``rows``.
 
         x: float32 of the network's input shape. index names the input in the noise's key. leader:
         what is binned are its leads over each class (`betting.leads`).
         """
-        return self._scores(x, index, stage, block, rows, draws, binned, leader, counted=True)
+        return self._sample_scores(
+            x, index, stage, block, rows, draws, binned, leader, counted=True
+        )
 
-    def _scores(
+    def _sample_scores(
         self,
         x: Tensor,
         index: int,
@@ -222,24 +239,24 @@ class HiddenNoiseSampler:
         binned: bool = False,
         leader: int | None = None,
         counted: bool = False,
-    ) -> Scores:
+    ) -> BlockScores:
         """counted: whether the scores count, not the classes alone."""
         with torch.inference_mode():
-            noisy = self.noisy(x, index, stage, block, rows)
+            noisy = self.noisy_hidden(x, index, stage, block, rows)
             logits = self._rest(noisy)
             if self._inspect is not None:
                 self._inspect(index, stage, block, noisy, logits, draws, scores=counted)
             logits = logits[:draws].double()
             p = (softmax_scores(logits) * SCORE_UNIT).long()
-            votes = class_counts(logits, p.shape[1])
+            votes = count_classes(logits, p.shape[1])
             found = torch.stack([p.sum(0), p.square().sum(0), votes]).cpu().numpy()
             scores = p.cpu().numpy() if binned else None
             if scores is not None and leader is not None:
-                scores = score_bounds.leads(scores, leader)
-            bins = () if scores is None else score_bounds.binned(scores)
-            return Scores(found[0], found[1], found[2], draws, *bins)
+                scores = score_bounds.lead_scores(scores, leader)
+            bins = () if scores is None else score_bounds.bin_scores(scores)
+            return BlockScores(found[0], found[1], found[2], draws, *bins)
 
-    def _behind_first(self, x: Tensor) -> Tensor:
+    def _first_output(self, x: Tensor) -> Tensor:
         """The first layer's answer, kept for the blocks of one input."""
         if self._hidden is None or self._hidden[0] is not x:
             with torch.inference_mode():
@@ -248,32 +265,36 @@ class HiddenNoiseSampler:
 
 
 def build_counter(
-    cut: NoiseCut,
+    cut: NoiseSplit,
     executed: ExecutedClassifier,
-    units: UnitSource,
+    stream_keys: StreamKeys,
     classes: int,
     input_shape: tuple[int, ...],
-    inspect: Inspector | None = None,
-) -> Counter:
+    inspector: Inspector | None = None,
+) -> ClassCounter:
     """Return a counter of a place's answers under Gaussian noise.
 
-    executed: the network behind the noise. inspect: as in `Sampler`.
+    executed: the network behind the noise. inspect: as in `InputNoiseCounter`.
     """
-    if cut.first is None:
+    if cut.before_noise is None:
         noise = Gaussian(float(cut.std))
-        return Sampler(executed, noise, units, classes, input_shape, inspect=inspect)
-    return HiddenNoiseSampler(cut.first, executed.logits, cut.std, units, inspect=inspect)
+        return InputNoiseCounter(
+            executed, noise, stream_keys, classes, input_shape, inspector=inspector
+        )
+    return HiddenNoiseCounter(
+        cut.before_noise, executed.logits, cut.std, stream_keys, inspector=inspector
+    )
 
 
-class Randomness:
+class KeyedGenerator:
     """Random numbers that are a pure function of the source, the input and what they are for.
 
     So an input is attacked or evaluated alike whoever does it, in whatever order and company.
     """
 
-    def __init__(self, source: UnitSource) -> None:
+    def __init__(self, source: StreamKeys) -> None:
         self._source = source
-        self._words = RandomWords()
+        self._words = AesWords()
 
     def normals(
         self, indices: Sequence[int], stage: str, block: int, draws: int, shape: tuple[int, ...]
@@ -299,7 +320,7 @@ class Randomness:
 
 
 # Blocks of one piece of work at fixed n: they are kept while all inputs of a chunk pass.
-BLOCKS_PER_PIECE = 8
+BLOCKS_PER_WORK_UNIT = 8
 _CACHE_BYTES = 512 * 2**20
 
 
@@ -309,14 +330,15 @@ def split_first_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     None otherwise. A convolution fused with what follows it runs faster than anything split (76,500
     against 48,000 draws/s for the TF-Privacy tutorial's CNN), so it is left whole.
     """
-    split = split_first(model)
+    split = split_after_first_layer(model)
     if split is None or not isinstance(split.layer, nn.Linear):
         return None
     return split.first.eval(), split.rest.eval()
 
 
-class BankSampler:
-    """A ``Sampler`` with the noise named without the input and kept behind the first layer.
+class NoiseBankCounter:
+    """A ``InputNoiseCounter`` with the noise named without the input and kept behind the first
+    layer.
 
     evict: drop kept blocks for newer ones (work that passes over the blocks once); otherwise the
     first blocks stay (sequential tests, which all begin with them). inspect: set later, sees each
@@ -329,15 +351,15 @@ class BankSampler:
         rest: nn.Module,
         form: str,
         noise: Noise,
-        units: UnitSource,
+        stream_keys: StreamKeys,
         classes: int,
         shapes: list[tuple[int, ...]],
         *,
         evict: bool,
-        stream: Stream | None = None,
+        noise_stream: Stream | None = None,
     ) -> None:
-        self._first, self._stream = first, stream or Aes()
-        self.inspect: Inspector | None = None
+        self._first, self._stream = first, noise_stream or Aes()
+        self.inspector: Inspector | None = None
         self._shape, device = shapes[0][1:], self._stream.device
         with torch.inference_mode():
             self._zero = first(torch.zeros(1, *self._shape, device=device))
@@ -345,10 +367,10 @@ class BankSampler:
         behind = [(rows, *hidden) for rows, *_ in shapes]
         self._classify = ExecutedClassifier(rest, form, behind, device)
         self._noise = noise
-        self._units = units
+        self._units = stream_keys
         self._classes = classes
         self._evict = evict
-        self._kept: dict[bytes, Tensor] = {}
+        self._cache: dict[bytes, Tensor] = {}
         self._kept_bytes = 0
 
     def histogram(
@@ -357,36 +379,36 @@ class BankSampler:
         """int64 (classes,): classes of the first ``draws`` of the block's ``rows`` noisy copies."""
         with torch.inference_mode():
             shift = self._first(x[None]) - self._zero
-            noisy = self._hidden(self._units.key(None, stage, block), rows) + shift
+            noisy = self._bank_block(self._units.key(None, stage, block), rows) + shift
         logits = self.logits(noisy)
-        if self.inspect is not None:
-            self.inspect(index, stage, block, noisy, logits, draws)
-        return class_counts(logits[:draws], self._classes).cpu().numpy()
+        if self.inspector is not None:
+            self.inspector(index, stage, block, noisy, logits, draws)
+        return count_classes(logits[:draws], self._classes).cpu().numpy()
 
-    def classes_of(self, noise: Tensor, inputs: Tensor) -> Tensor:
+    def classify_noisy(self, noise: Tensor, inputs: Tensor) -> Tensor:
         """Return the classes of inputs + noise by this form, row by row, for the check."""
-        return self._classify(self.behind_first(noise, inputs))
+        return self._classify(self.first_output(noise, inputs))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, classes), of what the first layer made: (B, *hidden)."""
         return self._classify.logits(hidden)
 
-    def behind_first(self, noise: Tensor, inputs: Tensor) -> Tensor:
+    def first_output(self, noise: Tensor, inputs: Tensor) -> Tensor:
         """Return the first layer's outputs of inputs + noise, (B, ...) each: (B, *hidden)."""
         with torch.inference_mode():
             result: Tensor = self._first(noise) + (self._first(inputs) - self._zero)
             return result
 
-    def _hidden(self, key: bytes, rows: int) -> Tensor:
-        if key in self._kept:
-            return self._kept[key]
+    def _bank_block(self, key: bytes, rows: int) -> Tensor:
+        if key in self._cache:
+            return self._cache[key]
         noise = torch.empty(rows, *self._shape, device=self._stream.device)
         hidden: Tensor = self._first(self._stream.fill(self._noise, key, noise))
         if self._kept_bytes + hidden.nbytes > _CACHE_BYTES and self._evict:
-            self._kept.clear()
+            self._cache.clear()
             self._kept_bytes = 0
         if self._kept_bytes + hidden.nbytes <= _CACHE_BYTES:
-            self._kept[key] = hidden
+            self._cache[key] = hidden
             self._kept_bytes += hidden.nbytes
         return hidden
 
@@ -395,149 +417,168 @@ class BankSampler:
 
 
 @dataclass(frozen=True)
-class SmoothedPlace:
+class VoteSampler:
     """Votes under noise on the input, and under what noise the model has behind it. bank: the same
     stream for all inputs, behind a dense first layer once; keeps_blocks: the first blocks of it
     stay. where: the place, beside the law that ``noise`` has on the input. quadrature: what noise
     behind an affine first layer certifies with it."""
 
     noise: Noise
-    bank: bool = False
-    keeps_blocks: bool = True
-    where: Place = field(default_factory=Nowhere)
-    quadrature: Quadrature | None = None
+    noise_bank: bool = False
+    cache_first_blocks: bool = True
+    location: NoiseLocation = field(default_factory=NoNoise)
+    combined_noise: CombinedNoise | None = None
 
     @property
     def sigma(self) -> float:
         return self.noise.sigma
 
     @property
-    def certified(self) -> Noise:
+    def equivalent_noise(self) -> Noise:
         """The noise on the input that all of it is worth."""
-        return self.noise if self.quadrature is None else Gaussian(self.quadrature.both)
+        return (
+            self.noise
+            if self.combined_noise is None
+            else Gaussian(self.combined_noise.combined_sigma)
+        )
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {} if self.quadrature is None else self.quadrature.about
+        return {} if self.combined_noise is None else self.combined_noise.job_record
 
-    def pinned(self, about: dict[str, Any]) -> SmoothedPlace:
+    def with_pinned(self, job_record: dict[str, Any]) -> VoteSampler:
         """A norm may differ in its last bits elsewhere: the one stored at the beginning is used."""
-        return replace(self, quadrature=stated(about, self.sigma))
+        return replace(self, combined_noise=read_combined_noise(job_record, self.sigma))
 
     def check_batch(
         self, assignment: Assignment, *, copies: bool = False
     ) -> tuple[nn.Module, Tensor]:
-        cut = self.where.cut(assignment.model, assignment.input_shape)
-        if cut.first is not None:
-            return _check_behind(cut, assignment, copies)
-        noise, inputs = self._check_parts(assignment, copies)
-        return cut.rest, noise + inputs
+        cut = self.location.split(assignment.model, assignment.input_shape)
+        if cut.before_noise is not None:
+            return _hidden_noise_check_batch(cut, assignment, copies)
+        noise, inputs = self._check_noise_and_inputs(assignment, copies)
+        return cut.after_noise, noise + inputs
 
-    def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
-        cut = self.where.cut(assignment.model, assignment.input_shape)
-        if cut.first is not None:
-            return _sampler_behind(cut, assignment, spec)
-        source, classes, stream = assignment.source, assignment.classes, assignment.stream
+    def build_counter(
+        self, assignment: Assignment, spec: ClassifierSpec
+    ) -> tuple[ClassCounter, Tensor]:
+        cut = self.location.split(assignment.model, assignment.input_shape)
+        if cut.before_noise is not None:
+            return _build_hidden_noise_counter(cut, assignment, spec)
+        source, classes, stream = assignment.stream_keys, assignment.classes, assignment.stream
         shapes = [(rows, *assignment.input_shape) for rows in (spec.batch, assignment.settings.n0)]
-        if self.bank and (parts := split_first_layer(cut.rest)) is not None:
-            bank = BankSampler(
+        if self.noise_bank and (parts := split_first_layer(cut.after_noise)) is not None:
+            bank = NoiseBankCounter(
                 *parts, spec.form, self.noise, source, classes, shapes,
-                evict=not self.keeps_blocks, stream=stream,
+                evict=not self.cache_first_blocks, noise_stream=stream,
             )  # fmt: skip
-            parts_of = self._check_parts(assignment)
-            others = bank.behind_first(*parts_of)
-            bank.inspect = assignment.reexecution(parts[1], bank.logits, others, spec)
-            return bank, bank.classes_of(*parts_of)
-        classify = ExecutedClassifier(cut.rest, spec.form, shapes, stream.device)
+            parts_of = self._check_noise_and_inputs(assignment)
+            others = bank.first_output(*parts_of)
+            bank.inspector = assignment.build_reexecution(parts[1], bank.logits, others, spec)
+            return bank, bank.classify_noisy(*parts_of)
+        classify = ExecutedClassifier(cut.after_noise, spec.form, shapes, stream.device)
         batch = self.check_batch(assignment)[1]
-        sampler = Sampler(
-            classify, self.noise, source, classes, assignment.input_shape, bank=self.bank,
-            stream=stream, inspect=assignment.reexecution(cut.rest, classify.logits, batch, spec),
+        sampler = InputNoiseCounter(
+            classify, self.noise, source, classes, assignment.input_shape,
+            noise_bank=self.noise_bank,
+            noise_stream=stream, inspector=assignment.build_reexecution(cut.after_noise,
+                classify.logits, batch, spec),
         )  # fmt: skip
         return sampler, classify(batch)
 
-    def _check_parts(self, assignment: Assignment, copies: bool = False) -> tuple[Tensor, Tensor]:
+    def _check_noise_and_inputs(
+        self, assignment: Assignment, copies: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Noise and inputs of the check batch."""
-        stream, rows = assignment.stream, assignment.rows(int(np.prod(assignment.input_shape)))
-        inputs = tensor_of(assignment.check_inputs).to(stream.device)
-        unit = assignment.source.key(None, keys.CHECK, 0)
+        stream, rows = (
+            assignment.stream,
+            assignment.batch_rows(int(np.prod(assignment.input_shape))),
+        )
+        inputs = array_to_tensor(assignment.check_inputs).to(stream.device)
+        unit = assignment.stream_keys.key(None, keys.CHECK, 0)
         values = torch.empty(rows, *assignment.input_shape, device=stream.device)
-        return stream.fill(self.noise, unit, values), inputs[_in_turn(rows, inputs, copies)]
+        return stream.fill(self.noise, unit, values), inputs[
+            _check_input_indices(rows, inputs, copies)
+        ]
 
 
 @dataclass(frozen=True)
-class ScoredPlace:
+class ScoreSampler:
     """Sums of scores under the model's own noise behind its first layer. sigma: sigma_r; norms: of
     that layer."""
 
     sigma: float
-    norms: Sensitivity
+    sensitivity: Sensitivity
 
     @classmethod
-    def of(cls, model: nn.Module, input_shape: tuple[int, ...]) -> Self:
+    def from_model(cls, model: nn.Module, input_shape: tuple[int, ...]) -> Self:
         """Return the place of a model with such noise. Raises UserError for another model."""
-        noise = place_of(model).behind_first()
-        return cls(noise.scale, first_layer_sensitivity(require_split(model), noise, input_shape))
+        noise = find_noise_location(model).as_first_layer_noise()
+        return cls(noise.rms_std, first_layer_sensitivity(require_split(model), noise, input_shape))
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"sensitivity": asdict(self.norms)}
+        return {"sensitivity": asdict(self.sensitivity)}
 
-    def pinned(self, about: dict[str, Any]) -> ScoredPlace:
+    def with_pinned(self, job_record: dict[str, Any]) -> ScoreSampler:
         """Norms may differ in their last bits elsewhere: those stored at the beginning are used."""
-        return replace(self, norms=Sensitivity(**about["sensitivity"]))
+        return replace(self, sensitivity=Sensitivity(**job_record["sensitivity"]))
 
     def check_batch(
         self, assignment: Assignment, *, copies: bool = False
     ) -> tuple[nn.Module, Tensor]:
-        return _check_behind(self._cut(assignment), assignment, copies)
+        return _hidden_noise_check_batch(self._cut(assignment), assignment, copies)
 
-    def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
-        return _sampler_behind(self._cut(assignment), assignment, spec)
+    def build_counter(
+        self, assignment: Assignment, spec: ClassifierSpec
+    ) -> tuple[ClassCounter, Tensor]:
+        return _build_hidden_noise_counter(self._cut(assignment), assignment, spec)
 
-    def _cut(self, assignment: Assignment) -> NoiseCut:
-        return place_of(assignment.model).cut(assignment.model, assignment.input_shape)
+    def _cut(self, assignment: Assignment) -> NoiseSplit:
+        return find_noise_location(assignment.model).split(assignment.model, assignment.input_shape)
 
 
-def _in_turn(rows: int, inputs: Tensor, copies: bool) -> Tensor:
+def _check_input_indices(rows: int, inputs: Tensor, copies: bool) -> Tensor:
     """Return the number of the input in each row of a check batch."""
     return torch.arange(rows) % (1 if copies else len(inputs))
 
 
-def _check_behind(
-    cut: NoiseCut, assignment: Assignment, copies: bool = False
+def _hidden_noise_check_batch(
+    cut: NoiseSplit, assignment: Assignment, copies: bool = False
 ) -> tuple[nn.Module, Tensor]:
     """`check_batch` of a place with a network before its noise."""
-    assert cut.first is not None
+    assert cut.before_noise is not None
     stream = assignment.stream
-    inputs = tensor_of(assignment.check_inputs).to(stream.device)
-    sampler = HiddenNoiseSampler(cut.first, cut.rest, cut.std, assignment.source, stream=stream)
+    inputs = array_to_tensor(assignment.check_inputs).to(stream.device)
+    sampler = HiddenNoiseCounter(
+        cut.before_noise, cut.after_noise, cut.std, assignment.stream_keys, noise_stream=stream
+    )
     with torch.inference_mode():
-        at_zero = cut.first(torch.zeros_like(inputs[:1]))
-        rows = assignment.rows(at_zero.numel())
-        quiet = cut.first(inputs[_in_turn(rows, inputs, copies)])
-        noise = sampler.noisy(torch.zeros_like(inputs[0]), None, keys.CHECK, 0, rows)
-        return cut.rest, quiet + (noise - at_zero)
+        at_zero = cut.before_noise(torch.zeros_like(inputs[:1]))
+        rows = assignment.batch_rows(at_zero.numel())
+        quiet = cut.before_noise(inputs[_check_input_indices(rows, inputs, copies)])
+        noise = sampler.noisy_hidden(torch.zeros_like(inputs[0]), None, keys.CHECK, 0, rows)
+        return cut.after_noise, quiet + (noise - at_zero)
 
 
-def _sampler_behind(
-    cut: NoiseCut, assignment: Assignment, spec: ClassifierSpec
-) -> tuple[Counter, Tensor]:
+def _build_hidden_noise_counter(
+    cut: NoiseSplit, assignment: Assignment, spec: ClassifierSpec
+) -> tuple[ClassCounter, Tensor]:
     """`sampler` of a place with a network before its noise."""
-    assert cut.first is not None
-    network, batch = _check_behind(cut, assignment)
+    assert cut.before_noise is not None
+    network, batch = _hidden_noise_check_batch(cut, assignment)
     shapes = [(rows, *batch.shape[1:]) for rows in (spec.batch, assignment.settings.n0)]
     stream = assignment.stream
     executed = ExecutedClassifier(network, spec.form, shapes, stream.device)
-    sampler = HiddenNoiseSampler(
-        cut.first, executed.logits, cut.std, assignment.source, stream=stream,
-        inspect=assignment.reexecution(network, executed.logits, batch, spec),
+    sampler = HiddenNoiseCounter(
+        cut.before_noise, executed.logits, cut.std, assignment.stream_keys, noise_stream=stream,
+        inspector=assignment.build_reexecution(network, executed.logits, batch, spec),
     )  # fmt: skip
     return sampler, executed(batch)
 
 
 def first_layer_sensitivity(
-    split: SplitModel, noise: BehindLayer, input_shape: tuple[int, ...]
+    split: SplitModel, noise: HiddenNoise, input_shape: tuple[int, ...]
 ) -> Sensitivity:
     """Return the sensitivity of the actual first layer, normalisation included.
 
@@ -545,7 +586,7 @@ def first_layer_sensitivity(
     """
     if not bool((noise.std > 0).all()) or not bool(noise.std.isfinite().all()):
         raise UserError("every hidden component needs noise: some deviations are not positive")
-    layer, shares = split.affine(input_shape), noise.shares
+    layer, shares = split.affine_layer(input_shape), noise.relative_variances
     l2 = operator_norms.l2_to_l2(layer, input_shape, shares)
     linf = operator_norms.linf_to_l2(layer, input_shape, shares, l2=l2)
     printed = operator_norms.hgm_linf_to_l2_as_printed(
@@ -561,7 +602,7 @@ Progress = Callable[[int, int, float], None]  # units done, units, per second
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputWorkUnit:
     """Units low..high-1 of one input, with the input itself: workers need no data set."""
 
     index: int
@@ -583,8 +624,8 @@ class Assignment:
 
     model: nn.Module
     settings: Certificate
-    place: SampledPlace
-    source: UnitSource
+    sampler: NoiseSampler
+    stream_keys: StreamKeys
     classes: int
     input_shape: tuple[int, ...]
     check_inputs: np.ndarray
@@ -593,37 +634,37 @@ class Assignment:
     gpus: float = 0.0
     inputs: int = 1
     last: int | None = None
-    reexecuted: bytes | None = field(default_factory=new_run_key, repr=False)
+    reexecution_key: bytes | None = field(default_factory=new_run_key, repr=False)
 
-    def reexecution(
-        self, network: nn.Module, execute: Callable[[Tensor], Tensor], others: Tensor,
+    def build_reexecution(
+        self, network: nn.Module, execute: Callable[[Tensor], Tensor], other_inputs: Tensor,
         spec: ClassifierSpec,
     ) -> Reexecution | None:  # fmt: skip
         """Return the executor of counted rows again: see `Reexecution` for the other arguments."""
-        if self.reexecuted is None:
+        if self.reexecution_key is None:
             return None
         settings = self.settings
-        blocks = settings.units(spec.batch)  # one: a test that may stop after its first block
+        blocks = settings.num_units(spec.batch)  # one: a test that may stop after its first block
         rows = self.inputs * (settings.n0 + min(blocks * spec.batch, settings.n))
-        choice = RowChoice(rows, blocks, self.last, self.reexecuted)
-        alone = alone_by(spec.form, self.code) if self.apart else SameProcess
-        return Reexecution(choice, network, execute, others, spec.form, alone)
+        choice = RowChoice(rows, blocks, self.last, self.reexecution_key)
+        alone = isolated_executor(spec.form, self.code) if self.isolate_rows else SameProcess
+        return Reexecution(choice, network, execute, other_inputs, spec.form, alone)
 
     code: FactoryCode = field(default_factory=FactoryCode)
-    apart: bool = False
+    isolate_rows: bool = False
 
     @property
     def stream(self) -> Stream:
         """A stream of noise on the device, by the generator that is pinned, or asked for."""
         device = torch.device(self.device)
         asked = self.settings.generator if self.spec is None else self.spec.generator
-        return STREAMS[asked or usual(device)](device)
+        return STREAMS[asked or default_generator(device)](device)
 
-    def rows(self, numbers: int) -> int:
+    def batch_rows(self, input_size: int) -> int:
         """Return the rows of the executed batch, for so many numbers in each."""
-        return self.spec.batch if self.spec else self.settings.executed_batch(numbers)
+        return self.spec.batch if self.spec else self.settings.executed_batch_size(input_size)
 
-    def placed(self) -> Assignment:
+    def on_device(self) -> Assignment:
         """Return the assignment with its model on the device.
 
         Raises UserError where this process has none, or has other code of the model's.
@@ -631,26 +672,26 @@ class Assignment:
         self.code.check("this worker")
         device = torch.device(self.device)
         inference.require_device(device)
-        inference.settle(device)
+        inference.make_deterministic(device)
         if device == CPU:
             return self
         return replace(self, model=copy.deepcopy(self.model).to(device))
 
     @property
-    def executed(self) -> ClassifierSpec:
+    def executed_spec(self) -> ClassifierSpec:
         """The executed classifier. Raises ValueError before it is chosen."""
         if self.spec is None:
             raise ValueError("the executed classifier must be chosen before counting")
         return self.spec
 
     @property
-    def units(self) -> int:
+    def num_units(self) -> int:
         """Return the number of units into which the work on an input is cut."""
-        return self.settings.units(self.executed.batch)
+        return self.settings.num_units(self.executed_spec.batch)
 
-    def verdict(self, *partials: dict[str, Any]) -> Any:
+    def decide(self, *partials: dict[str, Any]) -> Any:
         """The certificate of an input, from what was counted in all its units."""
-        return self.settings.verdict(partials, self.place)
+        return self.settings.decide(partials, self.sampler)
 
 
 # What the probe may cost, its checks included: so many seconds, or that share of the job.
@@ -666,8 +707,8 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     to one input depends on what else is in the batch, or where; UserError without the device.
     """
     began = time.perf_counter()
-    assignment = _sized(assignment.placed())
-    network, batch = assignment.place.check_batch(assignment)
+    assignment = _with_batch_size(assignment.on_device())
+    network, batch = assignment.sampler.check_batch(assignment)
     with torch.inference_mode():
         logits = fresh_copy(network.eval())(batch)  # what it keeps of a batch, no other one knows
     expected = (len(batch), assignment.classes)
@@ -676,26 +717,28 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     if not bool(torch.isfinite(logits).all()):
         # The argmax of NaN is a constant, which would be certified with the largest radius.
         raise ValueError("its outputs are not finite numbers (did the training diverge?)")
-    _, copies = assignment.place.check_batch(assignment, copies=True)
-    if found := mixing(network, batch, copies):
+    _, copies = assignment.sampler.check_batch(assignment, copies=True)
+    if found := find_batch_dependence(network, batch, copies):
         raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
     settings = assignment.settings
     one = time.perf_counter()
     with torch.inference_mode():
         network(batch).argmax(1).cpu()
     one = time.perf_counter() - one
-    job = one * assignment.inputs * settings.units(len(batch))
+    job = one * assignment.inputs * settings.num_units(len(batch))
     budget = max(_PROBE_SECONDS, _PROBE_SHARE * job) - (time.perf_counter() - began)
-    spec, _ = choose(network, batch, settings.form, (settings.n0,), budget)
+    spec, _ = choose_inference_form(network, batch, settings.form, (settings.n0,), budget)
     spec = replace(spec, generator=assignment.stream.name)
-    return _with_bank(assignment, spec, logits) if _banked(assignment) else spec
+    return (
+        _with_noise_bank_digest(assignment, spec, logits) if _uses_noise_bank(assignment) else spec
+    )
 
 
-def _banked(assignment: Assignment) -> bool:
+def _uses_noise_bank(assignment: Assignment) -> bool:
     return getattr(assignment.settings, "noise_bank", False)
 
 
-def _with_bank(
+def _with_noise_bank_digest(
     assignment: Assignment, spec: ClassifierSpec, logits: torch.Tensor
 ) -> ClassifierSpec:
     """Return the form with the answers of a noise bank.
@@ -703,16 +746,16 @@ def _with_bank(
     A bank sums the first layer in another order. Raises UserError where more than rounding
     tells them from the model's.
     """
-    _, answer = assignment.place.sampler(assignment, spec)
+    _, answer = assignment.sampler.build_counter(assignment, spec)
     if differing := differing_rows(logits, answer):
         raise UserError(
             f"with a noise bank {differing} of {len(logits)} check inputs get another class than "
             "the model's: certify with noise_bank=False"
         )
-    return replace(spec, check=check_digest(answer))
+    return replace(spec, check=digest_classes(answer))
 
 
-def _sized(assignment: Assignment) -> Assignment:
+def _with_batch_size(assignment: Assignment) -> Assignment:
     """Return the assignment with a batch for a device's memory.
 
     The last block of draws is about full.
@@ -722,9 +765,9 @@ def _sized(assignment: Assignment) -> Assignment:
         return assignment
     if device == CPU:
         return _of_short_passes(assignment)
-    network, batch = assignment.place.check_batch(assignment)
-    fit = inference.fitting_rows(
-        network.eval(), batch[:1], settings.device_batch, min(1.0, assignment.gpus)
+    network, batch = assignment.sampler.check_batch(assignment)
+    fit = inference.max_batch_rows(
+        network.eval(), batch[:1], settings.max_device_batch, min(1.0, assignment.gpus)
     )
     blocks = -(-settings.n // fit)
     rows = {"batch": -(-settings.n // blocks)}
@@ -741,7 +784,7 @@ def _of_short_passes(assignment: Assignment) -> Assignment:
     from torch.utils.flop_counter import FlopCounterMode
 
     settings = assignment.settings
-    network, rows = assignment.place.check_batch(assignment)
+    network, rows = assignment.sampler.check_batch(assignment)
     try:
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
             fresh_copy(network.eval())(rows[:1])
@@ -762,17 +805,26 @@ class Worker:
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment, self._settings = assignment, assignment.settings
-        self._place = assignment.place
+        self._noise_sampler = assignment.sampler
         self._device = torch.device(assignment.device)
-        self._sampler, self._batch = sampler_of(assignment), assignment.executed.batch
+        self._counter, self._batch = (
+            build_checked_counter(assignment),
+            assignment.executed_spec.batch,
+        )
 
-    def __call__(self, pieces: list[Piece]) -> list[dict[str, Any]]:
+    def __call__(self, pieces: list[InputWorkUnit]) -> list[dict[str, Any]]:
         rows = []
         for piece in pieces:
             start = time.perf_counter()
-            x = tensor_of(piece.x).to(self._device)
-            partial = self._settings.work(
-                self._sampler, x, piece.index, piece.low, piece.high, self._batch, self._place
+            x = array_to_tensor(piece.x).to(self._device)
+            partial = self._settings.sample(
+                self._counter,
+                x,
+                piece.index,
+                piece.low,
+                piece.high,
+                self._batch,
+                self._noise_sampler,
             )
             seconds = round(time.perf_counter() - start, 6)
             rows.append({"index": piece.index, "low": piece.low, "high": piece.high,
@@ -783,30 +835,30 @@ class Worker:
         self, x: np.ndarray, index: int, progress: Progress = lambda done, units, rate: None
     ) -> Any:
         """The verdict on one input, with the noise of that index."""
-        units, began = self._assignment.units, time.monotonic()
+        units, began = self._assignment.num_units, time.monotonic()
         partials = []
         for unit in range(units):
-            (row,) = self([Piece(index, unit, unit + 1, x)])
+            (row,) = self([InputWorkUnit(index, unit, unit + 1, x)])
             partials.append(row["partial"])
             progress(unit + 1, units, (unit + 1) / max(time.monotonic() - began, 1e-9))
-        return self._assignment.verdict(*partials)
+        return self._assignment.decide(*partials)
 
-    def label(self, x: torch.Tensor, index: int) -> int:
+    def predict(self, x: torch.Tensor, index: int) -> int:
         """The class alone, -1 where it is undecided."""
         there = x.to(self._device)
-        return self._settings.label(self._sampler, there, index, self._batch, self._place)
+        return self._settings.predict(self._counter, there, index, self._batch, self._noise_sampler)
 
 
-def sampler_of(assignment: Assignment) -> Any:
+def build_checked_counter(assignment: Assignment) -> Any:
     """The sampler on the executed classifier. Raises UserError when it fails the check here."""
-    spec, here = assignment.executed, inference.name(torch.device(assignment.device))
+    spec, here = assignment.executed_spec, inference.device_name(torch.device(assignment.device))
     if spec.device != CPU.type and here != spec.machine:
         raise UserError(
             f"this worker counts on {here}, the certification began on {spec.machine}: another "
             "kind of GPU rounds otherwise; use workers of one kind"
         )
-    sampler, answer = assignment.place.sampler(assignment.placed(), spec)
-    if check_digest(answer) != spec.check:
+    sampler, answer = assignment.sampler.build_counter(assignment.on_device(), spec)
+    if digest_classes(answer) != spec.check:
         raise UserError(
             "this worker computes other classes on the check batch than the model did when the "
             f"certification began ({spec.machine}, torch {spec.torch_version}): use workers of "
@@ -819,7 +871,7 @@ def sampler_of(assignment: Assignment) -> Any:
 
 
 def expected_log_scores(
-    model: nn.Module, inputs: Tensor, draws: int, seed: str | None = None, first: int = 0
+    model: nn.Module, inputs: Tensor, draws: int, seed: str | None = None, first_index: int = 0
 ) -> Tensor:
     """log of the mean softmax over ``draws`` noises, each fresh for every input: (B, classes).
 
@@ -829,13 +881,13 @@ def expected_log_scores(
     The noise of input b is keyed by its name first + b, wherever it stands in a batch. seed: None
     draws a secret one. Raises ValueError for a model without noise of its own.
     """
-    place = place_of(model)
+    place = find_noise_location(model)
     shape = place.normals_shape(model, tuple(inputs.shape[1:]))
     if shape is None:
         raise ValueError("the model has no noise of its own")
-    names = range(first, first + len(inputs))
-    source = UnitSource("evaluate", seed or secrets.token_hex(16), "", "", "gaussian", 1.0)
-    randomness, total = Randomness(source), torch.zeros(())
+    names = range(first_index, first_index + len(inputs))
+    source = StreamKeys("evaluate", seed or secrets.token_hex(16), "", "", "gaussian", 1.0)
+    randomness, total = KeyedGenerator(source), torch.zeros(())
     with torch.inference_mode():
         for draw in range(draws):
             normals = randomness.normals(names, ESTIMATE, draw, 1, shape).to(inputs.device)

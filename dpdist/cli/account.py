@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.cli.options import PICTURE, PrintJson, flag, option, path_option
+from dpdist.cli.options import FIGURE_PATH, PrintJson, flag, option, path_option
 from dpdist.core import console, fields
-from dpdist.core.console import bound, significant
+from dpdist.core.console import format_bound, format_significant
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, NoiseMultiplier, Positive, Probability, Trials
+from dpdist.core.fields import Count, NoiseMultiplier, Positive, Probability, TrialCount
 from dpdist.core.files import write_result
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ BatchSize = Annotated[int, option("EXPECTED batch size L; the sampling rate is L
 Noise = Annotated[float, option("Noise standard deviation / clip norm.", NoiseMultiplier)]
 Steps = Annotated[int, option("Number of training steps.", fields.Steps)]
 Delta = Annotated[float, option("Delta, below 1 / N.", Probability)]
-Target = Annotated[float, option("Target epsilon; the answer never exceeds it.", Positive)]
+TargetEpsilon = Annotated[float, option("Target epsilon; the answer never exceeds it.", Positive)]
 Neighbouring = Annotated[Relation, option("Neighbouring relation.")]
 Cap = Annotated[int | None, option("Hard cap on the physical batch.", Count)]
 
@@ -67,12 +67,12 @@ def _neighbours(relation: Relation) -> Neighbours:
     return "replace-one" if relation is Relation.replace_one else "add-or-remove-one"
 
 
-def _show_plan(plan: PrivacyPlan, as_json: bool) -> None:
+def _print_plan(plan: PrivacyPlan, as_json: bool) -> None:
     from dpdist.privacy.guarantee import format_epsilon
 
     guarantee, step = plan.guarantee(), plan.step(0)
     answer: dict[str, Any] = {
-        **guarantee.facts(),
+        **guarantee.to_output_dict(),
         "noise_multiplier": step.noise_multiplier,
         "sample_rate": step.sample_rate,
         "steps": plan.steps,
@@ -89,7 +89,7 @@ def _show_plan(plan: PrivacyPlan, as_json: bool) -> None:
     answer["epsilon"] = format_epsilon(guarantee.epsilon, 6)
     for key, value in answer.items():
         if key != "assumptions" and value is not None:
-            shown = significant(value, 6) if isinstance(value, float) else str(value)
+            shown = format_significant(value, 6) if isinstance(value, float) else str(value)
             typer.echo(f"{key:<17} {shown}")
     for line in guarantee.assumptions:
         typer.echo(f"{'holds if':<17} {line}")
@@ -119,12 +119,12 @@ def epsilon_command(
             neighbours=_neighbours(neighbours),
             batch_cap=batch_cap,
         )
-        _show_plan(plan, as_json)
+        _print_plan(plan, as_json)
 
 
 @account_app.command("noise")
 def noise_command(
-    epsilon: Target,
+    epsilon: TargetEpsilon,
     records: Records,
     batch_size: BatchSize,
     steps: Steps,
@@ -147,12 +147,12 @@ def noise_command(
             "batch_cap": batch_cap,
         }
         noise = noise_multiplier_for(epsilon, **setting)
-        _show_plan(PrivacyPlan.dp_sgd(noise_multiplier=noise, **setting), as_json)
+        _print_plan(PrivacyPlan.dp_sgd(noise_multiplier=noise, **setting), as_json)
 
 
 @account_app.command("steps")
 def steps_command(
-    epsilon: Target,
+    epsilon: TargetEpsilon,
     records: Records,
     batch_size: BatchSize,
     noise_multiplier: Noise,
@@ -175,12 +175,12 @@ def steps_command(
             "batch_cap": batch_cap,
         }
         steps = steps_for(epsilon, **setting)
-        _show_plan(PrivacyPlan.dp_sgd(steps=steps, **setting), as_json)
+        _print_plan(PrivacyPlan.dp_sgd(steps=steps, **setting), as_json)
 
 
 @account_app.command("batch")
 def batch_command(
-    epsilon: Target,
+    epsilon: TargetEpsilon,
     records: Records,
     noise_multiplier: Noise,
     steps: Steps,
@@ -201,7 +201,7 @@ def batch_command(
             "neighbours": _neighbours(neighbours),
         }
         size = batch_size_for(epsilon, **setting)
-        _show_plan(PrivacyPlan.dp_sgd(batch_size=size, **setting), as_json)
+        _print_plan(PrivacyPlan.dp_sgd(batch_size=size, **setting), as_json)
 
 
 @account_app.command("search")
@@ -211,7 +211,7 @@ def search_command(
     noise_multiplier: Noise,
     steps: Steps,
     delta: Delta,
-    runs: Annotated[int, option("Mean number of runs, E[K].", Trials)] = 10,
+    runs: Annotated[int, option("Mean number of runs, E[K].", TrialCount)] = 10,
     as_json: PrintJson = False,
 ) -> None:
     """What choosing the best of several runs costs, by the law of the number of runs: the smaller
@@ -240,7 +240,9 @@ def search_command(
             found.append((law.describe(), cost, law.quantile(0.95)))
         cost = fixed_runs_guarantee(one.phases, runs, records=records, delta=delta)
         found.append((f"fixed, {runs} runs", cost, runs))
-    rows = [{"law": law, **cost.facts(), "runs_95_percent": most} for law, cost, most in found]
+    rows = [
+        {"law": law, **cost.to_output_dict(), "runs_95_percent": most} for law, cost, most in found
+    ]
     if as_json:
         console.print_json(rows)
         return
@@ -249,7 +251,7 @@ def search_command(
         [row["law"], format_epsilon(row["epsilon"]), str(row["runs_95_percent"]), row["accountant"]]
         for row in rows
     ]
-    typer.echo(console.columns(header, cells))
+    typer.echo(console.format_columns(header, cells))
 
 
 @account_app.command("shuffling")
@@ -283,7 +285,7 @@ def shuffling_command(
     typer.echo(f"shuffled batches  epsilon at least {least}; no upper bound is proved")
 
 
-def _mechanisms(delta: float, sensitivity: float) -> list[dict[str, Any]]:
+def _mechanism_rows(delta: float, sensitivity: float) -> list[dict[str, Any]]:
     from dpdist.privacy import mechanisms as m
 
     return [
@@ -308,19 +310,21 @@ def mechanisms_command(
     sensitivity: Annotated[float, option("L2 sensitivity (Laplace: L1).", Positive)] = 1.0,
     plot: Annotated[
         Path | None,
-        path_option("Draw noise against epsilon (HGM, IJCAI 2019, Figure 1).", of=PICTURE),
+        path_option(
+            "Draw noise against epsilon (HGM, IJCAI 2019, Figure 1).", callback=FIGURE_PATH
+        ),
     ] = None,
     as_json: PrintJson = False,
 ) -> None:
     """Noise scale of each mechanism against epsilon, and the true delta of the classical
     formula."""
     with _user_errors("mechanisms"):
-        rows = _mechanisms(delta, sensitivity)
+        rows = _mechanism_rows(delta, sensitivity)
         if plot is not None:
-            from dpdist.reports.figures import noise_scales
+            from dpdist.reports.figures import plot_noise_scales
 
             try:
-                write_result(plot, noise_scales(delta, sensitivity, plot.suffix[1:]))
+                write_result(plot, plot_noise_scales(delta, sensitivity, plot.suffix[1:]))
             except OSError as error:
                 raise UserError(f"account mechanisms: cannot write {plot}: {error}") from None
     if as_json:
@@ -333,14 +337,14 @@ def mechanisms_command(
         cells.append(
             [
                 f"{row['epsilon']:g}",
-                bound(row["analytic"], 4, up=True),
-                bound(row["extended"], 4, up=True),
-                bound(row["classical"], 4, up=True) + mark,
-                significant(row["classical_true_delta"], 2),
-                bound(row["laplace"], 4, up=True),
+                format_bound(row["analytic"], 4, round_up=True),
+                format_bound(row["extended"], 4, round_up=True),
+                format_bound(row["classical"], 4, round_up=True) + mark,
+                format_significant(row["classical_true_delta"], 2),
+                format_bound(row["laplace"], 4, round_up=True),
             ]
         )
-    typer.echo(console.columns(header, cells))
+    typer.echo(console.format_columns(header, cells))
     typer.echo(f"delta {delta:g}; * beyond epsilon 1 the classical formula is not a theorem")
 
 
@@ -358,7 +362,7 @@ def claims_command(as_json: PrintJson = False) -> None:
         [claim.system, claim.claimed_text, claim.proved_text, claim.verdict, claim.reason]
         for claim in claims
     ]
-    typer.echo(console.columns(header, rows))
+    typer.echo(console.format_columns(header, rows))
 
 
 # --- dpdist budget ----------------------------------------------------------------------------
@@ -382,7 +386,7 @@ def show_budgets(
     as_json: PrintJson = False,
 ) -> None:
     """Show what sets of records have cost so far: all runs and searches on them."""
-    from dpdist.privacy.budget import budgets_in
+    from dpdist.privacy.budget import read_budgets
     from dpdist.privacy.ledger import JournalError
 
     if not folder.is_dir():
@@ -390,8 +394,8 @@ def show_budgets(
     neighbours: Neighbours = "replace-one" if replace_one else "add-or-remove-one"
     answer: list[dict[str, Any]] = []
     try:
-        for budget in budgets_in(folder):
-            answer.append(_described(budget, delta, neighbours))
+        for budget in read_budgets(folder):
+            answer.append(_budget_record(budget, delta, neighbours))
     except (JournalError, ValueError) as error:
         raise UserError(f"budget: {error}") from None
     if as_json:
@@ -400,11 +404,11 @@ def show_budgets(
     if not answer:
         typer.echo(f"no budgets in {folder}")
     for entry in answer:
-        for line in _lines(entry):
+        for line in _budget_lines(entry):
             typer.echo(line)
 
 
-def _described(budget: DataBudget, delta: float, neighbours: Neighbours) -> dict[str, Any]:
+def _budget_record(budget: DataBudget, delta: float, neighbours: Neighbours) -> dict[str, Any]:
     from dpdist.privacy.budget import composed_guarantee
 
     total = budget.guarantee(delta, neighbours)
@@ -412,9 +416,9 @@ def _described(budget: DataBudget, delta: float, neighbours: Neighbours) -> dict
         "budget": budget.path.name,
         "name": budget.data_name,
         "records": len(budget.known),
-        **total.facts(),
+        **total.to_output_dict(),
         "assumptions": list(total.assumptions),
-        "spent": _spent(budget),
+        "spent": _ceiling_usage(budget),
         "runs": [
             {
                 "run": charge.run,
@@ -427,27 +431,28 @@ def _described(budget: DataBudget, delta: float, neighbours: Neighbours) -> dict
     }
 
 
-def _lines(entry: dict[str, Any]) -> Iterator[str]:
-    from dpdist.core.console import exact, percent
+def _budget_lines(record: dict[str, Any]) -> Iterator[str]:
+    from dpdist.core.console import format_exact, format_percent
     from dpdist.privacy.guarantee import format_epsilon
 
     yield (
-        f"{entry['name'] or entry['budget']}: epsilon {format_epsilon(entry['epsilon'])} at delta "
-        f"{exact(entry['delta'])} ({entry['relation']}, {entry['accountant']})"
+        f"{record['name'] or record['budget']}: epsilon {format_epsilon(record['epsilon'])} at "
+        f"delta {format_exact(record['delta'])} ({record['relation']}, {record['accountant']})"
     )
-    if entry["spent"] is not None:
+    if record["spent"] is not None:
         yield (
-            f"  {percent(entry['spent']['of_ceiling'], up=True)} % of this ceiling is spent "
-            f"(epsilon {format_epsilon(entry['spent']['epsilon'])}, no guarantee by itself)"
+            f"  {format_percent(record['spent']['of_ceiling'], round_up=True)} % of this ceiling "
+            f"is spent (epsilon {format_epsilon(record['spent']['epsilon'])}, no guarantee by "
+            "itself)"
         )
-    for line in entry["assumptions"]:
+    for line in record["assumptions"]:
         yield f"  holds if {line}"
-    for run in entry["runs"]:
+    for run in record["runs"]:
         alone = format_epsilon(run["epsilon"])
         yield f"  {run['name']:<24} alone {alone:<8} {run['status']}  {run['run']}"
 
 
-def _spent(budget: DataBudget) -> dict[str, Any] | None:
+def _ceiling_usage(budget: DataBudget) -> dict[str, Any] | None:
     """How far a ceiling is used up. Where runs were chosen by results, it promises nothing."""
     ceiling = budget.terms.ceiling
     if ceiling is None:
@@ -455,6 +460,6 @@ def _spent(budget: DataBudget) -> dict[str, Any] | None:
     spent = budget.spent
     return {
         "of_ceiling": spent / ceiling.share,
-        "epsilon": ceiling.epsilon_of(spent),
+        "epsilon": ceiling.epsilon_for_divergence(spent),
         "guarantee": False,
     }

@@ -17,8 +17,8 @@ import typer
 from pydantic import Field
 
 from dpdist.cli.options import (
-    PICTURE,
-    RUNS,
+    DEFAULT_RUNS,
+    FIGURE_PATH,
     Actors,
     Changes,
     DataRoot,
@@ -31,27 +31,27 @@ from dpdist.cli.options import (
     RunArgument,
     Runs,
     Start,
-    file_path,
     flag,
-    need_label,
-    numbers,
+    load_trained_recipe,
     option,
+    parse_numbers,
+    path_callback,
     path_option,
-    recipe_of,
+    require_labels,
 )
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, CountOrZero, Models, Positive, Probability, Text
+from dpdist.core.fields import Count, CountOrZero, ModelCount, Positive, Probability, Text
 from dpdist.core.files import write_result
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
     from dpdist.audits.membership import Membership
-    from dpdist.audits.membership_findings import Inference, MembershipFindings
+    from dpdist.audits.membership_findings import MembershipAttack, MembershipFindings
     from dpdist.audits.target import AuditResult, Target
-    from dpdist.poisoning.certificates import UnderPoison, Votes, Withstands
+    from dpdist.poisoning.certificates import PoisoningBound, PoisoningCertificates, Votes
     from dpdist.poisoning.evaluation import Poisoning
-    from dpdist.privacy.card import Audited
+    from dpdist.privacy.card import AuditFinding
     from dpdist.privacy.plan import PrivacyPlan
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
@@ -91,7 +91,7 @@ _Check = Annotated[
 
 def attack_command(
     run: RunArgument,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     norm: _Norm = None,
     sizes: _Sizes = None,
@@ -122,53 +122,57 @@ def attack_command(
     from dpdist.runs.folder import open_run
 
     folder = open_run(run, runs)
-    recipe = recipe_of(folder, data_root, "attack")
+    recipe = load_trained_recipe(folder, data_root, "attack")
     given: dict[str, Any] = {
         "steps": steps, "restarts": restarts, "step_scale": step_scale, "draws": draws,
         "start": start, "every": every, "max_inputs": max_inputs, "seed": seed,
         "attacks": tuple(attacks.split(",")) if attacks is not None else None,
     }  # fmt: skip
     own = {
-        "norm": norm, "sizes": numbers(sizes, "--sizes"), "n": n, "alpha": alpha, "labels": labels,
-        "sigma": _sigma(recipe, folder, sigma, smoothed),
+        "norm": norm, "sizes": parse_numbers(sizes, "--sizes"), "n": n, "alpha": alpha,
+        "labels": labels,
+        "sigma": _resolve_sigma(recipe, folder, sigma, smoothed),
     }  # fmt: skip
-    _refuse_useless(check_certificates, own, {"certificates": certificates, "claim": claim})
+    about = {"certificates": certificates, "claim": claim}
+    _refuse_unrelated_options(check_certificates, own, about)
     if check_certificates:
         _attack_certificates(recipe, folder, given, certificates, claim, output, actors)
     else:
-        _attack(recipe, folder, given | own, output, actors)
+        _run_attack(recipe, folder, given | own, output, actors)
 
 
-def _refuse_useless(check: bool, own: dict[str, Any], checks: dict[str, Any]) -> None:
+def _refuse_unrelated_options(
+    check: bool, attack_options: dict[str, Any], check_options: dict[str, Any]
+) -> None:
     """Options of an attack with a check, or those of a check without it."""
-    useless = [f"--{name}" for name, value in own.items() if value is not None]
+    useless = [f"--{name}" for name, value in attack_options.items() if value is not None]
     if check and useless:
         raise UserError(
             f"{', '.join(useless)}: not with --check-certificates, which takes norm, sizes, noise "
             "and draws from the certificates"
         )
-    if not check and any(value is not None for value in checks.values()):
+    if not check and any(value is not None for value in check_options.values()):
         raise UserError("--certificates, --claim: only with --check-certificates")
 
 
-def _attack(
+def _run_attack(
     recipe: Recipe,
     folder: RunFolder,
-    given: dict[str, Any],
+    options: dict[str, Any],
     output: Path | None,
     actors: int | None,
 ) -> None:
     from dpdist import pipeline
     from dpdist.core import console
-    from dpdist.reports.charts import grid
+    from dpdist.reports.charts import attack_outcome_table
     from dpdist.reports.facts import read_facts
 
-    settings = _settings(given)
-    _refuse_draws(recipe, folder, settings, given)
-    with pipeline.session(folder):
+    settings = _attack_settings(options)
+    _refuse_noise_options(recipe, folder, settings, options)
+    with pipeline.run_session(folder):
         path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
     table = settings.read(path)
-    shown = grid(table, read_facts(folder).tables)
+    shown = attack_outcome_table(table, read_facts(folder).tables)
     widths = [
         max(len(row[place]) for row in (shown.header, *shown.rows))
         for place in range(len(shown.header))
@@ -180,35 +184,35 @@ def _attack(
         )
         for row in (shown.header, *shown.rows)
     ]
-    title = f"under attack, % of {table.inputs:,} inputs ({table.classifier})"
-    typer.echo(console.table(lines, title=title))
+    title = f"under attack, % of {table.inputs:,} inputs ({table.description})"
+    typer.echo(console.format_table(lines, title=title))
     for note in shown.notes:
         typer.echo(note)
     typer.echo(f"table: {path}")
     pipeline.report_stage(folder)
 
 
-def _settings(given: dict[str, Any]) -> AttackSettings:
+def _attack_settings(options: dict[str, Any]) -> AttackSettings:
     """Return the attack that is asked for. Raises UserError for an option that it has not."""
     from dpdist.attacks.settings import AttackSettings
 
-    said = {name: value for name, value in given.items() if value is not None}
+    said = {name: value for name, value in options.items() if value is not None}
     settings = AttackSettings(**said)
     settings.refuse_unused(said)
     return settings
 
 
-def _refuse_draws(
-    recipe: Recipe, folder: RunFolder, settings: AttackSettings, given: dict[str, Any]
+def _refuse_noise_options(
+    recipe: Recipe, folder: RunFolder, settings: AttackSettings, options: dict[str, Any]
 ) -> None:
     """Raise UserError for options of noise where the attacked classifier has none."""
-    useless = [f"--{name}" for name in ("draws", "n", "alpha") if given[name] is not None]
+    useless = [f"--{name}" for name in ("draws", "n", "alpha") if options[name] is not None]
     if not useless or settings.sigma is not None:
         return
     from dpdist.evaluation import load_model
-    from dpdist.randomness.noise_location import place_of
+    from dpdist.randomness.noise_location import find_noise_location
 
-    if not place_of(load_model(recipe, folder)).random:
+    if not find_noise_location(load_model(recipe, folder)).is_random:
         raise UserError(
             f"{', '.join(useless)}: must be left out: the model has no noise, so nothing is drawn; "
             "give --sigma or --smoothed to attack it smoothed"
@@ -218,7 +222,7 @@ def _refuse_draws(
 def _attack_certificates(
     recipe: Recipe,
     folder: RunFolder,
-    given: dict[str, Any],
+    options: dict[str, Any],
     certificates: str | None,
     claim: str | None,
     output: Path | None,
@@ -229,29 +233,29 @@ def _attack_certificates(
     from dpdist.attacks.table import check_line
     from dpdist.core import console
 
-    if given["attacks"] is None:
-        given["attacks"] = ("pgd",)
-    settings = _settings(given)
-    tables = _tables(folder, certificates)
+    if options["attacks"] is None:
+        options["attacks"] = ("pgd",)
+    settings = _attack_settings(options)
+    tables = _tables_to_attack(folder, certificates)
     if not tables:
         raise UserError(f"{folder.path}: no L2 or L-infinity certificates to attack")
     if output is not None and len(tables) > 1:
         names = ", ".join(path.parent.name for path in tables)
         raise UserError(f"--output: holds one check; name one with --certificates: {names}")
     rows, held = [], True
-    with pipeline.session(folder):
+    with pipeline.run_session(folder):
         for path in tables:
             check = CheckSettings(path, settings, claim)
             found = check.read(pipeline.evaluation_stage(recipe, folder, check, output, actors))
             held = held and found["plausible"]
             rows.append((found["certificates"], check_line(found)))
-    typer.echo(console.table(rows, title="certificates under attack"))
+    typer.echo(console.format_table(rows, title="certificates under attack"))
     pipeline.report_stage(folder)
     if not held:
         raise typer.Exit(1)
 
 
-def _tables(folder: RunFolder, name: str | None) -> list[Path]:
+def _tables_to_attack(folder: RunFolder, name: str | None) -> list[Path]:
     from dpdist.core import console
     from dpdist.core.fields import NORMS
     from dpdist.reports.facts import read_facts
@@ -262,7 +266,7 @@ def _tables(folder: RunFolder, name: str | None) -> list[Path]:
             raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
         for table in found:
             if table.norm not in NORMS:
-                console.say(f"{table.name}: {table.norm} certificates cannot be attacked, left out")
+                console.log(f"{table.name}: {table.norm} certificates cannot be attacked, left out")
         return [table.path for table in found if table.norm in NORMS]
     for path in (folder.certificates / name / "certificates.parquet", Path(name)):
         if path.is_file():
@@ -270,7 +274,9 @@ def _tables(folder: RunFolder, name: str | None) -> list[Path]:
     raise UserError(f"--certificates: {name}: no such table in {folder.certificates}")
 
 
-def _sigma(recipe: Recipe, folder: RunFolder, sigma: float | None, smoothed: bool) -> float | None:
+def _resolve_sigma(
+    recipe: Recipe, folder: RunFolder, sigma: float | None, smoothed: bool
+) -> float | None:
     if not smoothed:
         return sigma
     if sigma is not None:
@@ -286,10 +292,10 @@ def _sigma(recipe: Recipe, folder: RunFolder, sigma: float | None, smoothed: boo
 
 
 _SELECT, _ALPHA = 6, 0.001
-_SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_DEFAULT_COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-_VotingModels = Annotated[int, option("Models that vote.", Models)]
+_VotingModels = Annotated[int, option("Models that vote.", ModelCount)]
 _Select = Annotated[int | None, option("Of them, those that choose the class: 6.", Count)]
 _VoteAlpha = Annotated[float | None, option("Error of each certificate: 0.001.", Probability)]
 _VoteSigma = Annotated[float | None, option("Noise on each vote's input.", Positive)]
@@ -297,7 +303,9 @@ _Radii = Annotated[str | None, option("L2 changes of the input besides, with --s
 _Counts = Annotated[str | None, option("Numbers of changed records to show: 1,10,50.")]
 _Partitions = Annotated[bool, flag("--partitions", "Plain models on disjoint shards instead.")]
 _Bag = Annotated[int | None, option("Plain models on so many random records instead.", Count)]
-_Csv = Annotated[Path | None, path_option("Each input's result.", of=file_path(written=True))]
+_Csv = Annotated[
+    Path | None, path_option("Each input's result.", callback=path_callback(for_writing=True))
+]
 
 
 def poison_command(
@@ -314,7 +322,7 @@ def poison_command(
     seed: PrivateSeed = None,
     csv: _Csv = None,
     name: Name = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     start: Start = None,
     every: Every = None,
@@ -331,39 +339,41 @@ def poison_command(
     from dpdist import pipeline
     from dpdist.poisoning.evaluation import Poisoning
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import read_changes, refuse_unused, resolve
+    from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
     from dpdist.training.job import check_trainable
-    from dpdist.training.records import evaluation_data, source_of
+    from dpdist.training.records import data_source, test_records
 
-    resolved = resolve(recipe, changes=read_changes(changed), name=name, data_root=data_root)
-    need_label(resolved, "poison")
+    resolved = resolve_recipe(
+        recipe, changes=parse_changes(changed), name=name, data_root=data_root
+    )
+    require_labels(resolved, "poison")
     folder = RunFolder(runs / resolved.name)
-    at = (0.0, *[r for r in numbers(radii, "--radii") or () if r])
+    at = (0.0, *[r for r in parse_numbers(radii, "--radii") or () if r])
     if partitions:
-        _refuse_random(select=select, alpha=alpha, radii=radii)
-    rule = _Rule(models, select or _SELECT, alpha or _ALPHA, at, sigma)
-    shown = [int(k) for k in numbers(changes, "--changes", CountOrZero) or ()]
+        _refuse_sampling_options(select=select, alpha=alpha, radii=radii)
+    rule = _VoteSettings(models, select or _SELECT, alpha or _ALPHA, at, sigma)
+    shown = [int(k) for k in parse_numbers(changes, "--changes", CountOrZero) or ()]
     settings = Poisoning(models, partitions, sigma, start or 0, every or 1, max_inputs, seed, bag)
-    _check_written(settings, folder, output, csv)
+    _check_output_paths(settings, folder, output, csv)
     if not folder.check_same_recipe(resolved):
         refuse_unused(resolved, recipe)
-    trained = settings.recipe_of(resolved)
+    trained = settings.data_recipe(resolved)
     records = len(check_trainable(trained, recipe)[0])
-    settings.chosen(len(evaluation_data(trained, source_of(trained))), recipe)
-    _, plan = settings.training(trained, records)
-    poisoned = None if partitions else rule.poisoned(settings, plan, records)
-    folder.begin(resolved)
-    with pipeline.session(folder):
+    settings.choose_inputs(len(test_records(trained, data_source(trained))), recipe)
+    _, plan = settings.training_plan(trained, records)
+    poisoned = None if partitions else rule.poisoning_effect(settings, plan, records)
+    folder.create_or_open(resolved)
+    with pipeline.run_session(folder):
         path = pipeline.evaluation_stage(resolved, folder, settings, output, actors)
     votes = settings.read(path)
-    found = rule.withstood(votes, poisoned)
+    found = rule.certify_votes(votes, poisoned)
     _print_votes(votes, found, plan, shown, path)
     if csv is not None:
-        _write(csv, votes, found[0])
+        _write_csv(csv, votes, found[0])
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _VoteSettings:
     """How votes are read: how many models choose the class, error, input radii, input noise."""
 
     models: int
@@ -372,51 +382,55 @@ class _Rule:
     radii: tuple[float, ...]
     sigma: float | None
 
-    def poisoned(self, settings: Poisoning, plan: PrivacyPlan, records: int) -> UnderPoison:
+    def poisoning_effect(
+        self, settings: Poisoning, plan: PrivacyPlan, records: int
+    ) -> PoisoningBound:
         """Return the effect of changed records on one training, before it is trained.
 
         Raises UserError.
         """
         from dpdist.poisoning import certificates
-        from dpdist.poisoning.certificates import Bagged, check
+        from dpdist.poisoning.certificates import BaggingPoisoningBound, check_options
 
-        check(self.models, self.select, self.radii, self.sigma)
+        check_options(self.models, self.select, self.radii, self.sigma)
         if settings.bag is not None:
-            return Bagged(records, settings.bag)
+            return BaggingPoisoningBound(records, settings.bag)
         try:
-            return certificates.Poisoned(plan)
+            return certificates.PrivatePoisoningBound(plan)
         except ValueError as error:
             raise UserError(str(error)) from None
 
-    def withstood(self, votes: Votes, poisoned: UnderPoison | None) -> list[Withstands]:
+    def certify_votes(
+        self, votes: Votes, effect: PoisoningBound | None
+    ) -> list[PoisoningCertificates]:
         """Return the statements: one of partitions; two of keys.
 
         Those of keys are each input's by itself, and one with which none of the whole set
         is false.
         """
         from dpdist.certification.statistics import ERROR
-        from dpdist.poisoning.certificates import by_keys, by_partitions
+        from dpdist.poisoning.certificates import certify_partitioned_models, certify_random_models
 
-        if poisoned is None:
-            return [by_partitions(votes)]
+        if effect is None:
+            return [certify_partitioned_models(votes)]
         how: dict[str, Any] = {"select": self.select, "radii": self.radii, "sigma": self.sigma}
         errors = (self.alpha, ERROR / len(votes.index))
-        return [by_keys(votes, poisoned, alpha=each, **how) for each in errors]
+        return [certify_random_models(votes, effect, alpha=each, **how) for each in errors]
 
 
-def _check_written(
+def _check_output_paths(
     settings: Poisoning, folder: RunFolder, output: Path | None, csv: Path | None
 ) -> None:
     """Raise UserError where private results would lie in a run folder's public part."""
     for path in (output, csv):
-        settings.place(folder, path)
-    if csv is not None and folder.around(csv) is not None and csv.suffix.lower() != ".csv":
+        settings.output_folder(folder, path)
+    if csv is not None and folder.enclosing_run(csv) is not None and csv.suffix.lower() != ".csv":
         raise UserError(f"--csv: in a run folder the file must end in .csv, got {str(csv)!r}")
 
 
-def _refuse_random(**given: object) -> None:
+def _refuse_sampling_options(**options: object) -> None:
     """Raise UserError for an option that says something of models that draw at random."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None:
             raise UserError(
                 f"--{name}: goes with models that draw at random, not with --partitions, whose "
@@ -425,47 +439,60 @@ def _refuse_random(**given: object) -> None:
 
 
 def _print_votes(
-    votes: Votes, found: list[Withstands], plan: PrivacyPlan, shown: list[int], path: Path
+    votes: Votes,
+    certificates: list[PoisoningCertificates],
+    plan: PrivacyPlan,
+    shown: list[int],
+    path: Path,
 ) -> None:
     from dpdist.core import console
 
-    each = found[0]
-    counts = shown or [k for k in _SHOWN if k <= max(2, each.most)]
-    rows = [("inputs", f"{len(votes.index):,}"), ("models", _models(votes, each))]
-    rows.append(("right", f"{percent((each.answer == votes.label).mean())} %"))
-    for one, what in zip(found, ("", ", of all inputs together"), strict=False):
-        for radius in one.changes:
+    each = certificates[0]
+    counts = shown or [k for k in _DEFAULT_COUNTS if k <= max(2, each.largest_changes)]
+    rows = [("inputs", f"{len(votes.index):,}"), ("models", _describe_models(votes, each))]
+    rows.append(("right", f"{format_percent((each.prediction == votes.label).mean())} %"))
+    for one, what in zip(certificates, ("", ", of all inputs together"), strict=False):
+        for radius in one.max_changes:
             shares = ", ".join(
-                f"{percent(one.accuracy(votes.label, k, radius))} % at {k}" for k in counts
+                f"{format_percent(one.certified_accuracy(votes.label, k, radius))} % at {k}"
+                for k in counts
             )
-            moved = f" and an L2 change below {exact(radius)}" if radius else ""
+            moved = f" and an L2 change below {format_exact(radius)}" if radius else ""
             rows.append((f"changed records withstood{moved}{what}", shares))
-    rows += _terms(votes, found, plan)
+    rows += _assumption_rows(votes, certificates, plan)
     rows.append(("votes, private", str(path)))
-    typer.echo(console.table(rows, title="against poisoned training records"))
+    typer.echo(console.format_table(rows, title="against poisoned training records"))
 
 
-def _models(votes: Votes, each: Withstands) -> str:
+def _describe_models(votes: Votes, certificate: PoisoningCertificates) -> str:
     total = len(votes.vote)
-    if each.alpha == 0:
+    if certificate.alpha == 0:
         return f"{total}, each on its own shard of the records, without privacy"
-    said = f"{each.models} that vote, {total - each.models} others that chose the class"
+    said = (
+        f"{certificate.num_models} that vote, {total - certificate.num_models} others that "
+        "chose the class"
+    )
     bag = votes.settings.get("bag")
     return said + (f"; each on {bag:,} random records, without privacy" if bag else "")
 
 
-def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tuple[str, str]]:
+def _assumption_rows(
+    votes: Votes, certificates: list[PoisoningCertificates], plan: PrivacyPlan
+) -> list[tuple[str, str]]:
     from dpdist.certification.statistics import ERROR
-    from dpdist.poisoning.certificates import cost_of_votes
+    from dpdist.poisoning.certificates import compose_vote_plans
     from dpdist.privacy.guarantee import format_epsilon
 
     bag = votes.settings.get("bag")
     public = [("left out", "records whose input is a test input (data.drop_test_records)")]
     if votes.settings.get("data.public"):
         public.append(("trusted", "data.public: whose hash lies there is no training record"))
-    error = ("error", f"alpha {found[0].alpha:g} each; of all together: {ERROR:g} (union bound)")
+    error = (
+        "error",
+        f"alpha {certificates[0].alpha:g} each; of all together: {ERROR:g} (union bound)",
+    )
     certified = ("certified", "what the recipe says most often over its secret keys")
-    if bag or found[0].alpha == 0:
+    if bag or certificates[0].alpha == 0:
         what = "a record inserted or removed"
         if votes.settings.get("data.max_train") is not None:
             what = "a record blanked out or filled in, N fixed (data.max_train is a share of it)"
@@ -474,7 +501,7 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
             *public,
             *([error, certified] if bag else []),
         ]
-    one, all_of_them = plan.guarantee(), cost_of_votes(plan, len(votes.vote)).guarantee()
+    one, all_of_them = plan.guarantee(), compose_vote_plans(plan, len(votes.vote)).guarantee()
     what = {
         "replace-one": "a record replaced by another",
         "add-or-remove-one": "a record inserted or removed; another label or image is both",
@@ -491,15 +518,15 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     ]
 
 
-def _write(path: Path, votes: Votes, found: Withstands) -> None:
+def _write_csv(path: Path, votes: Votes, certificate: PoisoningCertificates) -> None:
     import csv
     import io
 
     file = io.StringIO(newline="")
     writer = csv.writer(file, lineterminator="\n")
-    names = [f"changes at {exact(radius)}" for radius in found.changes]
+    names = [f"changes at {format_exact(radius)}" for radius in certificate.max_changes]
     writer.writerow(["index", "label", "answer", *names])
-    columns = (votes.index, votes.label, found.answer, *found.changes.values())
+    columns = (votes.index, votes.label, certificate.prediction, *certificate.max_changes.values())
     writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
     write_result(path, file.getvalue())
     typer.echo(f"each input: {path}")
@@ -529,7 +556,7 @@ def audit_command(
     name: _Name,
     kind: _Kind = None,
     options: _Set = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     output: Output = None,
 ) -> None:
@@ -541,28 +568,28 @@ def audit_command(
         raise UserError(f"--output: {output}: must be a folder")
     of_audit = [each for each in options or () if "." not in each.partition("=")[0]]
     changed = [each for each in options or () if each not in of_audit]
-    recipe, folder = _named(name, runs, data_root, changed)
+    recipe, folder = _open_run_or_recipe(name, runs, data_root, changed)
 
     from dpdist.audits import registry
     from dpdist.audits.canaries import audited_recipe
-    from dpdist.audits.target import result_of
+    from dpdist.audits.target import audit_result_of
     from dpdist.core import console
     from dpdist.privacy.card import CONSISTENT
     from dpdist.runs.folder import RunFolder
 
-    asked = registry.asked_for(recipe, kind, of_audit)
-    result = result_of(asked)
+    asked = registry.resolve_audit_options(recipe, kind, of_audit)
+    result = audit_result_of(asked)
     from dpdist import pipeline
 
-    if folder is None and asked.planted is not None:
+    if folder is None and asked.canary_audit is not None:
         planted = audited_recipe(recipe, asked, name)
-        folder = pipeline.train_alone(planted, runs=runs, where=name)
-    target = _target(recipe, folder, name)
+        folder = pipeline.train_only(planted, runs=runs, context=name)
+    target = _audit_target(recipe, folder, name)
     if folder is not None or output is not None:
-        output = result.place(folder or RunFolder(runs / recipe.name), output)
+        output = result.output_folder(folder or RunFolder(runs / recipe.name), output)
     output = output or runs / f"{recipe.name}.audit" / asked.folder_name
-    found = _measured(result, target, output)
-    typer.echo(console.table(_rows(found), title=f"audit of {name}"))
+    found = _run_audit(result, target, output)
+    typer.echo(console.format_table(_result_rows(found), title=f"audit of {name}"))
     kept = ", which stays private: it is made of many trainings" * result.private
     typer.echo(f"result{kept}: {output / result.file}")
     if folder is not None:
@@ -571,65 +598,67 @@ def audit_command(
         raise typer.Exit(1)
 
 
-def _named(
-    name: str, runs: Path, data_root: Path | None, changed: list[str]
+def _open_run_or_recipe(
+    name: str, runs: Path, data_root: Path | None, assignments: list[str]
 ) -> tuple[Recipe, RunFolder | None]:
     """A run of that name, or a recipe, with keys changed."""
     from dpdist.runs.folder import open_run
-    from dpdist.runs.recipe import read_changes, refuse_unused, resolve
+    from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
 
     try:
         folder = open_run(name, runs)
     except UserError as no_run:
         try:
-            changes = read_changes(changed)
-            found = resolve(name, changes=changes, data_root=data_root)
+            changes = parse_changes(assignments)
+            found = resolve_recipe(name, changes=changes, data_root=data_root)
             refuse_unused(found, name)
             return found, None
         except UserError as no_recipe:
             if "no such recipe" in str(no_recipe):
                 raise UserError(f"{no_run}; {no_recipe}") from None
             raise
-    if changed:
-        raise UserError(f"--set {changed[0]}: {name} is a run, whose recipe is fixed")
+    if assignments:
+        raise UserError(f"--set {assignments[0]}: {name} is a run, whose recipe is fixed")
     return folder.read_recipe(), folder
 
 
-def _target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
+def _audit_target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
     """Return the audited target: the run, or else the recipe."""
-    from dpdist.audits.target import of_recipe, of_run
+    from dpdist.audits.target import target_of_recipe, target_of_run
     from dpdist.reports.facts import read_facts
 
     if folder is None:
-        return of_recipe(recipe, name)
-    return of_run(folder, read_facts(folder).guarantee)
+        return target_of_recipe(recipe, name)
+    return target_of_run(folder, read_facts(folder).guarantee)
 
 
-def _measured(result: AuditResult, target: Target, output: Path) -> Audited:
+def _run_audit(result: AuditResult, target: Target, output: Path) -> AuditFinding:
     from dpdist.audits import registry
     from dpdist.core import console
 
     with console.progress(f"audit, {result.folder_name}", "trials", "trials") as show:
-        return registry.make_audit(
+        return registry.run_audit(
             result.options, target, output, lambda done, total: show(done, total, 0.0)
         )
 
 
-def _rows(found: Audited) -> list[tuple[str, str]]:
-    rows = [("epsilon", found.three), ("audited", found.line)]
-    rows += [("it rests on", line) for line in found.assumptions]
-    return rows + [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
+def _result_rows(result: AuditFinding) -> list[tuple[str, str]]:
+    rows = [("epsilon", result.comparison_line), ("audited", result.summary_line)]
+    rows += [("it rests on", line) for line in result.assumptions]
+    return rows + [(key.replace("_", " "), str(value)) for key, value in result.details.items()]
 
 
 # --- dpdist membership ------------------------------------------------------------------------
 
 
-_Count = Annotated[Count, Field(le=100_000)]  # passes of one model
-_ShadowModels = Annotated[int, option("Shadow models in the bank.", Models)]
+_PassCount = Annotated[Count, Field(le=100_000)]  # passes of one model
+_ShadowModels = Annotated[int, option("Shadow models in the bank.", ModelCount)]
 _Attack = Annotated[str, option("Out of shadow,lira,lira-offline,rmia,rmia-offline.")]
 _Game = Annotated[str, option("Who is in a model: coins, or halves (shadow has its own).")]
 _Passes = Annotated[str, option("Averaged, of a model with noise of its own: 100, or 10,100.")]
-_Picture = Annotated[Path | None, path_option("The ROC curves with their ceilings.", of=PICTURE)]
+_Picture = Annotated[
+    Path | None, path_option("The ROC curves with their ceilings.", callback=FIGURE_PATH)
+]
 
 
 def membership_command(
@@ -642,7 +671,7 @@ def membership_command(
     seed: PrivateSeed = None,
     picture: _Picture = None,
     name: Name = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     actors: Actors = None,
     output: Output = None,
@@ -655,57 +684,59 @@ def membership_command(
     from dpdist import pipeline
     from dpdist.audits.membership import Membership
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import parse_changes, resolve_recipe
 
-    resolved = resolve(recipe, changes=read_changes(changes), name=name, data_root=data_root)
-    need_label(resolved, "membership")
-    folder, chosen = RunFolder(runs / resolved.name), _attacks(attack)
-    averaged = tuple(sorted({int(n) for n in numbers(passes, "--passes", _Count) or ()}))
-    banks: list[tuple[Membership, list[Inference]]] = []
-    if quarters := [one for one in chosen if one.quarters]:
+    resolved = resolve_recipe(
+        recipe, changes=parse_changes(changes), name=name, data_root=data_root
+    )
+    require_labels(resolved, "membership")
+    folder, chosen = RunFolder(runs / resolved.name), _parse_attacks(attack)
+    averaged = tuple(sorted({int(n) for n in parse_numbers(passes, "--passes", _PassCount) or ()}))
+    banks: list[tuple[Membership, list[MembershipAttack]]] = []
+    if quarters := [one for one in chosen if one.needs_quarters_game]:
         banks.append((Membership("quarters", 2, averaged, seed=seed), quarters))
-    if others := [one for one in chosen if not one.quarters]:
+    if others := [one for one in chosen if not one.needs_quarters_game]:
         banks.append((Membership(game, models, averaged, seed=seed), others))
-    _check_game(resolved, folder, banks, [output, picture], recipe)
-    folder.begin(resolved)
-    with pipeline.session(folder):
-        found = [_examined(resolved, folder, *bank, output, actors) for bank in banks]
+    _check_banks(resolved, folder, banks, [output, picture], recipe)
+    folder.create_or_open(resolved)
+    with pipeline.run_session(folder):
+        found = [_run_membership_attacks(resolved, folder, *bank, output, actors) for bank in banks]
     if picture is not None:
-        from dpdist.reports.figures import roc_curves
+        from dpdist.reports.figures import plot_roc_curves
 
-        write_result(picture, roc_curves([one.panel for one in found], picture.suffix[1:]))
+        write_result(picture, plot_roc_curves([one.panel for one in found], picture.suffix[1:]))
         typer.echo(f"picture: {picture}")
-    if not all(one.held for one in found):
+    if not all(one.within_guarantee for one in found):
         raise typer.Exit(1)
 
 
-def _check_game(
+def _check_banks(
     recipe: Recipe,
     folder: RunFolder,
-    banks: Sequence[tuple[Membership, Sequence[Inference]]],
-    written: Sequence[Path | None],
-    where: str,
+    banks: Sequence[tuple[Membership, Sequence[MembershipAttack]]],
+    outputs: Sequence[Path | None],
+    context: str,
 ) -> None:
     """Raise UserError for whatever could go wrong later, before anything is written. written: the
     folder of a bank, and the picture."""
     from dpdist.runs.recipe import refuse_unused
     from dpdist.training.job import check_trainable
 
-    if written[0] is not None and len(banks) > 1:
+    if outputs[0] is not None and len(banks) > 1:
         raise UserError("--output: holds one bank; give shadow and the other attacks apart")
     for bank, attacks in banks:
         for one in attacks:
-            one.check(bank.rules)
-        for path in written:
-            bank.place(folder, path)
+            one.check_game(bank.rules)
+        for path in outputs:
+            bank.output_folder(folder, path)
     if not folder.check_same_recipe(recipe):
-        refuse_unused(recipe, where)
-    dataset, _ = check_trainable(recipe, where)
+        refuse_unused(recipe, context)
+    dataset, _ = check_trainable(recipe, context)
     for bank, _ in banks:
-        bank.shadows(recipe, len(dataset))
+        bank.plan_shadows(recipe, len(dataset))
 
 
-def _attacks(names: str) -> list[Inference]:
+def _parse_attacks(names: str) -> list[MembershipAttack]:
     from dpdist.audits.membership_findings import ATTACKS
 
     unknown = [name for name in names.split(",") if name not in ATTACKS]
@@ -714,23 +745,23 @@ def _attacks(names: str) -> list[Inference]:
     return [ATTACKS[name]() for name in dict.fromkeys(names.split(","))]
 
 
-def _examined(
+def _run_membership_attacks(
     recipe: Recipe,
     folder: RunFolder,
     settings: Membership,
-    attacks: Sequence[Inference],
+    attacks: Sequence[MembershipAttack],
     output: Path | None,
     actors: int | None,
 ) -> MembershipFindings:
     """Train what is missing of a bank, attack it, print what was found."""
     from dpdist import pipeline
-    from dpdist.audits.membership_findings import examine
+    from dpdist.audits.membership_findings import run_attacks
     from dpdist.core import console
 
     path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
-    found = examine(settings, recipe, path, attacks)
+    found = run_attacks(settings, recipe, path, attacks)
     for title, rows in found.tables():
-        typer.echo(console.table(rows, title=title))
+        typer.echo(console.format_table(rows, title=title))
     for note in found.notes:
         typer.echo(note)
     typer.echo(f"scores, models and numbers, all private: {path.parent}")

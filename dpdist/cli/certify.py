@@ -21,36 +21,36 @@ from pydantic import Field
 
 from dpdist.cli import importing
 from dpdist.cli.options import (
-    RUNS,
+    DEFAULT_RUNS,
     Actors,
     AnswerError,
-    AsJson,
     DataRoot,
     Every,
     MaxInputs,
     ModelArgument,
     Name,
     Output,
+    PublishableJson,
     ReleaseArgument,
     Runs,
     Signer,
     Start,
     TrustFactory,
-    file_path,
+    field_callback,
     flag,
-    kind,
-    need_numbers,
-    numbers,
+    load_trained_recipe,
+    open_release_if_any,
     option,
+    parse_numbers,
+    path_callback,
     path_option,
-    recipe_of,
-    release_at,
+    require_numeric_inputs,
     run_names,
 )
 from dpdist.core import console
 from dpdist.core.errors import Interrupted, UserError
-from dpdist.core.fields import Count, CountOrZero, Number, Positive, Probability, Processes
-from dpdist.core.files import MOST_BYTES, read_bytes, reason, regular_file
+from dpdist.core.fields import Count, CountOrZero, Positive, Probability, ProcessCount, RejectBool
+from dpdist.core.files import MAX_JSON_BYTES, check_regular_file, error_text, read_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,41 +59,41 @@ if TYPE_CHECKING:
     from dpdist.certification.certificate import Certificate
     from dpdist.release.bundle import Release
     from dpdist.runs.folder import RunFolder
-    from dpdist.training.ensembles import Oracle
+    from dpdist.training.ensembles import QueryOracle
 
 
 # --- certifying a release ---------------------------------------------------------------------
 
 
-def chosen_settings(
-    given: dict[str, Any], usual: Certificate | None, model: nn.Module, where: Path
+def resolve_settings(
+    options: dict[str, Any], default: Certificate | None, model: nn.Module, path: Path
 ) -> Certificate:
     """Return the certificate that options ask for, the usual one where nothing else is asked for.
 
     Args:
-        given: options by name, None where one is not given.
-        usual: of the recipe or release.
+        options: options by name, None where one is not given.
+        default: of the recipe or release.
         model: what is certified: noise of its own and smoothing exclude each other.
-        where: it lies, for complaints.
+        path: it lies, for complaints.
 
     Raises:
         UserError: an option belongs to another certificate, or to another model.
     """
     from dpdist.certification.registry import settings_of
-    from dpdist.randomness.noise_location import smoothing_of
+    from dpdist.randomness.noise_location import resolve_smoothing_sigma
 
-    sigma = smoothing_of(model, sigma_of(given, usual), where)
-    return settings_of(given | {"sigma": sigma}, usual)
+    sigma = resolve_smoothing_sigma(model, requested_sigma(options, default), path)
+    return settings_of(options | {"sigma": sigma}, default)
 
 
-def sigma_of(given: dict[str, Any], usual: Certificate | None) -> float | None:
+def requested_sigma(options: dict[str, Any], default: Certificate | None) -> float | None:
     """Return the noise on the input that is asked for, if any."""
-    return given["sigma"] or (None if usual is None else usual.sigma)
+    return options["sigma"] or (None if default is None else default.sigma)
 
 
 def certify_release(
     release: Release,
-    given: dict[str, Any],
+    options: dict[str, Any],
     data_root: Path | None,
     output: Path | None,
     actors: int | None,
@@ -105,15 +105,15 @@ def certify_release(
     from dpdist.cluster.versions import check_nodes
     from dpdist.core import console
     from dpdist.training.job import PACKAGES
-    from dpdist.training.records import source_at
+    from dpdist.training.records import data_source_under
 
-    dataset = data.load(source_at(release.about.data, data_root), "test")
-    chosen = chosen_settings(given, release.about.certificate, release.model, release.path)
+    dataset = data.load(data_source_under(release.description.data, data_root), "test")
+    chosen = resolve_settings(options, release.description.certificate, release.model, release.path)
     output = output or Path("certificates", release.name, chosen.folder_name)
     if release.path.resolve() in (output.resolve(), *output.resolve().parents):
         raise UserError(f"--output: {output} lies in the release, which stays as it was published")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with pipeline.session(output.parent / "ray.log"):
+    with pipeline.run_session(output.parent / "ray.log"):
         check_nodes(PACKAGES, output.parent.resolve())
         with console.progress(f"certifying, {chosen.folder_name}", "inputs", "draws") as show:
             table = certify(
@@ -124,7 +124,7 @@ def certify_release(
                 actors=actors,
                 progress=show,
                 trusted_factory=release.trusted_factory,
-                say=console.say,
+                log=console.log,
             )
     return table, output / TABLE
 
@@ -133,7 +133,7 @@ def certify_release(
 
 
 if TYPE_CHECKING:
-    _Asked = tuple[Any, Any, Certificate]  # recipe, trained model, certificate
+    _CertifyRequest = tuple[Any, Any, Certificate]  # recipe, trained model, certificate
 
 
 _Sigma = Annotated[float | None, option("Noise, in input units.", Positive)]
@@ -156,20 +156,22 @@ _OneSided = Annotated[
     bool | None, flag("--one-sided", "Of betting: bound the class that n0 draws chose only.")
 ]
 _Norm = Annotated[str | None, option("Of expected scores' radius: l2 or linf.")]
-_At = Annotated[
+_AttackedCopies = Annotated[
     str | None,
     option(
         "At attacked copies, as papers measure it; no certificate of the clean input.",
         metavar="attacked:ATTACK,SIZE[,NORM]",
     ),
 ]
-_Rebound = Annotated[
+_Recertify = Annotated[
     str | None, option("Certify the stored counts at another alpha.", metavar="alpha=A")
 ]
 _Merge = Annotated[bool, flag("--merge", "Merge the run's tables of shares into one.")]
-_WRITTEN = file_path(written=True)
-_Tsv = Annotated[Path | None, path_option("Also write Cohen's columns here.", of=_WRITTEN)]
-_Csv = Annotated[Path | None, path_option("Also write all columns here.", of=_WRITTEN)]
+_OUTPUT_FILE = path_callback(for_writing=True)
+_Tsv = Annotated[
+    Path | None, path_option("Also write Cohen's columns here.", callback=_OUTPUT_FILE)
+]
+_Csv = Annotated[Path | None, path_option("Also write all columns here.", callback=_OUTPUT_FILE)]
 
 
 def certify_command(
@@ -182,7 +184,7 @@ def certify_command(
             "out with --model.",
         ),
     ] = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     sigma: _Sigma = None,
     n: _N = None,
@@ -199,14 +201,14 @@ def certify_command(
     max_inputs: MaxInputs = None,
     actors: Actors = None,
     output: Output = None,
-    at: _At = None,
-    rebound: _Rebound = None,
+    at: _AttackedCopies = None,
+    rebound: _Recertify = None,
     merge: _Merge = False,
     tsv: _Tsv = None,
     csv: _Csv = None,
     trust_factory: TrustFactory = None,
     signer: Signer = None,
-    as_json: AsJson = False,
+    as_json: PublishableJson = False,
     model: importing.Model = None,
     weights: importing.Weights = None,
     options: importing.Options = None,
@@ -234,11 +236,12 @@ def certify_command(
     model: on the table in --output, or on all tables of the run.
     """
     from dpdist.certification.evaluation import refuse_decisions
-    from dpdist.runs.archive import Archive, open_anywhere
+    from dpdist.runs.archive import Archive, open_run_or_archive
 
     given = {
         "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
-        "bound": bound, "one_sided": one_sided, "norm": norm, "radii": numbers(radii, "--radii"),
+        "bound": bound, "one_sided": one_sided, "norm": norm, "radii": parse_numbers(radii,
+            "--radii"),
         "start": start, "every": every, "max_inputs": max_inputs,
     }  # fmt: skip
     foreign = {
@@ -247,43 +250,45 @@ def certify_command(
     }  # fmt: skip
     run = _run_or_import(run, runs, model, foreign, given, data_root)
     data_root = None if model is not None else data_root
-    release = release_at(run, trust_factory, signer)
+    release = open_release_if_any(run, trust_factory, signer)
     if release is not None:
         if merge or rebound is not None or at is not None:
             raise UserError("--merge, --rebound, --at: of a run, not of a release")
 
         table, path = certify_release(release, given, data_root, output, actors)
-        _export(table, path, tsv, csv)
-        _show(release.name, [path], [], as_json)
+        _export_table(table, path, tsv, csv)
+        _print_tables(release.name, [path], [], as_json)
         return
-    _refuse_settings(given | {"data_root": data_root, "actors": actors}, merge, rebound)
-    folder = open_anywhere(run, runs)
+    _refuse_certify_options(given | {"data_root": data_root, "actors": actors}, merge, rebound)
+    folder = open_run_or_archive(run, runs)
     if not merge and rebound is None:
         folder.require_trained()
-        console.say(f"certifying: {folder.path}")  # before torch and Ray are loaded
-    Archive.check_key(folder)
+        console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
+    Archive.check_archive_key(folder)
     refuse_decisions(folder, output)
     measured: list[tuple[str, str]] = []
     if at is not None:
         if merge or rebound is not None:
             raise UserError("--at: certifies; it does not go with --merge or --rebound")
-        made, measured = _certified_at(at, folder, output, _asked(folder, given, data_root), actors)
+        made, measured = _certify_attacked_copies(
+            at, folder, output, _resolve_request(folder, given, data_root), actors
+        )
     elif merge:
-        made = _merged(folder, output)
+        made = _merge_run_tables(folder, output)
     elif rebound is not None:
-        made = [_rebounded(folder, output, rebound)]
+        made = [_recertify_table(folder, output, rebound)]
     else:
-        made = [_certified(folder, output, _asked(folder, given, data_root), actors)]
+        made = [_certify_run(folder, output, _resolve_request(folder, given, data_root), actors)]
     if len(made) > 1 and (tsv or csv):
         names = ", ".join(path.parent.name for _, path in made)
         raise UserError(f"--tsv, --csv: hold one table, these are several: {names}")
     for table, path in made:
-        _export(table, path, tsv, csv)
+        _export_table(table, path, tsv, csv)
     if folder.archive.exists():
         from dpdist import pipeline
 
         pipeline.archive_stage(folder)
-    _show(folder.name, [path for _, path in made], measured, as_json)
+    _print_tables(folder.name, [path for _, path in made], measured, as_json)
 
 
 def _run_or_import(
@@ -320,12 +325,14 @@ def _run_or_import(
     return str(folder.path)
 
 
-def _refuse_settings(given: dict[str, Any], merge: bool, rebound: str | None) -> None:
+def _refuse_certify_options(options: dict[str, Any], merge: bool, rebound: str | None) -> None:
     """Raise UserError for options of a certification where none is made."""
     made = "--merge" if merge else "--rebound" if rebound is not None else None
     if merge and rebound is not None:
         raise UserError("--merge, --rebound: give one of them")
-    useless = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    useless = [
+        f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None
+    ]
     if made and useless:
         raise UserError(
             f"{', '.join(useless)}: must be left out with {made}, which takes what is there as "
@@ -333,76 +340,82 @@ def _refuse_settings(given: dict[str, Any], merge: bool, rebound: str | None) ->
         )
 
 
-def _export(table: pa.Table, path: Path, tsv: Path | None, csv: Path | None) -> None:
+def _export_table(table: pa.Table, path: Path, tsv: Path | None, csv: Path | None) -> None:
     from dpdist.certification import table as tables
-    from dpdist.certification.job import timings
+    from dpdist.certification.job import read_timings
 
     if tsv is not None:
-        tables.write_cohen_tsv(table, tsv, timings(path.parent))
+        tables.write_cohen_tsv(table, tsv, read_timings(path.parent))
     if csv is not None:
         tables.write_csv(table, csv)
 
 
-def _certified(
-    folder: RunFolder, output: Path | None, asked: _Asked, actors: int | None
+def _certify_run(
+    folder: RunFolder, output: Path | None, request: _CertifyRequest, actors: int | None
 ) -> tuple[pa.Table, Path]:
     from dpdist import pipeline
     from dpdist.certification import table as tables
 
-    recipe, _, chosen = asked
+    recipe, _, chosen = request
     pipeline.require_certifying_gpus(recipe)
-    with pipeline.session(folder):
+    with pipeline.run_session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
     return tables.read(path), path
 
 
-def _certified_at(
-    text: str, folder: RunFolder, output: Path | None, asked: _Asked, actors: int | None
+def _certify_attacked_copies(
+    text: str, folder: RunFolder, output: Path | None, request: _CertifyRequest, actors: int | None
 ) -> tuple[list[tuple[pa.Table, Path]], list[tuple[str, str]]]:
     """The table, and what is shown of it."""
     from dpdist import pipeline
-    from dpdist.attacks.attacked_copies import At, AttackedCopies
+    from dpdist.attacks.attacked_copies import AttackedCopies, AttackedCopiesSpec
     from dpdist.certification import table_reader
-    from dpdist.training.records import evaluation_data, source_of
+    from dpdist.training.records import data_source, test_records
 
-    at = At.parse(text)
-    recipe, model, chosen = asked
+    at = AttackedCopiesSpec.parse(text)
+    recipe, model, chosen = request
     pipeline.require_certifying_gpus(recipe)
-    copies = AttackedCopies(at, evaluation_data(recipe, source_of(recipe)), model, chosen)
+    copies = AttackedCopies(at, test_records(recipe, data_source(recipe)), model, chosen)
     beside = folder.certificates / chosen.folder_name / "certificates.parquet"
     output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
-    with pipeline.session(folder):
+    with pipeline.run_session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors, copies)
     found = table_reader.read(path)
     clean = table_reader.read(beside) if beside.is_file() else None
-    rows = [("inputs", f"{len(found.index):,}"), *copies.lines(found, clean), ("table", str(path))]
+    rows = [
+        ("inputs", f"{len(found.index):,}"),
+        *copies.summary_rows(found, clean),
+        ("table", str(path)),
+    ]
     return [(found.table, path)], rows
 
 
-def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> _Asked:
+def _resolve_request(
+    folder: RunFolder, options: dict[str, Any], data_root: Path | None
+) -> _CertifyRequest:
     """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
     from dpdist.certification.registry import settings_of
     from dpdist.evaluation import load_model
 
-    recipe = recipe_of(folder, data_root, "certify")
-    if sigma_of(given, recipe.certify) is not None:
-        settings_of(given, recipe.certify)  # refused before torch is loaded
+    recipe = load_trained_recipe(folder, data_root, "certify")
+    if requested_sigma(options, recipe.certify) is not None:
+        settings_of(options, recipe.certify)  # refused before torch is loaded
     model = load_model(recipe, folder)
-    return recipe, model, chosen_settings(given, recipe.certify, model, folder.path)
+    return recipe, model, resolve_settings(options, recipe.certify, model, folder.path)
 
 
-def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
+def _merge_run_tables(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
     """The shares of each certification of the run, each merged into a table of its own."""
     from dpdist.certification import table as tables
-    from dpdist.certification.table_reader import apart, merge_tables, shares
+    from dpdist.certification.table_reader import merge_tables, shards_of_one_run, unmerged_tables
 
-    sources = _stored(folder.certificates)
+    sources = _stored_tables(folder.certificates)
     found = [tables.read(source) for source in sources]
-    groups = shares(found)
+    groups = shards_of_one_run(found)
     left = [
         f"{sources[place].parent.name} differs from {sources[nearest].parent.name} in "
         f"{', '.join(names)}"
-        for place, nearest, names in apart(found)
+        for place, nearest, names in unmerged_tables(found)
     ]
     if not groups:
         raise UserError(
@@ -418,7 +431,7 @@ def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path
     for group in groups:
         table = merge_tables([found[place] for place in group])
         name = "merged" if len(groups) == 1 else f"merged-{sources[group[0]].parent.name}"
-        made.append((table, _derived(output or folder.certificates / name)))
+        made.append((table, _derived_table_path(output or folder.certificates / name)))
     for table, path in made:
         tables.write(table, path)
     for why in left:
@@ -426,9 +439,9 @@ def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path
     return made
 
 
-def _rebounded(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Table, Path]:
+def _recertify_table(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Table, Path]:
     from dpdist.certification import table as tables
-    from dpdist.certification.table_reader import rebound
+    from dpdist.certification.table_reader import recertify
 
     name, _, value = text.partition("=")
     try:
@@ -437,22 +450,24 @@ def _rebounded(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Ta
         alpha = 0.0
     if name != "alpha" or not 0 < alpha < 1:
         raise UserError(f"--rebound: give alpha=A with A between 0 and 1, got {text!r}")
-    sources = [output / "certificates.parquet"] if output else _stored(folder.certificates)
+    sources = [output / "certificates.parquet"] if output else _stored_tables(folder.certificates)
     if output is None:  # one made from another is not taken for a further certification
-        sources = [s for s in sources if "rebound_alpha" not in tables.about(tables.read(s))]
+        sources = [
+            s for s in sources if "rebound_alpha" not in tables.read_job_record(tables.read(s))
+        ]
     if not sources:
         raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
     if len(sources) > 1:
         names = ", ".join(str(source.parent) for source in sources)
         raise UserError(f"several tables: name one with --output: {names}")
-    table = rebound(tables.read(sources[0]), alpha)
+    table = recertify(tables.read(sources[0]), alpha)
     parent = sources[0].parent
-    path = _derived(parent.with_name(f"{parent.name}-alpha-{alpha:g}"))
+    path = _derived_table_path(parent.with_name(f"{parent.name}-alpha-{alpha:g}"))
     tables.write(table, path)
     return table, path
 
 
-def _derived(folder: Path) -> Path:
+def _derived_table_path(folder: Path) -> Path:
     """Where a table made from others goes. Raises UserError where it would replace a certification,
     which took its time."""
     from dpdist.cluster.job_folder import SETTINGS
@@ -462,26 +477,28 @@ def _derived(folder: Path) -> Path:
     return folder / "certificates.parquet"
 
 
-def _stored(certificates: Path) -> list[Path]:
+def _stored_tables(certificates: Path) -> list[Path]:
     return sorted(certificates.glob("*/certificates.parquet"))
 
 
-def _show(name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool) -> None:
+def _print_tables(
+    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool
+) -> None:
     """measured: of attacked copies, in place of their certificates."""
     from dpdist.certification import table_reader
     from dpdist.core import console
 
     if as_json:
-        from dpdist.reports.summary import certified
+        from dpdist.reports.summary import table_as_json
 
         tables = [] if measured else [table_reader.read(path) for path in paths]
-        found = [certified(table) for table in tables]
+        found = [table_as_json(table) for table in tables]
         at = {"at_attacked_copies": dict(measured)} if measured else {}
         console.print_json({"run": name, "certificates": found, **at})
     elif measured:
-        from dpdist.attacks.attacked_copies import NAMED
+        from dpdist.attacks.attacked_copies import DISCLAIMER
 
-        typer.echo(console.table(measured, title=NAMED))
+        typer.echo(console.format_table(measured, title=DISCLAIMER))
     else:
         for path in paths:
             _print_table(path)
@@ -495,14 +512,14 @@ def _print_table(path: Path) -> None:
     table = table_reader.read(path)
     abstained = int((table.prediction == -1).sum())
     rows = [("inputs", f"{len(table.index):,}"), ("abstained", f"{abstained:,}")]
-    rows += table.kind.lines(table, table.shown_radii)
-    rows.append(statistics.line(table))
+    rows += table.certificate_class.summary_rows(table, table.reported_radii)
+    rows.append(statistics.population_summary_row(table))
     rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
     rows.append(("alpha", f"{table.alpha:g} each"))
     if (found := input_range(path)) is not None:
         rows.append(("units", range_words(*found, table.sigma)))
     rows += [("WARNING", text) for text in statistics.doubts(table)]
-    classifier = table.about.get("classifier", {})
+    classifier = table.job_record.get("classifier", {})
     if classifier:
         executed = f"{classifier['form']}, batches of {classifier['batch']}"
         if "device" in classifier:
@@ -511,7 +528,7 @@ def _print_table(path: Path) -> None:
             executed += f", noise of {classifier['generator']}"
         rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
     rows.append(("table", str(path)))
-    typer.echo(console.table(rows, title=f"certificates, sigma {table.sigma:g}"))
+    typer.echo(console.format_table(rows, title=f"certificates, sigma {table.sigma:g}"))
 
 
 # --- dpdist radius ----------------------------------------------------------------------------
@@ -581,19 +598,21 @@ def radius_command(
 # --- dpdist predict ---------------------------------------------------------------------------
 
 
-DRAWS, ALPHA = 10_000, 0.001  # by default
-Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
+DEFAULT_DRAWS, DEFAULT_ALPHA = 10_000, 0.001  # by default
+DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000_000)]  # one process makes them
 _Images = Annotated[
     list[Path],
     typer.Argument(
-        callback=file_path(), help="Image files, or .npy arrays of the model's input shape."
+        callback=path_callback(), help="Image files, or .npy arrays of the model's input shape."
     ),
 ]
 _PredictSigma = Annotated[
     float | None, option("Noise, in input units (default: the recipe's).", Positive)
 ]
-_PredictDraws = Annotated[int | None, option(f"Draws per image ({DRAWS:,}).", Draws)]
-_PredictAlpha = Annotated[float | None, option(f"Error of each answer ({ALPHA:g}).", Probability)]
+_PredictDraws = Annotated[int | None, option(f"Draws per image ({DEFAULT_DRAWS:,}).", DrawCount)]
+_PredictAlpha = Annotated[
+    float | None, option(f"Error of each answer ({DEFAULT_ALPHA:g}).", Probability)
+]
 _LabelOnly = Annotated[bool, flag("--label-only", "No radius: the two-sided test of the label.")]
 _PredictAsJson = Annotated[bool, flag("--json", "One JSON object for each image.")]
 
@@ -601,7 +620,7 @@ _PredictAsJson = Annotated[bool, flag("--json", "One JSON object for each image.
 def predict_command(
     run: ModelArgument,
     images: _Images,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     sigma: _PredictSigma = None,
     n: _PredictDraws = None,
     alpha: _PredictAlpha = None,
@@ -613,76 +632,82 @@ def predict_command(
     """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
     from dpdist.runs.folder import open_run
 
-    release = release_at(run, trust_factory, signer, labelled=False)
+    release = open_release_if_any(run, trust_factory, signer, labelled=False)
     if release is not None:
-        about, targets = release.about, release.about.data.targets
-        saved = _Saved(release.path, about.certificate, about.classes, lambda: release.model)
+        about, targets = release.description, release.description.data.targets
+        saved = _SavedModel(release.path, about.certificate, about.classes, lambda: release.model)
     else:
         folder = open_run(run, runs)
         folder.require_trained()
         recipe = folder.read_recipe()
-        need_numbers(recipe, "predict")
+        require_numeric_inputs(recipe, "predict")
         targets = recipe.data.targets
         from dpdist.evaluation import load_model  # only now: what is refused needs no data
 
         names = tuple(recipe.data.class_names)
-        saved = _Saved(folder.model, recipe.certify, names, lambda: load_model(recipe, folder))
+        saved = _SavedModel(
+            folder.model_folder, recipe.certify, names, lambda: load_model(recipe, folder)
+        )
     for path in images:
-        regular_file(path)
+        check_regular_file(path)
     given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
     if targets != "class":
         _refuse_smoothing(given, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
         return
-    if release is None and recipe.method.withheld is not None:
+    if release is None and recipe.method.not_releasable_reason is not None:
         _refuse_smoothing(given, "this run's answers are paid for, and")
-        from dpdist.training.ensembles import Oracle
+        from dpdist.training.ensembles import QueryOracle
 
-        _ask_models(Oracle(recipe, folder), images, saved.classes, as_json)
+        _predict_with_paid_answers(QueryOracle(recipe, folder), images, saved.classes, as_json)
         return
-    asked = {"sigma": sigma, "n": n or DRAWS, "alpha": alpha or ALPHA}
-    _smoothed(saved, images, asked, label_only, as_json)
+    asked = {"sigma": sigma, "n": n or DEFAULT_DRAWS, "alpha": alpha or DEFAULT_ALPHA}
+    _predict_smoothed(saved, images, asked, label_only, as_json)
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedModel:
     """Where a model lies, how it is meant to be certified, names of its classes, and the model."""
 
-    where: Path
-    certify: Certificate | None
+    path: Path
+    certificate: Certificate | None
     classes: tuple[str, ...]
-    load: Callable[[], nn.Module]
+    load_model: Callable[[], nn.Module]
 
 
-def _smoothed(
-    saved: _Saved, images: list[Path], given: dict[str, Any], label_only: bool, as_json: bool
+def _predict_smoothed(
+    saved_model: _SavedModel,
+    images: list[Path],
+    options: dict[str, Any],
+    label_only: bool,
+    as_json: bool,
 ) -> None:
     from dpdist import models
 
-    spec = models.read_spec(saved.where)
+    spec = models.read_spec(saved_model.path)
     inputs = [_read_image(path, spec.input_shape) for path in images]
-    console.say(f"{saved.where}: loading the model")
+    console.log(f"{saved_model.path}: loading the model")
     from dpdist.certification.predict import Predictor
     from dpdist.certification.registry import settings_of
-    from dpdist.randomness.noise_location import smoothing_of
+    from dpdist.randomness.noise_location import resolve_smoothing_sigma
 
-    model, sigma = saved.load(), given["sigma"]
-    if sigma is None and saved.certify is not None:
-        sigma = saved.certify.sigma
-    sigma = smoothing_of(model, sigma, saved.where)
-    settings = settings_of(given | {"sigma": sigma})
+    model, sigma = saved_model.load_model(), options["sigma"]
+    if sigma is None and saved_model.certificate is not None:
+        sigma = saved_model.certificate.sigma
+    sigma = resolve_smoothing_sigma(model, sigma, saved_model.path)
+    settings = settings_of(options | {"sigma": sigma})
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)
     except ValueError as error:
-        raise UserError(f"{saved.where}: the model cannot be certified: {error}") from error
+        raise UserError(f"{saved_model.path}: the model cannot be certified: {error}") from error
     for path, x in zip(images, inputs, strict=True):
         if label_only:
-            label, radius = predictor.label(x), None
+            label, radius = predictor.predict(x), None
         else:
             with console.progress(path.name, "blocks of draws") as show:
                 verdict = predictor.certify(x, show)
             label, radius = verdict.prediction, verdict.radius
-        named = None if label == -1 else saved.classes[label]
+        named = None if label == -1 else saved_model.classes[label]
         _print_answer(path, (label, named), radius, sigma, settings.alpha, as_json)
 
 
@@ -692,17 +717,17 @@ def _refuse_smoothing(given: dict[str, Any], what: str) -> None:
         raise UserError(f"{', '.join(useless)}: must be left out: {what} are not smoothed")
 
 
-def _tell_values(saved: _Saved, targets: str, images: list[Path], as_json: bool) -> None:
+def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: bool) -> None:
     """Print what a model of numbers or labels says, without noise: numbers as they are, of labels
     which are 1."""
     import torch
 
     from dpdist import models
 
-    shape = models.read_spec(saved.where).input_shape
+    shape = models.read_spec(saved.path).input_shape
     inputs = torch.stack([_read_image(path, shape) for path in images])
     with torch.inference_mode():
-        outputs = saved.load()(inputs).double().tolist()
+        outputs = saved.load_model()(inputs).double().tolist()
     for path, values in zip(images, outputs, strict=True):
         told = values if targets == "number" else [int(value > 0) for value in values]
         if as_json:
@@ -711,8 +736,8 @@ def _tell_values(saved: _Saved, targets: str, images: list[Path], as_json: bool)
             typer.echo(f"{path}: {' '.join(f'{value:.6g}' for value in told)}")
 
 
-def _ask_models(
-    oracle: Oracle, images: list[Path], classes: tuple[str, ...], as_json: bool
+def _predict_with_paid_answers(
+    oracle: QueryOracle, images: list[Path], classes: tuple[str, ...], as_json: bool
 ) -> None:
     """Answers that are paid for, each counted; an image answered before is answered so again."""
     import torch
@@ -725,12 +750,12 @@ def _ask_models(
             console.print_json(answer)
         else:
             typer.echo(f"{path}: {classes[label]}")
-    console.say(f"{oracle.left:,} answers are left")
+    console.log(f"{oracle.answers_left:,} answers are left")
 
 
 def _print_answer(
     path: Path,
-    found: tuple[int, str | None],
+    label_and_name: tuple[int, str | None],
     radius: float | None,
     sigma: float | None,
     alpha: float,
@@ -739,7 +764,7 @@ def _print_answer(
     """found: the label, -1 where there is none, and what its class is called."""
     from dpdist.certification.noise import format_radius
 
-    label, named = found
+    label, named = label_and_name
     if as_json:
         answer: dict[str, Any] = {"image": str(path), "label": label, "class": named}
         answer["abstain"] = label == -1
@@ -756,37 +781,39 @@ def _print_answer(
 def _read_image(path: Path, input_shape: tuple[int, ...]) -> Any:
     import numpy as np
 
-    from dpdist.certification.predict import as_input
-    from dpdist.data.parquet import Unreadable, decode_picture
+    from dpdist.certification.predict import to_model_input
+    from dpdist.data.parquet import UnreadableImage, decode_picture
 
     try:
         if path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
         else:
-            values = decode_picture(read_bytes(path, MOST_BYTES))
-        return as_input(values, input_shape)
-    except Unreadable as error:
-        raise UserError(f"{path}: not a readable image: {reason(error)}") from error
+            values = decode_picture(read_bytes(path, MAX_JSON_BYTES))
+        return to_model_input(values, input_shape)
+    except UnreadableImage as error:
+        raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
     except ValueError as error:
-        raise UserError(f"{path}: {reason(error)}") from error
+        raise UserError(f"{path}: {error_text(error)}") from error
     except UserError:
         raise
     except Exception as error:  # numpy raises whatever a damaged file leads it to
-        raise UserError(f"{path}: not a readable image: {reason(error)}") from error
+        raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
 
 
 # --- dpdist serve -----------------------------------------------------------------------------
 
 
 _Host = Annotated[str, option("Address to listen on.")]
-_Port = Annotated[int, typer.Option(callback=kind(Annotated[int, Number, Field(ge=1, le=65535)]))]
-_Replicas = Annotated[int, option("Processes that answer, one CPU each.", Processes)]
+_Port = Annotated[
+    int, typer.Option(callback=field_callback(Annotated[int, RejectBool, Field(ge=1, le=65535)]))
+]
+_Replicas = Annotated[int, option("Processes that answer, one CPU each.", ProcessCount)]
 _ServeSigma = Annotated[
     float | None, option("Noise, in input units (default: the release's).", Positive)
 ]
-_ServeDraws = Annotated[int, option("Draws per answer.", Draws)]
+_ServeDraws = Annotated[int, option("Draws per answer.", DrawCount)]
 _Rate = Annotated[float, option("Requests per second, on average.", Positive)]
-_Bytes = Annotated[int, Number, Field(ge=1, le=2**30)]
+_Bytes = Annotated[int, RejectBool, Field(ge=1, le=2**30)]
 _MaxBytes = Annotated[int, option("Largest body of a request.", _Bytes)]
 
 
@@ -812,23 +839,25 @@ def serve_command(
     from dpdist import pipeline
     from dpdist.core import console
     from dpdist.release.bundle import load
-    from dpdist.serving.app import Limits
-    from dpdist.serving.deployment import Serving, deployed, require_server
+    from dpdist.serving.app import RequestLimits
+    from dpdist.serving.deployment import ServingSettings, deploy_release, require_server
 
     require_server()
     if not _is_loopback(host):
-        console.say(f"serve: {host} is not this machine's own: whoever reaches it can ask")
+        console.log(f"serve: {host} is not this machine's own: whoever reaches it can ask")
     found = load(release, trusted_factory=trust_factory, signer=signer)
-    found.settings(sigma, n, alpha)  # complaints come before Ray starts
-    limits = Limits(body=max_bytes, rate=rate, burst=max(1, round(2 * rate)))
-    serving = Serving(release.resolve(), trust_factory, sigma, n, alpha, replicas, limits)
-    console.say(f"serve: starting {replicas} of {found.name}")
+    found.certificate_settings(sigma, n, alpha)  # complaints come before Ray starts
+    limits = RequestLimits(
+        max_body_bytes=max_bytes, requests_per_second=rate, burst_size=max(1, round(2 * rate))
+    )
+    serving = ServingSettings(release.resolve(), trust_factory, sigma, n, alpha, replicas, limits)
+    console.log(f"serve: starting {replicas} of {found.name}")
     with (
         suppress(Interrupted),
-        pipeline.session(None, replicas),
-        deployed(found, serving, host, port) as address,
+        pipeline.run_session(None, replicas),
+        deploy_release(found, serving, host, port) as address,
     ):
-        console.say(f"serve: {found.name} at {address}/predict; Ctrl-C ends it")
+        console.log(f"serve: {found.name} at {address}/predict; Ctrl-C ends it")
         threading.Event().wait()
 
 

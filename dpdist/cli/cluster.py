@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpdist.cli.options import (
-    RUNS,
+    DEFAULT_RUNS,
     Changes,
     RecipeArgument,
-    file_path,
+    field_callback,
     flag,
-    kind,
     option,
+    path_callback,
     path_option,
 )
 from dpdist.cli.options import Runs as LocalRuns
-from dpdist.core.fields import Processes, RunName
+from dpdist.core.fields import ProcessCount, RunName
 
 if TYPE_CHECKING:
-    from dpdist.cluster.submission import Jobs
+    from dpdist.cluster.submission import JobClient
     from dpdist.runs.recipe import Recipe
 
 cluster_app = typer.Typer(
@@ -45,8 +45,8 @@ Address = Annotated[
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Into = Annotated[Path, path_option("Where fetched runs go, each in its folder.", "--into")]
-RunOnCluster = Annotated[str | None, option("Name of the run.", RunName, "--name")]
-RunHere = Annotated[str | None, option("Name of the run here.", RunName, "--name")]
+ClusterRunName = Annotated[str | None, option("Name of the run.", RunName, "--name")]
+LocalRunName = Annotated[str | None, option("Name of the run here.", RunName, "--name")]
 ClusterRuns = Annotated[
     str | None,
     option("The folder of runs on the cluster (default: $DPDIST_RUNS there).", None, "--runs"),
@@ -54,24 +54,26 @@ ClusterRuns = Annotated[
 ClusterData = Annotated[
     str | None, option("Folder of the data sets on the cluster.", None, "--data-root")
 ]
-ClusterWorkers = Annotated[int | None, typer.Option("--workers", callback=kind(Processes))]
+ClusterWorkers = Annotated[
+    int | None, typer.Option("--workers", callback=field_callback(ProcessCount))
+]
 Followed = Annotated[bool, flag("--follow/--no-follow", "Show progress and fetch the report.")]
 Send = Annotated[
     list[Path] | None,
     typer.Option(
         "--send",
-        callback=file_path(),
+        callback=path_callback(),
         help="A file or folder here that is sent as well (again for each).",
     ),
 ]
-INTO = Path("fetched")
-_SHOWN = 10  # of what is not sent
+DEFAULT_FETCH_FOLDER = Path("fetched")
+_MAX_LISTED = 10  # of what is not sent
 
 
 @cluster_app.command("check")
 def check(
     file: Annotated[
-        Path, typer.Argument(callback=file_path(), help="cluster.yaml, or KubeRay manifests.")
+        Path, typer.Argument(callback=path_callback(), help="cluster.yaml, or KubeRay manifests.")
     ],
     recipe: Annotated[str | None, option("A recipe that must fit on it.", None, "--recipe")] = None,
     changes: Changes = None,
@@ -83,12 +85,12 @@ def check(
     from dpdist.cluster.cluster_file import Needs, check_file
     from dpdist.core.errors import UserError
     from dpdist.core.version import __version__
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import parse_changes, resolve_recipe
 
     needs = None
     if recipe is not None:
-        resources = resolve(recipe, changes=read_changes(changes)).resources
-        needs = Needs(resources.least, resources.cpus_per_worker, resources.gpus_per_worker)
+        resources = resolve_recipe(recipe, changes=parse_changes(changes)).resources
+        needs = Needs(resources.min_workers, resources.cpus_per_worker, resources.gpus_per_worker)
     complaints, notes = check_file(file, __version__, needs)
     for note in notes:
         typer.echo(f"{file}: note: {note}")
@@ -116,11 +118,11 @@ def submit(
     recipe: RecipeArgument,
     changes: Changes = None,
     address: Address = None,
-    name: RunOnCluster = None,
+    name: ClusterRunName = None,
     runs: ClusterRuns = None,
     data_root: ClusterData = None,
     workers: ClusterWorkers = None,
-    into: Into = INTO,
+    into: Into = DEFAULT_FETCH_FOLDER,
     follow: Followed = True,
     send: Send = None,
 ) -> None:
@@ -130,70 +132,77 @@ def submit(
     the rest is named and stays. Data, budgets, runs, private folders, hidden files and keys are
     never sent. Ctrl-C leaves the job running.
     """
-    from dpdist.cluster.submission import Jobs
+    from dpdist.cluster.submission import JobClient
     from dpdist.core import console
     from dpdist.core.errors import UserError
-    from dpdist.runs.recipe import find, read_changes, resolve
+    from dpdist.runs.recipe import find_recipe, parse_changes, resolve_recipe
 
-    path, here = find(recipe), Path.cwd()
-    resolved = resolve(recipe, changes=read_changes(changes), name=name)
+    path, here = find_recipe(recipe), Path.cwd()
+    resolved = resolve_recipe(recipe, changes=parse_changes(changes), name=name)
     run = resolved.name
     by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
     if not by_name and not path.resolve().is_relative_to(here):
         raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
     given = {"name": name, "runs": runs, "data-root": data_root, "workers": workers}
     file = recipe if by_name else str(path.resolve().relative_to(here))
-    command = _command(file, given, changes or ())
+    command = _job_command(file, given, changes or ())
     if by_name and send:
         raise UserError(f"--send: must be left out with {recipe}, of which nothing is sent")
-    jobs = Jobs(address)
+    jobs = JobClient(address)
     job = f"{run}-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="dpdist-submit-") as scratch:
         folder = None
         if not by_name:
             folder = Path(scratch) / "package"
-            _pack(resolved, data_root, send or [], folder)
+            _pack_working_directory(resolved, data_root, send or [], folder)
             if not (folder / command[2]).exists():
                 raise UserError(f"{recipe}: lies in a folder that is never sent; move it")
         about = {"run": run, "runs": runs or ""}
         jobs.submit(job, shlex.join(command), working_dir=folder, metadata=about)
-    console.say(f"job {job} is submitted to {jobs.address}")
+    console.log(f"job {job} is submitted to {jobs.address}")
     if follow:
         _follow_and_fetch(jobs, job, into)
     else:
-        console.say(f"follow it: dpdist cluster status {job} --follow")
+        console.log(f"follow it: dpdist cluster status {job} --follow")
 
 
-def _command(recipe: str, given: Mapping[str, object], changes: Sequence[str]) -> list[str]:
+def _job_command(recipe: str, options: Mapping[str, object], changes: Sequence[str]) -> list[str]:
     """Return the words of the job: what was given here is given there."""
     command = ["dpdist", "run", recipe]
-    for key, value in given.items():
+    for key, value in options.items():
         command += [] if value is None else [f"--{key}", str(value)]
     for change in changes:
         command += ["--set", change]
     return command
 
 
-def _pack(recipe: Recipe, data_root: str | None, send: Sequence[Path], target: Path) -> None:
+def _pack_working_directory(
+    recipe: Recipe, data_root: str | None, send: Sequence[Path], target: Path
+) -> None:
     """Copy what of the current directory is sent into `target`; say what is, and what is not."""
-    from dpdist.cluster.submission import Sending, closed_by, pack
+    from dpdist.cluster.submission import PackageSpec, excluded_paths, pack
     from dpdist.core import console
 
     here, settings = Path.cwd(), recipe.model_dump(mode="json")
     there = {"data": {**settings["data"], "root": data_root}}  # should it be the same path here
-    sending = Sending(
+    sending = PackageSpec(
         here,
         tuple(path.resolve() for path in send),
         tuple(path for path in recipe.public_files if path.exists()),
-        (*closed_by(settings, here), *closed_by(there, here)),
+        (*excluded_paths(settings, here), *excluded_paths(there, here)),
     )
     packed = pack(sending, target)
-    console.say(f"sending {len(packed.files)} files, {packed.size / 1024:,.0f} KiB")
-    if packed.left:
-        more = f" and {len(packed.left) - _SHOWN:,} more" if len(packed.left) > _SHOWN else ""
-        console.say(
-            f"not sent, neither code nor a recipe: {', '.join(packed.left[:_SHOWN])}{more}; what "
-            "the job needs of files that hold no data, name with --send"
+    console.log(f"sending {len(packed.files)} files, {packed.size / 1024:,.0f} KiB")
+    if packed.excluded:
+        more = (
+            f" and {len(packed.excluded) - _MAX_LISTED:,} more"
+            if len(packed.excluded) > _MAX_LISTED
+            else ""
+        )
+        console.log(
+            "not sent, neither code nor a recipe: "
+            f"{', '.join(packed.excluded[:_MAX_LISTED])}{more}; what the job needs of files that "
+            "hold no data, name with --send"
         )
 
 
@@ -201,29 +210,29 @@ def _pack(recipe: Recipe, data_root: str | None, send: Sequence[Path], target: P
 def status(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs.")] = None,
     address: Address = None,
-    into: Into = INTO,
+    into: Into = DEFAULT_FETCH_FOLDER,
     follow: Annotated[
         bool, flag("--follow", "Show progress to the end, then fetch the report.")
     ] = False,
 ) -> None:
     """The state of one job and the end of its log, or of all jobs."""
-    from dpdist.cluster.submission import Jobs
+    from dpdist.cluster.submission import JobClient
     from dpdist.core.errors import UserError
 
-    jobs = Jobs(address)
+    jobs = JobClient(address)
     if job is None:
         if follow:
             raise UserError("--follow: name the job; `dpdist cluster status` lists them")
-        for each in jobs.jobs():
-            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.begun))
+        for each in jobs.list_jobs():
+            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.start_time))
             typer.echo(f"{each.name}\t{each.state}\t{begun}\t{each.entrypoint}")
         return
     if follow:
         _follow_and_fetch(jobs, job, into)
         return
-    found = jobs.job(job)
+    found = jobs.get_job(job)
     typer.echo(f"{found.name}\t{found.state}\t{found.entrypoint}")
-    for line in jobs.log(job).splitlines()[-5:]:
+    for line in jobs.read_log(job).splitlines()[-5:]:
         typer.echo(f"  {line}")
     if found.state == "FAILED":
         typer.echo(f"  {found.message.strip()}")
@@ -232,9 +241,9 @@ def status(
 @cluster_app.command("stop")
 def stop(job: JobArgument, address: Address = None) -> None:
     """Stop a job; submitting the same recipe continues its run."""
-    from dpdist.cluster.submission import Jobs
+    from dpdist.cluster.submission import JobClient
 
-    stopped = Jobs(address).stop(job)
+    stopped = JobClient(address).stop(job)
     typer.echo(f"{job}: {'stopping' if stopped else 'had ended'}")
 
 
@@ -243,28 +252,28 @@ def fetch(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name on the cluster.")],
     address: Address = None,
     runs: ClusterRuns = None,
-    into: Into = INTO,
+    into: Into = DEFAULT_FETCH_FOLDER,
 ) -> None:
     """Fetch the report, certificates and released files of a run; private files stay.
 
     RUN may be the address of the run's archive (s3://BUCKET/PREFIX); no cluster is needed then.
     """
-    from dpdist.cluster.submission import Jobs
+    from dpdist.cluster.submission import JobClient
     from dpdist.runs import archive
 
-    if archive.is_address(run):
-        target, paths = archive.fetch(run, into)
+    if archive.is_archive_url(run):
+        target, paths = archive.fetch_publishable_files(run, into)
         typer.echo(f"fetched {len(paths)} files into {target}")
         return
 
-    _fetch(Jobs(address), run, runs, into)
+    _fetch_run(JobClient(address), run, runs, into)
 
 
 @cluster_app.command("restore")
 def restore(
     address: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX.")],
-    runs: LocalRuns = RUNS,
-    name: RunHere = None,
+    runs: LocalRuns = DEFAULT_RUNS,
+    name: LocalRunName = None,
 ) -> None:
     """Bring a lost run folder back from its private archive, to be continued by its recipe.
 
@@ -282,7 +291,7 @@ def restore(
 
 
 @cluster_app.command("export", hidden=True)
-def export(run: str, runs: LocalRuns = RUNS) -> None:
+def export(run: str, runs: LocalRuns = DEFAULT_RUNS) -> None:
     """On the cluster: print a run's publishable files, for `fetch`."""
     from dpdist.runs.archive import export_text
     from dpdist.runs.folder import open_run
@@ -290,7 +299,7 @@ def export(run: str, runs: LocalRuns = RUNS) -> None:
     typer.echo(export_text(open_run(run, runs)))
 
 
-def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:
+def _follow_and_fetch(jobs: JobClient, job: str, into: Path) -> None:
     from dpdist.core.errors import ClusterError, Interrupted
 
     def write(text: str) -> None:
@@ -312,14 +321,14 @@ def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:
         )
     run = ended.metadata.get("run")
     if run:
-        _fetch(jobs, run, ended.metadata.get("runs") or None, into)
+        _fetch_run(jobs, run, ended.metadata.get("runs") or None, into)
 
 
-def _fetch(jobs: Jobs, run: str, runs: str | None, into: Path) -> None:
+def _fetch_run(jobs: JobClient, run: str, runs: str | None, into: Path) -> None:
     from dpdist.core import console
     from dpdist.core.errors import ClusterError, UserError
     from dpdist.core.fields import check_run_name
-    from dpdist.runs.archive import unpack_text
+    from dpdist.runs.archive import unpack_export
 
     try:
         name = check_run_name(Path(run).name)
@@ -329,12 +338,12 @@ def _fetch(jobs: Jobs, run: str, runs: str | None, into: Path) -> None:
     command = ["dpdist", "cluster", "export", run, *(["--runs", runs] if runs else [])]
     jobs.submit(job, shlex.join(command))
     ended = jobs.follow(job, lambda text: None)
-    log = jobs.log(job)
+    log = jobs.read_log(job)
     if ended.state != "SUCCEEDED":
         said = [line for line in log.splitlines() if line.startswith("dpdist: ")]
         raise ClusterError(f"{run}: could not be fetched: {said[-1] if said else ended.message}")
-    files = unpack_text(log, into / name)
-    console.say(f"fetched {len(files)} files into {into / name}")
+    files = unpack_export(log, into / name)
+    console.log(f"fetched {len(files)} files into {into / name}")
     page = into / name / "report" / "index.html"
     if page.exists():
         typer.echo(str(page))

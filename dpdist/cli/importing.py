@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpdist.cli.options import (
-    RUNS,
+    DEFAULT_RUNS,
     DataRoot,
     Runs,
-    kind,
-    numbers,
+    field_callback,
     option,
+    parse_numbers,
     path_option,
 )
 from dpdist.core import console
@@ -76,7 +76,10 @@ _Sigma = Annotated[
 
 def import_command(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", callback=kind(RunName), help="Of the run to make.")
+        str,
+        typer.Argument(
+            metavar="NAME", callback=field_callback(RunName), help="Of the run to make."
+        ),
     ],
     model: Model = None,
     weights: Weights = None,
@@ -89,7 +92,7 @@ def import_command(
     resize: Resize = None,
     sigma: _Sigma = None,
     evaluate: Evaluate = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Make a run of a model that was trained elsewhere, to certify, attack, compare and release it.
 
@@ -112,9 +115,9 @@ def import_command(
     from dpdist.evaluation import evaluate_stage
 
     recipe = folder.read_recipe()
-    console.say(f"evaluating: clean accuracy on {recipe.data.name}")
+    console.log(f"evaluating: clean accuracy on {recipe.data.name}")
     evaluate_stage(recipe, folder)
-    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
     sigma_of = "" if sigma is not None else " --sigma 0.25"
     typer.echo(f"next: dpdist certify {folder.path}{sigma_of} --n 10000 --every 20")
 
@@ -129,15 +132,15 @@ def imported(
 
     The arguments are the options of the commands. Raises UserError.
     """
-    from dpdist.runs.recipe import read_changes
+    from dpdist.runs.recipe import parse_changes
 
     shape = _shape(input)
     mean, std = _normalisation(normalize)
     try:
-        factory_options = read_changes(options)
+        factory_options = parse_changes(options)
     except UserError as error:
         raise UserError(str(error).replace("--set", "--option")) from None
-    console.say(f"importing: {model} into {folder.path}")
+    console.log(f"importing: {model} into {folder.path}")
     from dpdist.importing import ForeignModel, TestData, import_model  # loads torch
 
     assert model is not None and data is not None
@@ -145,7 +148,7 @@ def imported(
     recipe = import_model(
         foreign, TestData(data, data_root, resize), folder, certify=certify, evaluate=evaluate
     )
-    console.say(f"importing: {folder.path}: {recipe.method.words(_plan(folder))}")
+    console.log(f"importing: {folder.path}: {recipe.method.describe(_plan(folder))}")
     return recipe
 
 
@@ -154,7 +157,7 @@ def _plan(folder: RunFolder) -> Any:
 
 
 def _shape(text: str | None) -> tuple[int, ...] | None:
-    sizes = numbers(text, "--input", Count)
+    sizes = parse_numbers(text, "--input", Count)
     return None if sizes is None else tuple(int(size) for size in sizes)
 
 
@@ -169,6 +172,6 @@ def _normalisation(text: str | None) -> tuple[tuple[float, ...], tuple[float, ..
             f"0.485,0.456,0.406/0.229,0.224,0.225, got {text!r}"
         )
     kinds = (Finite, Positive)
-    mean, std = (numbers(p, "--normalize", k) for p, k in zip(parts, kinds, strict=True))
+    mean, std = (parse_numbers(p, "--normalize", k) for p, k in zip(parts, kinds, strict=True))
     assert mean is not None and std is not None
     return mean, std

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.cli.options import Changes, DataRoot, RecipeArgument, file_path, kind
+from dpdist.cli.options import Changes, DataRoot, RecipeArgument, field_callback, path_callback
 from dpdist.core.errors import UserError
 from dpdist.core.fields import RunName
 
 if TYPE_CHECKING:
-    from dpdist.data.discovery import Found
+    from dpdist.data.discovery import DiscoveredDataset
 
 
 # --- dpdist init ------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def init_command(
     folder: Annotated[
         Path,
         typer.Argument(
-            callback=file_path(),
+            callback=path_callback(),
             help="Of the data: train.parquet and test.parquet, or train/CLASS/*.png and "
             "test/CLASS/*.png.",
         ),
@@ -37,12 +37,16 @@ def init_command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", callback=file_path(".yaml", ".yml"), help="Default: FOLDER's name, here."
+            "--output",
+            callback=path_callback(".yaml", ".yml"),
+            help="Default: FOLDER's name, here.",
         ),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", callback=kind(RunName), help="Of the recipe (default: its file's)."),
+        typer.Option(
+            "--name", callback=field_callback(RunName), help="Of the recipe (default: its file's)."
+        ),
     ] = None,
 ) -> None:
     """Write a starter recipe, with comments, for your own data.
@@ -50,7 +54,7 @@ def init_command(
     Splits, columns, classes, their names and the size of an input are found out from the files.
     Pictures in folders are first written as Parquet beside them.
     """
-    from dpdist.data.discovery import has_pictures, look, look_at_pictures
+    from dpdist.data.discovery import has_pictures, inspect_folder, inspect_picture_folder
 
     output = output or Path(f"{folder.resolve().name}.yaml")
     if output.exists():  # before pictures are written for nothing
@@ -58,26 +62,28 @@ def init_command(
     if has_pictures(folder):
         # Aside until nothing can be refused any more: what is left would be taken for the data.
         with tempfile.TemporaryDirectory(prefix=".dpdist-init-", dir=folder) as aside:
-            found = look_at_pictures(folder, Path(aside))
-            _write(found, name, output, sorted(Path(aside).glob("*.parquet")))
+            found = inspect_picture_folder(folder, Path(aside))
+            _write_recipe(found, name, output, sorted(Path(aside).glob("*.parquet")))
     else:
-        found = look(folder)
-        _write(found, name, output)
-    typer.echo(f"wrote {output}: {in_a_line(found)}")
+        found = inspect_folder(folder)
+        _write_recipe(found, name, output)
+    typer.echo(f"wrote {output}: {describe_data(found)}")
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
 
-def _write(found: Found, name: str | None, output: Path, files: Sequence[Path] = ()) -> None:
+def _write_recipe(
+    dataset: DiscoveredDataset, name: str | None, output: Path, files: Sequence[Path] = ()
+) -> None:
     """Write the recipe, and move the files that it reads to their places; all or nothing.
 
     Raises UserError for a recipe that nobody could run.
     """
-    from dpdist.core.files import move_together, parse_yaml, write_atomic
-    from dpdist.runs.recipe import parse
+    from dpdist.core.files import move_files, parse_yaml, write_atomic
+    from dpdist.runs.recipe import parse_recipe
 
-    text = recipe_text(found, name or output.stem)
-    parse(parse_yaml(text, str(output))[0], str(output))
-    moved = move_together(files, found.root / found.name)
+    text = starter_recipe(dataset, name or output.stem)
+    parse_recipe(parse_yaml(text, str(output))[0], str(output))
+    moved = move_files(files, dataset.root / dataset.name)
     try:
         write_atomic(output, text)
     except BaseException:
@@ -88,36 +94,38 @@ def _write(found: Found, name: str | None, output: Path, files: Sequence[Path] =
         typer.echo(f"wrote {path}")
 
 
-def in_a_line(found: Found) -> str:
+def describe_data(dataset: DiscoveredDataset) -> str:
     """Return the findings in one line, for a reader of the recipe."""
-    what = "x".join(map(str, found.shape))
-    inputs = f"images {what}" if found.image is not None else f"{what} features"
+    what = "x".join(map(str, dataset.input_shape))
+    inputs = f"images {what}" if dataset.image_column is not None else f"{what} features"
     return (
-        f"{found.records:,} training and {found.tested:,} test records, {inputs}, "
-        f"{found.classes} classes"
+        f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
+        f"{dataset.classes} classes"
     )
 
 
-def recipe_text(found: Found, name: str) -> str:
+def starter_recipe(dataset: DiscoveredDataset, name: str) -> str:
     """The recipe of a first run: DP-SGD on noisy copies, certified."""
-    batch, epochs = _batch(found.records), 20
+    batch, epochs = _default_batch_size(dataset.train_records), 20
     lines = [
-        f"# Starter recipe for {found.name}: {in_a_line(found)}.",
+        f"# Starter recipe for {dataset.name}: {describe_data(dataset)}.",
         "# Column names, classes, sizes and the number of records were read from the files, and",
         "# are public with this recipe. Chosen without looking at a record: all the rest.",
-        f"name: {_text(name)}",
+        f"name: {_json_text(name)}",
         "data:",
-        f"  name: {_text(found.name)}               # the folder below root",
-        f"  root: {_text(str(found.root))}",
-        *_data(found),
-        f"model: {_model(found)}              # or your own: package.module:factory; no BatchNorm",
+        f"  name: {_json_text(dataset.name)}               # the folder below root",
+        f"  root: {_json_text(str(dataset.root))}",
+        *_data_lines(dataset),
+        f"model: {_default_model(dataset)}              # or your own: package.module:factory; "
+        "no BatchNorm",
         "method:",
         "  name: input-noise            # trains on noisy copies, as the certificate draws them",
         "  sigma: 0.25                  # noise; inputs lie in [0, 1]",
         "  draws: 4                     # copies of each record, averaged before the clip",
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
-        f"  delta: {_delta(found.records):.1e}               # below 1 / {found.records:,} records",
+        f"  delta: {_default_delta(dataset.train_records):.1e}               # below 1 / "
+        f"{dataset.train_records:,} records",
         "  clip_norm: 1.0",
         "  # group_size: 5              # also for a person with up to so many records",
         "  # budget: budgets            # charge all runs on these records to one budget",
@@ -129,7 +137,8 @@ def recipe_text(found: Found, name: str) -> str:
         "certify:",
         "  sigma: 0.25",
         "  n: 10000                     # draws for each input",
-        f"  max_inputs: {min(500, found.tested)}           # of the test split; leave out for all",
+        f"  max_inputs: {min(500, dataset.test_records)}           # of the test split; leave "
+        "out for all",
         "  radii: [0.1, 0.25, 0.5]      # L2, in input units; reported, all are certified",
         "resources:",
         "  workers: 1                   # of Ray Train; the result is the same on any number",
@@ -137,40 +146,43 @@ def recipe_text(found: Found, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _data(found: Found) -> list[str]:
-    lines = [f"  classes: {found.classes}"]
-    if found.names:
-        lines.append(f"  names: {_text(list(found.names))}")
-    for key, value, usual in (("train", found.train, "train"), ("test", found.test, "test")):
+def _data_lines(dataset: DiscoveredDataset) -> list[str]:
+    lines = [f"  classes: {dataset.classes}"]
+    if dataset.class_names:
+        lines.append(f"  names: {_json_text(list(dataset.class_names))}")
+    for key, value, usual in (
+        ("train", dataset.train_split, "train"),
+        ("test", dataset.test_split, "test"),
+    ):
         if value != usual:
-            lines.append(f"  {key}: {_text(value)}")
+            lines.append(f"  {key}: {_json_text(value)}")
     columns: list[str] = []
-    if found.image is None:
-        columns.append(f"features: {_text(list(found.features))}")
-    elif found.image != "image":
-        columns.append(f"image: {_text(found.image)}")
-    if found.label != "label":
-        columns.append(f"label: {_text(found.label)}")
+    if dataset.image_column is None:
+        columns.append(f"features: {_json_text(list(dataset.feature_columns))}")
+    elif dataset.image_column != "image":
+        columns.append(f"image: {_json_text(dataset.image_column)}")
+    if dataset.label_column != "label":
+        columns.append(f"label: {_json_text(dataset.label_column)}")
     return lines + (["  columns:"] + [f"    {line}" for line in columns] if columns else [])
 
 
-def _text(value: Any) -> str:
+def _json_text(value: Any) -> str:
     """JSON, which YAML reads alike."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def _model(found: Found) -> str:
-    if found.image is None:
+def _default_model(dataset: DiscoveredDataset) -> str:
+    if dataset.image_column is None:
         return "mlp"
-    return "tf-cnn" if min(found.shape[1:]) >= 20 else "small-cnn"
+    return "tf-cnn" if min(dataset.input_shape[1:]) >= 20 else "small-cnn"
 
 
-def _delta(records: int) -> float:
+def _default_delta(records: int) -> float:
     """The largest power of ten below 1 / records."""
     return 10.0 ** -(math.floor(math.log10(max(records, 10))) + 1)
 
 
-def _batch(records: int) -> int:
+def _default_batch_size(records: int) -> int:
     """A power of two, about an eighth of the records, at most 2,048."""
     result: int = 2 ** max(0, min(11, math.floor(math.log2(max(records, 8) / 8))))
     return result
@@ -186,7 +198,7 @@ data_app = typer.Typer(help="List, check and fetch data sets.", no_args_is_help=
 def list_data(data_root: DataRoot = None) -> None:
     """List the built-in data sets, those under --data-root, and those that can be fetched."""
     from dpdist.core.errors import UserError
-    from dpdist.data.registry import BUILT_IN, FETCHABLE
+    from dpdist.data.registry import BUILT_IN, DOWNLOADABLE
 
     for name in BUILT_IN:
         typer.echo(f"{name}\tbuilt in")
@@ -196,18 +208,18 @@ def list_data(data_root: DataRoot = None) -> None:
         for folder in sorted(path for path in data_root.iterdir() if path.is_dir()):
             files = len(list(folder.rglob("*.parquet")))
             typer.echo(f"{folder.name}\t{folder} ({files} Parquet files)")
-    typer.echo(f"to fetch with `dpdist data fetch`: {', '.join(FETCHABLE)}")
+    typer.echo(f"to fetch with `dpdist data fetch`: {', '.join(DOWNLOADABLE)}")
 
 
 @data_app.command("check")
 def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
-    from dpdist.runs.recipe import check_against_data, read_changes, resolve
-    from dpdist.training.records import evaluation_data, source_of, training_data
+    from dpdist.runs.recipe import check_against_data, parse_changes, resolve_recipe
+    from dpdist.training.records import data_source, records_with_canaries, test_records
 
-    resolved = resolve(recipe, changes=read_changes(changes), data_root=data_root)
-    source = source_of(resolved)
-    train, test = training_data(resolved, source), evaluation_data(resolved, source)
+    resolved = resolve_recipe(recipe, changes=parse_changes(changes), data_root=data_root)
+    source = data_source(resolved)
+    train, test = records_with_canaries(resolved, source), test_records(resolved, source)
     for split in (train, test):
         typer.echo(
             f"{split.name}: {len(split):,} records, inputs "
@@ -216,12 +228,12 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
     section = resolved.data
     names = section.class_names
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    following = section.following
+    following = section.predicts_next_token
     if section.targets == "class":
         typer.echo("classes: the next token" if following else f"classes: {shown}")
     if section.root is not None:
         columns = section.columns
-        inputs = ", ".join(source.columns.inputs)
+        inputs = ", ".join(source.columns.input_columns)
         label = "" if following else f"; label {columns.label}"
         typer.echo(f"columns: inputs {inputs}{label}")
     typer.echo(f"no private record is in {test.name}: compared by content")
@@ -238,7 +250,7 @@ _TOLD = {"class": "classes", "number": "numbers to tell", "labels": "labels to t
 def fetch_data(
     name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or svhn")],
     data_root: Annotated[
-        Path, typer.Option("--data-root", callback=file_path(), help="Where to put it.")
+        Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
     ] = Path("data"),
 ) -> None:
     """Download a public data set through torchvision and write it as Parquet."""
@@ -251,13 +263,13 @@ def fetch_data(
 def make_data(
     name: Annotated[str, typer.Argument(help="docstrings")],
     data_root: Annotated[
-        Path, typer.Option("--data-root", callback=file_path(), help="Where to put it.")
+        Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
     ] = Path("data"),
 ) -> None:
     """Make a set of real texts from the docstrings of what is installed; nothing is downloaded."""
     from dpdist.core.errors import UserError
     from dpdist.data import text
 
-    if name != text.NAME:
-        raise UserError(f"data make: unknown {name!r}; there is {text.NAME}")
+    if name != text.DATASET_NAME:
+        raise UserError(f"data make: unknown {name!r}; there is {text.DATASET_NAME}")
     typer.echo(str(text.make_docstrings(data_root, typer.echo)))

@@ -9,8 +9,14 @@ import sys
 import typer
 
 from dpdist.cli import account, audit, certify, cluster, importing, init, report, run
-from dpdist.core.errors import ClusterError, Interrupted, UserError, is_refused, no_room
-from dpdist.core.files import reason
+from dpdist.core.errors import (
+    ClusterError,
+    Interrupted,
+    UserError,
+    is_disk_full,
+    is_permission_or_limit_error,
+)
+from dpdist.core.files import error_text
 from dpdist.core.version import __version__
 from dpdist.privacy.ledger import JournalError
 
@@ -84,15 +90,16 @@ def main() -> None:
             print(f"dpdist: {line}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        if no_room(error) and error.filename is None:
+        if is_disk_full(error) and error.filename is None:
             print(
                 f"dpdist: {error.strerror} (where the run lies, or the temporary files); make "
                 "room, or raise the limit (ulimit -f), and the same command continues",
                 file=sys.stderr,
             )
             sys.exit(2)
-        if error.filename is None and is_refused(error):  # a library's, with the file in its words
-            print(f"dpdist: {reason(error)}", file=sys.stderr)
+        # a library's, with the file in its words
+        if error.filename is None and is_permission_or_limit_error(error):
+            print(f"dpdist: {error_text(error)}", file=sys.stderr)
             sys.exit(2)
         if error.filename is None:  # not a file of the user's
             raise

@@ -16,21 +16,21 @@ from dpdist.core.fields import (
     CountOrZero,
     PositiveOrZero,
     Probability,
-    Processes,
+    ProcessCount,
     RunName,
-    rule_of,
+    validation_message,
 )
-from dpdist.core.files import shown, usable_path
+from dpdist.core.files import quoted, validate_path
 
 if TYPE_CHECKING:
     from dpdist.release.bundle import Release
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
 
-Check = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
+OptionCallback = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
 
 
-def kind(field: Any) -> Check:
+def field_callback(field: Any) -> OptionCallback:
     """An option of the kind of a recipe's field, with the same bounds and the same complaint."""
     adapter: TypeAdapter[Any] = TypeAdapter(field)
 
@@ -40,13 +40,13 @@ def kind(field: Any) -> Check:
         try:
             return adapter.validate_python(value)
         except ValidationError as error:
-            rule = rule_of(error.errors()[0])
-            raise UserError(f"{_option(param)}: {rule}, got {shown(value)}") from None
+            rule = validation_message(error.errors()[0])
+            raise UserError(f"{_option_name(param)}: {rule}, got {quoted(value)}") from None
 
     return check
 
 
-def file_path(*endings: str, written: bool = False) -> Check:
+def path_callback(*suffixes: str, for_writing: bool = False) -> OptionCallback:
     """A path, or several. endings: of a file to be written, which must be able to lie there."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
@@ -55,89 +55,93 @@ def file_path(*endings: str, written: bool = False) -> Check:
         if isinstance(value, list | tuple):
             return [check(param, each) for each in value]
         try:
-            found = usable_path(value)
+            found = validate_path(value)
         except UserError as error:
-            raise UserError(f"{_option(param)}: {error}") from None
-        if endings and found.suffix.lower() not in endings:
-            right = ", ".join(endings)
+            raise UserError(f"{_option_name(param)}: {error}") from None
+        if suffixes and found.suffix.lower() not in suffixes:
+            right = ", ".join(suffixes)
             raise UserError(
-                f"{_option(param)}: the file must end in {right}, got {shown(str(found))}"
+                f"{_option_name(param)}: the file must end in {right}, got {quoted(str(found))}"
             )
-        if endings or written:
-            check_writable(found, _option(param))
+        if suffixes or for_writing:
+            check_writable(found, _option_name(param))
         return found
 
     return check
 
 
-def check_writable(path: Path, where: str) -> None:
+def check_writable(path: Path, context: str) -> None:
     """Raise UserError, before hours of work, when no file could be written at `path`."""
     folder = path.parent
     if not folder.is_dir():
-        raise UserError(f"{where}: {folder}: no such folder")
+        raise UserError(f"{context}: {folder}: no such folder")
     if path.is_dir() or (path.exists() and not path.is_file()):
-        raise UserError(f"{where}: {path}: something else than a file lies there")
+        raise UserError(f"{context}: {path}: something else than a file lies there")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UserError(f"{where}: {path}: may not be written")
+        raise UserError(f"{context}: {path}: may not be written")
 
 
-def numbers(text: str | None, where: str, field: Any = PositiveOrZero) -> tuple[float, ...] | None:
+def parse_numbers(
+    text: str | None, context: str, field: Any = PositiveOrZero
+) -> tuple[float, ...] | None:
     """Numbers of a field's kind, separated by commas; None for None. Raises UserError."""
     if text is None:
         return None
     parts = text.split(",")
     try:
         if len(parts) > 100:
-            raise UserError(f"{where}: at most 100 numbers, got {len(parts)}")
+            raise UserError(f"{context}: at most 100 numbers, got {len(parts)}")
         return tuple(TypeAdapter(field).validate_python(part) for part in parts)
     except ValidationError as error:
         item = error.errors()[0]
-        rule = rule_of(item)
+        rule = validation_message(item)
         raise UserError(
-            f"{where}: give numbers separated by commas; each {rule}, got {shown(item['input'])}"
+            f"{context}: give numbers separated by commas; each {rule}, got {quoted(item['input'])}"
         ) from None
 
 
-def _recipes(incomplete: str) -> list[str]:
+def _complete_recipe_name(incomplete: str) -> list[str]:
     """Names of recipes that come along, for the shell to complete."""
-    from dpdist.runs.recipe import RECIPES
+    from dpdist.runs.recipe import RECIPES_FOLDER
 
-    return sorted(path.stem for path in RECIPES.glob(f"{incomplete}*.yaml"))
+    return sorted(path.stem for path in RECIPES_FOLDER.glob(f"{incomplete}*.yaml"))
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
     """Names of runs, for the shell to complete."""
-    found = Path(context.params.get("runs") or RUNS).glob(f"{incomplete}*/run.json")
+    found = Path(context.params.get("runs") or DEFAULT_RUNS).glob(f"{incomplete}*/run.json")
     return sorted(path.parent.name for path in found)
 
 
-def _option(param: typer.CallbackParam) -> str:
+def _option_name(param: typer.CallbackParam) -> str:
     return param.opts[-1] if param.opts[-1].startswith("-") else str(param.name).upper()
 
 
 def option(help: str, field: Any = None, *names: str, **more: Any) -> Any:
     """field: the kind of a recipe's field whose bounds it has."""
-    return typer.Option(*names, help=help, callback=None if field is None else kind(field), **more)
+    return typer.Option(
+        *names, help=help, callback=None if field is None else field_callback(field), **more
+    )
 
 
-def path_option(help: str, *names: str, of: Check | None = None, **more: Any) -> Any:
-    """of: which paths are right (`file_path`); without it any."""
-    return typer.Option(*names, help=help, callback=of or file_path(), **more)
+def path_option(help: str, *names: str, callback: OptionCallback | None = None, **more: Any) -> Any:
+    """of: which paths are right (`path_callback`); without it any."""
+    return typer.Option(*names, help=help, callback=callback or path_callback(), **more)
 
 
 def flag(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
-PICTURE = file_path(".png", ".pdf", ".svg")
-RUNS = Path("runs")
+FIGURE_PATH = path_callback(".png", ".pdf", ".svg")
+DEFAULT_RUNS = Path("runs")
 
 # What a command is about.
 RecipeArgument = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        autocompletion=_recipes,
+        autocompletion=_complete_recipe_name,
         help="A recipe file, or the name of one that comes along.",
     ),
 ]
@@ -159,7 +163,7 @@ RunArgument = Annotated[
 ReleaseArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RELEASE", callback=file_path(), help="A folder that `dpdist release` made."
+        metavar="RELEASE", callback=path_callback(), help="A folder that `dpdist release` made."
     ),
 ]
 ModelArgument = Annotated[
@@ -209,42 +213,42 @@ ArchivePrivate = Annotated[
 Start = Annotated[int | None, option("First input.", CountOrZero)]
 Every = Annotated[int | None, option("Each how-manieth input.", Count)]
 MaxInputs = Annotated[int | None, option("At most this many inputs.", Count)]
-Actors = Annotated[int | None, option("Workers (default: all CPUs).", Processes)]
+Actors = Annotated[int | None, option("Workers (default: all CPUs).", ProcessCount)]
 Output = Annotated[Path | None, path_option("Folder of the table (default: in the run folder).")]
 
 Workers = Annotated[
-    int | None, option("Training workers (resources.workers).", Processes, "--workers")
+    int | None, option("Training workers (resources.workers).", ProcessCount, "--workers")
 ]
 PrivateSeed = Annotated[str | None, option("64 hex digits (default: secret, stored in private/).")]
 AnswerError = Annotated[float, option("Error of each answer.", Probability)]
-AsJson = Annotated[bool, flag("--json", "Print one JSON object of what may be published.")]
+PublishableJson = Annotated[bool, flag("--json", "Print one JSON object of what may be published.")]
 PrintJson = Annotated[bool, flag("--json", "Print JSON.")]
 
 
-def need_numbers(recipe: Recipe, command: str) -> None:
+def require_numeric_inputs(recipe: Recipe, command: str) -> None:
     """Raise UserError where inputs are tokens."""
-    if (why := recipe.data.refused(f"dpdist {command}")) is not None:
+    if (why := recipe.data.numeric_input_error(f"dpdist {command}")) is not None:
         raise UserError(why)
 
 
-def need_label(recipe: Recipe, command: str) -> None:
+def require_labels(recipe: Recipe, command: str) -> None:
     """Raise UserError where records have no label of their own."""
-    if (why := recipe.data.without_label(f"dpdist {command}")) is not None:
+    if (why := recipe.data.single_label_error(f"dpdist {command}")) is not None:
         raise UserError(why)
 
 
-def recipe_of(folder: RunFolder, data_root: Path | None, command: str) -> Recipe:
+def load_trained_recipe(folder: RunFolder, data_root: Path | None, command: str) -> Recipe:
     """The recipe of a trained run whose inputs are numbers. Raises UserError."""
-    from dpdist.runs.recipe import resolve
+    from dpdist.runs.recipe import resolve_recipe
 
     folder.require_trained()
-    recipe = resolve(folder.read_recipe(), data_root=data_root)
-    need_numbers(recipe, command)
-    need_label(recipe, command)
+    recipe = resolve_recipe(folder.read_recipe(), data_root=data_root)
+    require_numeric_inputs(recipe, command)
+    require_labels(recipe, command)
     return recipe
 
 
-def release_at(
+def open_release_if_any(
     name: str, trusted_factory: str | None, signer: Path | None = None, *, labelled: bool = True
 ) -> Release | None:
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
@@ -252,13 +256,13 @@ def release_at(
     is given and did not sign it."""
     from dpdist.release.bundle import is_release, load
 
-    path = usable_path(name)
+    path = validate_path(name)
     if not is_release(path):
         if signer is not None:
             raise UserError(f"--signer: of a release, and {name} is none")
         return None
     found = load(path, trusted_factory=trusted_factory, signer=signer)
-    found.need_numbers()
+    found.require_numeric_inputs()
     if labelled:
         found.need_label()
     return found

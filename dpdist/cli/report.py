@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpdist.cli.options import (
-    RUNS,
-    AsJson,
+    DEFAULT_RUNS,
     DataRoot,
+    PublishableJson,
     ReleaseArgument,
     RunArgument,
     Runs,
     Signer,
     TrustFactory,
-    file_path,
     flag,
-    numbers,
     option,
+    parse_numbers,
+    path_callback,
     path_option,
 )
 from dpdist.core.errors import UserError
@@ -50,8 +50,8 @@ def report_command(
             "folder of runs (default: --runs).",
         ),
     ] = None,
-    runs: Runs = RUNS,
-    every: Annotated[
+    runs: Runs = DEFAULT_RUNS,
+    all_runs: Annotated[
         bool, typer.Option("--all", help="One page over all runs of a folder, side by side.")
     ] = False,
     images: Annotated[
@@ -72,39 +72,39 @@ def report_command(
     ] = None,
 ) -> None:
     """Write report/index.html of a run: one file that opens offline."""
-    if every:
+    if all_runs:
         for name, given in (("images", images), ("baseline", baseline)):
             if given is not None:
                 raise UserError(f"--{name}: belongs to the report of one run, not to --all")
-        _overview(runs if run is None else Path(run))
+        _write_overview(runs if run is None else Path(run))
         return
-    folder = _trained(run, runs)
+    folder = _open_trained_run(run, runs)
     from dpdist import pipeline  # only now: what is refused needs no data
     from dpdist.core import console
 
     if baseline is not None:
-        _link(folder, baseline, runs)
-    pipeline.report_stage(folder, images, dated=True)
+        _set_baseline(folder, baseline, runs)
+    pipeline.report_stage(folder, images, reveal_date=True)
     pipeline.archive_stage(folder)
-    print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
-    if folder.beside_baseline.exists():
+    print(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
+    if folder.baseline_report.exists():
         typer.echo(
-            f"with a run that no epsilon covers, not to be published: {folder.beside_baseline}"
+            f"with a run that no epsilon covers, not to be published: {folder.baseline_report}"
         )
 
 
-def _trained(run: str | None, runs: Path) -> RunFolder:
+def _open_trained_run(run: str | None, runs: Path) -> RunFolder:
     if run is None:
         raise UserError("report: name a RUN, or give --all for one page over all runs")
-    from dpdist.runs.archive import Archive, open_anywhere
+    from dpdist.runs.archive import Archive, open_run_or_archive
 
-    folder = open_anywhere(run, runs)
+    folder = open_run_or_archive(run, runs)
     folder.require_trained()
-    Archive.check_key(folder)
+    Archive.check_archive_key(folder)
     return folder
 
 
-def _link(folder: RunFolder, name: str, runs: Path) -> None:
+def _set_baseline(folder: RunFolder, name: str, runs: Path) -> None:
     from dpdist.reports import compare
     from dpdist.runs.folder import open_run
 
@@ -112,16 +112,16 @@ def _link(folder: RunFolder, name: str, runs: Path) -> None:
         other = open_run(name, runs)
         other.require_trained()
     except UserError as error:
-        how = compare.making(folder)
+        how = compare.baseline_command(folder)
         raise UserError(f"--baseline: {error}; this makes one: {how}") from None
-    compare.link(folder, other)
+    compare.set_baseline(folder, other)
 
 
-def _overview(given: Path) -> None:
-    from dpdist.core.files import usable_path
+def _write_overview(folder_path: Path) -> None:
+    from dpdist.core.files import validate_path
     from dpdist.reports.html import write_overview
 
-    folder = usable_path(given)
+    folder = validate_path(folder_path)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of runs")
     print(write_overview(folder))
@@ -132,7 +132,7 @@ def _overview(given: Path) -> None:
 
 def compare_command(
     names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, by name or path.")],
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     l2: Annotated[
         str | None, option("L2 sizes of certified accuracy (default: 0.1,0.25,0.5).")
     ] = None,
@@ -140,9 +140,10 @@ def compare_command(
         str | None, option("L-infinity sizes of certified accuracy (default: 0.003,0.01,0.02).")
     ] = None,
     picture: Annotated[
-        Path | None, path_option("Also draw all curves into this PNG file.", of=file_path(".png"))
+        Path | None,
+        path_option("Also draw all curves into this PNG file.", callback=path_callback(".png")),
     ] = None,
-    as_json: AsJson = False,
+    as_json: PublishableJson = False,
 ) -> None:
     """Compare trained runs: epsilon claimed and proved, accuracy clean, certified and attacked.
 
@@ -156,22 +157,22 @@ def compare_command(
     from dpdist.reports.facts import read_facts
 
     sizes = {
-        "l2": numbers(l2, "--l2", Positive) or compare.SIZES["l2"],
-        "linf": numbers(linf, "--linf", Positive) or compare.SIZES["linf"],
+        "l2": parse_numbers(l2, "--l2", Positive) or compare.SIZES["l2"],
+        "linf": parse_numbers(linf, "--linf", Positive) or compare.SIZES["linf"],
     }
     facts = [read_facts(folder) for folder in folders]
     if picture is not None:
-        compare.write_picture(facts, picture)
+        compare.write_comparison_png(facts, picture)
     if as_json:
         from dpdist.core import console
-        from dpdist.reports.summary import compared
+        from dpdist.reports.summary import comparison_as_json
 
-        console.print_json(compared(facts, sizes))
+        console.print_json(comparison_as_json(facts, sizes))
         return
-    grids = [compare.privacy_grid(facts)]
-    grids += [compare.certified_grid(facts, norm, sizes[norm]) for norm in compare.NORMS]
-    grids += [compare.attacked_grid(facts, norm) for norm in compare.NORMS]
-    typer.echo("\n\n".join(compare.markdown(grid) for grid in grids if len(grid) > 1))
+    grids = [compare.privacy_rows(facts)]
+    grids += [compare.certified_accuracy_rows(facts, norm, sizes[norm]) for norm in compare.NORMS]
+    grids += [compare.attacked_accuracy_rows(facts, norm) for norm in compare.NORMS]
+    typer.echo("\n\n".join(compare.markdown_table(grid) for grid in grids if len(grid) > 1))
     for part in differences.differences_section(facts, sizes):
         typer.echo(f"\n{part}")
 
@@ -181,17 +182,17 @@ def compare_command(
 
 def log_command(
     run: RunArgument,
-    to: Annotated[
+    addresses: Annotated[
         list[str], typer.Argument(metavar="KIND:PLACE...", help="tensorboard:FOLDER, mlflow:URI.")
     ],
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Write what may be published of a run: epsilon against step, scores on test data, certified
     accuracy. Nothing else is given to a tracker."""
-    from dpdist.reports.tracking import track
+    from dpdist.reports.tracking import track_run
     from dpdist.runs.folder import open_run
 
-    track(open_run(run, runs), to)
+    track_run(open_run(run, runs), addresses)
 
 
 # --- dpdist release ---------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def log_command(
 
 def release_command(
     run: RunArgument,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     not_private: Annotated[
         bool, flag("--not-private", "Release although the run has no finite guarantee.")
     ] = False,
@@ -209,7 +210,7 @@ def release_command(
     sign: Annotated[
         Path | None, path_option("Sign with this Ed25519 private key (PEM).", metavar="KEY")
     ] = None,
-    as_json: AsJson = False,
+    as_json: PublishableJson = False,
 ) -> None:
     """Write what is safe to publish into release/: model, privacy card, model card, checksums."""
     from dpdist.core import console
@@ -222,7 +223,7 @@ def release_command(
 
     files = write_release(folder, not_private=not_private, licence=licence, key=sign)
     if as_json:
-        card = read_json(folder.release / "privacy_card.json")
+        card = read_json(folder.release_folder / "privacy_card.json")
         released = {"run": folder.name, "files": [str(path) for path in files]}
         console.print_json(released | {"privacy_card": card})
         return
@@ -254,24 +255,24 @@ def verify_command(
     """
     from dpdist.core import console
     from dpdist.release.bundle import ReleaseError
-    from dpdist.release.verify import verify
+    from dpdist.release.verify import verify_release
 
     if data_root is not None and redraw is None:
         raise UserError("--data-root: only counting again needs data; add --redraw K")
     try:
-        rows = verify(
-            release, trusted_factory=trust_factory, signer=signer, redraw=redraw or 0,
-            data=lambda found: _test_data(found, data_root),
+        rows = verify_release(
+            release, trusted_factory=trust_factory, signer=signer, num_redrawn_inputs=redraw or 0,
+            load_data=lambda found: _test_data(found, data_root),
         )  # fmt: skip
     except ReleaseError as error:
         print(f"dpdist: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    typer.echo(console.table(rows, title=f"release {release}"))
+    typer.echo(console.format_table(rows, title=f"release {release}"))
 
 
 def _test_data(release: Release, root: Path | None) -> Dataset:
     """Return the test split that a release names, from where the reader has it."""
     from dpdist import data
-    from dpdist.training.records import source_at
+    from dpdist.training.records import data_source_under
 
-    return data.load(source_at(release.about.data, root), "test")
+    return data.load(data_source_under(release.description.data, root), "test")

@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpdist.cli.options import (
-    PICTURE,
-    RUNS,
+    DEFAULT_RUNS,
+    FIGURE_PATH,
     Archive,
     ArchivePrivate,
-    AsJson,
     Changes,
     DataRoot,
     Name,
+    PublishableJson,
     RecipeArgument,
     RunArgument,
     Runs,
     Workers,
     flag,
-    numbers,
     option,
+    parse_numbers,
     path_option,
 )
 from dpdist.core import console
-from dpdist.core.console import percent, significant
+from dpdist.core.console import format_percent, format_significant
 from dpdist.core.errors import UserError
-from dpdist.core.fields import Count, RunName, Text, Trials
+from dpdist.core.fields import Count, RunName, Text, TrialCount
 
 if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
@@ -59,49 +59,49 @@ def run_command(
     recipe: RecipeArgument,
     changes: Changes = None,
     name: Name = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
     archive: Archive = None,
     archive_private: ArchivePrivate = False,
     dry_run: _DryRun = False,
-    as_json: AsJson = False,
+    as_json: PublishableJson = False,
     log: _Log = None,
 ) -> None:
     """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
     from dpdist.core import console
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import parse_changes, resolve_recipe
 
-    resolved = resolve(
-        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers,
+    resolved = resolve_recipe(
+        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers,
         archive=archive, archive_private=archive_private,
     )  # fmt: skip
     if log:
-        from dpdist.reports.tracking import check_address
+        from dpdist.reports.tracking import check_tracker_address
 
         for address in log:
-            check_address(address)
+            check_tracker_address(address)
     from dpdist import pipeline
 
     if dry_run:
-        rows = pipeline.dry_run(resolved, runs=runs, where=recipe)
+        rows = pipeline.dry_run(resolved, runs=runs, context=recipe)
         if as_json:
             console.print_json({"run": resolved.name, "plan": dict(rows)})
         else:
-            typer.echo(console.table(rows, title=f"plan of {resolved.name}"))
+            typer.echo(console.format_table(rows, title=f"plan of {resolved.name}"))
         return
-    folder = pipeline.run(resolved, runs=runs, where=recipe)
+    folder = pipeline.run(resolved, runs=runs, context=recipe)
     if log:
-        from dpdist.reports.tracking import track
+        from dpdist.reports.tracking import track_run
 
-        track(folder, log, dated=False)
+        track_run(folder, log, reveal_date=False)
     if as_json:
         from dpdist.reports.facts import read_facts
-        from dpdist.reports.summary import published
+        from dpdist.reports.summary import run_as_json
 
-        console.print_json(published(read_facts(folder)))
+        console.print_json(run_as_json(read_facts(folder)))
     else:
-        typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+        typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 
 # --- dpdist train -----------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def train_command(
     recipe: RecipeArgument,
     changes: Changes = None,
     name: Name = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
     archive: Archive = None,
@@ -119,16 +119,16 @@ def train_command(
 ) -> None:
     """Train privately and evaluate on the test split. Continues an interrupted training."""
     from dpdist.core import console
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import parse_changes, resolve_recipe
 
-    resolved = resolve(
-        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers,
+    resolved = resolve_recipe(
+        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers,
         archive=archive, archive_private=archive_private,
     )  # fmt: skip
     from dpdist import pipeline
 
-    folder = pipeline.train_alone(resolved, runs=runs, where=recipe)
-    print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+    folder = pipeline.train_only(resolved, runs=runs, context=recipe)
+    print(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 
 # --- dpdist tune ------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ _Records = Annotated[int | None, option("With --plan: number of training records
 _AsJson = Annotated[bool, flag("--json", "With --plan: print JSON.")]
 _Plot = Annotated[
     Path | None,
-    path_option("With --plan: draw epsilon against trials into this file.", of=PICTURE),
+    path_option("With --plan: draw epsilon against trials into this file.", callback=FIGURE_PATH),
 ]
 _Resume = Annotated[
     bool, flag("--resume", "Continue an interrupted search; never begin a new one.")
@@ -153,7 +153,7 @@ def tune_command(
     recipe: RecipeArgument,
     changes: Changes = None,
     name: Name = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
     plan: _Plan = False,
@@ -168,27 +168,32 @@ def tune_command(
     The same command continues an interrupted search: nothing is drawn again. What the terminal
     shows of a running search is for the operator only; the result is an ordinary run folder.
     """
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import parse_changes, resolve_recipe
 
     if plan:
-        _plan(
-            resolve(recipe, changes=read_changes(changes)), recipe, trials, records, as_json, plot
+        _print_search_costs(
+            resolve_recipe(recipe, changes=parse_changes(changes)),
+            recipe,
+            trials,
+            records,
+            as_json,
+            plot,
         )
         return
     if trials or records or as_json or plot:
         raise UserError("tune: --trials, --records, --json and --plot belong to --plan")
-    resolved = resolve(
-        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers
+    resolved = resolve_recipe(
+        recipe, changes=parse_changes(changes), name=name, data_root=data_root, workers=workers
     )
     from dpdist import pipeline
 
-    folder = pipeline.tune(resolved, runs=runs, where=recipe, only_resume=resume)
-    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+    folder = pipeline.tune(resolved, runs=runs, context=recipe, only_resume=resume)
+    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 
-def _plan(
+def _print_search_costs(
     recipe: Recipe,
-    name: str,
+    context: str,
     trials: str | None,
     records: int | None,
     as_json: bool,
@@ -197,37 +202,37 @@ def _plan(
     from dpdist.tuning import preview
     from dpdist.tuning.space import check_space
 
-    _require_tune(recipe, name)
-    check_space(recipe, name)
-    sizes = preview.sizes_without_data(recipe, records, name)
-    means = preview.default_means(recipe) if trials is None else _means(trials)
-    noise, alone = preview.one_run(recipe, sizes, name)
+    _require_tune(recipe, context)
+    check_space(recipe, context)
+    sizes = preview.sizes_without_data(recipe, records, context)
+    means = preview.default_means(recipe) if trials is None else _parse_means(trials)
+    noise, alone = preview.untuned_run(recipe, sizes, context)
     rows = [
-        preview.row(recipe, law, own, sizes, noise, name)
-        for law, own in preview.laws(recipe, means)
+        preview.law_cost(recipe, law, own, sizes, noise, context)
+        for law, own in preview.iter_laws(recipe, means)
     ]
     if plot is not None:
-        preview.plot(rows, alone.guarantee().epsilon, recipe.privacy.delta, plot)
+        preview.plot_costs(rows, alone.guarantee().epsilon, recipe.privacy.delta, plot)
     if as_json:
         console.print_json([row.to_dict() for row in rows])
         return
-    _show(recipe, sizes.train(recipe.data.fraction), noise, rows)
+    _print_cost_table(recipe, sizes.training_records(recipe.data.fraction), noise, rows)
 
 
-def _require_tune(recipe: Recipe, where: str) -> None:
+def _require_tune(recipe: Recipe, context: str) -> None:
     """Raise UserError when it has no tune section."""
     if recipe.tune is None:
         raise UserError(
-            f"{where}: tune: is required: the fields to search (space) and the law of the number "
+            f"{context}: tune: is required: the fields to search (space) and the law of the number "
             "of trials; docs/how-to/tuning.md shows one"
         )
 
 
-def _means(text: str) -> tuple[int, ...]:
-    return tuple(int(mean) for mean in numbers(text, "--trials", Trials) or ())
+def _parse_means(text: str) -> tuple[int, ...]:
+    return tuple(int(mean) for mean in parse_numbers(text, "--trials", TrialCount) or ())
 
 
-def _show(recipe: Recipe, records: int, noise: float, rows: list[Any]) -> None:
+def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any]) -> None:
     from dpdist.privacy.guarantee import format_epsilon
 
     target = recipe.privacy.epsilon
@@ -237,11 +242,11 @@ def _show(recipe: Recipe, records: int, noise: float, rows: list[Any]) -> None:
     header += ["P(K=0)", "P(K>=2)", "P(K>=mean)", "K: 5 / 50 / 95 %"]
     cells = []
     for row in rows:
-        chance = dict(row.at_least)
-        line = [("* " if row.own else "  ") + row.law, format_epsilon(row.epsilon)]
-        line.append("none" if row.renyi is None else format_epsilon(row.renyi))
+        chance = dict(row.tail_probabilities)
+        line = [("* " if row.is_recipe_law else "  ") + row.law, format_epsilon(row.epsilon)]
+        line.append("none" if row.renyi_epsilon is None else format_epsilon(row.renyi_epsilon))
         if target is not None:
-            line.append(significant(row.noise))
+            line.append(format_significant(row.noise_multiplier))
         line += [
             f"{1 - chance[1]:.3g}",
             f"{chance[2]:.3g}",
@@ -276,20 +281,20 @@ def pretrain_command(
     import typer
 
     from dpdist.core import console
-    from dpdist.runs.recipe import read_changes, refuse_unused, resolve
+    from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
 
-    resolved = resolve(recipe, changes=read_changes(changes), data_root=data_root)
+    resolved = resolve_recipe(recipe, changes=parse_changes(changes), data_root=data_root)
     refuse_unused(resolved, recipe)
     from dpdist.training.pretraining import pretrain
 
     with console.progress("pretraining, WITHOUT privacy", "steps") as show:
         folder, score = pretrain(resolved, recipe, show)
-    of = f"{percent(score)} % of the test split"
+    of = f"{format_percent(score)} % of the test split"
     if resolved.public is not None and resolved.model.denoiser is not None:
         of = f"noise {resolved.public.sigma:g} on the test split reduced to {score:.4f}"
     other = None if resolved.public is None else resolved.public.data
-    if other is not None and other.told_apart != resolved.data.told_apart:
-        of = f"learned the {other.told_apart} classes of {other.name}; its head is as it began"
+    if other is not None and other.num_classes != resolved.data.num_classes:
+        of = f"learned the {other.num_classes} classes of {other.name}; its head is as it began"
     typer.echo(f"{folder}: {of}; trained on public records")
 
 
@@ -305,7 +310,7 @@ def denoise_command(
     denoiser: Annotated[
         Path | None, path_option("Model folder: goes before the run's classifier.")
     ] = None,
-    runs: Runs = RUNS,
+    runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     saw: Annotated[
         str | None, option("What the other was trained on, if its folder does not say.", Text)
@@ -319,17 +324,17 @@ def denoise_command(
     from dpdist import pipeline
     from dpdist.core import console
     from dpdist.runs.folder import RunFolder, open_run
-    from dpdist.training.pretraining import Part, put_together
+    from dpdist.training.pretraining import Part, join_parts
 
     part: Part = "denoiser" if classifier is None else "classifier"
     other = denoiser if classifier is None else classifier
     if other is None or (classifier is not None and denoiser is not None):
         raise UserError("give --classifier or --denoiser: the part that is not the run's")
-    folder = put_together(
+    folder = join_parts(
         open_run(run, runs), part, other, RunFolder(runs / name), saw=saw, data_root=data_root
     )
     pipeline.evaluate_stage(folder.read_recipe(), folder)
-    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+    typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 
 # --- dpdist recipes ---------------------------------------------------------------------------
@@ -346,9 +351,9 @@ def list_recipes(context: typer.Context) -> None:
     """List the recipes that come with dpdist, each with the first line of its comment."""
     if context.invoked_subcommand is not None:
         return
-    from dpdist.runs.recipe import RECIPES
+    from dpdist.runs.recipe import RECIPES_FOLDER
 
-    paths = sorted(RECIPES.glob("*.yaml"))
+    paths = sorted(RECIPES_FOLDER.glob("*.yaml"))
     width = max((len(path.stem) for path in paths), default=0)
     for path in paths:
         first = path.read_text().split("\n", 1)[0]
@@ -360,6 +365,6 @@ def show_recipe(
     name: Annotated[str, typer.Argument(help="A recipe's name or file.")], changes: Changes = None
 ) -> None:
     """Print a recipe with every default filled in."""
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import parse_changes, resolve_recipe
 
-    typer.echo(resolve(name, changes=read_changes(changes)).to_yaml(), nl=False)
+    typer.echo(resolve_recipe(name, changes=parse_changes(changes)).to_yaml(), nl=False)

@@ -10,15 +10,15 @@ from dpdist.core.fields import (
     Count,
     CountOrZero,
     FilePath,
-    Line,
-    Number,
-    OnlyWith,
-    Part,
+    FractionBelowOne,
+    OptionCondition,
+    PositiveFraction,
+    RejectBool,
     Section,
-    Share,
+    SingleLine,
     Text,
-    of_key,
-    vocabulary_of,
+    key_error,
+    vocabulary_size,
 )
 
 # The name of a split: a file's name without its ending, or a folder's.
@@ -28,10 +28,10 @@ DataName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=100),
 ]
-Classes = Annotated[int, Number, Field(ge=1, le=100_000)]
+ClassCount = Annotated[int, RejectBool, Field(ge=1, le=100_000)]
 
 
-BUILT_IN = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without files
+BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without files
 
 
 class ColumnNames(Section):
@@ -50,7 +50,7 @@ class ColumnNames(Section):
 
     @field_validator("features", mode="before")
     @classmethod
-    def _one_feature(cls, value: Any) -> Any:
+    def _wrap_feature(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
 
@@ -63,19 +63,19 @@ class TextRecipe(Section):
     """
 
     column: Text = "text"
-    length: Annotated[int, Number, Field(ge=4, le=2**16)] = 128
+    length: Annotated[int, RejectBool, Field(ge=4, le=2**16)] = 128
     tokenizer: FilePath | None = None
-    words: Annotated[int, Number, Field(ge=1, le=99_000)] | None = None
+    words: Annotated[int, RejectBool, Field(ge=1, le=99_000)] | None = None
     predict: Literal["label", "next"] = "label"
 
     @model_validator(mode="after")
-    def _one_vocabulary(self) -> TextRecipe:
+    def _check_vocabulary(self) -> TextRecipe:
         if self.words is not None and self.tokenizer is not None:
-            raise of_key("words", "not beside tokenizer: tokens are of one vocabulary")
+            raise key_error("words", "not beside tokenizer: tokens are of one vocabulary")
         return self
 
     @property
-    def following(self) -> bool:
+    def predicts_next_token(self) -> bool:
         """Return whether the next tokens are learned, and no label is read."""
         return self.predict == "next"
 
@@ -91,23 +91,23 @@ class DataRecipe(Section):
     """
 
     conditions = (
-        OnlyWith(
+        OptionCondition(
             (
                 "train", "test", "columns.image", "columns.label", "columns.features",
                 "columns.group",
             ),
             "to files (data.root), not to what is built in",
-            lambda data: data.root is not None or data.name not in BUILT_IN,
+            lambda data: data.root is not None or data.name not in BUILT_IN_DATASETS,
         ),
-        OnlyWith(
+        OptionCondition(
             ("columns.image",),
             "without columns.features and text",
             lambda data: not data.columns.features and data.text is None,
         ),
-        OnlyWith(
+        OptionCondition(
             ("columns.label",),
             "to records with a label, not to text.predict: next",
-            lambda data: not data.following,
+            lambda data: not data.predicts_next_token,
         ),
     )  # fmt: skip
 
@@ -118,8 +118,8 @@ class DataRecipe(Section):
         exclude_if=lambda targets: targets == "class",  # as training.loss is
     )
     root: FilePath | None = None
-    classes: Classes = 10
-    names: list[Line] = Field(default=[], max_length=100_000)
+    classes: ClassCount = 10
+    names: list[SingleLine] = Field(default=[], max_length=100_000)
     labels: list[CountOrZero] = Field(default=[], max_length=1000)
     train: SplitName = "train"
     test: SplitName = "test"
@@ -131,19 +131,19 @@ class DataRecipe(Section):
     drop_test_records: bool = Field(
         default=False, description="leave records out of training that are in the test split too"
     )
-    public: Part = Field(
+    public: FractionBelowOne = Field(
         default=0.0, description="declare this fraction (by hash) public: no run trains on it"
     )
-    hold_out: Part = Field(
+    hold_out: FractionBelowOne = Field(
         default=0.0, description="keep this fraction (by hash) of the private records out"
     )
-    fraction: Share = Field(
+    fraction: PositiveFraction = Field(
         default=1.0, description="train on this fraction (by hash) of the others"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _counted(cls, value: Any) -> Any:
+    def _infer_class_count(cls, value: Any) -> Any:
         names = value.get("names") if isinstance(value, dict) else None
         if isinstance(names, list) and names and "classes" not in value:
             return {**value, "classes": len(names)}
@@ -157,68 +157,72 @@ class DataRecipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _tokens_are_classes(cls, value: Any) -> Any:
+    def _infer_token_classes(cls, value: Any) -> Any:
         text = value.get("text") if isinstance(value, dict) else None
         if isinstance(text, dict) and text.get("predict") == "next" and "classes" not in value:
             words = text.get("words")
             if not text.get("tokenizer") and (words is None or type(words) is int):
-                return {**value, "classes": max(1, vocabulary_of(words))}
+                return {**value, "classes": max(1, vocabulary_size(words))}
         return value
 
     @model_validator(mode="after")
-    def _names_fit(self) -> DataRecipe:
+    def _check_names(self) -> DataRecipe:
         if self.names and (len(self.names), len(set(self.names))) != (self.classes, self.classes):
-            raise of_key("names", f"one for each of the {self.classes} classes, all different")
+            raise key_error("names", f"one for each of the {self.classes} classes, all different")
         return self
 
     @model_validator(mode="after")
-    def _labels_fit(self) -> DataRecipe:
+    def _check_labels(self) -> DataRecipe:
         wrong = [label for label in self.labels if label >= self.classes]
         if wrong or len(set(self.labels)) != len(self.labels) or len(self.labels) == 1:
-            raise of_key(
+            raise key_error(
                 "labels", f"two or more of 0 to {self.classes - 1}, each once, got {self.labels}"
             )
         return self
 
     @model_validator(mode="after")
-    def _one_kind(self) -> DataRecipe:
+    def _check_input_kind(self) -> DataRecipe:
         if self.text is not None and self.columns.features:
-            raise of_key("text", "not beside columns.features: a record is one or the other")
+            raise key_error("text", "not beside columns.features: a record is one or the other")
         return self
 
     @model_validator(mode="after")
-    def _following_fits(self) -> DataRecipe:
-        if self.text is None or not self.text.following:
+    def _check_next_token(self) -> DataRecipe:
+        if self.text is None or not self.text.predicts_next_token:
             return self
-        known = vocabulary_of(self.text.words)
+        known = vocabulary_size(self.text.words)
         if self.text.tokenizer is None and self.classes != known:
-            raise of_key("classes", f"leave it out: with text.predict: next it is {known:,} tokens")
+            raise key_error(
+                "classes", f"leave it out: with text.predict: next it is {known:,} tokens"
+            )
         if self.names or self.labels:
-            raise of_key("names, labels", "leave them out: with text.predict: next there are none")
+            raise key_error(
+                "names, labels", "leave them out: with text.predict: next there are none"
+            )
         return self
 
     @model_validator(mode="after")
     def _targets_fit(self) -> DataRecipe:
         if self.targets == "class":
             return self
-        if self.root is None and self.name in BUILT_IN:
-            raise of_key("targets", f"must be class: {self.name} is built in; give data.root")
-        if self.names or self.labels or (self.text is not None and self.text.following):
-            raise of_key("names, labels, text.predict", f"not beside targets: {self.targets}")
+        if self.root is None and self.name in BUILT_IN_DATASETS:
+            raise key_error("targets", f"must be class: {self.name} is built in; give data.root")
+        if self.names or self.labels or (self.text is not None and self.text.predicts_next_token):
+            raise key_error("names, labels, text.predict", f"not beside targets: {self.targets}")
         return self
 
     @property
-    def following(self) -> bool:
+    def predicts_next_token(self) -> bool:
         """Return whether a record has many targets, its own next tokens."""
-        return self.text is not None and self.text.following
+        return self.text is not None and self.text.predicts_next_token
 
     @property
-    def unit(self) -> str:
+    def privacy_unit(self) -> str:
         """Return the unit of privacy that the guarantee protects, in words."""
         return "one record" if self.text is None else "one document, a row of the table"
 
     @property
-    def assumed(self) -> list[str]:
+    def unverified_assumptions(self) -> list[str]:
         """Return the unchecked assumptions of the guarantee.
 
         A vocabulary that was learned from private documents would move the tokens of all
@@ -231,24 +235,24 @@ class DataRecipe(Section):
             name = f"the tokenizer, {self.text.tokenizer.name},"
         return [f"no private document is among what {name} was learned from"]
 
-    def refused(self, what: str) -> str | None:
-        """Return why `what`, which needs numeric inputs, is refused; None when it is allowed."""
+    def numeric_input_error(self, option: str) -> str | None:
+        """Return why `option`, which needs numeric inputs, is refused; None when it is allowed."""
         if self.text is None:
             return None
-        return f"{what}: is for inputs that are numbers; those of data.text are tokens"
+        return f"{option}: is for inputs that are numbers; those of data.text are tokens"
 
-    def without_label(self, what: str) -> str | None:
-        """Why `what`, which asks about a record's one label, is refused; None where it is not."""
-        if self.following:
+    def single_label_error(self, option: str) -> str | None:
+        """Why `option`, which asks about a record's one label, is refused; None where it is not."""
+        if self.predicts_next_token:
             why = "data.text.predict: next there is none"
         elif self.targets != "class":
             why = f"data.targets: {self.targets} there is none"
         else:
             return None
-        return f"{what}: is for records of one label; with {why}"
+        return f"{option}: is for records of one label; with {why}"
 
     @property
-    def told_apart(self) -> int:
+    def num_classes(self) -> int:
         """Return the number of classes of a model of these records."""
         return len(self.labels) or self.classes
 
@@ -259,7 +263,7 @@ class DataRecipe(Section):
         return [names[label] for label in self.labels] or names
 
     @property
-    def chosen_by_content(self) -> str | None:
+    def content_filter_key(self) -> str | None:
         """Return the field that takes or leaves a record by its content.
 
         None where all are taken.

@@ -12,21 +12,21 @@ from dpdist.core.fields import (
     FilePath,
     Finite,
     Json,
-    Number,
-    OnlyWith,
+    OptionCondition,
     Positive,
     PositiveOrZero,
     Probability,
+    RejectBool,
     Section,
     Text,
-    Trials,
+    TrialCount,
 )
 from dpdist.privacy.selection import SelectionLaw
 
 if TYPE_CHECKING:
     from dpdist.privacy.phases import Phase
 
-Whole = Annotated[int, Number, Field(ge=-(10**9), le=10**9)]
+BoundedInt = Annotated[int, RejectBool, Field(ge=-(10**9), le=10**9)]
 
 
 class Domain(Section):
@@ -37,12 +37,12 @@ class Domain(Section):
 
     log_uniform: tuple[Finite, Finite] | None = None
     uniform: tuple[Finite, Finite] | None = None
-    integer: tuple[Whole, Whole] | None = None
+    integer: tuple[BoundedInt, BoundedInt] | None = None
     choice: Annotated[tuple[Json, ...], Field(max_length=1000)] | None = None
     also: tuple[Text, ...] = ()
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Domain:
+    def _check_domain(self) -> Domain:
         kinds = ("log_uniform", "uniform", "integer", "choice")
         given = [kind for kind in kinds if getattr(self, kind) is not None]
         if len(given) != 1:
@@ -51,7 +51,7 @@ class Domain(Section):
             if not self.choice:
                 raise ValueError("choice must not be empty")
             return self
-        low, high = self.ends
+        low, high = self.values_or_bounds
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise ValueError(f"{given[0]} must be [low, high], finite and ascending")
         if self.log_uniform is not None and low <= 0:
@@ -59,19 +59,19 @@ class Domain(Section):
         return self
 
     @property
-    def ends(self) -> tuple[Any, ...]:
+    def values_or_bounds(self) -> tuple[Any, ...]:
         """Return every listed value, or the two ends of the range."""
         found = self.choice or self.integer or self.uniform or self.log_uniform
         assert found is not None
         return found
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Return the values for a reader."""
         if self.choice is not None:
             text = f"one of {', '.join(map(str, self.choice))}"
         else:
-            low, high = self.ends
+            low, high = self.values_or_bounds
             text = f"{low:g} to {high:g}{', whole numbers' if self.integer else ''}"
         more = f"; the same for {', '.join(self.also)}" if self.also else ""
         return f"{text}{', evenly by its logarithm' if self.log_uniform else ''}{more}"
@@ -87,13 +87,13 @@ class LawRecipe(Section):
     """
 
     name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "binomial", "fixed"]
-    mean: Annotated[float, Number, Field(ge=1, le=10_000)] | None = None
+    mean: Annotated[float, RejectBool, Field(ge=1, le=10_000)] | None = None
     # Below -1/2 the tail of K is so long that no computer could run every draw.
-    shape: Annotated[float, Number, Field(ge=-0.5, le=1000)] | None = None
-    runs: Trials | None = None
+    shape: Annotated[float, RejectBool, Field(ge=-0.5, le=1000)] | None = None
+    runs: TrialCount | None = None
 
     @model_validator(mode="after")
-    def _what_belongs(self) -> LawRecipe:
+    def _check_law_fields(self) -> LawRecipe:
         if (self.name in ("fixed", "binomial")) != (self.runs is not None):
             raise ValueError("runs belongs to the laws fixed and binomial, which need it")
         if (self.name == "fixed") == (self.mean is not None):
@@ -105,7 +105,7 @@ class LawRecipe(Section):
         return self
 
     @property
-    def secret(self) -> SelectionLaw | None:
+    def secret_law(self) -> SelectionLaw | None:
         """Return the law of a secret number of trials; None where it is fixed and public."""
         if self.mean is None:
             return None
@@ -115,25 +115,25 @@ class LawRecipe(Section):
         return SelectionLaw(self.mean, shapes.get(self.name, self.shape or 0.0))
 
     @property
-    def expected(self) -> float:
+    def mean_trials(self) -> float:
         """Return the mean number of trials."""
         return self.mean or float(self.runs or 1)
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Return the law in words; with law fixed the number of trials is public."""
-        secret = self.secret
+        secret = self.secret_law
         return f"fixed, {self.runs} trials" if secret is None else secret.describe()
 
     @property
-    def in_full(self) -> str:
+    def full_description(self) -> str:
         """Return the law in words, with a number of trials that is hardly ever exceeded."""
-        secret = self.secret
+        secret = self.secret_law
         if secret is None:
-            return self.in_words
+            return self.description
         least = secret.quantile(0.05)
-        chance = math.floor(100 * secret.at_least(least)) / 100
-        return f"{self.in_words} (at least {least} with probability {chance:.2f})"
+        chance = math.floor(100 * secret.tail_probability(least)) / 100
+        return f"{self.description} (at least {least} with probability {chance:.2f})"
 
 
 class PublicData(Section):
@@ -159,13 +159,13 @@ class ScoreRecipe(Section):
     """
 
     conditions = (
-        OnlyWith(
+        OptionCondition(
             ("hold_out",), "without public: it is of private records", lambda it: it.public is None
         ),
-        OnlyWith(
+        OptionCondition(
             ("draws", "alpha"),
             "with objectives certified-accuracy and average-radius",
-            lambda it: it.certifies,
+            lambda it: it.needs_certificates,
         ),
     )
 
@@ -181,7 +181,7 @@ class ScoreRecipe(Section):
     alpha: Probability = 0.01
 
     @model_validator(mode="after")
-    def _what_objectives_need(self) -> ScoreRecipe:
+    def _check_objectives(self) -> ScoreRecipe:
         if ("certified-accuracy" in self.objectives) != (self.radius is not None):
             raise ValueError("radius belongs to objective certified-accuracy, which needs it")
         if ("average-radius" in self.objectives) != (self.radius_cap is not None):
@@ -191,11 +191,11 @@ class ScoreRecipe(Section):
         return self
 
     @property
-    def certifies(self) -> bool:
+    def needs_certificates(self) -> bool:
         return set(self.objectives) != {"accuracy"}
 
     @property
-    def scored_on(self) -> str:
+    def scored_records(self) -> str:
         """Return the records that trials are scored on, in words."""
         if self.public is None:
             return "held-out private records, with noise"
@@ -221,8 +221,8 @@ class AshaRecipe(Section):
     beforehand.
     """
 
-    rungs: Annotated[int, Number, Field(ge=2, le=100)] = 3
-    reduction_factor: Annotated[int, Number, Field(ge=2, le=100)] = 3
+    rungs: Annotated[int, RejectBool, Field(ge=2, le=100)] = 3
+    reduction_factor: Annotated[int, RejectBool, Field(ge=2, le=100)] = 3
 
 
 class TuneRecipe(Section):
@@ -240,7 +240,7 @@ class TuneRecipe(Section):
     concurrent: Count | None = None
 
     @model_validator(mode="after")
-    def _adaptive_is_paid(self) -> TuneRecipe:
+    def _check_adaptive_search(self) -> TuneRecipe:
         if self.law.name == "fixed":
             return self
         reason = (
@@ -255,7 +255,7 @@ class TuneRecipe(Section):
         return self
 
     @property
-    def searched(self) -> tuple[str, ...]:
+    def searched_fields(self) -> tuple[str, ...]:
         """Return every field that the search sets, sorted."""
         return tuple(sorted({f for key, domain in self.space.items() for f in (key, *domain.also)}))
 
@@ -268,9 +268,9 @@ class TuneRecipe(Section):
         """
         from dpdist.privacy.phases import GaussianReleases
 
-        return () if noise is None else (GaussianReleases(noise, self.rungs),)
+        return () if noise is None else (GaussianReleases(noise, self.scores_per_trial),)
 
     @property
-    def rungs(self) -> int:
+    def scores_per_trial(self) -> int:
         """Return how often each trial is scored."""
         return 1 if self.asha is None else self.asha.rungs

@@ -19,31 +19,31 @@ from dpdist.config.search import TuneRecipe
 from dpdist.config.training import AugmentRecipe, ResourcesRecipe, TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
-    MOST_SHIFTS,
+    MAX_SHIFT,
     Count,
     FilePath,
     Finite,
     HexKey,
     JsonObject,
     NoiseMultiplier,
-    Number,
-    OnlyWith,
+    OptionCondition,
     Positive,
     Probability,
+    RejectBool,
     RunName,
     Section,
     Text,
-    averaged,
-    each,
-    of_key,
-    rule_of,
+    describe_averaging,
+    iter_errors,
+    key_error,
+    validation_message,
 )
-from dpdist.core.files import shown
+from dpdist.core.files import quoted
 
 # --- audits -----------------------------------------------------------------------------------
 
 
-_EVERY_SUM = "every noisy sum, knowing the records and which of them joined each step"
+_EVERY_STEP_VIEW = "every noisy sum, knowing the records and which of them joined each step"
 
 
 class AuditOptions(Section):
@@ -65,12 +65,12 @@ class AuditOptions(Section):
         return self.kind
 
     @property
-    def sees(self) -> str:
+    def adversary_view(self) -> str:
         """Return the adversary's view of the run, in words."""
         raise NotImplementedError
 
     @property
-    def private(self) -> bool:
+    def result_is_private(self) -> bool:
         """Return whether the result says more of the records than a run's guarantee covers.
 
         Such a result lies where no report, card, release, fetch or archive without private
@@ -79,11 +79,11 @@ class AuditOptions(Section):
         return False
 
     @property
-    def planted(self) -> CanaryAudit | None:
+    def canary_audit(self) -> CanaryAudit | None:
         """Return the canaries that a training with this section has behind its records, or None."""
         return None
 
-    def check(self, recipe: Sections) -> None:
+    def check_recipe(self, recipe: BaseRecipe) -> None:
         """Raise ValueError for a recipe that could not be audited in this way."""
 
 
@@ -98,12 +98,12 @@ class MechanismAudit(AuditOptions):
     """
 
     kind: Literal["mechanism"] = "mechanism"
-    releases: Annotated[int, Number, Field(ge=100, le=10_000_000)] = 20_000
-    workers: Annotated[int, Number, Field(ge=1, le=64)] = 2
+    releases: Annotated[int, RejectBool, Field(ge=100, le=10_000_000)] = 20_000
+    workers: Annotated[int, RejectBool, Field(ge=1, le=64)] = 2
     seed: Text = "0"
 
     @property
-    def sees(self) -> str:
+    def adversary_view(self) -> str:
         return "single releases"
 
 
@@ -119,22 +119,22 @@ class ManyRunsAudit(AuditOptions):
     """
 
     kind: Literal["many-runs"] = "many-runs"
-    trainings: Annotated[int, Number, Field(ge=8, le=1_000_000)] = 1000
+    trainings: Annotated[int, RejectBool, Field(ge=8, le=1_000_000)] = 1000
     canary: Literal["input", "gradient"] = "input"
-    copies: Annotated[int, Number, Field(ge=1, le=64)] = 1
+    copies: Annotated[int, RejectBool, Field(ge=1, le=64)] = 1
     seed: HexKey | None = None
 
     @property
-    def every_step(self) -> bool:
+    def sees_every_step(self) -> bool:
         """Return whether the adversary sees every step, and the plan predicts the scores."""
         return self.canary == "gradient"
 
     @property
-    def sees(self) -> str:
-        return _EVERY_SUM if self.every_step else "the final model"
+    def adversary_view(self) -> str:
+        return _EVERY_STEP_VIEW if self.sees_every_step else "the final model"
 
     @property
-    def private(self) -> bool:
+    def result_is_private(self) -> bool:
         return True
 
     @property
@@ -157,57 +157,57 @@ class CanaryAudit(AuditOptions):
     """
 
     kind: Literal["canaries"] = "canaries"
-    canaries: Annotated[int, Number, Field(ge=20, le=1_000_000)] = 1000
+    canaries: Annotated[int, RejectBool, Field(ge=20, le=1_000_000)] = 1000
     canary: Literal["gradient", "mislabelled", "blank", "pair"] = "gradient"
     view: Literal["every-step", "final"] | None = None
-    guesses: Annotated[int, Number, Field(ge=2)] | None = None
+    guesses: Annotated[int, RejectBool, Field(ge=2)] | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> CanaryAudit:
-        if self.guessed > self.canaries:
+    def _check_guesses(self) -> CanaryAudit:
+        if self.num_guesses > self.canaries:
             raise ValueError(f"guesses must be <= canaries, the {self.canaries} that there are")
-        if self.view == "every-step" and not self.in_sums:
+        if self.view == "every-step" and not self.inserts_gradients:
             raise ValueError("view: every-step belongs to canary: gradient")
         return self
 
     @property
-    def guessed(self) -> int:
+    def num_guesses(self) -> int:
         """Return the number of coins that are guessed, which is even."""
         return 2 * round(0.04 * self.canaries) if self.guesses is None else self.guesses // 2 * 2
 
     @property
-    def in_sums(self) -> bool:
+    def inserts_gradients(self) -> bool:
         """Return whether the canaries are gradients in the clipped sums rather than records."""
         return self.canary == "gradient"
 
     @property
-    def replaces(self) -> bool:
+    def replaces_record(self) -> bool:
         """Return whether a coin replaces a record, or its gradient, under replace-one."""
-        return self.in_sums or self.canary == "pair"
+        return self.inserts_gradients or self.canary == "pair"
 
     @property
-    def every_step(self) -> bool:
+    def sees_every_step(self) -> bool:
         """Return whether the adversary sees every step.
 
         By default this holds for canaries in the sums.
         """
-        return self.in_sums and self.view != "final"
+        return self.inserts_gradients and self.view != "final"
 
     @property
-    def sees(self) -> str:
-        if self.every_step:
-            return _EVERY_SUM
-        return "the trained model" if self.replaces else "the trained model's answers"
+    def adversary_view(self) -> str:
+        if self.sees_every_step:
+            return _EVERY_STEP_VIEW
+        return "the trained model" if self.replaces_record else "the trained model's answers"
 
     @property
     def folder_name(self) -> str:
-        return f"canaries-{'every-step' if self.every_step else 'final'}"
+        return f"canaries-{'every-step' if self.sees_every_step else 'final'}"
 
     @property
-    def planted(self) -> CanaryAudit:
+    def canary_audit(self) -> CanaryAudit:
         return self
 
-    def words(self, records: int) -> str:
+    def report_note(self, records: int) -> str:
         """Return the mark of the run in a report. records: all that the plan counts."""
         coin = "under label 0 or 1" if self.canary == "pair" else "in or out"
         return (
@@ -215,7 +215,7 @@ class CanaryAudit(AuditOptions):
             f"canaries, each {coin} by a secret coin"
         )
 
-    def check(self, recipe: Sections) -> None:
+    def check_recipe(self, recipe: BaseRecipe) -> None:
         if recipe.tune is not None:
             raise ValueError("audit.kind: canaries does not go with tune; audit the values found")
         if self.canary == "pair" and recipe.privacy.neighbours != "replace-one":
@@ -223,14 +223,14 @@ class CanaryAudit(AuditOptions):
                 "audit.canary: pair replaces a record by another, which is two steps of "
                 "add-or-remove-one: give privacy.neighbours: replace-one"
             )
-        if self.in_sums and recipe.privacy.noise_multiplier == 0:
+        if self.inserts_gradients and recipe.privacy.noise_multiplier == 0:
             raise ValueError(
                 "audit.canary: gradient canaries of a training without noise have no target: "
                 "nothing is promised about its sums"
             )
 
 
-def _kind(section: Any) -> str:
+def _audit_kind(section: Any) -> str:
     """Return the kind that a section names; `mechanism` where the section names none."""
     if isinstance(section, AuditOptions):
         return section.kind
@@ -241,7 +241,7 @@ AnyAudit = Annotated[
     Annotated[MechanismAudit, Tag("mechanism")]
     | Annotated[CanaryAudit, Tag("canaries")]
     | Annotated[ManyRunsAudit, Tag("many-runs")],
-    Discriminator(_kind),
+    Discriminator(_audit_kind),
 ]
 """The recipe's ``audit`` section."""
 
@@ -282,7 +282,7 @@ class ModelRecipe(Section):
     classifier: PretrainedRecipe | None = None
     denoiser: PretrainedRecipe | None = None
     trained: list[Text] = Field(default=[], max_length=1000)
-    shifts: Annotated[int, Number, Field(ge=0, le=MOST_SHIFTS)] = Field(
+    shifts: Annotated[int, RejectBool, Field(ge=0, le=MAX_SHIFT)] = Field(
         default=0, description="answer by the average over moves by up to so many pixels"
     )
     mirrored: bool = Field(
@@ -290,42 +290,42 @@ class ModelRecipe(Section):
     )
 
     @property
-    def title(self) -> str:
+    def display_name(self) -> str:
         """Return a name of the model for readers."""
-        return averaged(self.name, self.shifts, self.mirrored)
+        return describe_averaging(self.name, self.shifts, self.mirrored)
 
     @property
-    def key_of_average(self) -> str | None:
+    def averaging_key(self) -> str | None:
         """Return the key that asks for an average over views, or None."""
         return "shifts" if self.shifts else "mirrored" if self.mirrored else None
 
     @field_validator("initial", "classifier", "denoiser", mode="before")
     @classmethod
-    def _by_folder(cls, value: Any) -> Any:
+    def _wrap_folder(cls, value: Any) -> Any:
         return {"folder": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _one_pretrained(self) -> ModelRecipe:
+    def _check_pretrained(self) -> ModelRecipe:
         if sum(p is not None for p in (self.initial, self.classifier, self.denoiser)) > 1:
             raise ValueError(
                 "give one of initial, a frozen classifier and a frozen denoiser: the run trains "
                 "the whole model or the rest of it"
             )
         if self.trained and self.initial is None:
-            raise of_key("trained", "needs initial: the public weights of what is not trained")
+            raise key_error("trained", "needs initial: the public weights of what is not trained")
         return self
 
     @property
-    def pretrained(
+    def pretrained_part(
         self,
     ) -> tuple[Literal["initial", "classifier", "denoiser"], PretrainedRecipe] | None:
         """Return the pretrained part (initial, classifier, denoiser) and its location, or None."""
         if self.initial is not None:
             return "initial", self.initial
-        return self.frozen
+        return self.frozen_part
 
     @property
-    def frozen(self) -> tuple[Literal["classifier", "denoiser"], PretrainedRecipe] | None:
+    def frozen_part(self) -> tuple[Literal["classifier", "denoiser"], PretrainedRecipe] | None:
         """Return the frozen part of the model and its origin; None when nothing is frozen."""
         if self.classifier is not None:
             return "classifier", self.classifier
@@ -339,8 +339,10 @@ class PrivacyRecipe(Section):
     """
 
     conditions = (
-        OnlyWith(("clip_norm",), "where gradients are clipped", lambda it: it.clipping != "none"),
-        OnlyWith(
+        OptionCondition(
+            ("clip_norm",), "where gradients are clipped", lambda it: it.clipping != "none"
+        ),
+        OptionCondition(
             ("budget_composition",),
             "with budget_ceiling",
             lambda it: it.budget_ceiling is not None,
@@ -364,7 +366,7 @@ class PrivacyRecipe(Section):
         description="a declared number of records: rate, divisor and steps follow from it, and "
         "the true number stays private",
     )
-    group_size: Annotated[int, Number, Field(ge=1, le=1000)] = Field(
+    group_size: Annotated[int, RejectBool, Field(ge=1, le=1000)] = Field(
         default=1, description="also state the guarantee for a person with up to so many records"
     )
     budget: FilePath | None = Field(
@@ -387,7 +389,7 @@ class PrivacyRecipe(Section):
     )
 
     @model_validator(mode="after")
-    def _one_target(self) -> PrivacyRecipe:
+    def _check_target(self) -> PrivacyRecipe:
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("give exactly one of epsilon and noise_multiplier")
         if self.budget_ceiling is not None and self.budget is None:
@@ -433,7 +435,7 @@ class Privacy(PrivacyRecipe):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise UserError("\n".join(map(_complaint, each(error)))) from None
+            raise UserError("\n".join(map(_complaint, iter_errors(error)))) from None
 
 
 # Names of the same settings in Opacus.
@@ -441,11 +443,11 @@ _ELSEWHERE = {"max_grad_norm": "clip_norm", "target_epsilon": "epsilon", "target
 
 
 def _complaint(item: Any) -> str:
-    key, rule = ".".join(["privacy", *map(str, item["loc"])]), rule_of(item)
+    key, rule = ".".join(["privacy", *map(str, item["loc"])]), validation_message(item)
     if item["type"] == "extra_forbidden" and (ours := _ELSEWHERE.get(str(item["loc"][-1]))):
         return f"{key}: {rule}, take {ours}"
     told = item["type"] in ("extra_forbidden", "missing") or isinstance(item["input"], dict)
-    return f"{key}: {rule}" if told else f"{key}: {rule}, got {shown(item['input'])}"
+    return f"{key}: {rule}" if told else f"{key}: {rule}, got {quoted(item['input'])}"
 
 
 class DenoiserRecipe(Section):
@@ -471,14 +473,14 @@ class PublicRecipe(Section):
     """
 
     conditions = (
-        OnlyWith(
+        OptionCondition(
             (
                 "training.reproducible", "model.isolate", "model.initial", "model.classifier",
                 "model.denoiser", "model.trained",
             ),
             "to the private training",
         ),
-        OnlyWith(
+        OptionCondition(
             ("data.public", "data.hold_out", "data.fraction"),
             "to the private records (all of public.data is public; public.data.max_train takes "
             "some of them)",
@@ -495,11 +497,11 @@ class PublicRecipe(Section):
 
     @field_validator("model", "denoiser", mode="before")
     @classmethod
-    def _model_by_name(cls, value: Any) -> Any:
+    def _wrap_model_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
 
-class Sections(Section):
+class BaseRecipe(Section):
     """A whole recipe, with whatever method: everything a method's rules may ask of the rest."""
 
     name: RunName
@@ -516,13 +518,13 @@ class Sections(Section):
 
     @field_validator("model", mode="before")
     @classmethod
-    def _model_by_name(cls, value: Any) -> Any:
+    def _wrap_model_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _public_fits(self) -> Sections:
+    def _check_public(self) -> BaseRecipe:
         if self.public is not None:
-            pretrained = self.model.pretrained
+            pretrained = self.model.pretrained_part
             if pretrained is None:
                 raise ValueError(
                     "public needs model.initial, model.classifier or model.denoiser: the folder "
@@ -536,13 +538,13 @@ class Sections(Section):
                 )
             if pretrained[0] != "initial" and self.public.model is None:
                 raise ValueError("public.model: required, the network of the frozen part")
-            if self.public.model is not None and (key := self.public.model.key_of_average):
+            if self.public.model is not None and (key := self.public.model.averaging_key):
                 raise ValueError(f"public.model.{key}: of the model that is trained; leave it out")
             if self.public.denoiser is not None:
-                self._check_denoiser(self.public)
+                self._check_public_denoiser(self.public)
         return self
 
-    def _check_denoiser(self, public: PublicRecipe) -> None:
+    def _check_public_denoiser(self, public: PublicRecipe) -> None:
         """Raise ValueError for a denoiser that goes with nothing else the recipe says."""
         if self.model.initial is None:
             raise ValueError(
@@ -559,13 +561,13 @@ class Sections(Section):
             )
 
     @model_validator(mode="after")
-    def _stands_behind(self) -> Sections:
+    def _check_denoiser_position(self) -> BaseRecipe:
         before = {
             "model.denoiser": self.model.denoiser,
             "public.denoiser": self.public and self.public.denoiser,
         }
         for key, denoiser in before.items():
-            if denoiser is not None and not self.method.behind_denoiser:
+            if denoiser is not None and not self.method.supports_frozen_denoiser:
                 raise ValueError(
                     f"{key}: a frozen denoiser does not go with method {self.method.name}, which "
                     "works at the inputs or behind the first layer, and that would be the frozen "
@@ -574,8 +576,8 @@ class Sections(Section):
         return self
 
     @model_validator(mode="after")
-    def _views_fit(self) -> Sections:
-        if (key := self.model.key_of_average) and self.method.carries_noise:
+    def _check_averaging(self) -> BaseRecipe:
+        if (key := self.model.averaging_key) and self.method.has_prediction_noise:
             raise ValueError(
                 f"model.{key}: method {self.method.name} leaves noise inside the model, which "
                 "several passes of one draw would not share; leave it out"
@@ -583,25 +585,25 @@ class Sections(Section):
         return self
 
     @model_validator(mode="after")
-    def _tokens_fit(self) -> Sections:
+    def _check_token_inputs(self) -> BaseRecipe:
         asked = {
             "certify": self.certify is not None,
             "model.shifts": self.model.shifts > 0,
             "model.mirrored": self.model.mirrored,
-            "training.crop, flip": self.training.augmented,
-            f"method {self.method.name}": not self.method.takes_tokens,
+            "training.crop, flip": self.training.has_augmentation,
+            f"method {self.method.name}": not self.method.supports_tokens,
         }
         of_labels = {"tune": self.tune is not None, "audit": self.audit is not None}
         if self.data.targets != "class":
             of_labels |= {"certify": self.certify is not None, "public": self.public is not None}
-        why = [self.data.refused(what) for what, given in asked.items() if given]
-        why += [self.data.without_label(what) for what, given in of_labels.items() if given]
+        why = [self.data.numeric_input_error(what) for what, given in asked.items() if given]
+        why += [self.data.single_label_error(what) for what, given in of_labels.items() if given]
         for found in filter(None, why):
             raise ValueError(f"{found}: leave it out")
         return self
 
     @model_validator(mode="after")
-    def _loss_fits(self) -> Sections:
+    def _loss_fits(self) -> BaseRecipe:
         loss, targets = self.training.loss, self.data.targets
         if loss == "cross-entropy" and targets == "class":
             return self
@@ -629,19 +631,19 @@ class Sections(Section):
         return self
 
     @property
-    def planted(self) -> CanaryAudit | None:
+    def canary_audit(self) -> CanaryAudit | None:
         """Return the canaries behind the records of an audited training, or None."""
-        return None if self.audit is None else self.audit.planted
+        return None if self.audit is None else self.audit.canary_audit
 
     @model_validator(mode="after")
-    def _audit_fits(self) -> Sections:
+    def _check_audit(self) -> BaseRecipe:
         if self.audit is not None:
-            self.audit.check(self)
+            self.audit.check_recipe(self)
         return self
 
     @model_validator(mode="after")
-    def _ceiling_holds(self) -> Sections:
-        charged = self.resources.elastic and not self.training.reproducible
+    def _check_budget_ceiling(self) -> BaseRecipe:
+        charged = self.resources.is_elastic and not self.training.reproducible
         if charged and self.privacy.budget_ceiling is not None:
             raise ValueError(
                 "resources.workers as a range, with privacy.budget_ceiling, needs "
@@ -651,7 +653,7 @@ class Sections(Section):
         return self
 
     @model_validator(mode="after")
-    def _counts_fit(self) -> Sections:
+    def _check_record_counts(self) -> BaseRecipe:
         if self.data.max_train is not None and self.privacy.nominal_records is not None:
             raise ValueError(
                 "privacy.nominal_records does not go with data.max_train, a share of the true "
@@ -662,7 +664,7 @@ class Sections(Section):
                 "privacy.nominal_records does not go with tune: a search's shares of the records "
                 "are counted; search without it, and train with the values found"
             )
-        if self.tune is not None and self.resources.elastic:
+        if self.tune is not None and self.resources.is_elastic:
             raise ValueError(
                 "resources.workers as a range does not go with tune: how many trials run at once "
                 "follows from what each of them holds; give a number"

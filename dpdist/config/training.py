@@ -11,19 +11,19 @@ from dpdist.core.fields import (
     Count,
     CountOrZero,
     Cpus,
+    FractionBelowOne,
     Gpus,
-    Number,
-    OnlyWith,
-    Part,
+    OptionCondition,
     Positive,
     PositiveOrZero,
     Probability,
-    Processes,
+    ProcessCount,
+    RejectBool,
     Section,
     Seed,
     Steps,
     Text,
-    of_key,
+    key_error,
 )
 
 # --- training ---------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ class TrainingRecipe(Section):
     """
 
     conditions = (
-        OnlyWith(("factor",), "with schedule: step", lambda loop: loop.schedule == "step"),
+        OptionCondition(("factor",), "with schedule: step", lambda loop: loop.schedule == "step"),
     )
 
     batch_size: Count
@@ -63,11 +63,11 @@ class TrainingRecipe(Section):
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     milestones: list[Probability] = Field(default=[], max_length=100)
     factor: Probability = 0.1
-    momentum: Part = 0.0
+    momentum: FractionBelowOne = 0.0
     weight_decay: PositiveOrZero = Field(
         default=0.0, description="of released parameters: post-processing, free"
     )
-    crop: Annotated[int, Number, Field(ge=0, le=64)] = Field(
+    crop: Annotated[int, RejectBool, Field(ge=0, le=64)] = Field(
         default=0, description="pixels; drawn for each record alone, before its clip: free"
     )
     flip: bool = Field(default=False, description="mirror images at random: free, as crop")
@@ -93,7 +93,7 @@ class TrainingRecipe(Section):
         return self.loss not in LOSSES
 
     @model_validator(mode="after")
-    def _consistent(self) -> TrainingRecipe:
+    def _check_schedule(self) -> TrainingRecipe:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of steps and epochs")
         if self.momentum and self.optimizer != "sgd":
@@ -108,7 +108,7 @@ class TrainingRecipe(Section):
         return self
 
     @property
-    def augmented(self) -> bool:
+    def has_augmentation(self) -> bool:
         """Return whether records are changed at random before each use."""
         return self.crop > 0 or self.flip
 
@@ -132,7 +132,7 @@ class AugmentRecipe(Section):
     contrast: tuple[Positive, Positive] | None = (2.0, 5.0)
 
     @model_validator(mode="after")
-    def _ranges(self) -> AugmentRecipe:
+    def _check_ranges(self) -> AugmentRecipe:
         for name in ("scale", "middle", "contrast"):
             pair = getattr(self, name)
             if pair is not None and pair[0] > pair[1]:
@@ -173,23 +173,23 @@ class ScriptRecipe(Section):
 class WorkerRange(Section):
     """A range of training workers: as many as the cluster has room for, as hosts come and go."""
 
-    min: Processes
-    max: Processes
+    min: ProcessCount
+    max: ProcessCount
 
     @model_validator(mode="after")
-    def _in_order(self) -> WorkerRange:
+    def _check_order(self) -> WorkerRange:
         if self.min > self.max:
             raise ValueError(f"min must be at most max, got {self.min} and {self.max}")
         return self
 
 
-def _how_many(value: Any) -> str:
+def _worker_count_kind(value: Any) -> str:
     return "range" if isinstance(value, dict | WorkerRange) else "number"
 
 
 AnyWorkers = Annotated[
-    Annotated[Processes, Tag("number")] | Annotated[WorkerRange, Tag("range")],
-    Discriminator(_how_many),
+    Annotated[ProcessCount, Tag("number")] | Annotated[WorkerRange, Tag("range")],
+    Discriminator(_worker_count_kind),
 ]
 
 
@@ -212,7 +212,7 @@ class ResourcesRecipe(Section):
     )
     checkpoint_seconds: Positive = 30
     max_failures: CountOrZero = 3
-    certify_actors: Processes | None = Field(
+    certify_actors: ProcessCount | None = Field(
         default=None, description="default: one for each CPU, or for each GPU's share"
     )
     certify_gpus: Gpus | None = Field(
@@ -228,10 +228,10 @@ class ResourcesRecipe(Section):
     )
 
     @model_validator(mode="after")
-    def _whole_shares(self) -> ResourcesRecipe:
+    def _check_whole_resources(self) -> ResourcesRecipe:
         each = (self.cpus_per_worker, self.gpus_per_worker)
-        if self.elastic and any(amount != int(amount) for amount in each):
-            raise of_key(
+        if self.is_elastic and any(amount != int(amount) for amount in each):
+            raise key_error(
                 "workers",
                 "a range needs whole cpus_per_worker and gpus_per_worker: Ray divides a host's by "
                 "a worker's without rest, and miscounts shares",
@@ -239,7 +239,7 @@ class ResourcesRecipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _closed_archive(self) -> ResourcesRecipe:
+    def _check_archive(self) -> ResourcesRecipe:
         # Not a rule of the field: its complaint would repeat a password.
         address = self.archive
         if address is not None and not re.fullmatch(r"(s3|gs|file)://[^@\s]+", address):
@@ -252,25 +252,29 @@ class ResourcesRecipe(Section):
         return self
 
     @property
-    def elastic(self) -> bool:
+    def is_elastic(self) -> bool:
         """Return whether the number of training workers may change while they train."""
         return isinstance(self.workers, WorkerRange)
 
     @property
-    def least(self) -> int:
+    def min_workers(self) -> int:
         """Return the least number of training workers with which the training proceeds."""
         return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
-    def most(self) -> int:
+    def max_workers(self) -> int:
         return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
-    def span(self) -> str:
+    def worker_count_text(self) -> str:
         """Return the number of training workers, in words."""
-        return f"{self.least:,} to {self.most:,}" if self.elastic else f"{self.most:,}"
+        return (
+            f"{self.min_workers:,} to {self.max_workers:,}"
+            if self.is_elastic
+            else f"{self.max_workers:,}"
+        )
 
     @property
-    def cpus(self) -> float:
+    def min_cpus(self) -> float:
         """Return the number of CPUs without which nothing is trained."""
-        return self.least * self.cpus_per_worker
+        return self.min_workers * self.cpus_per_worker

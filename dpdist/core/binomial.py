@@ -13,15 +13,15 @@ from numpy.typing import ArrayLike
 
 # Inverse incomplete beta functions are good to about 1e-14 relative; this margin is a thousandth
 # of what any printed digit shows and keeps the rounding on the safe side.
-MARGIN = 1e-13
+RELATIVE_MARGIN = 1e-13
 
 Bound = np.ndarray | np.float64
 
 
-def clopper_pearson_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
+def clopper_pearson_lower(successes: ArrayLike, trials: ArrayLike, alpha: ArrayLike) -> Bound:
     """Return the one-sided lower confidence bound of a probability.
 
-    The bound is from ``hits`` successes in ``draws``.
+    The bound is from ``successes`` successes in ``trials``.
 
     The largest p with Pr[Binomial(draws, p) >= hits] <= alpha; 0 when hits = 0. The true
     probability lies below it with probability at most alpha. Exact for counts up to 1e9 and more.
@@ -29,28 +29,30 @@ def clopper_pearson_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -
 
     Raises ValueError unless 0 <= hits <= draws, draws >= 1 and 0 < alpha < 1.
     """
-    k, n, a = _counts(hits, draws, alpha)
-    return _lower(k, n, a)[0][()]
+    k, n, a = _validate_counts(successes, trials, alpha)
+    return _lower_bound_and_complement(k, n, a)[0][()]
 
 
-def clopper_pearson_upper(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
+def clopper_pearson_upper(successes: ArrayLike, trials: ArrayLike, alpha: ArrayLike) -> Bound:
     """Return the one-sided upper confidence bound of a probability; 1 when hits = draws.
 
     See ``clopper_pearson_lower``.
     """
-    k, n, a = _counts(hits, draws, alpha)
-    return _lower(n - k, n, a)[1][()]
+    k, n, a = _validate_counts(successes, trials, alpha)
+    return _lower_bound_and_complement(n - k, n, a)[1][()]
 
 
 def clopper_pearson_interval(
-    hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike
+    successes: ArrayLike, trials: ArrayLike, alpha: ArrayLike
 ) -> tuple[Bound, Bound]:
     """Return a two-sided confidence interval of a probability.
 
     Its error is at most alpha in all, alpha / 2 on each side.
     """
     half = np.asarray(alpha, dtype=np.float64) / 2
-    return clopper_pearson_lower(hits, draws, half), clopper_pearson_upper(hits, draws, half)
+    return clopper_pearson_lower(successes, trials, half), clopper_pearson_upper(
+        successes, trials, half
+    )
 
 
 def hoeffding_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
@@ -63,18 +65,18 @@ def hoeffding_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Boun
 
     Raises ValueError unless 0 <= hits <= draws, draws >= 1 and 0 < alpha < 1.
     """
-    k, n, a = _counts(hits, draws, alpha)
-    width = np.sqrt(-np.log(a) / (2 * n)) * (1 + MARGIN)
-    found: Bound = np.maximum((k / n - width) * (1 - MARGIN) - MARGIN, 0.0)[()]
+    k, n, a = _validate_counts(hits, draws, alpha)
+    width = np.sqrt(-np.log(a) / (2 * n)) * (1 + RELATIVE_MARGIN)
+    found: Bound = np.maximum((k / n - width) * (1 - RELATIVE_MARGIN) - RELATIVE_MARGIN, 0.0)[()]
     return found
 
 
-def two_sided_p_value(hits: int, draws: int) -> float:
+def two_sided_p_value(successes: int, trials: int) -> float:
     """Return the p value of hits or more extreme under Binomial(draws, 1/2)."""
-    most = max(hits, draws - hits)
-    if draws == 0 or 2 * most == draws:
+    most = max(successes, trials - successes)
+    if trials == 0 or 2 * most == trials:
         return 1.0
-    return float(min(1.0, 2 * scipy.special.betainc(most, draws - most + 1, 0.5)))
+    return float(min(1.0, 2 * scipy.special.betainc(most, trials - most + 1, 0.5)))
 
 
 def check_alpha(alpha: ArrayLike) -> np.ndarray:
@@ -88,31 +90,33 @@ def check_alpha(alpha: ArrayLike) -> np.ndarray:
     return a
 
 
-def _counts(
-    hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike
+def _validate_counts(
+    successes: ArrayLike, trials: ArrayLike, alpha: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    k = np.asarray(hits, dtype=np.float64)
-    n = np.asarray(draws, dtype=np.float64)
+    k = np.asarray(successes, dtype=np.float64)
+    n = np.asarray(trials, dtype=np.float64)
     if not (np.all(k == np.floor(k)) and np.all(n == np.floor(n))):
         raise ValueError("hits and draws must be whole numbers")
     if not np.all((n >= 1) & np.isfinite(n)):
-        raise ValueError(f"draws must be at least 1, got {draws!r}")
+        raise ValueError(f"draws must be at least 1, got {trials!r}")
     if not np.all((k >= 0) & (k <= n)):
-        raise ValueError(f"hits must lie between 0 and draws, got {hits!r} of {draws!r}")
+        raise ValueError(f"hits must lie between 0 and draws, got {successes!r} of {trials!r}")
     k, n, a = np.broadcast_arrays(k, n, check_alpha(alpha))
     return k, n, a
 
 
-def _lower(k: np.ndarray, n: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _lower_bound_and_complement(
+    k: np.ndarray, n: np.ndarray, a: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return p_lower rounded down and 1 - p_lower rounded up, exact even when tiny."""
     positive = np.maximum(k, 1)
     p = scipy.special.betaincinv(positive, n - positive + 1, a)
     q = scipy.special.betainccinv(n - positive + 1, positive, a)
     # At k = n the bound is alpha ** (1 / n), whose complement expm1 keeps to full precision.
     q = np.where(k == n, -np.expm1(np.log(a) / n), q)
-    q = np.where(k == 0, 1.0, np.minimum(q * (1 + MARGIN), 1.0))
+    q = np.where(k == 0, 1.0, np.minimum(q * (1 + RELATIVE_MARGIN), 1.0))
     near_one = q < 0.5
-    p = np.where(near_one, np.nextafter(1 - q, 0), p * (1 - MARGIN))
+    p = np.where(near_one, np.nextafter(1 - q, 0), p * (1 - RELATIVE_MARGIN))
     p = np.where(k == 0, 0.0, p)
     q = np.where(near_one, q, np.nextafter(1 - p, 2))
     return p, np.minimum(q, 1.0)

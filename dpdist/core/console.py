@@ -20,7 +20,7 @@ from typing import Any, SupportsFloat
 # --- messages, progress and tables ------------------------------------------------------------
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a line about a command's progress to standard error; results go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
@@ -30,14 +30,14 @@ def print_json(value: Any) -> None:
 
     A number that is not finite, which JSON cannot hold, becomes its name: "inf".
     """
-    print(json.dumps(_finite(value), allow_nan=False), flush=True)
+    print(json.dumps(_replace_nonfinite(value), allow_nan=False), flush=True)
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: _replace_nonfinite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [_replace_nonfinite(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -65,18 +65,18 @@ def progress(
         if done < total and now - last_shown < (0.2 if live else 10.0):
             return
         pace = rate if rate_unit is None else done / max(now - began, 1e-9)
-        left = _clock((total - done) / pace) if pace > 0 else "?"
+        left = _format_duration((total - done) / pace) if pace > 0 else "?"
         percent = 100 * done // max(total, 1)
         line = f"{title}: {done:,} of {total:,} {unit} ({percent}%)"
         line += f", {rate:,.1f} {rate_unit or unit}/s, {left} left"
-        final = f"{title}: {done:,} of {total:,} {unit} in {_clock(now - began)}"
+        final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         last_shown = now
         if live:
             sys.stderr.write("\r" + line.ljust(int(last_length)))
             sys.stderr.flush()
             last_length = len(line)
         elif done < total:
-            say(line)
+            log(line)
 
     try:
         yield show
@@ -86,13 +86,13 @@ def progress(
             sys.stderr.flush()
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def table(rows: Sequence[tuple[str, str]], title: str = "") -> str:
+def format_table(rows: Sequence[tuple[str, str]], title: str = "") -> str:
     """Return two aligned columns under a title, as plain text."""
     width = max(len(name) for name, _ in rows)
     lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
@@ -100,7 +100,7 @@ def table(rows: Sequence[tuple[str, str]], title: str = "") -> str:
     return "\n".join(([title] if title else []) + [rule, *lines, rule])
 
 
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return aligned columns; a long last column is wrapped to the terminal."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
     indent = sum(widths) + 2 * len(widths)
@@ -121,41 +121,41 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # --- numbers as text --------------------------------------------------------------------------
 
 
-def percent(share: SupportsFloat, digits: int = 2, *, up: bool = False) -> str:
+def format_percent(fraction: SupportsFloat, digits: int = 2, *, round_up: bool = False) -> str:
     """Return a share in %, without its sign, rounded down.
 
     So 100 stands only where nothing is missing, and a lower bound is never printed larger than it
     is.
 
     Args:
-        share: between 0 and 1.
+        fraction: between 0 and 1.
         digits: behind the point.
-        up: round up instead, for an upper bound.
+        round_up: round up instead, for an upper bound.
 
     Example:
         >>> percent(9_996 / 10_000, 1), percent(0.29), percent(1e-9, up=True)
         ('99.9', '29.00', '0.01')
     """
-    return _rounded(Decimal(repr(float(share))) * 100, digits, up)
+    return _rounded(Decimal(repr(float(fraction))) * 100, digits, round_up)
 
 
-def bound(number: SupportsFloat, digits: int = 3, *, up: bool = False) -> str:
+def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = False) -> str:
     """Return a bound with so many digits behind the point, rounded down; up: rounded up.
 
     Example:
         >>> bound(0.9996), bound(0.0001, up=True), bound(float("inf"), up=True)
         ('0.999', '0.001', 'inf')
     """
-    return _rounded(Decimal(repr(float(number))), digits, up)
+    return _rounded(Decimal(repr(float(number))), digits, round_up)
 
 
-def significant(number: SupportsFloat, digits: int = 4, *, down: bool = False) -> str:
+def format_significant(number: SupportsFloat, digits: int = 4, *, round_down: bool = False) -> str:
     """Return an upper bound with so many significant digits, rounded up.
 
     Args:
         number: the bound; infinity and NaN are named.
         digits: at most 15, which a float holds.
-        down: round down instead, for a lower bound.
+        round_down: round down instead, for a lower bound.
 
     Example:
         >>> significant(1e-5), significant(1.23456e-5), significant(99.99999)
@@ -163,11 +163,11 @@ def significant(number: SupportsFloat, digits: int = 4, *, down: bool = False) -
         >>> significant(0.1), significant(0.1, down=True), significant(0.12345, down=True)
         ('0.1', '0.1', '0.1234')
     """
-    context = Context(prec=digits, rounding=ROUND_FLOOR if down else ROUND_CEILING)
+    context = Context(prec=digits, rounding=ROUND_FLOOR if round_down else ROUND_CEILING)
     return f"{float(context.plus(Decimal(repr(float(number))))):.{digits}g}"
 
 
-def confidence(error: SupportsFloat) -> str:
+def format_confidence(error: SupportsFloat) -> str:
     """Return 1 less an error in %, without its sign and with all its digits.
 
     Example:
@@ -179,15 +179,15 @@ def confidence(error: SupportsFloat) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _rounded(number: Decimal, digits: int, up: bool) -> str:
+def _rounded(number: Decimal, digits: int, round_up: bool) -> str:
     """Return a number as people write it: 0.29 is 29 %, not a hair below."""
     if not number.is_finite():
         return str(float(number))
     step = Decimal(1).scaleb(-digits)
-    return f"{number.quantize(step, rounding=ROUND_CEILING if up else ROUND_FLOOR):f}"
+    return f"{number.quantize(step, rounding=ROUND_CEILING if round_up else ROUND_FLOOR):f}"
 
 
-def exact(number: float) -> str:
+def format_exact(number: float) -> str:
     """Return a number with six digits where that is the number itself, else with all it has.
 
     Example:

@@ -38,32 +38,41 @@ class Interrupted(Exception):
     """Ctrl-C during work that the same command continues."""
 
 
-class InvalidResults(UserError):
+class InvalidResultsError(UserError):
     """Work that found all its results so far worthless: it is neither tried again nor continued."""
 
 
-class NoRoom(UserError):
+class DiskFullError(UserError):
     """A disk that is full, over its quota or read-only, or a limit on the size of files.
 
     The user makes room and runs the command again.
     """
 
 
-def no_room(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Return whether a full disk caused the error, so that a repetition would fail again."""
     while error is not None:
-        if isinstance(error, NoRoom) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+        if isinstance(error, DiskFullError) or (
+            isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS
+        ):
             return True
         error = error.__cause__
     return False
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
-def is_refused(error: OSError) -> bool:
+def is_permission_or_limit_error(error: OSError) -> bool:
     """Return whether the machine refuses an operation by permissions or limits, for any caller."""
-    return error.errno in _REFUSED
+    return error.errno in _PERMISSION_OR_LIMIT_ERRNOS
 
 
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+_PERMISSION_OR_LIMIT_ERRNOS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EAGAIN,
+    errno.ENOMEM,
+)

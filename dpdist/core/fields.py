@@ -21,13 +21,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import shown, usable_path
+from dpdist.core.files import quoted, validate_path
 
 # --- options that apply only beside others ----------------------------------------------------
 
 
 @dataclass(frozen=True)
-class OnlyWith:
+class OptionCondition:
     """A condition under which options of a section apply.
 
     keys: below the section that states it, dotted. words: when they apply, behind "only applies".
@@ -35,44 +35,44 @@ class OnlyWith:
     """
 
     keys: tuple[str, ...]
-    words: str
-    holds: Callable[[Any], bool] = lambda section: False
+    description: str
+    is_met: Callable[[Any], bool] = lambda section: False
 
 
-def conditions_of(kind: type[BaseModel]) -> list[OnlyWith]:
+def collect_conditions(section_class: type[BaseModel]) -> list[OptionCondition]:
     """Return the conditions of a section's class, those of its bases first."""
-    stated = [vars(each).get("conditions", ()) for each in reversed(kind.__mro__)]
+    stated = [vars(each).get("conditions", ()) for each in reversed(section_class.__mro__)]
     return [condition for some in stated for condition in some]
 
 
-def unused(section: BaseModel, where: str = "") -> Iterator[str]:
+def iter_unused_options(section: BaseModel, context: str = "") -> Iterator[str]:
     """Yield a complaint about each option of a section that is set and that nothing uses.
 
     An option is set when it differs from its default. Sections inside the section count too.
     where: begins each key.
     """
-    yield from complaints(conditions_of(type(section)), section, where)
+    yield from iter_condition_errors(collect_conditions(type(section)), section, context)
     for name in type(section).model_fields:
         inner = getattr(section, name)
         if isinstance(inner, BaseModel):
-            yield from unused(inner, f"{where}{name}.")
+            yield from iter_unused_options(inner, f"{context}{name}.")
 
 
-def complaints(
-    conditions: Iterable[OnlyWith], section: BaseModel, where: str = ""
+def iter_condition_errors(
+    conditions: Iterable[OptionCondition], section: BaseModel, context: str = ""
 ) -> Iterator[str]:
     """Yield a complaint about each option of a section that these conditions refuse."""
     for condition in conditions:
-        if condition.holds(section):
+        if condition.is_met(section):
             continue
         for key in condition.keys:
-            value, usual = _value(section, key)
+            value, usual = _value_and_default(section, key)
             if value != usual:
-                said = f"only applies {condition.words}, got {shown(value)}"
-                yield f"{where}{key}: {said}; leave it out"
+                said = f"only applies {condition.description}, got {quoted(value)}"
+                yield f"{context}{key}: {said}; leave it out"
 
 
-def _value(section: BaseModel, key: str) -> tuple[Any, Any]:
+def _value_and_default(section: BaseModel, key: str) -> tuple[Any, Any]:
     """Return an option's value and its default; (None, None) where its section is missing."""
     *path, name = key.split(".")
     for part in path:
@@ -87,13 +87,14 @@ def _value(section: BaseModel, key: str) -> tuple[Any, Any]:
 # --- types of fields --------------------------------------------------------------------------
 
 
-SMALLEST, LARGEST = 1e-9, 1e9  # of a positive number in a recipe or on the command line
-MOST = 1_000_000_000  # of whatever is counted
-MOST_MODELS = 10_000  # that one command trains: each is a training, and a folder
-MOST_STEPS = 1_000_000  # of a training: more take minutes to account, and weeks to run
-RESOURCES = (1e-4, 1024)  # CPUs or GPUs of one process: Ray counts in ten-thousandths
-NOISE = (1e-2, 1e4)  # of a noise multiplier above 0: beyond, no accountant's numbers are any good
-LEAST_DELTA = 1e-30
+MIN_POSITIVE, MAX_NUMBER = 1e-9, 1e9  # of a positive number in a recipe or on the command line
+MAX_COUNT = 1_000_000_000  # of whatever is counted
+MAX_MODELS = 10_000  # that one command trains: each is a training, and a folder
+MAX_STEPS = 1_000_000  # of a training: more take minutes to account, and weeks to run
+RESOURCE_LIMITS = (1e-4, 1024)  # CPUs or GPUs of one process: Ray counts in ten-thousandths
+# of a noise multiplier above 0: beyond, no accountant's numbers are any good
+NOISE_MULTIPLIER_LIMITS = (1e-2, 1e4)
+MIN_DELTA = 1e-30
 
 
 class Section(BaseModel):
@@ -101,19 +102,19 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    conditions: ClassVar[tuple[OnlyWith, ...]] = ()  # of its options; a base's hold as well
+    conditions: ClassVar[tuple[OptionCondition, ...]] = ()  # of its options; a base's hold as well
 
 
-def _no_bool(value: Any) -> Any:
+def _reject_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("must be a number")
     return value
 
 
-def _between(low: float, high: float, zero: bool = False) -> Callable[[float], float]:
+def _range_validator(low: float, high: float, allow_zero: bool = False) -> Callable[[float], float]:
     def check(value: float) -> float:
-        if not (low <= value <= high or (zero and value == 0)):
-            also = "0, or " if zero else ""
+        if not (low <= value <= high or (allow_zero and value == 0)):
+            also = "0, or " if allow_zero else ""
             raise ValueError(f"must be {also}between {low:g} and {high:g}")
         return value
 
@@ -126,21 +127,21 @@ def _whole_above_one(value: float) -> float:
     return value
 
 
-def _path(value: Path) -> Path:
+def _resolve_path(value: Path) -> Path:
     """Return the absolute path, so that a run continues from any directory and on any host."""
     try:
-        return usable_path(value).resolve()
+        return validate_path(value).resolve()
     except (UserError, OSError, RuntimeError) as error:  # the last: links in a circle
         raise ValueError(str(error)) from None
 
 
-def _one_line(value: str) -> str:
+def _check_one_line(value: str) -> str:
     if value.splitlines() not in ([], [value]):
         raise ValueError("must be one line")
     return value
 
 
-def _json(value: Any, room: int = 8) -> Any:
+def _check_json(value: Any, max_depth: int = 8) -> Any:
     """Return `value` when it is made of JSON types, at most 8 deep and 1,000 values wide."""
     inner: list[Any] = []
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -153,10 +154,10 @@ def _json(value: Any, room: int = 8) -> Any:
     elif not isinstance(value, str) and value is not None:
         kind = type(value).__name__
         raise ValueError(f"must be text, a number, true, false, null, a list or keys, no {kind}")
-    if room == 0 or len(inner) > 1000:
+    if max_depth == 0 or len(inner) > 1000:
         raise ValueError("must be at most 8 deep and 1,000 values wide")
     for each in inner:
-        _json(each, room - 1)
+        _check_json(each, max_depth - 1)
     return value
 
 
@@ -177,50 +178,67 @@ def check_hex_key(value: str) -> str:
 
 
 HexKey = Annotated[str, AfterValidator(check_hex_key)]
-Number = BeforeValidator(_no_bool)
-Count = Annotated[int, Number, Field(ge=1, le=MOST)]
-CountOrZero = Annotated[int, Number, Field(ge=0, le=MOST)]
-Steps = Annotated[int, Number, Field(ge=1, le=MOST_STEPS)]
-Trials = Annotated[int, Number, Field(ge=1, le=10_000)]  # of a search, on average or at most
-Models = Annotated[int, Number, Field(ge=1, le=MOST_MODELS)]
-Processes = Annotated[int, Number, Field(ge=1, le=10_000)]  # training workers, Ray actors
-Seed = Annotated[int, Number, Field(ge=0, lt=2**63)]
-Positive = Annotated[float, Number, Field(gt=0), AfterValidator(_between(SMALLEST, LARGEST))]
-PositiveOrZero = Annotated[
-    float, Number, Field(ge=0), AfterValidator(_between(SMALLEST, LARGEST, zero=True))
+RejectBool = BeforeValidator(_reject_bool)
+Count = Annotated[int, RejectBool, Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, RejectBool, Field(ge=0, le=MAX_COUNT)]
+Steps = Annotated[int, RejectBool, Field(ge=1, le=MAX_STEPS)]
+# of a search, on average or at most
+TrialCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]
+ModelCount = Annotated[int, RejectBool, Field(ge=1, le=MAX_MODELS)]
+ProcessCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]  # training workers, Ray actors
+Seed = Annotated[int, RejectBool, Field(ge=0, lt=2**63)]
+Positive = Annotated[
+    float, RejectBool, Field(gt=0), AfterValidator(_range_validator(MIN_POSITIVE, MAX_NUMBER))
 ]
-Cpus = Annotated[float, Number, Field(gt=0), AfterValidator(_between(*RESOURCES))]
+PositiveOrZero = Annotated[
+    float,
+    RejectBool,
+    Field(ge=0),
+    AfterValidator(_range_validator(MIN_POSITIVE, MAX_NUMBER, allow_zero=True)),
+]
+Cpus = Annotated[float, RejectBool, Field(gt=0), AfterValidator(_range_validator(*RESOURCE_LIMITS))]
 Gpus = Annotated[
     float,
-    Number,
+    RejectBool,
     Field(ge=0),
-    AfterValidator(_between(*RESOURCES, zero=True)),
+    AfterValidator(_range_validator(*RESOURCE_LIMITS, allow_zero=True)),
     AfterValidator(_whole_above_one),  # which is Ray's rule
 ]
 NotNegative = Annotated[
-    float, Number, Field(ge=0, le=LARGEST)
+    float, RejectBool, Field(ge=0, le=MAX_NUMBER)
 ]  # only compared: no number too small
-NoiseMultiplier = Annotated[float, Number, Field(ge=0), AfterValidator(_between(*NOISE, zero=True))]
-PositiveNoise = Annotated[float, Number, Field(gt=0), AfterValidator(_between(*NOISE))]
-Probability = Annotated[float, Number, Field(gt=0, lt=1), AfterValidator(_between(LEAST_DELTA, 1))]
-Share = Annotated[float, Number, Field(gt=0, le=1), AfterValidator(_between(SMALLEST, 1))]
-Part = Annotated[float, Number, Field(ge=0, lt=1)]
-Finite = Annotated[float, Number, AfterValidator(_between(-LARGEST, LARGEST))]
-FilePath = Annotated[Path, AfterValidator(_path)]
+NoiseMultiplier = Annotated[
+    float,
+    RejectBool,
+    Field(ge=0),
+    AfterValidator(_range_validator(*NOISE_MULTIPLIER_LIMITS, allow_zero=True)),
+]
+PositiveNoise = Annotated[
+    float, RejectBool, Field(gt=0), AfterValidator(_range_validator(*NOISE_MULTIPLIER_LIMITS))
+]
+Probability = Annotated[
+    float, RejectBool, Field(gt=0, lt=1), AfterValidator(_range_validator(MIN_DELTA, 1))
+]
+PositiveFraction = Annotated[
+    float, RejectBool, Field(gt=0, le=1), AfterValidator(_range_validator(MIN_POSITIVE, 1))
+]
+FractionBelowOne = Annotated[float, RejectBool, Field(ge=0, lt=1)]
+Finite = Annotated[float, RejectBool, AfterValidator(_range_validator(-MAX_NUMBER, MAX_NUMBER))]
+FilePath = Annotated[Path, AfterValidator(_resolve_path)]
 RunName = Annotated[str, AfterValidator(check_run_name)]
 Text = Annotated[str, Field(max_length=500)]
-Line = Annotated[Text, AfterValidator(_one_line)]
+SingleLine = Annotated[Text, AfterValidator(_check_one_line)]
 Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]  # by SPDX
-Json = Annotated[Any, AfterValidator(_json)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
+Json = Annotated[Any, AfterValidator(_check_json)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
 
 
-def of_key(key: str, rule: str) -> PydanticCustomError:
+def key_error(key: str, rule: str) -> PydanticCustomError:
     """Return the error of a section's rule about one of its keys, for a validator to raise."""
     return PydanticCustomError("of_key", "{key}: {rule}", {"key": key, "rule": rule})
 
 
-_RULES = {
+_ERROR_MESSAGES = {
     "extra_forbidden": "unknown key",
     "missing": "is required",
     "greater_than": "must be > {gt:g}",
@@ -236,9 +254,9 @@ _RULES = {
 }
 
 
-def rule_of(item: Any) -> str:
+def validation_message(item: Any) -> str:
     """Return the rule that a value broke, from an entry of pydantic's `errors()`."""
-    rule = _RULES.get(item["type"])
+    rule = _ERROR_MESSAGES.get(item["type"])
     if rule is not None:
         return rule.format(**item.get("ctx", {}))
     said = item["msg"].removeprefix("Value error, ")
@@ -246,7 +264,7 @@ def rule_of(item: Any) -> str:
     return text
 
 
-def validated(section: type[Section], value: Any) -> Section:
+def validate_section(section: type[Section], value: Any) -> Section:
     """Return `value` as a section that is only known at run time; for use in a validator."""
     try:
         return section.model_validate(value)
@@ -254,10 +272,10 @@ def validated(section: type[Section], value: Any) -> Section:
         raise PydanticCustomError("inside", "see inside", {"errors": error.errors()}) from None
 
 
-def each(error: ValidationError) -> Iterator[Any]:
+def iter_errors(error: ValidationError) -> Iterator[Any]:
     """Yield the entries of pydantic's `errors()`, including those of sections known at run time.
 
-    See `validated`.
+    See `validate_section`.
     """
     for item in error.errors():
         for inner in item.get("ctx", {}).get("errors", [{**item, "loc": ()}]):
@@ -283,26 +301,26 @@ BYTES = 256 + FIRST_BYTE
 PADDING = -1  # is no token, whatever the tokenizer
 
 
-def vocabulary_of(words: int | None) -> int:
+def vocabulary_size(num_words: int | None) -> int:
     """Return the number of tokens: begin, end, unknown and so many words; None means bytes."""
-    return BYTES if words is None else words + FIRST_WORD
+    return BYTES if num_words is None else num_words + FIRST_WORD
 
 
 # --- views of an image ------------------------------------------------------------------------
 
 
-MOST_SHIFTS = 8  # pixels by which an image is moved
+MAX_SHIFT = 8  # pixels by which an image is moved
 
 
-def shifts_within(reach: int) -> list[tuple[int, int]]:
-    """Return (0, 0), then every distance up to `reach`, down, up, right and left."""
+def list_shifts(max_shift: int) -> list[tuple[int, int]]:
+    """Return (0, 0), then every distance up to `max_shift`, down, up, right and left."""
     ways = ((1, 0), (-1, 0), (0, 1), (0, -1))
-    return [(0, 0)] + [(d * y, d * x) for d in range(1, reach + 1) for y, x in ways]
+    return [(0, 0)] + [(d * y, d * x) for d in range(1, max_shift + 1) for y, x in ways]
 
 
-def averaged(name: str, reach: int, mirrored: bool) -> str:
+def describe_averaging(name: str, max_shift: int, mirrored: bool) -> str:
     """Return the name of a model together with its average over views."""
-    over = [f"{len(shifts_within(reach))} shifts"] if reach else []
+    over = [f"{len(list_shifts(max_shift))} shifts"] if max_shift else []
     over += ["the image and its mirror image"] if mirrored else []
     return f"{name}, averaged over {', each of '.join(over)}" if over else name
 
@@ -318,13 +336,13 @@ INDEPENDENCE = {
 }
 
 
-def weakest(found: Iterable[str]) -> str:
+def weakest(levels: Iterable[str]) -> str:
     """Return the least sure of several statements of independence.
 
     A word that is none of the three counts as SCREENED.
     """
     order = list(INDEPENDENCE)
-    places = [order.index(each) if each in order else 0 for each in found]
+    places = [order.index(each) if each in order else 0 for each in levels]
     return order[min(places, default=0)]
 
 

@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 # --- reading files and JSON -------------------------------------------------------------------
 
 
-MOST_BYTES = 64 * 2**20  # of a JSON file
-_DEPTH = 100  # of nested JSON values
+MAX_JSON_BYTES = 64 * 2**20  # of a JSON file
+_MAX_JSON_DEPTH = 100  # of nested JSON values
 
 
-class NoSuchFile(UserError):
+class MissingFileError(UserError):
     """There is nothing at the path."""
 
 
-def usable_path(path: str | Path) -> Path:
+def validate_path(path: str | Path) -> Path:
     """Return `path` with ~ expanded. Raises UserError for a path that no file system could hold."""
     text = str(path)
     if any(ord(letter) < 32 or letter == "\x7f" for letter in text):
-        raise UserError(f"{shown(text)}: a path without control characters is needed")
+        raise UserError(f"{quoted(text)}: a path without control characters is needed")
     names = [len(os.fsencode(name)) for name in text.split("/")]
     if len(text) > 4000 or max(names) > 255:
-        raise UserError(f"{shown(text)}: the path is too long (a name has at most 255 bytes)")
+        raise UserError(f"{quoted(text)}: the path is too long (a name has at most 255 bytes)")
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -62,7 +62,7 @@ def usable_path(path: str | Path) -> Path:
         raise UserError(f"{text}: there is no home folder of {user}; write the path out") from None
 
 
-def check_text_name(name: str | Path, context: str = "") -> None:
+def check_utf8_name(name: str | Path, context: str = "") -> None:
     """Raise UserError for a name of bytes that are not UTF-8.
 
     Arrow, recipes and tables hold no such name.
@@ -77,7 +77,7 @@ def check_text_name(name: str | Path, context: str = "") -> None:
         raise UserError(f"{context or name}: the name must be UTF-8 text; rename it") from None
 
 
-def is_file(path: Path) -> bool:
+def exists_as_non_folder(path: Path) -> bool:
     """Return whether a file lies at `path`; False for a folder, and where nobody could look."""
     try:
         return path.exists() and not path.is_dir()
@@ -85,8 +85,8 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def regular_file(path: str | Path, most: int | None = None) -> Path:
-    """Return `path` when a regular file of at most `most` bytes lies there.
+def check_regular_file(path: str | Path, max_bytes: int | None = None) -> Path:
+    """Return `path` when a regular file of at most `max_bytes` bytes lies there.
 
     Raises NoSuchFile, and UserError for anything else.
     """
@@ -94,44 +94,44 @@ def regular_file(path: str | Path, most: int | None = None) -> Path:
     try:
         info = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise NoSuchFile(f"{path}: no such file") from None
+        raise MissingFileError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{shown(str(path))}: cannot be read: {reason(error)}") from None
+        raise UserError(f"{quoted(str(path))}: cannot be read: {error_text(error)}") from None
     if not stat.S_ISREG(info.st_mode):
-        raise UserError(f"{path}: is {_kind(info.st_mode)}, must be a regular file")
-    if most is not None and info.st_size > most:
+        raise UserError(f"{path}: is {_file_type(info.st_mode)}, must be a regular file")
+    if max_bytes is not None and info.st_size > max_bytes:
         raise UserError(
-            f"{path}: {info.st_size:,} bytes, at most {most:,} are read: is it the right file?"
+            f"{path}: {info.st_size:,} bytes, at most {max_bytes:,} are read: is it the right file?"
         )
     return path
 
 
-def _kind(mode: int) -> str:
+def _file_type(mode: int) -> str:
     names = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
     return next((name for is_kind, name in names if is_kind(mode)), "a device")
 
 
-def not_blocking(path: str | Path) -> None:
+def check_regular_or_missing(path: str | Path) -> None:
     """Raise UserError when opening `path`, or making it, would meet anything but a regular file."""
     try:
-        regular_file(path)
-    except NoSuchFile:
+        check_regular_file(path)
+    except MissingFileError:
         return
 
 
-def read_bytes(path: str | Path, most: int | None = None) -> bytes:
-    """Return the content of a regular file. Raises as `regular_file`."""
-    path = regular_file(path, most)
+def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
+    """Return the content of a regular file. Raises as `check_regular_file`."""
+    path = check_regular_file(path, max_bytes)
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {reason(error)}") from error
+        raise UserError(f"{path}: cannot be read: {error_text(error)}") from error
 
 
-def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
-    """Return the content of a regular UTF-8 file. Raises as `regular_file`."""
+def read_text(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """Return the content of a regular UTF-8 file. Raises as `check_regular_file`."""
     try:
-        return read_bytes(path, most).decode()
+        return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: must be UTF-8 text, byte {error.start} is not") from None
 
@@ -146,28 +146,31 @@ def read_json(path: str | Path, shape: Mapping[str, Any] | None = None) -> dict[
 
 
 def parse_json(
-    text: str | bytes, where: str, shape: Mapping[str, Any] | None = None
+    text: str | bytes, context: str, shape: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON object in a text, as `read_json`; `where` begins the complaints."""
-    value = parse_any_json(text, where)
+    """Return the JSON object in a text, as `read_json`; `context` begins the complaints."""
+    value = parse_any_json(text, context)
     if not isinstance(value, dict):
-        raise UserError(f"{where}: damaged: must be an object of keys, got {shown(value)}")
-    return check_shape(value, where, shape or {})
+        raise UserError(f"{context}: damaged: must be an object of keys, got {quoted(value)}")
+    return check_shape(value, context, shape or {})
 
 
-def parse_any_json(text: str | bytes, where: str) -> Any:
+def parse_any_json(text: str | bytes, context: str) -> Any:
     """Return any JSON value, at most 100 deep. Raises as `parse_json`."""
     try:
         value = json.loads(
-            text, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_unique
+            text,
+            parse_constant=_reject_constant,
+            parse_float=_parse_finite,
+            object_pairs_hook=_reject_duplicate_keys,
         )
         _check_depth(value)
         return value
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise UserError(f"{where}: damaged: {reason(error)}") from None
+        raise UserError(f"{context}: damaged: {error_text(error)}") from None
 
 
-def check_shape(value: dict[str, Any], where: str, shape: Mapping[str, Any]) -> dict[str, Any]:
+def check_shape(value: dict[str, Any], context: str, shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return `value` when each dotted key of `shape` leads to a value of its type.
 
     A whole number is a float as well. Raises UserError.
@@ -176,15 +179,15 @@ def check_shape(value: dict[str, Any], where: str, shape: Mapping[str, Any]) -> 
         found: Any = value
         for part in key.split("."):
             if not isinstance(found, dict) or part not in found:
-                raise UserError(f"{where}: damaged: {key} is missing")
+                raise UserError(f"{context}: damaged: {key} is missing")
             found = found[part]
-        if not _is(found, kind):
+        if not _has_type(found, kind):
             name = getattr(kind, "__name__", str(kind))
-            raise UserError(f"{where}: damaged: {key} must be {name}, got {shown(found)}")
+            raise UserError(f"{context}: damaged: {key} must be {name}, got {quoted(found)}")
     return value
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if isinstance(value, int) and isinstance(1.0, kind):
@@ -192,16 +195,16 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def shown(value: Any, most: int = 80) -> str:
+def quoted(value: Any, max_length: int = 80) -> str:
     """Return a value as one short line for a message, whatever the value is."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an endless number, endless nesting
         text = f"a {type(value).__name__} too long to show"
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
+    return text if len(text) <= max_length else f"{text[: max_length - 4]} ..."
 
 
-def reason(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's text in one line."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
@@ -209,29 +212,29 @@ def reason(error: BaseException) -> str:
     return " ".join(said.split())[:300] or type(error).__name__
 
 
-def _no_number(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is no number")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is too large a number")
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"key {shown(key)} is given twice")
+            raise ValueError(f"key {quoted(key)} is given twice")
         found[key] = value
     return found
 
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_JSON_DEPTH):
         level = [
             inner
             for outer in level
@@ -240,7 +243,7 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"nested more than {_DEPTH} deep")
+    raise ValueError(f"nested more than {_MAX_JSON_DEPTH} deep")
 
 
 # --- writing files ----------------------------------------------------------------------------
@@ -252,33 +255,33 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
     durable: False does not wait for the disk; who reads it sees the old or the new content, but for
     a power cut. For what shows how far something is, and nothing rests on.
     """
-    with written_aside(path, durable=durable) as aside:
+    with atomic_replacement(path, durable=durable) as aside:
         aside.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
-def write_together(files: Mapping[Path, str]) -> None:
+def write_files_atomic(files: Mapping[Path, str]) -> None:
     """Replace files that belong together, so that a full disk leaves the old ones as they are.
 
     All are written aside before the first takes its place. The first of them is replaced last.
     """
     with ExitStack() as stack:
         for path, text in files.items():
-            remove_leftovers(path.parent, of=path.name)
-            stack.enter_context(written_aside(path)).write_bytes(text.encode())
+            remove_leftovers(path.parent, target_name=path.name)
+            stack.enter_context(atomic_replacement(path)).write_bytes(text.encode())
 
 
 @contextmanager
-def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def atomic_replacement(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a path to write a file at, which then replaces `path` as in `write_atomic`."""
     make_folder(path.parent)
-    aside = _aside(path)
+    aside = _temporary_sibling(path)
     try:
         yield aside
         if durable:
-            sync(aside)
+            fsync_path(aside)
         os.replace(aside, path)
         if durable:
-            sync(path.parent)
+            fsync_path(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -297,14 +300,14 @@ def write_result(path: Path, data: bytes | str) -> None:
     write_atomic(target, raw)
 
 
-def write_once(path: Path, text: str) -> None:
+def write_secret_once(path: Path, text: str) -> None:
     """Write a secret at `path`, whole, durable and for its owner only, unless a file exists.
 
     Of two processes at once, the first one's secret stays for both.
     """
     if os.path.lexists(path):
         return
-    aside = _aside(path)
+    aside = _temporary_sibling(path)
     try:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
@@ -312,12 +315,12 @@ def write_once(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         with suppress(FileExistsError):
             os.link(aside, path)
-        sync(path.parent)
+        fsync_path(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Bring a file's content to the disk, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -326,15 +329,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _aside(path: Path) -> Path:
+def _temporary_sibling(path: Path) -> Path:
     """Return a name beside `path` that no other process takes, even on hosts sharing the disk."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
-_ASIDE = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}")  # as `_aside` makes them
+_TEMPORARY_NAME = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}")  # as `_temporary_sibling` makes them
 
 
-def remove_leftovers(*folders: Path, of: str | None = None) -> None:
+def remove_leftovers(*folders: Path, target_name: str | None = None) -> None:
     """Remove what killed processes of this host left half-written in these folders.
 
     For who is alone there: on a disk that hosts share, another host's writer would be taken for a
@@ -342,8 +345,12 @@ def remove_leftovers(*folders: Path, of: str | None = None) -> None:
     """
     for folder in folders:
         for path in folder.iterdir() if folder.is_dir() else ():
-            found = _ASIDE.fullmatch(path.name)
-            if found is None or of not in (None, found[1]) or Path("/proc", found[2]).exists():
+            found = _TEMPORARY_NAME.fullmatch(path.name)
+            if (
+                found is None
+                or target_name not in (None, found[1])
+                or Path("/proc", found[2]).exists()
+            ):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -364,20 +371,20 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     `kill -9`. Elsewhere a killed process leaves it to the next one that makes such a folder.
     """
     root = Path(tempfile.gettempdir())
-    remove_temporary(root, prefix)
+    remove_unlocked_folders(root, prefix)
     session = os.environ.get(SESSION_FOLDER, "")
     inside = session if session and os.path.isdir(session) else root
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
     try:
-        with held(folder):
+        with lock_temporary_folder(folder):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Mark a temporary folder as in use while this process lives, for `remove_temporary`."""
+def lock_temporary_folder(folder: Path) -> Iterator[None]:
+    """Mark a temporary folder as in use while this process lives, for `remove_unlocked_folders`."""
     new = folder / f"{_LOCK}.new"
     with new.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -385,7 +392,7 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def remove_temporary(root: Path, prefix: str) -> None:
+def remove_unlocked_folders(root: Path, prefix: str) -> None:
     """Remove this user's folders below `root` whose names have this prefix and that nobody holds.
 
     One without a lock is left alone: it is being made, or is none of ours.
@@ -408,57 +415,59 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     write_atomic(path, text, durable=durable)
 
 
-def json_number(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return a measured number as JSON can hold it: null for one that is not finite."""
     return value if math.isfinite(value) else None
 
 
 @contextmanager
-def built_aside(folder: Path, *, replace: bool = False, first: bool = False) -> Iterator[Path]:
+def atomic_folder(
+    folder: Path, *, replace: bool = False, keep_existing: bool = False
+) -> Iterator[Path]:
     """Yield a path to build `folder` at, which is moved to `folder` at the end: whole or not there.
 
     replace: a folder that is there already makes room for the new one, and only when that is whole.
     first: one that another process put there meanwhile stays, instead of an OSError.
     """
-    old = _aside(folder)
+    old = _temporary_sibling(folder)
     if replace:
-        remove_leftovers(folder.parent, of=folder.name)
+        remove_leftovers(folder.parent, target_name=folder.name)
     try:
-        with _beside(folder) as aside:
+        with _staging_path(folder) as aside:
             yield aside
             if replace and folder.exists():
                 os.rename(folder, old)
             try:
                 os.rename(aside, folder)
-                sync(folder.parent)
+                fsync_path(folder.parent)
             except OSError:
-                if not (first and folder.is_dir()):
+                if not (keep_existing and folder.is_dir()):
                     raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
-def moved_in(folder: Path) -> Iterator[Path]:
+def staging_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder beside `folder` to build files in, which then take their places below it.
 
     A folder that was not there is whole or not there. One that was keeps its other files, and all
-    of them when a place is taken (ValueError, as of `dpdist.core.files.place`).
+    of them when a place is taken (ValueError, as of `dpdist.core.files.resolve_inside`).
     """
-    with _beside(folder) as aside:
+    with _staging_path(folder) as aside:
         aside.mkdir()
         yield aside
         if not os.path.lexists(folder):
             os.rename(aside, folder)
             return
         files = sorted(path for path in aside.rglob("*") if path.is_file())
-        places = [place(folder, path.relative_to(aside).as_posix()) for path in files]
+        places = [resolve_inside(folder, path.relative_to(aside).as_posix()) for path in files]
         for path, target in zip(files, places, strict=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
 
 
-def move_together(files: Sequence[Path], folder: Path) -> list[Path]:
+def move_files(files: Sequence[Path], folder: Path) -> list[Path]:
     """Move files into a folder on the same disk, under their names, and return where they are.
 
     All are moved, or none is there when an error leaves.
@@ -476,12 +485,12 @@ def move_together(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
+def _staging_path(folder: Path) -> Iterator[Path]:
     """Yield a free path beside `folder`, and remove everything that is left there at the end.
 
     Folders above that were made for it and stayed empty are removed, too.
     """
-    aside = _aside(folder)
+    aside = _temporary_sibling(folder)
     made = [above for above in folder.parents if not above.exists()]
     try:
         make_folder(folder.parent)
@@ -503,10 +512,10 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
     new = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True, mode=mode)
     for each in new:
-        sync(each.parent)
+        fsync_path(each.parent)
 
 
-def private_folder(path: Path) -> Path:
+def make_private_folder(path: Path) -> Path:
     """Return `path`, created for its owner only (mode 0700)."""
     make_folder(path)
     path.chmod(0o700)
@@ -516,55 +525,57 @@ def private_folder(path: Path) -> Path:
 # --- file names from outside ------------------------------------------------------------------
 
 
-_LONGEST = 255  # bytes of one part of a path, on the usual file systems
+_MAX_NAME_BYTES = 255  # bytes of one part of a path, on the usual file systems
 
 
-def check_path(name: object, what: str = "path") -> str:
+def check_relative_path(name: object, label: str = "path") -> str:
     """Return `name` when it is a path below a folder, its parts separated by single slashes.
 
     Raises ValueError for anything absolute, with '.' or '..' or empty parts, a backslash, a drive,
     or a character that does not print.
     """
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{what}: must be a relative path, got {name!r}")
+        raise ValueError(f"{label}: must be a relative path, got {name!r}")
     parts = name.split("/")
     outside = any(part in ("", ".", "..") or part != part.strip() for part in parts)
     if outside or "\\" in name or ":" in parts[0] or not name.isprintable():
-        raise ValueError(f"{what}: {name!r} is not a plain path below the folder")
-    if any(len(part.encode()) > _LONGEST for part in parts):
-        raise ValueError(f"{what}: {name[:40]!r}... is too long")
+        raise ValueError(f"{label}: {name!r} is not a plain path below the folder")
+    if any(len(part.encode()) > _MAX_NAME_BYTES for part in parts):
+        raise ValueError(f"{label}: {name[:40]!r}... is too long")
     return name
 
 
-def check_paths(names: Iterable[object], what: str = "path") -> list[str]:
-    """Return all of `names`, each as in `check_path`, no two of which would be one file anywhere.
+def check_relative_paths(names: Iterable[object], label: str = "path") -> list[str]:
+    """Return all of `names`, each as in `check_relative_path`, no two of which would be one file
+    anywhere.
 
     Raises ValueError also when two differ only by case or by how a character is composed, and when
     one is a folder of another.
     """
-    paths = [check_path(name, what) for name in names]
+    paths = [check_relative_path(name, label) for name in names]
     seen: dict[str, str] = {}
     for path in paths:
-        key = _folded(path)
+        key = _casefold_path(path)
         if key in seen:
-            raise ValueError(f"{what}: {path!r} and {seen[key]!r} are the same file on some disks")
+            raise ValueError(f"{label}: {path!r} and {seen[key]!r} are the same file on some disks")
         seen[key] = path
     for key, path in seen.items():
         parts = key.split("/")
         for end in range(1, len(parts)):
             above = seen.get("/".join(parts[:end]))
             if above is not None:
-                raise ValueError(f"{what}: {above!r} cannot be a file and the folder of {path!r}")
+                raise ValueError(f"{label}: {above!r} cannot be a file and the folder of {path!r}")
     return paths
 
 
-def place(folder: Path, path: str) -> Path:
-    """Return the path of the file `path` (as in `check_path`) below `folder`; nothing is made.
+def resolve_inside(folder: Path, path: str) -> Path:
+    """Return the path of the file `path` (as in `check_relative_path`) below `folder`; nothing is
+    made.
 
     Raises ValueError when a link on the way leads elsewhere, or something else has the place.
     """
     target = folder
-    for part in check_path(path).split("/"):
+    for part in check_relative_path(path).split("/"):
         if target.is_symlink() and target != folder:
             raise ValueError(f"{target} is a link; remove it")
         if target.exists() and not target.is_dir():
@@ -575,7 +586,7 @@ def place(folder: Path, path: str) -> Path:
     return target
 
 
-def _folded(path: str) -> str:
+def _casefold_path(path: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", path).casefold())
 
 
@@ -585,53 +596,53 @@ def _folded(path: str) -> str:
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|\binf(?:inite|inity)?\b")
 
 
-def same_json(one: Any, other: Any) -> bool:
+def json_equal(one: Any, other: Any) -> bool:
     """Return whether two JSON values are equal but for the last bits of numbers.
 
     Machines differ in these bits.
     """
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same_json(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(json_equal(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same_json, one, other))
+        return len(one) == len(other) and all(map(json_equal, one, other))
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (one, other))
     if numbers:
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-300)
     return type(one) is type(other) and one == other
 
 
-def numbers_in(text: str) -> list[str]:
+def extract_numbers(text: str) -> list[str]:
     """Return the numbers that a text names, in their order, whatever the words around them."""
     return _NUMBER.findall(re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", text.lower()))
 
 
-def without_words(value: Any) -> Any:
+def replace_text_by_numbers(value: Any) -> Any:
     """Return a JSON value with every text replaced by the numbers in it.
 
     Lists of texts are replaced by the numbers of all of them. The result is the same when a
     statement is made in other words.
     """
     if isinstance(value, dict):
-        return {key: without_words(inner) for key, inner in value.items()}
+        return {key: replace_text_by_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         if value and all(isinstance(inner, str) for inner in value):
-            return [number for inner in value for number in numbers_in(inner)]
-        return [without_words(inner) for inner in value]
-    return numbers_in(value) if isinstance(value, str) else value
+            return [number for inner in value for number in extract_numbers(inner)]
+        return [replace_text_by_numbers(inner) for inner in value]
+    return extract_numbers(value) if isinstance(value, str) else value
 
 
 # --- Parquet files ----------------------------------------------------------------------------
 
 
 # What a kind is called, and by which of pyarrow.types it is known.
-_KINDS = {
+_COLUMN_TYPES = {
     int: ("whole numbers", ("is_integer",)),
     float: ("numbers", ("is_floating",)),
     str: ("text", ("is_string", "is_large_string")),
 }
 # int, float or str, and the least value; object: whatever it holds, empty too.
-Column = tuple[type, float | None]
-_MOST_VALUES = 2**28  # in one table: a small file may name more than any memory holds
+ColumnSpec = tuple[type, float | None]
+_MAX_VALUES = 2**28  # in one table: a small file may name more than any memory holds
 
 
 def open_parquet(path: str | Path) -> pq.ParquetFile:
@@ -644,13 +655,13 @@ def open_parquet(path: str | Path) -> pq.ParquetFile:
     """
     import pyarrow.parquet as pq
 
-    path = regular_file(path)  # a pipe would be waited for without end
-    check_text_name(path)
+    path = check_regular_file(path)  # a pipe would be waited for without end
+    check_utf8_name(path)
     try:
         reader = pq.ParquetFile(path)
         names = reader.schema_arrow.names  # decoded only now
     except parquet_errors() as error:
-        raise UserError(f"{path}: not a readable Parquet file: {reason(error)}") from error
+        raise UserError(f"{path}: not a readable Parquet file: {error_text(error)}") from error
     about = reader.metadata
     rows = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
     if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
@@ -659,7 +670,7 @@ def open_parquet(path: str | Path) -> pq.ParquetFile:
             f"{sum(rows):,}"
         )
     for name in names:
-        check_text_name(name, f"{path}: column {name!r}")
+        check_utf8_name(name, f"{path}: column {name!r}")
     return reader
 
 
@@ -680,23 +691,23 @@ def count_values(reader: pq.ParquetFile) -> int:
     return values
 
 
-def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
+def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
     """Return a Parquet table of at least one row.
 
     columns: those that must be there, each filled, with the kind and the least of its values.
 
-    Raises dpdist.core.files.NoSuchFile, and UserError naming column and row for what does not
+    Raises dpdist.core.files.MissingFileError, and UserError naming column and row for what does not
     fit.
     """
     path = Path(path)
     reader = open_parquet(path)
-    if (values := count_values(reader)) > _MOST_VALUES:
-        raise UserError(f"{path}: holds {values:,} values, at most {_MOST_VALUES:,} are read")
+    if (values := count_values(reader)) > _MAX_VALUES:
+        raise UserError(f"{path}: holds {values:,} values, at most {_MAX_VALUES:,} are read")
     try:
         table = reader.read()
         table.validate(full=True)
     except parquet_errors() as error:
-        raise UserError(f"{path}: not a readable Parquet table: {reason(error)}") from error
+        raise UserError(f"{path}: not a readable Parquet table: {error_text(error)}") from error
     if table.num_rows != reader.metadata.num_rows:
         raise UserError(
             f"{path}: damaged: its footer counts {reader.metadata.num_rows:,} rows, "
@@ -717,31 +728,31 @@ def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
 
 
 def _check_column(
-    path: Path, name: str, values: pa.ChunkedArray, kind: type, least: float | None
+    path: Path, name: str, values: pa.ChunkedArray, kind: type, minimum: float | None
 ) -> None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if kind is object:
         return
-    words, known = _KINDS[kind]
+    words, known = _COLUMN_TYPES[kind]
     if not any(getattr(pa.types, name)(values.type) for name in known):
         raise UserError(f"{path}: damaged: column {name!r} must hold {words}, holds {values.type}")
     wrong = pc.is_null(values, nan_is_null=kind is float)
-    if least is not None:
-        wrong = pc.or_kleene(wrong, pc.less(values, least))
+    if minimum is not None:
+        wrong = pc.or_kleene(wrong, pc.less(values, minimum))
     row = pc.index(wrong, True).as_py()
     if row >= 0:
-        right = words if least is None else f"{words} >= {least:g}"
-        found = shown(values[row].as_py())
+        right = words if minimum is None else f"{words} >= {minimum:g}"
+        found = quoted(values[row].as_py())
         raise UserError(f"{path}: damaged: row {row}, {name!r} must hold {right}, got {found}")
 
 
 # --- YAML files -------------------------------------------------------------------------------
 
 
-MOST_YAML_BYTES = 128 * 2**10
-_YAML_DEPTH = 50
+MAX_YAML_BYTES = 128 * 2**10
+_MAX_YAML_DEPTH = 50
 _DIGITS = 100
 _NODES = 20_000  # with every alias written out
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
@@ -753,14 +764,14 @@ def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
     other_bases: read 010 and 1:30 as YAML does, as 8 and 90, which nobody else does; cluster files
     hold modes so.
 
-    Raises dpdist.core.files.NoSuchFile when there is none, UserError for what is refused above,
-    for more than 128 KiB and for what is no YAML.
+    Raises dpdist.core.files.MissingFileError when there is none, UserError for what is refused
+    above, for more than 128 KiB and for what is no YAML.
     """
-    return parse_yaml(read_text(path, MOST_YAML_BYTES), str(path), other_bases=other_bases)
+    return parse_yaml(read_text(path, MAX_YAML_BYTES), str(path), other_bases=other_bases)
 
 
-def parse_yaml(text: str, where: str, *, other_bases: bool = False) -> list[Any]:
-    """Return the documents of a YAML text, as `read_yaml`; `where` begins the complaints."""
+def parse_yaml(text: str, context: str, *, other_bases: bool = False) -> list[Any]:
+    """Return the documents of a YAML text, as `read_yaml`; `context` begins the complaints."""
     loader = None
     try:
         loader = _Loader(text, other_bases)
@@ -769,9 +780,9 @@ def parse_yaml(text: str, where: str, *, other_bases: bool = False) -> list[Any]
             documents.append(loader.get_data())
         return documents
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{context}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 5,000 digits
-        raise UserError(f"{where}: cannot be read as YAML: {reason(error)}") from None
+        raise UserError(f"{context}: cannot be read as YAML: {error_text(error)}") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -792,10 +803,10 @@ class _Loader(yaml.SafeLoader):
         alias = isinstance(event, yaml.AliasEvent)
         line = event.start_mark.line + 1
         if not alias and event.tag is not None and event.tag != "!":
-            raise UserError(f"line {line}: a tag ({shown(event.tag)}); write the plain value")
+            raise UserError(f"line {line}: a tag ({quoted(event.tag)}); write the plain value")
         self._open += 1
-        if self._open > _YAML_DEPTH:
-            raise UserError(f"line {line}: nested more than {_YAML_DEPTH} deep")
+        if self._open > _MAX_YAML_DEPTH:
+            raise UserError(f"line {line}: nested more than {_MAX_YAML_DEPTH} deep")
         node = super().compose_node(parent, index)
         self._open -= 1
         if alias:
@@ -803,9 +814,9 @@ class _Loader(yaml.SafeLoader):
                 raise UserError(f"line {line}: an alias of what it lies in (*{event.anchor})")
         else:
             self._measure(node)
-        if self._size[id(node)] > _NODES or self._open + self._height[id(node)] > _YAML_DEPTH:
+        if self._size[id(node)] > _NODES or self._open + self._height[id(node)] > _MAX_YAML_DEPTH:
             raise UserError(
-                f"line {line}: more than {_NODES:,} values or {_YAML_DEPTH} levels, "
+                f"line {line}: more than {_NODES:,} values or {_MAX_YAML_DEPTH} levels, "
                 "aliases written out"
             )
         return node
@@ -831,7 +842,8 @@ class _Loader(yaml.SafeLoader):
             name = key.value if key.tag.endswith(":merge") else self.construct_object(key)
             if name in seen:
                 raise UserError(
-                    f"{shown(key.value)} is given twice, on lines {seen[name]} and {line}: keep one"
+                    f"{quoted(key.value)} is given twice, on lines {seen[name]} and {line}: keep "
+                    "one"
                 )
             seen[name] = line
 
@@ -841,7 +853,7 @@ class _Loader(yaml.SafeLoader):
         if number and len(text) > _DIGITS:
             raise UserError(f"line {line}: a number of {len(text):,} characters")
         if any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in text):
-            raise UserError(f"line {line}: {shown(text)} is no text")
+            raise UserError(f"line {line}: {quoted(text)} is no text")
         octal = number and node.tag.endswith(":int") and _OCTAL.fullmatch(text)
         if not self._other_bases and (octal or (number and ":" in text)):
             raise UserError(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # --- libraries of extras ----------------------------------------------------------------------
 
 
-def library(name: str, extra: str, key: str) -> ModuleType:
+def import_extra(name: str, extra: str, key: str) -> ModuleType:
     """Return the module `name`.
 
     key: the recipe's key that needs it. Raises UserError when it is missing.
@@ -43,10 +43,10 @@ _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_library = None  # torch.library definitions vanish with their object: keep it
+_torch_library = None  # torch.library definitions vanish with their object: keep it
 
 
-def torchvision(submodule: str = "") -> ModuleType:
+def import_torchvision(submodule: str = "") -> ModuleType:
     """Return the module torchvision, or one of its submodules ("datasets", "models", ...)."""
     name = f"torchvision.{submodule}" if submodule else "torchvision"
     try:
@@ -61,38 +61,40 @@ def torchvision(submodule: str = "") -> ModuleType:
 
 
 def _define_schemas() -> None:
-    global _library  # noqa: PLW0603
-    if _library is None:
+    global _torch_library  # noqa: PLW0603
+    if _torch_library is None:
         import torch
 
         library = torch.library.Library("torchvision", "DEF")
         for name, schema in _SCHEMAS.items():
             if not hasattr(torch.ops.torchvision, name):
                 library.define(schema)
-        _library = library
+        _torch_library = library
 
 
-class _Mender(MetaPathFinder):
+class _TorchvisionPatcher(MetaPathFinder):
     """An import hook that gives the mended torchvision to any library that imports it first."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(self)
-            torchvision()
+            import_torchvision()
             return sys.modules["torchvision"].__spec__
         return None
 
 
 def install_torchvision_hook() -> None:
     """Install the import hook in a worker process, at no cost until torchvision is imported."""
-    if "torchvision" not in sys.modules and not any(isinstance(f, _Mender) for f in sys.meta_path):
-        sys.meta_path.insert(0, _Mender())
+    if "torchvision" not in sys.modules and not any(
+        isinstance(f, _TorchvisionPatcher) for f in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _TorchvisionPatcher())
 
 
 # --- tensors of foreign arrays ----------------------------------------------------------------
 
 
-def tensor_of(array: np.ndarray) -> Tensor:
+def array_to_tensor(array: np.ndarray) -> Tensor:
     """Return an array as a tensor: on the same memory, or a copy if that must not be written.
 
     Arrays that come out of Ray's object store or of a mapped file are read-only, of which torch

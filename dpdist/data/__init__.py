@@ -2,20 +2,28 @@
 
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns
-from dpdist.data.registry import BUILT_IN, Source, cache_folder, fetch, has, load, split_by_id
-from dpdist.data.text import WORDS, TextColumn, Words
+from dpdist.data.registry import (
+    BUILT_IN,
+    DataSource,
+    cache_folder,
+    fetch,
+    load,
+    split_by_id,
+    split_exists,
+)
+from dpdist.data.text import WORDS_FILE, TextColumn, WordList
 
 __all__ = [
     "BUILT_IN",
-    "WORDS",
+    "WORDS_FILE",
     "Columns",
+    "DataSource",
     "Dataset",
-    "Source",
     "TextColumn",
-    "Words",
+    "WordList",
     "cache_folder",
     "fetch",
-    "has",
     "load",
     "split_by_id",
+    "split_exists",
 ]

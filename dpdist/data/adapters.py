@@ -502,10 +502,10 @@ def _ray_columns(data: Any, options: Options) -> tuple[dict[str, Any], Any]:
 
 def _of_name(name: str, options: Options) -> Records:
     """Return a built-in data set's training split, or a Parquet file's rows."""
-    from dpdist.data.registry import BUILT_IN, Source, load
+    from dpdist.data.registry import BUILT_IN, DataSource, load
 
     if name in BUILT_IN:
-        return load(Source(name, BUILT_IN[name]), "train")
+        return load(DataSource(name, BUILT_IN[name]), "train")
     if Path(name).suffix != ".parquet" and not Path(name).exists():
         options.refuse(
             f"must be a built-in data set ({', '.join(BUILT_IN)}) or a Parquet file, got {name!r}",

@@ -17,10 +17,16 @@ import numpy as np
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
-from dpdist.core.optional_imports import tensor_of
+from dpdist.core.optional_imports import array_to_tensor
 from dpdist.data.protocol import Records, fingerprint_of
-from dpdist.data.record_hashes import as_model_sees, check_sealed, damaged, positions, stored_hashes
-from dpdist.data.text import following
+from dpdist.data.record_hashes import (
+    corrupt_cache_error,
+    hash_positions,
+    stored_hashes,
+    to_model_inputs,
+    verify_checksums,
+)
+from dpdist.data.text import next_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,33 +53,33 @@ class Dataset(Records):
     folder: Path
     name: str
     classes: int
-    stored: str
+    stored_fingerprint: str
     limit: int | None = None
     largest_group: int | None = None
-    share: tuple[float, float] | None = None
-    without: Path | None = None
-    kept: bytes | None = None
-    read: str = ""
-    following: bool = False
+    hash_range: tuple[float, float] | None = None
+    excluded_folder: Path | None = None
+    selection_bits: bytes | None = None
+    text_encoding: str = ""
+    predicts_next_token: bool = False
     target_kind: str = "class"
 
     @staticmethod
     def open(folder: Path) -> Dataset:
         """What lies in a folder of the cache. Raises UserError where it is not as it was made."""
-        check_sealed(folder)
+        verify_checksums(folder)
         shape = {"name": str, "classes": int, "fingerprint": str}
         try:
             meta = read_json(folder / "meta.json", shape)
         except UserError:
-            raise damaged(folder / "meta.json") from None
+            raise corrupt_cache_error(folder / "meta.json") from None
         return Dataset(
             folder,
             meta["name"],
             meta["classes"],
             meta["fingerprint"],
             largest_group=meta.get("largest_group"),
-            read=meta.get("read", ""),
-            following=meta.get("following", False),
+            text_encoding=meta.get("read", ""),
+            predicts_next_token=meta.get("following", False),
             target_kind=meta.get("target_kind", "class"),
         )
 
@@ -82,41 +88,41 @@ class Dataset(Records):
         lets another one in."""
         if limit is None or limit >= len(self):
             return self
-        if self._rows is not None:
+        if self._row_indices is not None:
             raise ValueError("the first records of a part are not defined")
         return replace(self, limit=limit)
 
-    def part(self, low: float, high: float) -> Dataset:
+    def select_by_hash(self, low: float, high: float) -> Dataset:
         """The records whose position lies in [low, high), 0 <= low < high <= 1: about that share.
 
         A record's position is a hash of itself alone: adding or removing one record moves no
         other one between parts, and equal inputs (of texts: equal ones) lie in the same part.
         """
-        if self.share is not None:
+        if self.hash_range is not None:
             raise ValueError("a part of a part is not defined")
-        return self if (low, high) == (0.0, 1.0) else replace(self, share=(low, high))
+        return self if (low, high) == (0.0, 1.0) else replace(self, hash_range=(low, high))
 
-    def leaving_out(self, other: Dataset) -> Dataset:
+    def without_records_of(self, other: Dataset) -> Dataset:
         """The records whose inputs are not among those of `other`, a whole public split: whether a
         record stays depends on that split and on the record alone."""
-        if other.limit is not None or other._rows is not None:
+        if other.limit is not None or other._row_indices is not None:
             raise ValueError("only a whole split can be left out")
-        return replace(self, without=other.folder)
+        return replace(self, excluded_folder=other.folder)
 
-    def only(self, kept: np.ndarray) -> Dataset:
-        """The records where `kept` (N,) is true."""
-        if self.kept is not None or len(kept) != len(self):
+    def select(self, mask: np.ndarray) -> Dataset:
+        """The records where `mask` (N,) is true."""
+        if self.selection_bits is not None or len(mask) != len(self):
             raise ValueError("one bit for each record of a part that was not chosen so")
-        return replace(self, kept=np.packbits(kept).tobytes())
+        return replace(self, selection_bits=np.packbits(mask).tobytes())
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of these records, in order, and of nothing else: that of a public part says
         nothing about the private records stored beside them."""
-        if self._rows is None and self.limit is None:
-            return self.stored
+        if self._row_indices is None and self.limit is None:
+            return self.stored_fingerprint
         digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
-        digest.update(self.hashes.tobytes() + self.read.encode())
+        digest.update(self.hashes.tobytes() + self.text_encoding.encode())
         digest.update(np.ascontiguousarray(self.labels).tobytes())
         return digest.hexdigest()
 
@@ -125,42 +131,48 @@ class Dataset(Records):
         return fingerprint_of(key, self, iter([self.fingerprint]))
 
     @cached_property
-    def _stored(self) -> np.ndarray:
+    def _stored_inputs(self) -> np.ndarray:
         return np.load(self.folder / "inputs.npy", mmap_mode="r", allow_pickle=False)[: self.limit]
 
     @cached_property
-    def _rows(self) -> np.ndarray | None:
+    def _row_indices(self) -> np.ndarray | None:
         """Positions of this part's records among those stored; None for all of them."""
-        if self.share is None and self.without is None and self.kept is None:
+        if self.hash_range is None and self.excluded_folder is None and self.selection_bits is None:
             return None
         hashes = stored_hashes(self.folder)[: self.limit]
         kept = np.ones(len(hashes), dtype=bool)
-        if self.share is not None:
-            places = positions(hashes)
-            kept &= (places >= self.share[0]) & (places < self.share[1])
-        if self.without is not None:
-            kept &= ~np.isin(hashes, stored_hashes(self.without))
+        if self.hash_range is not None:
+            places = hash_positions(hashes)
+            kept &= (places >= self.hash_range[0]) & (places < self.hash_range[1])
+        if self.excluded_folder is not None:
+            kept &= ~np.isin(hashes, stored_hashes(self.excluded_folder))
         rows = np.flatnonzero(kept)
-        if self.kept is None:
+        if self.selection_bits is None:
             return rows
-        return rows[np.unpackbits(np.frombuffer(self.kept, np.uint8), count=len(rows)) == 1]
+        return rows[
+            np.unpackbits(np.frombuffer(self.selection_bits, np.uint8), count=len(rows)) == 1
+        ]
 
     @property
     def inputs(self) -> np.ndarray:
         """The inputs as stored; a copy for a part by hash."""
-        return self._stored if self._rows is None else self._stored[self._rows]
+        return (
+            self._stored_inputs
+            if self._row_indices is None
+            else self._stored_inputs[self._row_indices]
+        )
 
     @property
     def hashes(self) -> np.ndarray:
         """What each record is recognised by (`dpdist.data.record_hashes`): (N,) of 16 bytes."""
         hashes = stored_hashes(self.folder)[: self.limit]
-        return hashes if self._rows is None else hashes[self._rows]
+        return hashes if self._row_indices is None else hashes[self._row_indices]
 
     @cached_property
     def labels(self) -> np.ndarray:
         path = self.folder / "labels.npy"
         stored = np.load(path, mmap_mode="r", allow_pickle=False)[: self.limit]
-        return stored if self._rows is None else stored[self._rows]
+        return stored if self._row_indices is None else stored[self._row_indices]
 
     def __getstate__(self) -> dict:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -170,21 +182,21 @@ class Dataset(Records):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return tuple(self._stored.shape[1:])
+        return tuple(self._stored_inputs.shape[1:])
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
         """Inputs as float32 (B, *input_shape); images are divided by 255 into [0, 1]."""
-        chosen = indices if self._rows is None else self._rows[indices]
-        seen = as_model_sees(np.ascontiguousarray(self._stored[chosen]))
-        return tensor_of(seen)
+        chosen = indices if self._row_indices is None else self._row_indices[indices]
+        seen = to_model_inputs(np.ascontiguousarray(self._stored_inputs[chosen]))
+        return array_to_tensor(seen)
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         """Return the targets, int64: labels (B,), or the tokens that follow (B, T), below
         0 where none does; of targets that are no classes, float32 (B, classes)."""
         import torch
 
-        if self.following:
-            return torch.from_numpy(following(self.batch(indices).numpy()))
+        if self.predicts_next_token:
+            return torch.from_numpy(next_tokens(self.batch(indices).numpy()))
         return torch.from_numpy(np.array(self.labels[indices]))
 
 
@@ -192,39 +204,41 @@ class Dataset(Records):
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RecordHashes:
     """What comparisons need of some records. hashes: of `dpdist.data.record_hashes`."""
 
     shape: tuple[int, ...]
     hashes: np.ndarray
 
     @staticmethod
-    def of(records: Dataset) -> Inputs:
-        return Inputs(records.input_shape, records.hashes)
+    def from_dataset(records: Dataset) -> RecordHashes:
+        return RecordHashes(records.input_shape, records.hashes)
 
 
-def common(records: Dataset, others: Dataset | Inputs) -> int | None:
+def count_common_records(records: Dataset, others: Dataset | RecordHashes) -> int | None:
     """How many of the records have an input that is among the others'; None when the shapes of the
     inputs differ."""
-    seen = Inputs.of(others) if isinstance(others, Dataset) else others
+    seen = RecordHashes.from_dataset(others) if isinstance(others, Dataset) else others
     if seen.shape != records.input_shape:
         return None
     return int(np.isin(records.hashes, seen.hashes).sum())
 
 
-def refuse_common(private: Dataset, others: Dataset | Inputs, begin: str, why: str) -> bool:
+def refuse_common_records(
+    private: Dataset, others: Dataset | RecordHashes, context: str, reason: str
+) -> bool:
     """Raise UserError when a private record is among the others; whether they could be compared.
 
     begin and why: of the complaint: "BEGIN: 3 of the 100 private records of NAME WHY".
     """
-    found = common(private, others)
+    found = count_common_records(private, others)
     if found:
         some = f"{found:,} of the {len(private):,} private records of {private.name}"
-        raise UserError(f"{begin}: {some} {why}")
+        raise UserError(f"{context}: {some} {reason}")
     return found is not None
 
 
-def check_test(train: Dataset, test: Dataset, begin: str) -> None:
+def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
     """Raise UserError unless the two splits can be used with one model and share no record.
 
     train: all records that are not declared public. Scores and certificates on the test split are
@@ -232,24 +246,26 @@ def check_test(train: Dataset, test: Dataset, begin: str) -> None:
     """
     if train.input_shape != test.input_shape:
         raise UserError(
-            f"{begin}: {train.name} has inputs of shape {train.input_shape}, {test.name} of "
+            f"{context}: {train.name} has inputs of shape {train.input_shape}, {test.name} of "
             f"{test.input_shape}"
         )
     why = (
         f"are in {test.name} too: scores on private records would be published; take them out of "
         "the files, or leave them out of training with data.drop_test_records: true"
     )
-    refuse_common(train, test, begin, why)
+    refuse_common_records(train, test, context, why)
 
 
-def check_unseen(public: Dataset, test: Dataset, begin: str, own: bool) -> None:
+def check_test_records_unseen(
+    public: Dataset, test: Dataset, context: str, is_own_dataset: bool
+) -> None:
     """Raise UserError when a test record is among the public ones that a model learns from.
 
     own: whether these are the run's own data set's."""
-    both = common(public, test)
+    both = count_common_records(public, test)
     if both:
         raise UserError(
-            f"{begin}: {both:,} of the {len(public):,} public records of {public.name} are in "
+            f"{context}: {both:,} of the {len(public):,} public records of {public.name} are in "
             f"{test.name}, whose scores would then say nothing about new records; "
-            + ("set data.drop_test_records: true" if own else "take others")
+            + ("set data.drop_test_records: true" if is_own_dataset else "take others")
         )

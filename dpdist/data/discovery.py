@@ -1,7 +1,7 @@
 """Inspect a folder of data: splits, columns, classes and sizes, found from the files.
 
 Accepted are Parquet files as `dpdist.data.parquet` reads them, and folders of pictures, one for
-each class (SPLIT/CLASS/*.png), which `look_at_pictures` turns into Parquet.
+each class (SPLIT/CLASS/*.png), which `inspect_picture_folder` turns into Parquet.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import pyarrow.parquet as pq
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    check_text_name,
+    atomic_replacement,
+    check_regular_file,
+    check_utf8_name,
+    error_text,
     open_parquet,
     parquet_errors,
     parse_any_json,
     read_bytes,
-    reason,
-    regular_file,
-    written_aside,
 )
 from dpdist.data.parquet import decode_picture, image_bytes, is_list, read_rows, split_files
 
@@ -40,30 +40,30 @@ _MOST_BYTES = 2**28  # of one picture
 
 
 @dataclass(frozen=True)
-class Found:
+class DiscoveredDataset:
     """A data set in root/name. features: numeric columns, where there is no image column. names: of
     the classes, by number; () where nobody says. shape: of one input."""
 
     root: Path
     name: str
-    train: str
-    test: str
-    records: int
-    tested: int
-    image: str | None
-    features: tuple[str, ...]
-    label: str
+    train_split: str
+    test_split: str
+    train_records: int
+    test_records: int
+    image_column: str | None
+    feature_columns: tuple[str, ...]
+    label_column: str
     classes: int
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
+    class_names: tuple[str, ...]
+    input_shape: tuple[int, ...]
 
 
-def look(folder: Path) -> Found:
+def inspect_folder(folder: Path) -> DiscoveredDataset:
     """What lies in a data set's folder. Raises UserError for what could not be trained on."""
     folder = folder.resolve()
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the one with the training and test files")
-    check_text_name(folder)
+    check_utf8_name(folder)
     root, name = folder.parent, folder.name
     train, test = _split(folder, TRAIN, "training"), _split(folder, TEST, "test")
     files = split_files(root, name, train)
@@ -73,10 +73,12 @@ def look(folder: Path) -> Found:
         raise UserError(f"{files[0]}: has more than one column {twice[0]!r}; rename the others")
     label, image = label_column(schema, files), image_column(schema)
     features = () if image is not None else feature_columns(schema, label, files[0])
-    records, tested = (sum(map(_rows, each)) for each in (files, split_files(root, name, test)))
+    records, tested = (
+        sum(map(_count_rows, each)) for each in (files, split_files(root, name, test))
+    )
     classes, names = classes_of_column(schema, files, label)
-    shape = _shape(files[0], image, features)
-    return Found(
+    shape = _find_input_shape(files[0], image, features)
+    return DiscoveredDataset(
         root, name, train, test, records, tested, image, features, label, classes, names, shape
     )
 
@@ -95,7 +97,7 @@ def _split(folder: Path, names: Sequence[str], what: str) -> str:
     )
 
 
-def _rows(file: Path) -> int:
+def _count_rows(file: Path) -> int:
     return open_parquet(file).metadata.num_rows
 
 
@@ -153,11 +155,11 @@ def classes_of_column(
         names = parse_any_json(described, str(files[0]))["info"]["features"][label]["names"]
         if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
             for name in names:
-                check_text_name(name)
+                check_utf8_name(name)
             return len(names), tuple(names)
     except (UserError, KeyError, TypeError):
         pass  # the column itself says it as well
-    found = sorted(_values(files, label, schema.field(label).type))
+    found = sorted(_distinct_labels(files, label, schema.field(label).type))
     if not found:
         raise UserError(f"{files[0]}: column {label!r} has no values: no classes")
     if isinstance(found[0], str):
@@ -167,7 +169,7 @@ def classes_of_column(
     return found[-1] + 1, ()
 
 
-def _values(files: Sequence[Path], label: str, kind: pa.DataType) -> set[Any]:
+def _distinct_labels(files: Sequence[Path], label: str, kind: pa.DataType) -> set[Any]:
     """The different values of the label column. Raises UserError for too many to be classes."""
     found: set[Any] = set()
     for file in files:
@@ -184,13 +186,13 @@ def _values(files: Sequence[Path], label: str, kind: pa.DataType) -> set[Any]:
     return found
 
 
-def _shape(file: Path, image: str | None, features: tuple[str, ...]) -> tuple[int, ...]:
+def _find_input_shape(file: Path, image: str | None, features: tuple[str, ...]) -> tuple[int, ...]:
     columns = [image] if image is not None else list(features)
     try:
         batches = open_parquet(file).iter_batches(batch_size=1, columns=columns)
         first = next(batches, None)
     except parquet_errors() as error:
-        raise UserError(f"{file}: damaged near row 0: {reason(error)}") from error
+        raise UserError(f"{file}: damaged near row 0: {error_text(error)}") from error
     if first is None or not first.num_rows:
         raise UserError(f"{file}: no records")
     if image is None:
@@ -205,7 +207,9 @@ def _shape(file: Path, image: str | None, features: tuple[str, ...]) -> tuple[in
     try:
         return decode_picture(raw).shape
     except ValueError as error:
-        raise UserError(f"{file} row 0: the image cannot be decoded: {reason(error)}") from error
+        raise UserError(
+            f"{file} row 0: the image cannot be decoded: {error_text(error)}"
+        ) from error
 
 
 # --- folders of pictures
@@ -245,15 +249,15 @@ def _check_picture(path: Path) -> None:
     try:
         decode_picture(read_bytes(path, _MOST_BYTES))
     except ValueError as error:
-        raise UserError(f"{path}: the image cannot be decoded: {reason(error)}") from error
+        raise UserError(f"{path}: the image cannot be decoded: {error_text(error)}") from error
 
 
-def _some(paths: Iterator[Path]) -> Iterator[list[dict[str, Any]]]:
+def _image_chunks(paths: Iterator[Path]) -> Iterator[list[dict[str, Any]]]:
     """Yield the content and names of some pictures at a time."""
     some: list[dict[str, Any]] = []
     size = 0
     for path in paths:
-        check_text_name(path)
+        check_utf8_name(path)
         some.append({"bytes": read_bytes(path, _MOST_BYTES), "path": path.name})
         size += len(some[-1]["bytes"])
         if len(some) == _AT_ONCE or size > _MOST_AT_ONCE:
@@ -263,17 +267,18 @@ def _some(paths: Iterator[Path]) -> Iterator[list[dict[str, Any]]]:
         yield some
 
 
-def look_at_pictures(folder: Path, aside: Path) -> Found:
-    """Return what lies in a folder of pictures once the Parquet files in `aside` lie there too.
+def inspect_picture_folder(folder: Path, staging_folder: Path) -> DiscoveredDataset:
+    """Return what lies in a folder of pictures once the Parquet files in `staging_folder` lie
+    there too.
 
     Writes these: SPLIT.parquet for each SPLIT/ of pictures. Raises UserError for what could not be
     trained on; the folder itself is as it was.
     """
-    _write_pictures(folder, aside)
+    _write_pictures(folder, staging_folder)
     try:
-        found = look(aside)
+        found = inspect_folder(staging_folder)
     except UserError as error:
-        place, written = f"{folder.resolve()}", f"{aside.resolve()}"
+        place, written = f"{folder.resolve()}", f"{staging_folder.resolve()}"
         raise UserError(str(error).replace(written, place)) from error
     return replace(found, root=folder.resolve().parent, name=folder.resolve().name)
 
@@ -285,7 +290,7 @@ def _write_pictures(folder: Path, target: Path) -> None:
     Raises UserError for a test class that training lacks, and for a picture that is no regular file
     or that a link brings from outside the folder: whatever it is would be copied.
     """
-    check_text_name(folder)
+    check_utf8_name(folder)
     splits = [name for name in (*TRAIN, *TEST) if classes_in(folder / name)]
     if not set(splits) & set(TEST):
         raise UserError(f"{folder}: no test split: put its pictures into {TEST[0]}/CLASS/")
@@ -293,7 +298,7 @@ def _write_pictures(folder: Path, target: Path) -> None:
     for split in splits:
         classes = classes_in(folder / split)
         for name in classes:
-            check_text_name(folder / split / name)
+            check_utf8_name(folder / split / name)
             _check_inside(folder, pictures_in(folder / split / name))
             _check_picture(next(pictures_in(folder / split / name)))
         unknown = set(classes) - set(names)
@@ -301,7 +306,10 @@ def _write_pictures(folder: Path, target: Path) -> None:
             raise UserError(f"{folder / split / min(unknown)}: a class without training pictures")
     for split in splits:
         path = target / f"{split}.parquet"
-        with written_aside(path) as aside, pq.ParquetWriter(aside, picture_schema(names)) as file:
+        with (
+            atomic_replacement(path) as aside,
+            pq.ParquetWriter(aside, picture_schema(names)) as file,
+        ):
             _write_split(folder / split, names, file)
 
 
@@ -309,7 +317,7 @@ def _check_inside(folder: Path, pictures: Iterator[Path]) -> None:
     """Raise UserError unless all of these are regular files below the folder, links followed."""
     inside = folder.resolve()
     for picture in pictures:
-        if not regular_file(picture).resolve().is_relative_to(inside):
+        if not check_regular_file(picture).resolve().is_relative_to(inside):
             raise UserError(
                 f"{picture}: a link must not lead out of {folder}, this one leads to "
                 f"{picture.resolve()}; put the pictures themselves there"
@@ -318,6 +326,6 @@ def _check_inside(folder: Path, pictures: Iterator[Path]) -> None:
 
 def _write_split(folder: Path, names: list[str], file: pq.ParquetWriter) -> None:
     for number, name in enumerate(names):
-        for images in _some(pictures_in(folder / name)):
+        for images in _image_chunks(pictures_in(folder / name)):
             rows = {"image": images, "label": [number] * len(images)}
             file.write_table(pa.table(rows, picture_schema(names)))

@@ -32,17 +32,17 @@ import pyarrow.compute as pc
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
-from dpdist.core.errors import UserError, no_room
+from dpdist.core.errors import UserError, is_disk_full
 from dpdist.core.files import (
-    built_aside,
+    atomic_folder,
+    error_text,
+    make_private_folder,
     open_parquet,
     parquet_errors,
-    private_folder,
-    reason,
-    shown,
+    quoted,
 )
 from dpdist.data.dataset import Dataset
-from dpdist.data.record_hashes import seal, write_hashes
+from dpdist.data.record_hashes import write_checksums, write_hashes
 from dpdist.data.text import TextColumn
 
 if TYPE_CHECKING:
@@ -60,22 +60,22 @@ _DEEPEST = 8
 _MAGIC = 4  # bytes at a file's beginning
 
 
-class _Odd(Exception):
+class _NotAPageHeader(Exception):
     """These bytes are no header of a page."""
 
 
-class _Compact:
-    """Reads values of Thrift's compact protocol from `at` on, and none beyond `end`."""
+class _CompactReader:
+    """Reads values of Thrift's compact protocol from `position` on, and none beyond `end`."""
 
-    def __init__(self, raw: mmap.mmap, at: int, end: int) -> None:
-        self._raw, self.at, self._end = raw, at, end
+    def __init__(self, raw: mmap.mmap, position: int, end: int) -> None:
+        self._raw, self.position, self._end = raw, position, end
 
     def fields(self, depth: int = 0) -> Iterator[tuple[int, int]]:
         """Yield number and type of each field of a struct, whose value is to be read before the
         next one."""
         number = 0
         if depth > _DEEPEST:
-            raise _Odd
+            raise _NotAPageHeader
         while head := self._byte():
             step = head >> 4
             number = number + step if step else self.integer()
@@ -89,15 +89,15 @@ class _Compact:
     def skip(self, kind: int, depth: int = 0, inside: bool = False) -> None:
         """Read a value of this type. inside: of a list, where truth values take a byte."""
         if kind in (1, 2):
-            self._move(int(inside))
+            self._advance(int(inside))
         elif kind == 3:
-            self._move(1)
+            self._advance(1)
         elif kind in _INTEGERS:
             self._varint()
         elif kind == 7:
-            self._move(8)
+            self._advance(8)
         elif kind == 8:
-            self._move(self._varint())
+            self._advance(self._varint())
         elif kind in (9, 10):
             head = self._byte()
             count = self._varint() if head >> 4 == 15 else head >> 4
@@ -107,11 +107,11 @@ class _Compact:
             for _, inner in self.fields(depth + 1):
                 self.skip(inner, depth + 1)
         else:
-            raise _Odd
+            raise _NotAPageHeader
 
     def _byte(self) -> int:
-        self._move(1)
-        return self._raw[self.at - 1]
+        self._advance(1)
+        return self._raw[self.position - 1]
 
     def _varint(self) -> int:
         value = 0
@@ -120,12 +120,12 @@ class _Compact:
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
-        raise _Odd
+        raise _NotAPageHeader
 
-    def _move(self, count: int) -> None:
-        self.at += count
-        if self.at > self._end:
-            raise _Odd
+    def _advance(self, count: int) -> None:
+        self.position += count
+        if self.position > self._end:
+            raise _NotAPageHeader
 
 
 def check_pages(path: Path, reader: pq.ParquetFile) -> None:
@@ -179,7 +179,7 @@ def _pages(
     while begin < end:
         try:
             kind, size, values, begin = _header(raw, begin, end)
-        except _Odd:
+        except _NotAPageHeader:
             return
         begin += size
         if begin > end:
@@ -188,12 +188,12 @@ def _pages(
             yield kind, values
 
 
-def _header(raw: mmap.mmap, at: int, end: int) -> tuple[int, int, int, int]:
+def _header(raw: mmap.mmap, position: int, end: int) -> tuple[int, int, int, int]:
     """Return a page's kind, its size in the file, its number of values, and where its header ends.
 
     Raises _Odd for what is no header.
     """
-    reading, found, values = _Compact(raw, at, end), dict.fromkeys((1, 2, 3), -1), -1
+    reading, found, values = _CompactReader(raw, position, end), dict.fromkeys((1, 2, 3), -1), -1
     for number, kind in reading.fields():
         if number in found and kind in _INTEGERS:
             found[number] = reading.integer()
@@ -207,10 +207,10 @@ def _header(raw: mmap.mmap, at: int, end: int) -> tuple[int, int, int, int]:
             reading.skip(kind)
     kind, whole, size = found.values()
     if not 0 <= kind < _KINDS or min(whole, size) < 0:
-        raise _Odd
+        raise _NotAPageHeader
     if (kind in _HEADERS.values()) != (values >= 0):
-        raise _Odd
-    return kind, size, values, reading.at
+        raise _NotAPageHeader
+    return kind, size, values, reading.position
 
 
 # --- pictures to pixels -----------------------------------------------------------------------
@@ -225,11 +225,11 @@ _ADAM7 = (
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
 
-class Inexact(ValueError):
+class InexactImage(ValueError):
     """A picture whose pixels would not be what was stored."""
 
 
-class Unreadable(ValueError):
+class UnreadableImage(ValueError):
     """Bytes that are no picture, or one of more pixels than are decoded."""
 
 
@@ -246,23 +246,23 @@ def decode_picture(raw: bytes, size: tuple[int, int] | None = None) -> np.ndarra
     """
     try:
         return _decode_pillow(raw, size)
-    except (Inexact, Unreadable):
+    except (InexactImage, UnreadableImage):
         raise
     except UnidentifiedImageError:  # whose words are an address in this process's memory
-        raise Unreadable(f"no picture in {', '.join(FORMATS)}") from None
+        raise UnreadableImage(f"no picture in {', '.join(FORMATS)}") from None
     except Exception as error:  # decoders raise whatever a damaged picture leads them to
-        raise Unreadable(reason(error)) from error
+        raise UnreadableImage(error_text(error)) from error
 
 
 def _decode_pillow(raw: bytes, size: tuple[int, int] | None) -> np.ndarray:
     with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
         found = (picture.height, picture.width)
         if size not in (None, found):
-            raise Unreadable(f"{found[0]} x {found[1]} pixels, not those of the model")
+            raise UnreadableImage(f"{found[0]} x {found[1]} pixels, not those of the model")
         frames = getattr(picture, "n_frames", 1)
         if frames != 1:
-            raise Inexact(f"it has {frames} frames; store the one that is meant")
-        stored = _stored_as(picture)
+            raise InexactImage(f"it has {frames} frames; store the one that is meant")
+        stored = _raw_mode(picture)
         if picture.format == "PNG":
             _check_png(raw)
         picture.load()
@@ -283,7 +283,9 @@ def _check_png(raw: bytes) -> None:
             found += len(stream.decompress(content, wanted - found))
         at += 12 + length
     if found < wanted:
-        raise Unreadable(f"it is cut: {found:,} bytes of pixels are there, {wanted:,} belong to it")
+        raise UnreadableImage(
+            f"it is cut: {found:,} bytes of pixels are there, {wanted:,} belong to it"
+        )
 
 
 def _png_bytes(width: int, height: int, depth: int, colour: int, interlaced: int) -> int:
@@ -294,7 +296,7 @@ def _png_bytes(width: int, height: int, depth: int, colour: int, interlaced: int
     return sum(rows * (1 + (bits * columns + 7) // 8) for columns, rows in sizes if columns)
 
 
-def _stored_as(picture: Image.Image) -> str:
+def _raw_mode(picture: Image.Image) -> str:
     """How the decoder reads the samples; known only before they are loaded."""
     tiles = getattr(picture, "tile", [])
     arguments = tiles[0][3] if tiles else ""
@@ -306,18 +308,20 @@ def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
     """Shape (H, W) or (H, W, 3)."""
     mode = picture.mode
     if mode not in ("1", "L") and _white_is_zero(picture):  # these the decoder turns round
-        raise Inexact("its zero is white; store it with zero for black")
+        raise InexactImage("its zero is white; store it with zero for black")
     if mode == "F":
         values = np.asarray(picture, dtype=np.float32)
         if not ((values >= 0) & (values <= 1)).all():
-            raise Inexact("its numbers are not all in [0, 1]; scale them")
+            raise InexactImage("its numbers are not all in [0, 1]; scale them")
         return values
     if mode.startswith("I;16") and stored.startswith("I;16") and "S" not in stored:
         if "transparency" in picture.info:
-            raise Inexact("it has a transparent grey; put it before a background")
+            raise InexactImage("it has a transparent grey; put it before a background")
         return np.asarray(picture).astype(np.float32) / np.float32(65535)
     if re.search(r";1[0-6]", stored):
-        raise Inexact(f"its samples ({stored}) cannot be read in full; store 8 bits per channel")
+        raise InexactImage(
+            f"its samples ({stored}) cannot be read in full; store 8 bits per channel"
+        )
     if mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         return _opaque(picture)
     if mode == "1":
@@ -326,7 +330,7 @@ def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
         return np.asarray(picture.convert("RGB"))
     if mode in ("L", "RGB"):
         return np.asarray(picture)
-    raise Inexact(f"its colours ({mode}) have no exact grey or RGB values; convert it")
+    raise InexactImage(f"its colours ({mode}) have no exact grey or RGB values; convert it")
 
 
 def _white_is_zero(picture: Image.Image) -> bool:
@@ -339,14 +343,14 @@ def _opaque(picture: Image.Image) -> np.ndarray:
     """The pixels of a picture that could be transparent and nowhere is."""
     whole = np.asarray(picture.convert("RGBA"))
     if (whole[..., 3] != 255).any():
-        raise Inexact("it is transparent in places; put it before a background")
+        raise InexactImage("it is transparent in places; put it before a background")
     return whole[..., 0] if picture.mode in ("1", "L", "LA") else whole[..., :3]
 
 
 # --- Parquet to arrays ------------------------------------------------------------------------
 
 
-_LAYOUT = 4  # of the cache; a new number re-reads everything
+_CACHE_VERSION = 4  # of the cache; a new number re-reads everything
 
 
 @dataclass(frozen=True)
@@ -368,17 +372,17 @@ class Columns:
     targets: str = "class"
 
     @property
-    def inputs(self) -> tuple[str, ...]:
+    def input_columns(self) -> tuple[str, ...]:
         """The columns that a model sees."""
         return self.features or (self.image if self.text is None else self.text.column,)
 
     @property
-    def labelled(self) -> bool:
+    def has_labels(self) -> bool:
         """Whether the label column is read."""
-        return self.text is None or not self.text.following
+        return self.text is None or not self.text.predicts_next_token
 
     def __post_init__(self) -> None:
-        if self.labelled and self.label in self.inputs:
+        if self.has_labels and self.label in self.input_columns:
             raise UserError(
                 f"data.columns: the label {self.label!r} is among the features: the model would "
                 "read the answer; take it out"
@@ -387,19 +391,19 @@ class Columns:
         if twice:
             raise UserError(f"data.columns.features: {twice[0]!r} is named twice; name it once")
 
-    def among(self, present: Sequence[str], where: str) -> Columns:
+    def expand_patterns(self, available: Sequence[str], context: str) -> Columns:
         """With a file's columns in place of patterns. Raises UserError for one that fits none."""
         found: list[str] = []
         for asked in self.features:
             if not set(asked) & set("*?["):
                 found.append(asked)
                 continue
-            others = [name for name in present if name not in (self.label, self.group)]
+            others = [name for name in available if name not in (self.label, self.group)]
             fit = [name for name in others if fnmatchcase(name, asked)]
             if not fit:
                 raise UserError(
-                    f"{where}: no column fits {asked!r}; it has {', '.join(present)} (name yours "
-                    "under data.columns in the recipe)"
+                    f"{context}: no column fits {asked!r}; it has {', '.join(available)} (name "
+                    "yours under data.columns in the recipe)"
                 )
             found += [name for name in fit if name not in found]
         return replace(self, features=tuple(found))
@@ -437,7 +441,7 @@ def load_parquet(
     classes: int,
     columns: Columns,
     cache: Path,
-    names: tuple[str, ...] = (),
+    class_names: tuple[str, ...] = (),
 ) -> Dataset:
     """The split, decoded once into `cache` (private, mode 0700) and memory-mapped from then on.
 
@@ -446,27 +450,27 @@ def load_parquet(
     Raises UserError naming file and row for wrong columns, undecodable images, images of different
     size, labels outside 0..classes-1, and non-numeric or non-finite features.
     """
-    stamp = _stamp(files, name, classes, columns, names)
+    stamp = _cache_key(files, name, classes, columns, class_names)
     folder = cache / f"{name.replace('/', '-')}-{stamp}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with built_aside(folder, first=True) as aside:
-            _decode(files, name, (classes, names), columns, private_folder(aside))
+        with atomic_folder(folder, keep_existing=True) as aside:
+            _decode(files, name, (classes, class_names), columns, make_private_folder(aside))
     return Dataset.open(folder)
 
 
-def _stamp(
-    files: list[Path], name: str, classes: int, columns: Columns, names: tuple[str, ...]
+def _cache_key(
+    files: list[Path], name: str, classes: int, columns: Columns, class_names: tuple[str, ...]
 ) -> str:
     digest = hashlib.blake2b(digest_size=8)
     described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    named = [names] if names else []
-    about = [_LAYOUT, described, name, classes, _described(columns), *named]
+    named = [class_names] if class_names else []
+    about = [_CACHE_VERSION, described, name, classes, _columns_to_dict(columns), *named]
     digest.update(json.dumps(about).encode())
     return digest.hexdigest()
 
 
-def _described(columns: Columns) -> dict[str, Any]:
+def _columns_to_dict(columns: Columns) -> dict[str, Any]:
     """What is read of a file, a tokenizer by its content."""
     named = asdict(columns)
     if columns.targets == "class":
@@ -474,7 +478,7 @@ def _described(columns: Columns) -> dict[str, Any]:
     if columns.text is None:
         del named["text"]
     else:
-        named["text"] = columns.text.described
+        named["text"] = columns.text.content_description
     return named
 
 
@@ -486,15 +490,15 @@ def _decode(
     out: Path,
 ) -> None:
     readers = [open_parquet(file) for file in files]
-    columns = columns.among(readers[0].schema_arrow.names, str(files[0]))
-    wanted = [*columns.inputs, *([columns.label] if columns.labelled else [])]
+    columns = columns.expand_patterns(readers[0].schema_arrow.names, str(files[0]))
+    wanted = [*columns.input_columns, *([columns.label] if columns.has_labels else [])]
     if columns.group is not None:
         wanted.append(columns.group)
     total = sum(reader.metadata.num_rows for reader in readers)
     if total == 0:
         raise UserError(f"{files[0]}: no records")
     numbers = columns.targets != "class"
-    arrays = _Arrays(out, total, classes[0] if numbers else None)
+    arrays = _ArrayWriter(out, total, classes[0] if numbers else None)
     hashes = bytearray()
     groups: Counter[object] = Counter()
     for file, reader in zip(files, readers, strict=True):
@@ -504,13 +508,13 @@ def _decode(
             marks = np.zeros(len(rows), dtype=np.int64)
             if numbers:
                 marks = _numbers(table, file, first_row, columns, classes[0])
-            elif columns.labelled:
+            elif columns.has_labels:
                 marks = _labels(table, file, first_row, columns.label, *classes)
             if columns.group is not None:
                 groups.update(_groups(table, file, first_row, columns.group))
             arrays.append(rows, marks, f"{file} row {first_row}")
             if columns.text is not None:
-                hashes += columns.text.hashes(table[columns.text.column])
+                hashes += columns.text.hash_texts(table[columns.text.column])
     digest = arrays.finish()
     if hashes:
         write_hashes(out, bytes(hashes))
@@ -519,15 +523,15 @@ def _decode(
         "classes": classes[0],
         "fingerprint": digest,
         "largest_group": max(groups.values()) if groups else None,
-        "read": "" if columns.text is None else json.dumps(columns.text.described),
-        "following": not columns.labelled,
+        "read": "" if columns.text is None else json.dumps(columns.text.content_description),
+        "following": not columns.has_labels,
         **({"target_kind": columns.targets} if numbers else {}),
     }
     (out / "meta.json").write_text(json.dumps(meta))
-    seal(out)
+    write_checksums(out)
 
 
-class _Arrays:
+class _ArrayWriter:
     """Memory-mapped inputs and labels of `total` records, filled from the first to the last.
 
     numbers: how many floats a record's target has; None: it is a whole number."""
@@ -539,14 +543,15 @@ class _Arrays:
         self._inputs: np.ndarray | None = None
         self._digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
 
-    def append(self, rows: np.ndarray, labels: np.ndarray, where: str) -> None:
+    def append(self, rows: np.ndarray, labels: np.ndarray, context: str) -> None:
         """Add records. Raises UserError for inputs of another shape than those before."""
         if self._inputs is None:
             shape = (self._total, *rows.shape[1:])
             self._inputs = self._allocate("inputs.npy", rows.dtype, shape)
-        elif _kind(rows[0]) != _kind(self._inputs[0]):
+        elif _shape_and_dtype(rows[0]) != _shape_and_dtype(self._inputs[0]):
             raise UserError(
-                f"{where}: {_kind(rows[0])}, the rows before it {_kind(self._inputs[0])}"
+                f"{context}: {_shape_and_dtype(rows[0])}, the rows before it "
+                f"{_shape_and_dtype(self._inputs[0])}"
             )
         end = self._position + len(rows)
         self._inputs[self._position : end] = rows
@@ -569,23 +574,23 @@ class _Arrays:
             with np.errstate(over="ignore"):
                 return np.lib.format.open_memmap(self._out / name, "w+", kind, shape)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
-            if no_room(error):
+            if is_disk_full(error):
                 raise
             raise UserError(
                 f"{self._total:,} records, as the files' footers count, cannot be stored: "
-                f"{reason(error)}"
+                f"{error_text(error)}"
             ) from error
 
 
 def read_rows(
-    file: Path, reader: pq.ParquetFile, wanted: Sequence[str]
+    file: Path, reader: pq.ParquetFile, columns: Sequence[str]
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the columns `wanted` of a Parquet file, some rows at a time.
+    """Yield the columns `columns` of a Parquet file, some rows at a time.
 
     Args:
         file: names the file in complaints.
         reader: the file, as `open_parquet` opened it.
-        wanted: names of columns.
+        columns: names of columns.
 
     Yields:
         the number of the first row, and a table of at least one row.
@@ -596,21 +601,21 @@ def read_rows(
             row groups.
     """
     present = reader.schema_arrow.names
-    missing = [column for column in wanted if column not in present]
+    missing = [column for column in columns if column not in present]
     if missing:
         raise UserError(
             f"{file}: no column {', '.join(map(repr, missing))}; it has {', '.join(present)} "
             "(name yours under data.columns in the recipe)"
         )
-    twice = [column for column in wanted if present.count(column) > 1]
+    twice = [column for column in columns if present.count(column) > 1]
     if twice:
         raise UserError(f"{file}: has more than one column {twice[0]!r}; rename the others")
     try:
         check_pages(file, reader)
     except parquet_errors() as error:
-        raise UserError(f"{file}: not a readable Parquet file: {reason(error)}") from error
+        raise UserError(f"{file}: not a readable Parquet file: {error_text(error)}") from error
     counted, first_row = reader.metadata.num_rows, 0
-    batches = reader.iter_batches(batch_size=4096, columns=list(wanted))
+    batches = reader.iter_batches(batch_size=4096, columns=list(columns))
     while batch := _next_batch(batches, file, first_row):
         if first_row + batch.num_rows > counted:
             break
@@ -641,7 +646,7 @@ def _next_batch(
                 f"{file} row {first_row + row}: column {name!r} must be UTF-8 text; write it again "
                 "as UTF-8"
             ) from None
-        raise UserError(f"{file}: damaged near row {first_row}: {reason(error)}") from error
+        raise UserError(f"{file}: damaged near row {first_row}: {error_text(error)}") from error
 
 
 def _invalid_texts(batch: pa.RecordBatch | None) -> Iterator[tuple[str, int]]:
@@ -667,27 +672,33 @@ def _groups(table: pa.Table, file: Path, first_row: int, group: str) -> list[obj
         found: list[object] = table[group].to_pylist()
     except (ValueError, OverflowError, pa.ArrowException) as error:  # a date that Python lacks
         raise UserError(
-            f"{file} from row {first_row}: group column {group!r} cannot be read: {reason(error)}"
+            f"{file} from row {first_row}: group column {group!r} cannot be read: "
+            f"{error_text(error)}"
         ) from error
     return found
 
 
 def _labels(
-    table: pa.Table, file: Path, first_row: int, column: str, classes: int, names: tuple[str, ...]
+    table: pa.Table,
+    file: Path,
+    first_row: int,
+    column: str,
+    classes: int,
+    class_names: tuple[str, ...],
 ) -> np.ndarray:
     values = table[column].combine_chunks()
-    if names and (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-        numbers = pc.index_in(values, pa.array(names, values.type))
+    if class_names and (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+        numbers = pc.index_in(values, pa.array(class_names, values.type))
         unknown = pc.and_(numbers.is_null(), values.is_valid())
         if pc.any(unknown).as_py():
             row = pc.index(unknown, True).as_py()
             raise UserError(
-                f"{file} row {first_row + row}: label {shown(values[row].as_py())} is none of "
+                f"{file} row {first_row + row}: label {quoted(values[row].as_py())} is none of "
                 "data.names"
             )
         values = numbers
     if not pa.types.is_integer(values.type):
-        hint = "" if names else " (text needs data.names, the classes in order)"
+        hint = "" if class_names else " (text needs data.names, the classes in order)"
         raise UserError(f"{file}: label column {column!r} is {values.type}, must be integer{hint}")
     if values.null_count:
         row = first_row + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
@@ -734,7 +745,7 @@ def _numbers(
 def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np.ndarray:
     if columns.text is not None:
         texts = table[columns.text.column].combine_chunks()
-        return columns.text.rows(texts, lambda row: f"{file} row {first_row + row}")
+        return columns.text.tokenize_rows(texts, lambda row: f"{file} row {first_row + row}")
     if not columns.features:
         return _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
     if len(columns.features) == 1 and is_list(table[columns.features[0]].type):
@@ -770,7 +781,7 @@ def _require_numbers(kind: pa.DataType, file: Path, column: str) -> None:
         raise UserError(f"{file}: feature column {column!r} is {kind}, must be numeric")
 
 
-def _kind(record: np.ndarray) -> str:
+def _shape_and_dtype(record: np.ndarray) -> str:
     """What all records of a data set have in common: "shape (1, 28, 28), uint8"."""
     return f"shape {record.shape}, {record.dtype}"
 
@@ -803,12 +814,13 @@ def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.nda
             raise UserError(f"{where}: no image")
         try:
             images.append(decode_picture(raw))
-        except Inexact as error:
+        except InexactImage as error:
             raise UserError(f"{where}: the image cannot be taken as it is: {error}") from None
         except ValueError as error:
-            raise UserError(f"{where}: the image cannot be decoded: {reason(error)}") from error
-        if _kind(images[-1]) != _kind(images[0]):
+            raise UserError(f"{where}: the image cannot be decoded: {error_text(error)}") from error
+        if _shape_and_dtype(images[-1]) != _shape_and_dtype(images[0]):
             raise UserError(
-                f"{where}: image of {_kind(images[-1])}, the first one is {_kind(images[0])}"
+                f"{where}: image of {_shape_and_dtype(images[-1])}, the first one is "
+                f"{_shape_and_dtype(images[0])}"
             )
     return np.stack(images)

@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import read_json, sync, write_atomic, write_json
+from dpdist.core.files import fsync_path, read_json, write_atomic, write_json
 
 # --- hashes of records ------------------------------------------------------------------------
 
 
 _CHUNK = 2**22  # values turned into floats at once
 _BYTES = 16  # of a hash
-STORED = "record-hashes.npy"  # beside the records
+HASHES_FILE = "record-hashes.npy"  # beside the records
 
 
-def as_model_sees(rows: np.ndarray) -> np.ndarray:
+def to_model_inputs(rows: np.ndarray) -> np.ndarray:
     """Stored inputs as float32: bytes are divided by 255 into [0, 1], floats stay as they are."""
     if rows.dtype != np.uint8:
         return rows
@@ -38,12 +38,12 @@ def as_model_sees(rows: np.ndarray) -> np.ndarray:
     return seen
 
 
-def hashes_of(inputs: np.ndarray) -> np.ndarray:
+def hash_inputs(inputs: np.ndarray) -> np.ndarray:
     """Hashes of stored inputs (N, *shape), each of its own input alone: (N,) of 16 bytes."""
     found = bytearray()
     rows = max(1, _CHUNK // max(1, inputs[0].size))
     for start in range(0, len(inputs), rows):
-        seen = as_model_sees(np.ascontiguousarray(inputs[start : start + rows]))
+        seen = to_model_inputs(np.ascontiguousarray(inputs[start : start + rows]))
         for row in seen + np.float32(0):  # -0.0 becomes 0.0
             found += hashlib.blake2b(
                 row.tobytes(), digest_size=16, person=b"dpdist.record"
@@ -51,7 +51,7 @@ def hashes_of(inputs: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytes(found), dtype="S16")
 
 
-def positions(hashes: np.ndarray) -> np.ndarray:
+def hash_positions(hashes: np.ndarray) -> np.ndarray:
     """A number in [0, 1) for each hash, uniform over different inputs: float64 (N,)."""
     words = np.frombuffer(hashes.tobytes(), dtype="<u8").reshape(-1, 2)[:, 0]
     return (words >> np.uint64(11)) * 2.0**-53
@@ -60,58 +60,61 @@ def positions(hashes: np.ndarray) -> np.ndarray:
 def stored_hashes(folder: Path) -> np.ndarray:
     """Hashes of the records stored in `folder`: those kept beside them, or computed once of their
     inputs."""
-    path = folder / STORED
+    path = folder / HASHES_FILE
     if not path.exists():
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
-        write_hashes(folder, hashes_of(inputs).tobytes())
+        write_hashes(folder, hash_inputs(inputs).tobytes())
     raw = path.read_bytes()
-    if not raw or raw[-_BYTES:] != _sum(raw[:-_BYTES]):
-        raise damaged(path)
+    if not raw or raw[-_BYTES:] != _checksum(raw[:-_BYTES]):
+        raise corrupt_cache_error(path)
     return np.frombuffer(raw[:-_BYTES], dtype=f"S{_BYTES}")
 
 
 def write_hashes(folder: Path, hashes: bytes) -> None:
     """Keep the hashes of a folder's records beside them, and behind them their own."""
-    write_atomic(folder / STORED, hashes + _sum(hashes))
+    write_atomic(folder / HASHES_FILE, hashes + _checksum(hashes))
 
 
-def _sum(hashes: bytes) -> bytes:
+def _checksum(hashes: bytes) -> bytes:
     return hashlib.blake2b(hashes, digest_size=_BYTES, person=b"dpdist.hashes").digest()
 
 
 # --- checksums of the cache -------------------------------------------------------------------
 
 
-_SUMS = "sums.json"
+_CHECKSUMS_FILE = "sums.json"
 
 
-def seal(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Bring a folder's files to the disk, and say what they hold."""
     paths = sorted(folder.iterdir())
     for path in paths:
-        sync(path)
-    write_json(folder / _SUMS, {path.name: [*_seen(path), _digest(path)] for path in paths})
+        fsync_path(path)
+    write_json(
+        folder / _CHECKSUMS_FILE,
+        {path.name: [*_size_and_mtime(path), _digest(path)] for path in paths},
+    )
 
 
-def check_sealed(folder: Path) -> None:
+def verify_checksums(folder: Path) -> None:
     """Raise UserError unless the files are those that were written. One whose size and time are
     still the same is not read again."""
-    if not (folder / _SUMS).exists():
-        raise damaged(folder / _SUMS)
-    for name, said in read_json(folder / _SUMS).items():
+    if not (folder / _CHECKSUMS_FILE).exists():
+        raise corrupt_cache_error(folder / _CHECKSUMS_FILE)
+    for name, said in read_json(folder / _CHECKSUMS_FILE).items():
         path = folder / name
         if not isinstance(said, list) or not path.is_file():
-            raise damaged(path)
-        if [*_seen(path), said[-1]] != said and _digest(path) != said[-1]:
-            raise damaged(path)
+            raise corrupt_cache_error(path)
+        if [*_size_and_mtime(path), said[-1]] != said and _digest(path) != said[-1]:
+            raise corrupt_cache_error(path)
 
 
-def damaged(path: Path) -> UserError:
+def corrupt_cache_error(path: Path) -> UserError:
     """The complaint about a file of the cache."""
     return UserError(f"{path}: damaged; remove {path.parent}, which is made again of your data")
 
 
-def _seen(path: Path) -> list[int]:
+def _size_and_mtime(path: Path) -> list[int]:
     info = os.stat(path)
     return [info.st_size, info.st_mtime_ns]
 

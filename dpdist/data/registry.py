@@ -18,14 +18,14 @@ import pyarrow.parquet as pq
 
 import dpdist.data.synthetic as synthetic
 from dpdist.core.errors import UserError
-from dpdist.core.files import built_aside, private_folder, written_aside
+from dpdist.core.files import atomic_folder, atomic_replacement, make_private_folder
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns, load_parquet, split_files
-from dpdist.data.record_hashes import seal, write_hashes
+from dpdist.data.record_hashes import write_checksums, write_hashes
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Where a data set lies. root None means built in. Splits are names of Parquet files or
     folders. labels: only the records of these, renumbered in this order; () for all. names: of the
     classes, where the files call them so."""
@@ -37,11 +37,11 @@ class Source:
     test: str = "test"
     columns: Columns = field(default_factory=Columns)
     labels: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
 
 @dataclass
-class DrawnDataset:
+class SyntheticDataset:
     """A data set that a computer draws: its size, the shape of an image, and what draws them."""
 
     classes: int
@@ -50,22 +50,22 @@ class DrawnDataset:
     draw: Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
-INVENTED = {
-    "strokes": DrawnDataset(
+SYNTHETIC = {
+    "strokes": SyntheticDataset(
         synthetic.STROKE_CLASSES,
         synthetic.STROKE_RECORDS,
         synthetic.STROKE_SHAPE,
         synthetic.draw_strokes,
     ),
-    "scenes": DrawnDataset(
+    "scenes": SyntheticDataset(
         synthetic.SCENE_CLASSES,
         synthetic.SCENE_RECORDS,
         synthetic.SCENE_SHAPE,
         synthetic.draw_scenes,
     ),
 }
-BUILT_IN = {"digits": 10, **{name: made.classes for name, made in INVENTED.items()}}
-FETCHABLE = ("mnist", "cifar10", "cifar100", "svhn")
+BUILT_IN = {"digits": 10, **{name: made.classes for name, made in SYNTHETIC.items()}}
+DOWNLOADABLE = ("mnist", "cifar10", "cifar100", "svhn")
 
 
 def cache_folder() -> Path:
@@ -73,17 +73,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DPDIST_CACHE") or Path.home() / ".cache" / "dpdist")
 
 
-def load(source: Source, split: str) -> Dataset:
+def load(source: DataSource, split: str) -> Dataset:
     """The split "train" or "test" of a data set, decoded on first use and memory-mapped afterwards.
 
     Raises UserError for an unknown name, a missing root, and whatever `load_parquet` finds wrong.
     """
     cache = cache_folder()
-    whole = _whole(source, split, cache)
-    return of_labels(whole, source.labels, cache) if source.labels else whole
+    whole = _load_all_labels(source, split, cache)
+    return select_labels(whole, source.labels, cache) if source.labels else whole
 
 
-def _whole(source: Source, split: str, cache: Path) -> Dataset:
+def _load_all_labels(source: DataSource, split: str, cache: Path) -> Dataset:
     name = f"{source.name}/{split}"
     if source.root is None:
         if source.name not in BUILT_IN:
@@ -97,16 +97,16 @@ def _whole(source: Source, split: str, cache: Path) -> Dataset:
             )
         if source.columns.text is not None:
             raise UserError(f"data.text: {source.name} are images; leave it out")
-        if source.name in INVENTED:
-            return _invented(source.name, split, cache)
+        if source.name in SYNTHETIC:
+            return _load_synthetic(source.name, split, cache)
         return _digits(split, cache)
     if _is_stored(source, split):
         return Dataset.open(_stored(source, split))
     files = split_files(source.root, source.name, source.train if split == "train" else source.test)
-    return load_parquet(files, name, source.classes, source.columns, cache, source.names)
+    return load_parquet(files, name, source.classes, source.columns, cache, source.class_names)
 
 
-def has(source: Source, split: str) -> bool:
+def split_exists(source: DataSource, split: str) -> bool:
     """Whether the split's files are there; they are not read."""
     if source.root is None:
         return source.name in BUILT_IN
@@ -135,12 +135,12 @@ def store_split(
         _write(folder, inputs, labels, meta if kind == "class" else {**meta, "target_kind": kind})
 
 
-def _stored(source: Source, split: str) -> Path:
+def _stored(source: DataSource, split: str) -> Path:
     assert source.root is not None
     return source.root / source.name / (source.train if split == "train" else source.test)
 
 
-def _is_stored(source: Source, split: str) -> bool:
+def _is_stored(source: DataSource, split: str) -> bool:
     """Whether a split lies there as arrays, not as Parquet files."""
     return (_stored(source, split) / "meta.json").exists()
 
@@ -174,11 +174,11 @@ def _digits(split: str, cache: Path) -> Dataset:
     return Dataset.open(folder)
 
 
-def _invented(name: str, split: str, cache: Path) -> Dataset:
+def _load_synthetic(name: str, split: str, cache: Path) -> Dataset:
     """What a computer draws for training, and others of the same classes for testing."""
     folder = cache / f"{name}-{split}-1"
     if not folder.exists():
-        made = INVENTED[name]
+        made = SYNTHETIC[name]
         count, seed = (made.records, 0) if split == "train" else (made.records // 10, 1)
         inputs, labels = made.draw(count, seed)
         meta = _meta(f"{name}/{split}", made.classes, inputs, labels)
@@ -191,29 +191,29 @@ def _meta(name: str, classes: int, inputs: np.ndarray, labels: np.ndarray) -> di
     return {"name": name, "classes": classes, "fingerprint": fingerprint.hexdigest()}
 
 
-def of_labels(whole: Dataset, labels: tuple[int, ...], cache: Path) -> Dataset:
+def select_labels(dataset: Dataset, labels: tuple[int, ...], cache: Path) -> Dataset:
     """The records of a whole split with these labels, renumbered in this order: a data set of its
     own, to whose fingerprint no other record adds. Raises UserError when there are none."""
-    folder = cache / f"{whole.folder.name}-labels-{'-'.join(map(str, labels))}"
+    folder = cache / f"{dataset.folder.name}-labels-{'-'.join(map(str, labels))}"
     if not folder.exists():
-        found = np.asarray(whole.labels)
+        found = np.asarray(dataset.labels)
         rows = np.flatnonzero(np.isin(found, labels))
         if not len(rows):
-            raise UserError(f"data.labels: {whole.name} has no record with one of {list(labels)}")
-        numbers = np.full(whole.classes, -1, dtype=np.int64)
+            raise UserError(f"data.labels: {dataset.name} has no record with one of {list(labels)}")
+        numbers = np.full(dataset.classes, -1, dtype=np.int64)
         numbers[list(labels)] = np.arange(len(labels))
-        inputs, marks = np.ascontiguousarray(whole.inputs[rows]), numbers[found[rows]]
+        inputs, marks = np.ascontiguousarray(dataset.inputs[rows]), numbers[found[rows]]
         digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
         digest.update(inputs.tobytes())
         digest.update(marks.tobytes())
         meta = {
-            "name": whole.name,
+            "name": dataset.name,
             "classes": len(labels),
             "fingerprint": digest.hexdigest(),
-            "largest_group": whole.largest_group,  # of all labels: at least that of these
-            "read": whole.read,
+            "largest_group": dataset.largest_group,  # of all labels: at least that of these
+            "read": dataset.text_encoding,
         }
-        _write(folder, inputs, marks, meta, whole.hashes[rows])
+        _write(folder, inputs, marks, meta, dataset.hashes[rows])
     return Dataset.open(folder)
 
 
@@ -224,34 +224,34 @@ def _write(
     meta: dict[str, Any],
     hashes: np.ndarray | None = None,
 ) -> None:
-    with built_aside(folder, first=True) as aside:
-        private_folder(aside)
+    with atomic_folder(folder, keep_existing=True) as aside:
+        make_private_folder(aside)
         np.save(aside / "inputs.npy", inputs)
         np.save(aside / "labels.npy", labels)
         if hashes is not None:
             write_hashes(aside, hashes.tobytes())
         (aside / "meta.json").write_text(json.dumps(meta))
-        seal(aside)
+        write_checksums(aside)
 
 
-def fetch(name: str, root: Path, progress: Callable[[str], None] = lambda line: None) -> Path:
+def fetch(name: str, root: Path, log: Callable[[str], None] = lambda line: None) -> Path:
     """Download a data set through torchvision and write it under root/NAME as Parquet.
 
     Raises UserError for an unknown name or when the download fails; an existing split is kept.
     """
-    if name not in FETCHABLE:
-        raise UserError(f"data fetch: unknown {name!r}; one of {', '.join(FETCHABLE)}")
-    from dpdist.core.optional_imports import torchvision
+    if name not in DOWNLOADABLE:
+        raise UserError(f"data fetch: unknown {name!r}; one of {', '.join(DOWNLOADABLE)}")
+    from dpdist.core.optional_imports import import_torchvision
 
-    datasets = torchvision("datasets")
+    datasets = import_torchvision("datasets")
     target = root / name
     download = root / ".download"
     for split in ("train", "test"):
         path = target / f"{split}.parquet"
         if path.exists():
-            progress(f"{path} is already there")
+            log(f"{path} is already there")
             continue
-        progress(f"downloading {name} {split} ...")
+        log(f"downloading {name} {split} ...")
         try:
             if name == "svhn":
                 source = datasets.SVHN(download, split=split, download=True)
@@ -267,7 +267,7 @@ def fetch(name: str, root: Path, progress: Callable[[str], None] = lambda line: 
             ) from error
         target.mkdir(parents=True, exist_ok=True)
         _write_images(source, path)
-        progress(f"wrote {path}")
+        log(f"wrote {path}")
     shutil.rmtree(download, ignore_errors=True)
     return target
 
@@ -280,5 +280,5 @@ def _write_images(source, path: Path) -> None:
         picture.save(buffer, format="PNG")
         images.append({"bytes": buffer.getvalue(), "path": f"{position}.png"})
         labels.append(int(label))
-    with written_aside(path) as aside:
+    with atomic_replacement(path) as aside:
         pq.write_table(pa.table({"image": images, "label": labels}), aside, row_group_size=1000)

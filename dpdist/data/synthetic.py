@@ -37,66 +37,68 @@ def draw_strokes(
 
     The signs are the same for every seed: `seed` says how they are written. Labels take turns.
     """
-    signs, weights = _signs(np.random.Generator(np.random.Philox(key=0)), classes)
-    draw = np.random.Generator(np.random.Philox(key=1 + seed))
+    signs, weights = _random_signs(np.random.Generator(np.random.Philox(key=0)), classes)
+    rng = np.random.Generator(np.random.Philox(key=1 + seed))
     labels = np.arange(records, dtype=np.int64) % classes
     images = np.empty((records, *STROKE_SHAPE), dtype=np.uint8)
     for start in range(0, records, _STROKE_CHUNK):
         which = labels[start : start + _STROKE_CHUNK]
-        points = _framed(_rewritten(signs[which], draw), weights[which] > 0, draw)
-        images[start : start + _STROKE_CHUNK, 0] = _inked(points, weights[which] > 0, draw)
+        points = _to_pixel_coordinates(_distort_signs(signs[which], rng), weights[which] > 0, rng)
+        images[start : start + _STROKE_CHUNK, 0] = _render_strokes(points, weights[which] > 0, rng)
     return images, labels
 
 
-def _signs(draw: np.random.Generator, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def _random_signs(rng: np.random.Generator, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """The classes: strokes (classes, 3, points, 2) in about the unit square, and which exist
     (classes, 3)."""
     time = np.linspace(0, 1, _POINTS)[:, None]
     strokes = np.empty((classes, _STROKES, _POINTS, 2))
     for stroke in strokes.reshape(-1, _POINTS, 2):
-        kind = draw.choice(3, p=(0.25, 0.35, 0.4))
-        ends = draw.uniform(-1, 1, (4, 2))
+        kind = rng.choice(3, p=(0.25, 0.35, 0.4))
+        ends = rng.uniform(-1, 1, (4, 2))
         if kind == 0:
             stroke[:] = ends[0] + (ends[1] - ends[0]) * time
         elif kind == 1:  # part of an ellipse, or all of it
-            angles = draw.uniform(0, 2 * np.pi) + draw.uniform(0.5, 2) * np.pi * time
+            angles = rng.uniform(0, 2 * np.pi) + rng.uniform(0.5, 2) * np.pi * time
             turned = np.concatenate([np.cos(angles), np.sin(angles)], 1)
-            stroke[:] = 0.4 * ends[0] + draw.uniform(0.3, 0.9, 2) * turned
+            stroke[:] = 0.4 * ends[0] + rng.uniform(0.3, 0.9, 2) * turned
         else:  # a cubic Bezier curve
             basis = [(1 - time) ** 3, 3 * time * (1 - time) ** 2, 3 * time**2 * (1 - time), time**3]
             stroke[:] = sum(b * end for b, end in zip(basis, 1.4 * ends, strict=True))
-    count = draw.choice(_STROKES, size=classes, p=(0.4, 0.4, 0.2)) + 1
+    count = rng.choice(_STROKES, size=classes, p=(0.4, 0.4, 0.2)) + 1
     return strokes, (np.arange(_STROKES) < count[:, None]).astype(float)
 
 
-def _rewritten(strokes: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+def _distort_signs(strokes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Signs (B, 3, points, 2) with every stroke moved, scaled, turned and bent at random."""
     size = len(strokes)
     time = np.linspace(-1, 1, _POINTS)
     bends = np.stack([np.ones_like(time), time, time**2 - 1 / 3, np.sin(np.pi * time)])
-    amounts = draw.normal(size=(size, _STROKES, 4, 2)) * np.array([0.09, 0.07, 0.07, 0.05])[:, None]
+    amounts = rng.normal(size=(size, _STROKES, 4, 2)) * np.array([0.09, 0.07, 0.07, 0.05])[:, None]
     strokes = strokes + np.einsum("bski,kp->bspi", amounts, bends)
-    turn, slant = draw.normal(0, 0.12, size), draw.normal(0, 0.2, size)
-    stretch = np.exp(draw.normal(0, 0.15, (size, 2)))
+    turn, slant = rng.normal(0, 0.12, size), rng.normal(0, 0.2, size)
+    stretch = np.exp(rng.normal(0, 0.15, (size, 2)))
     cos, sin = np.cos(turn), np.sin(turn)
     affine = np.stack([np.stack([cos, slant - sin], 1), np.stack([sin, cos], 1)], 1)
     return np.einsum("bspi,bij->bspj", strokes, affine * stretch[:, :, None])
 
 
-def _framed(points: np.ndarray, there: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+def _to_pixel_coordinates(
+    points: np.ndarray, there: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """The same in pixels (x, y): the longer side about _BOX, in the middle."""
     shown = there[:, :, None, None]
     low = np.where(shown, points, np.inf).min((1, 2))
     high = np.where(shown, points, -np.inf).max((1, 2))
-    longer = (high - low).max(1)[:, None] / (_BOX * draw.uniform(0.8, 1.05, (len(points), 1)))
-    middle = (high + low) / 2 + longer * draw.normal(0, 0.8, (len(points), 2))
+    longer = (high - low).max(1)[:, None] / (_BOX * rng.uniform(0.8, 1.05, (len(points), 1)))
+    middle = (high + low) / 2 + longer * rng.normal(0, 0.8, (len(points), 2))
     return (points - middle[:, None, None]) / longer[:, None, None] + (STROKE_SIDE - 1) / 2
 
 
-def _inked(points: np.ndarray, there: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+def _render_strokes(points: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Grey values (B, SIDE, SIDE) uint8 of pens of Gaussian profile, saturated."""
     size = len(points)
-    pen = draw.uniform(0.6, 1.3, size)[:, None, None]
+    pen = rng.uniform(0.6, 1.3, size)[:, None, None]
     steps = np.linalg.norm(np.diff(points, axis=2), axis=3)
     length = np.concatenate([steps[:, :, :1], (steps[:, :, 1:] + steps[:, :, :-1]) / 2,
                              steps[:, :, -1:]], 2)  # fmt: skip
@@ -114,12 +116,13 @@ def _inked(points: np.ndarray, there: np.ndarray, draw: np.random.Generator) -> 
 
 SCENE_CLASSES, SCENE_RECORDS, SCENE_SIDE = 100, 50_000, 32
 SCENE_SHAPE = (3, SCENE_SIDE, SCENE_SIDE)
-_PARTS, _WAVES, _LEAVES = 3, 4, 8  # of a thing at most; of an outline; before which it may stand
-_SOFT = 3.0  # how sharp an edge is: of a logistic function of the distance in pixels
+# of a thing at most; of an outline; before which it may stand
+_PARTS, _WAVES, _BACKGROUND_OCCLUDERS = 3, 4, 8
+_EDGE_SHARPNESS = 3.0  # how sharp an edge is: of a logistic function of the distance in pixels
 _SCENE_CHUNK = 500  # records drawn at a time
-_FULL = 2 * np.pi
+_TWO_PI = 2 * np.pi
 
-Draw = np.random.Generator
+Rng = np.random.Generator
 Grid = tuple[np.ndarray, np.ndarray]  # x and y of every pixel, from the middle
 
 
@@ -135,35 +138,35 @@ class _Blobs:
     amounts: np.ndarray  # (..., waves)
     phases: np.ndarray  # (..., waves)
 
-    def at(self, grid: Grid) -> tuple[np.ndarray, Grid]:
+    def rasterise(self, grid: Grid) -> tuple[np.ndarray, Grid]:
         """Of blobs (B,): how much of each pixel is theirs (B, SIDE, SIDE), and the pixels in their
         own coordinates."""
-        x, y = grid[0] - _over(self.middle[:, 0]), grid[1] - _over(self.middle[:, 1])
-        u, v = _turned((x, y), self.turn)
-        u, v = u / _over(self.stretch), v * _over(self.stretch)
+        x, y = grid[0] - _per_image(self.middle[:, 0]), grid[1] - _per_image(self.middle[:, 1])
+        u, v = _rotate((x, y), self.turn)
+        u, v = u / _per_image(self.stretch), v * _per_image(self.stretch)
         distance = np.sqrt(u * u + v * v) + 1e-6
         once = (u + 1j * v) / distance
         power, outline = once, np.ones_like(distance)
         for amount, phase in zip(self.amounts.T, self.phases.T, strict=True):
             power = power * once
-            outline = outline + _over(amount) * (power * _over(np.exp(1j * phase))).real
-        depth = _over(self.size) * np.maximum(outline, 0.15) - distance
-        return 1 / (1 + np.exp(-np.clip(_SOFT * depth, -20, 20))), (u, v)
+            outline = outline + _per_image(amount) * (power * _per_image(np.exp(1j * phase))).real
+        depth = _per_image(self.size) * np.maximum(outline, 0.15) - distance
+        return 1 / (1 + np.exp(-np.clip(_EDGE_SHARPNESS * depth, -20, 20))), (u, v)
 
 
 @dataclass(frozen=True)
-class _Things:
+class _ObjectClasses:
     """The classes: what their parts (classes, _PARTS) look like, which exist, and what is around
     them."""
 
-    there: np.ndarray
+    is_present: np.ndarray
     blobs: _Blobs
     colour: np.ndarray  # (classes, parts, 3)
     contrast: np.ndarray  # of a grating, 0 for none
     frequency: np.ndarray
     angle: np.ndarray
-    hard: np.ndarray  # whether its bars have sharp edges
-    ground: np.ndarray  # (classes, 3)
+    has_sharp_bars: np.ndarray  # whether its bars have sharp edges
+    background_colour: np.ndarray  # (classes, 3)
     horizon: np.ndarray  # a row from the middle; below the image there is none
 
 
@@ -174,158 +177,167 @@ def draw_scenes(
 
     The things are the same for every seed: `seed` says how they are seen. Labels take turns.
     """
-    things = _things(np.random.Generator(np.random.Philox(key=0)), classes)
-    draw = np.random.Generator(np.random.Philox(key=1 + seed))
+    things = _random_object_classes(np.random.Generator(np.random.Philox(key=0)), classes)
+    rng = np.random.Generator(np.random.Philox(key=1 + seed))
     labels = np.arange(records, dtype=np.int64) % classes
     images = np.empty((records, *SCENE_SHAPE), dtype=np.uint8)
     for start in range(0, records, _SCENE_CHUNK):
-        images[start : start + _SCENE_CHUNK] = _seen(
-            things, labels[start : start + _SCENE_CHUNK], draw
+        images[start : start + _SCENE_CHUNK] = _render_scenes(
+            things, labels[start : start + _SCENE_CHUNK], rng
         )
     return images, labels
 
 
-def _things(draw: Draw, classes: int) -> _Things:
+def _random_object_classes(rng: Rng, classes: int) -> _ObjectClasses:
     shape = (classes, _PARTS)
-    count = draw.choice(_PARTS, size=classes, p=(0.3, 0.4, 0.3)) + 1
+    count = rng.choice(_PARTS, size=classes, p=(0.3, 0.4, 0.3)) + 1
     spread = np.array([1.4, 7.0, 7.0])  # the first part is in the middle, and larger
-    sizes = np.where(np.arange(_PARTS) == 0, draw.uniform(7, 11, shape), draw.uniform(3, 7, shape))
+    sizes = np.where(np.arange(_PARTS) == 0, rng.uniform(7, 11, shape), rng.uniform(3, 7, shape))
     blobs = _Blobs(
-        middle=draw.uniform(-1, 1, (*shape, 2)) * spread[:, None],
+        middle=rng.uniform(-1, 1, (*shape, 2)) * spread[:, None],
         size=sizes,
-        stretch=np.exp(draw.normal(0, 0.35, shape)),
-        turn=draw.uniform(0, _FULL, shape),
-        amounts=draw.normal(0, 0.22, (*shape, _WAVES)) / np.sqrt(np.arange(1, _WAVES + 1)),
-        phases=draw.uniform(0, _FULL, (*shape, _WAVES)),
+        stretch=np.exp(rng.normal(0, 0.35, shape)),
+        turn=rng.uniform(0, _TWO_PI, shape),
+        amounts=rng.normal(0, 0.22, (*shape, _WAVES)) / np.sqrt(np.arange(1, _WAVES + 1)),
+        phases=rng.uniform(0, _TWO_PI, (*shape, _WAVES)),
     )
-    return _Things(
-        there=np.arange(_PARTS) < count[:, None],
+    return _ObjectClasses(
+        is_present=np.arange(_PARTS) < count[:, None],
         blobs=blobs,
-        colour=draw.uniform(0.05, 0.95, (*shape, 3)),
-        contrast=draw.uniform(0, 0.3, shape) * (draw.random(shape) < 0.6),
-        frequency=np.exp(draw.uniform(np.log(0.25), np.log(1.6), shape)),
-        angle=draw.uniform(0, np.pi, shape),
-        hard=draw.random(shape) < 0.4,
-        ground=draw.uniform(0.1, 0.9, (classes, 3)),
-        horizon=np.where(draw.random(classes) < 0.5, draw.uniform(-6, 10, classes), 3 * SCENE_SIDE),
+        colour=rng.uniform(0.05, 0.95, (*shape, 3)),
+        contrast=rng.uniform(0, 0.3, shape) * (rng.random(shape) < 0.6),
+        frequency=np.exp(rng.uniform(np.log(0.25), np.log(1.6), shape)),
+        angle=rng.uniform(0, np.pi, shape),
+        has_sharp_bars=rng.random(shape) < 0.4,
+        background_colour=rng.uniform(0.1, 0.9, (classes, 3)),
+        horizon=np.where(rng.random(classes) < 0.5, rng.uniform(-6, 10, classes), 3 * SCENE_SIDE),
     )
 
 
-def _seen(things: _Things, which: np.ndarray, draw: Draw) -> np.ndarray:
+def _render_scenes(object_classes: _ObjectClasses, which: np.ndarray, rng: Rng) -> np.ndarray:
     """One picture of each of these things: (B, 3, SIDE, SIDE) uint8."""
     steps = np.arange(SCENE_SIDE, dtype=np.float32) - (SCENE_SIDE - 1) / 2
     y, x = np.meshgrid(steps, steps, indexing="ij")
-    image = _ground(things, which, (x, y), draw)
-    for _ in range(_LEAVES):
-        image = _leaf(image, (x, y), (2, 9), 0.5, draw)
-    image = _thing(image, things, which, (x, y), draw)
-    image = _leaf(image, (x, y), (2, 6), 0.25, draw)
-    return _exposed(image, draw)
+    image = _draw_background(object_classes, which, (x, y), rng)
+    for _ in range(_BACKGROUND_OCCLUDERS):
+        image = _draw_occluder(image, (x, y), (2, 9), 0.5, rng)
+    image = _draw_object(image, object_classes, which, (x, y), rng)
+    image = _draw_occluder(image, (x, y), (2, 6), 0.25, rng)
+    return _adjust_exposure(image, rng)
 
 
-def _ground(things: _Things, which: np.ndarray, grid: Grid, draw: Draw) -> np.ndarray:
+def _draw_background(
+    object_classes: _ObjectClasses, which: np.ndarray, grid: Grid, rng: Rng
+) -> np.ndarray:
     """A colour that runs over the image, another one below the horizon, and clouds."""
     size = len(which)
-    colour = 0.6 * draw.uniform(0, 1, (size, 3)) + 0.4 * things.ground[which]
-    along = _turned(grid, draw.uniform(0, _FULL, size))[0] / (SCENE_SIDE / 2)
-    image = colour[:, :, None, None] + along[:, None] * draw.normal(0, 0.15, (size, 3, 1, 1))
-    below = grid[1] > _over(things.horizon[which] + draw.normal(0, 3, size))
-    image = np.where(below[:, None], draw.uniform(0, 1, (size, 3, 1, 1)), image)
-    strength = np.abs(draw.normal(0, 0.12, (size, 1, 1, 1)))
-    tint = 1 + 0.4 * draw.normal(size=(size, 3, 1, 1))
-    return image + _clouds(draw.uniform(0.8, 2.2, size), draw)[:, None] * strength * tint
+    colour = 0.6 * rng.uniform(0, 1, (size, 3)) + 0.4 * object_classes.background_colour[which]
+    along = _rotate(grid, rng.uniform(0, _TWO_PI, size))[0] / (SCENE_SIDE / 2)
+    image = colour[:, :, None, None] + along[:, None] * rng.normal(0, 0.15, (size, 3, 1, 1))
+    below = grid[1] > _per_image(object_classes.horizon[which] + rng.normal(0, 3, size))
+    image = np.where(below[:, None], rng.uniform(0, 1, (size, 3, 1, 1)), image)
+    strength = np.abs(rng.normal(0, 0.12, (size, 1, 1, 1)))
+    tint = 1 + 0.4 * rng.normal(size=(size, 3, 1, 1))
+    return image + _power_law_noise(rng.uniform(0.8, 2.2, size), rng)[:, None] * strength * tint
 
 
-def _leaf(
-    image: np.ndarray, grid: Grid, sizes: tuple[float, float], chance: float, draw: Draw
+def _draw_occluder(
+    image: np.ndarray, grid: Grid, sizes: tuple[float, float], chance: float, rng: Rng
 ) -> np.ndarray:
     """A blob of one colour over some of the images."""
     size = len(image)
     blobs = _Blobs(
-        middle=draw.uniform(-SCENE_SIDE / 2, SCENE_SIDE / 2, (size, 2)),
-        size=np.exp(draw.uniform(np.log(sizes[0]), np.log(sizes[1]), size)),
-        stretch=np.exp(draw.normal(0, 0.4, size)),
-        turn=draw.uniform(0, _FULL, size),
-        amounts=draw.normal(0, 0.15, (size, 3)),
-        phases=draw.uniform(0, _FULL, (size, 3)),
+        middle=rng.uniform(-SCENE_SIDE / 2, SCENE_SIDE / 2, (size, 2)),
+        size=np.exp(rng.uniform(np.log(sizes[0]), np.log(sizes[1]), size)),
+        stretch=np.exp(rng.normal(0, 0.4, size)),
+        turn=rng.uniform(0, _TWO_PI, size),
+        amounts=rng.normal(0, 0.15, (size, 3)),
+        phases=rng.uniform(0, _TWO_PI, (size, 3)),
     )
-    mask = blobs.at(grid)[0] * _over(draw.random(size) < chance)
-    return _painted(image, draw.uniform(0, 1, (size, 3, 1, 1)), mask)
+    mask = blobs.rasterise(grid)[0] * _per_image(rng.random(size) < chance)
+    return _blend(image, rng.uniform(0, 1, (size, 3, 1, 1)), mask)
 
 
-def _thing(
-    image: np.ndarray, things: _Things, which: np.ndarray, grid: Grid, draw: Draw
+def _draw_object(
+    image: np.ndarray, object_classes: _ObjectClasses, which: np.ndarray, grid: Grid, rng: Rng
 ) -> np.ndarray:
     """The thing itself, all parts in one pose, light and tint."""
     size = len(which)
-    scale, wide = np.exp(draw.normal(0, 0.22, size)), np.exp(draw.normal(0, 0.12, size))
-    mirrored = np.where(draw.random(size) < 0.5, -1.0, 1.0)
-    moved = draw.normal(0, 2.5, (2, size))
-    x, y = _turned(
-        (grid[0] - _over(moved[0]), grid[1] - _over(moved[1])), draw.normal(0, 0.25, size)
+    scale, wide = np.exp(rng.normal(0, 0.22, size)), np.exp(rng.normal(0, 0.12, size))
+    mirrored = np.where(rng.random(size) < 0.5, -1.0, 1.0)
+    moved = rng.normal(0, 2.5, (2, size))
+    x, y = _rotate(
+        (grid[0] - _per_image(moved[0]), grid[1] - _per_image(moved[1])), rng.normal(0, 0.25, size)
     )
-    pose = x * _over(mirrored / (scale * wide)), y * _over(wide / scale)
-    light = _turned(pose, draw.uniform(0, _FULL, size))[0] / 10 * _over(draw.normal(0, 0.15, size))
-    grain = 0.06 * _clouds(draw.uniform(0.5, 2, size), draw)
-    tint = draw.normal(0, 0.12, (size, 3))
+    pose = x * _per_image(mirrored / (scale * wide)), y * _per_image(wide / scale)
+    light = (
+        _rotate(pose, rng.uniform(0, _TWO_PI, size))[0] / 10 * _per_image(rng.normal(0, 0.15, size))
+    )
+    grain = 0.06 * _power_law_noise(rng.uniform(0.5, 2, size), rng)
+    tint = rng.normal(0, 0.12, (size, 3))
     for part in reversed(range(_PARTS)):
-        mask, (u, v) = _bent(things.blobs, which, part, draw).at(pose)
-        along = _turned((u, v), things.angle[which, part])[0]
-        frequency = things.frequency[which, part] * np.exp(draw.normal(0, 0.1, size))
-        wave = np.sin(_over(frequency) * along + _over(draw.uniform(0, _FULL, size)))
-        wave = np.where(_over(things.hard[which, part]), np.tanh(4 * wave), wave)
-        other = draw.random(size) < 0.25  # in a colour that is not its own
-        colour = np.where(other[:, None], draw.uniform(0, 1, (size, 3)), things.colour[which, part])
-        colour = colour + tint + draw.normal(0, 0.12, (size, 3))
-        surface = _over(things.contrast[which, part]) * wave + light + grain
+        mask, (u, v) = _perturb_part(object_classes.blobs, which, part, rng).rasterise(pose)
+        along = _rotate((u, v), object_classes.angle[which, part])[0]
+        frequency = object_classes.frequency[which, part] * np.exp(rng.normal(0, 0.1, size))
+        wave = np.sin(_per_image(frequency) * along + _per_image(rng.uniform(0, _TWO_PI, size)))
+        wave = np.where(
+            _per_image(object_classes.has_sharp_bars[which, part]), np.tanh(4 * wave), wave
+        )
+        other = rng.random(size) < 0.25  # in a colour that is not its own
+        colour = np.where(
+            other[:, None], rng.uniform(0, 1, (size, 3)), object_classes.colour[which, part]
+        )
+        colour = colour + tint + rng.normal(0, 0.12, (size, 3))
+        surface = _per_image(object_classes.contrast[which, part]) * wave + light + grain
         shown = colour[:, :, None, None] + surface[:, None]
-        image = _painted(image, shown, mask * _over(things.there[which, part]))
+        image = _blend(image, shown, mask * _per_image(object_classes.is_present[which, part]))
     return image
 
 
-def _bent(blobs: _Blobs, which: np.ndarray, part: int, draw: Draw) -> _Blobs:
+def _perturb_part(blobs: _Blobs, which: np.ndarray, part: int, rng: Rng) -> _Blobs:
     """One part of each thing, a little out of its form."""
     size = len(which)
     return _Blobs(
-        middle=blobs.middle[which, part] + draw.normal(0, 0.6, (size, 2)),
-        size=blobs.size[which, part] * np.exp(draw.normal(0, 0.08, size)),
-        stretch=blobs.stretch[which, part] * np.exp(draw.normal(0, 0.06, size)),
-        turn=blobs.turn[which, part] + draw.normal(0, 0.12, size),
-        amounts=blobs.amounts[which, part] + draw.normal(0, 0.04, (size, _WAVES)),
-        phases=blobs.phases[which, part] + draw.normal(0, 0.1, (size, _WAVES)),
+        middle=blobs.middle[which, part] + rng.normal(0, 0.6, (size, 2)),
+        size=blobs.size[which, part] * np.exp(rng.normal(0, 0.08, size)),
+        stretch=blobs.stretch[which, part] * np.exp(rng.normal(0, 0.06, size)),
+        turn=blobs.turn[which, part] + rng.normal(0, 0.12, size),
+        amounts=blobs.amounts[which, part] + rng.normal(0, 0.04, (size, _WAVES)),
+        phases=blobs.phases[which, part] + rng.normal(0, 0.1, (size, _WAVES)),
     )
 
 
-def _exposed(image: np.ndarray, draw: Draw) -> np.ndarray:
+def _adjust_exposure(image: np.ndarray, rng: Rng) -> np.ndarray:
     """Grey values (B, 3, SIDE, SIDE) uint8, at random saturation, contrast and brightness."""
     size = (len(image), 1, 1, 1)
     grey = image.mean(1, keepdims=True)
-    image = grey + (image - grey) * np.clip(draw.normal(0.65, 0.3, size), 0, 1.3)
-    image = (image - 0.5) * np.exp(draw.normal(-0.1, 0.2, size)) + 0.5
-    return np.round(255 * np.clip(image + draw.normal(0, 0.08, size), 0, 1)).astype(np.uint8)
+    image = grey + (image - grey) * np.clip(rng.normal(0.65, 0.3, size), 0, 1.3)
+    image = (image - 0.5) * np.exp(rng.normal(-0.1, 0.2, size)) + 0.5
+    return np.round(255 * np.clip(image + rng.normal(0, 0.08, size), 0, 1)).astype(np.uint8)
 
 
-def _clouds(exponent: np.ndarray, draw: Draw) -> np.ndarray:
+def _power_law_noise(exponent: np.ndarray, rng: Rng) -> np.ndarray:
     """Noise (B, SIDE, SIDE) of deviation 1 whose amplitude falls with that power of frequency."""
     rows, columns = np.fft.fftfreq(SCENE_SIDE)[:, None], np.fft.rfftfreq(SCENE_SIDE)
     squared = rows**2 + columns**2
     squared[0, 0] = np.inf  # no constant
-    waves = draw.normal(size=(2, len(exponent), *squared.shape))
+    waves = rng.normal(size=(2, len(exponent), *squared.shape))
     noise = np.fft.irfft2(
-        (waves[0] + 1j * waves[1]) * squared ** (-_over(exponent) / 2), (SCENE_SIDE, SCENE_SIDE)
+        (waves[0] + 1j * waves[1]) * squared ** (-_per_image(exponent) / 2),
+        (SCENE_SIDE, SCENE_SIDE),
     )
     return noise / noise.std((1, 2), keepdims=True)
 
 
-def _painted(image: np.ndarray, colour: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _blend(image: np.ndarray, colour: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return image + (colour - image) * mask[:, None]
 
 
-def _turned(grid: Grid, angle: np.ndarray) -> Grid:
-    cos, sin = _over(np.cos(angle)), _over(np.sin(angle))
+def _rotate(grid: Grid, angle: np.ndarray) -> Grid:
+    cos, sin = _per_image(np.cos(angle)), _per_image(np.sin(angle))
     return cos * grid[0] + sin * grid[1], cos * grid[1] - sin * grid[0]
 
 
-def _over(values: np.ndarray) -> np.ndarray:
+def _per_image(values: np.ndarray) -> np.ndarray:
     """One value for each image (B,), for all its pixels: (B, 1, 1)."""
     return values[:, None, None]

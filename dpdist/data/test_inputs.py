@@ -22,11 +22,11 @@ from PIL import Image
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    check_text_name,
+    atomic_replacement,
+    check_utf8_name,
+    error_text,
     open_parquet,
     read_bytes,
-    reason,
-    written_aside,
 )
 from dpdist.data.discovery import (
     TEST,
@@ -95,7 +95,7 @@ def find_test_inputs(
     Raises:
         UserError: nothing there can be read, or inputs have another size and `size` is None.
     """
-    check_text_name(path)
+    check_utf8_name(path)
     path = path.resolve()
     if path.is_file():
         place = (path.parent.parent, path.parent.name, path.stem)
@@ -200,7 +200,7 @@ def _sizes(pictures: Iterable[bytes], where: Path) -> set[tuple[int, int, int]]:
                 channels = 1 if picture.mode in _GREY else 3
                 found.add((channels, picture.height, picture.width))
         except Exception as error:  # decoders raise whatever a damaged picture leads them to
-            raise UserError(f"{where}: an image cannot be decoded: {reason(error)}") from error
+            raise UserError(f"{where}: an image cannot be decoded: {error_text(error)}") from error
     return found
 
 
@@ -222,7 +222,7 @@ def _of_pictures(
     files = [(path, place) for place, name in enumerate(names)
              for path in pictures_in(folder / name)]  # fmt: skip
     for path, _ in files:
-        check_text_name(path)
+        check_utf8_name(path)
     sizes = {s for path, _ in files for s in _sizes([read_bytes(path, _MOST_BYTES)], path)}
     first = _decoded(read_bytes(files[0][0], _MOST_BYTES), files[0][0]).shape
     wanted = _wanted(first, sizes, size, folder)
@@ -266,7 +266,7 @@ def _written(
     schema, changed, inputs = picture_schema(named), False, 0
     rows: list[tuple[bytes, int]] = []
     with (
-        written_aside(target / f"{SPLIT}.parquet") as aside,
+        atomic_replacement(target / f"{SPLIT}.parquet") as aside,
         pq.ParquetWriter(aside, schema) as file,
     ):
         for raw, label in pictures:
@@ -300,7 +300,7 @@ def _decoded(raw: bytes, where: object) -> np.ndarray:
     try:
         pixels = decode_picture(raw)
     except ValueError as error:
-        raise UserError(f"{where}: the image cannot be decoded: {reason(error)}") from error
+        raise UserError(f"{where}: the image cannot be decoded: {error_text(error)}") from error
     if pixels.dtype != np.uint8:
         raise UserError(f"{where}: must have 8 bits a channel to be resized, got {pixels.dtype}")
     return pixels

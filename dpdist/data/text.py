@@ -32,34 +32,34 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import BEGIN, END, FIRST_BYTE, FIRST_WORD, PADDING, UNKNOWN, vocabulary_of
-from dpdist.core.files import read_bytes, read_text, reason, write_json, written_aside
-from dpdist.core.optional_imports import library
+from dpdist.core.fields import BEGIN, END, FIRST_BYTE, FIRST_WORD, PADDING, UNKNOWN, vocabulary_size
+from dpdist.core.files import atomic_replacement, error_text, read_bytes, read_text, write_json
+from dpdist.core.optional_imports import import_extra
 
 # --- texts to tokens --------------------------------------------------------------------------
 
 
-WORDS = "words.txt"  # beside the Parquet files: a word a line
+WORDS_FILE = "words.txt"  # beside the Parquet files: a word a line
 _WORD = re.compile(r"\w+|[^\w\s]")
 _MOST_BYTES = 256 * 2**20  # of a tokenizer's file, or a list of words
 _KEY = "data.text.tokenizer"
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Letters, digits and underscores in a row are a word, of small letters; so is each other sign
     that is no space."""
     return _WORD.findall(text.lower())
 
 
 @dataclass(frozen=True)
-class Words:
+class WordList:
     """The first `count` lines of a file, one word each."""
 
     file: Path
     count: int
 
     @cached_property
-    def numbers(self) -> dict[str, int]:
+    def token_ids(self) -> dict[str, int]:
         """Token numbers by word. Raises UserError for a file without so many different words."""
         lines = read_text(self.file, _MOST_BYTES).splitlines()
         numbers = {word: place + FIRST_WORD for place, word in enumerate(lines[: self.count])}
@@ -73,11 +73,11 @@ class Words:
     @property
     def digest(self) -> str:
         """Hex digest of the words."""
-        return hashlib.blake2b("\n".join(self.numbers).encode()).hexdigest()
+        return hashlib.blake2b("\n".join(self.token_ids).encode()).hexdigest()
 
-    def tokens(self, text: str, length: int) -> np.ndarray:
+    def tokenize(self, text: str, length: int) -> np.ndarray:
         """Begin, the words that fit, end."""
-        found = [self.numbers.get(word, UNKNOWN) for word in words_of(text)[: length - 2]]
+        found = [self.token_ids.get(word, UNKNOWN) for word in split_words(text)[: length - 2]]
         return np.array([BEGIN, *found, END])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,11 +94,11 @@ class TextColumn:
     column: str = "text"
     length: int = 128
     tokenizer: Path | None = None
-    words: Words | None = None
-    following: bool = False
+    words: WordList | None = None
+    predicts_next_token: bool = False
 
     @property
-    def described(self) -> list[Any]:
+    def content_description(self) -> list[Any]:
         """All that its rows, targets and hashes depend on, tokenizer and words by content."""
         tokens = "bytes"
         if self.words is not None:
@@ -106,31 +106,31 @@ class TextColumn:
         elif self.tokenizer is not None:
             tokens = hashlib.blake2b(self._file).hexdigest()
         about = [self.column, self.length, tokens, "documents"]
-        return [*about, "following"] if self.following else about
+        return [*about, "following"] if self.predicts_next_token else about
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         """How many tokens there are."""
         if self.tokenizer is not None:
             return self._tokenizer.get_vocab_size()
-        return vocabulary_of(None if self.words is None else self.words.count)
+        return vocabulary_size(None if self.words is None else self.words.count)
 
-    def rows(self, texts: pa.Array, where: Callable[[int], str]) -> np.ndarray:
+    def tokenize_rows(self, texts: pa.Array, context_of_row: Callable[[int], str]) -> np.ndarray:
         """float32 (N, length). where: file and row of a text, for complaints. Raises UserError for
         what is no text."""
         if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
             raise UserError(
-                f"{where(0)}: text column {self.column!r} is {texts.type}, must be text"
+                f"{context_of_row(0)}: text column {self.column!r} is {texts.type}, must be text"
             )
         if texts.null_count:
             missing = np.flatnonzero(texts.is_null().to_numpy(zero_copy_only=False))
-            raise UserError(f"{where(int(missing[0]))}: no text")
+            raise UserError(f"{context_of_row(int(missing[0]))}: no text")
         found = np.full((len(texts), self.length), PADDING, dtype=np.float32)
         for row, tokens in zip(found, self._tokens(texts.to_pylist()), strict=True):
             row[: len(tokens)] = tokens
         return found
 
-    def hashes(self, texts: pa.ChunkedArray) -> bytes:
+    def hash_texts(self, texts: pa.ChunkedArray) -> bytes:
         """16 bytes for each: a document is recognised by all of its text, whatever reads how
         much of it."""
         return b"".join(
@@ -140,7 +140,7 @@ class TextColumn:
 
     def _tokens(self, texts: list[str]) -> list[Any]:
         if self.words is not None:
-            return [self.words.tokens(text, self.length) for text in texts]
+            return [self.words.tokenize(text, self.length) for text in texts]
         if self.tokenizer is None:
             return [_bytes(text, self.length) for text in texts]
         return [each.ids for each in self._tokenizer.encode_batch(texts)]
@@ -152,13 +152,15 @@ class TextColumn:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        tokenizers = library("tokenizers", "hf", _KEY)
+        tokenizers = import_extra("tokenizers", "hf", _KEY)
         try:
             made = tokenizers.Tokenizer.from_str(self._file.decode())
             made.no_padding()
             made.enable_truncation(self.length)
         except Exception as error:  # whatever is not a tokenizer's file
-            raise UserError(f"{_KEY}: {self.tokenizer}: no tokenizer: {reason(error)}") from error
+            raise UserError(
+                f"{_KEY}: {self.tokenizer}: no tokenizer: {error_text(error)}"
+            ) from error
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -171,7 +173,7 @@ def _bytes(text: str, length: int) -> np.ndarray:
     return np.concatenate([[BEGIN], raw + FIRST_BYTE, [END]])
 
 
-def following(rows: np.ndarray) -> np.ndarray:
+def next_tokens(rows: np.ndarray) -> np.ndarray:
     """What comes after each token: int64 of the rows' shape (B, length), below 0 where nothing
     does."""
     after = np.full(rows.shape, PADDING, dtype=np.int64)
@@ -182,59 +184,59 @@ def following(rows: np.ndarray) -> np.ndarray:
 # --- docstrings as a data set -----------------------------------------------------------------
 
 
-NAME = "docstrings"
+DATASET_NAME = "docstrings"
 # By the name they are imported by; those that are not installed are left out, and said.
-PACKAGES = (
+SOURCE_PACKAGES = (
     "dp_accounting", "jinja2", "matplotlib", "numpy", "pyarrow", "pydantic", "ray", "rich",
     "safetensors", "scipy", "sklearn", "torch", "torchvision", "typer", "yaml",
 )  # fmt: skip
 # Below these lie tests, examples, copies of others' packages, and what is public here.
-_LEFT_OUT = {
+_EXCLUDED_FOLDERS = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "testing", "_vendor",
     "thirdparty_files", "pydoc_data", "__pycache__", "node_modules",
 }  # fmt: skip
-_FEWEST = 8  # words of a document
-_TWICE = 2  # times that a word of the vocabulary stands in the public part
-_TESTED = 0.1  # share of the documents, by hash
+_MIN_WORDS = 8  # words of a document
+_MIN_WORD_COUNT = 2  # times that a word of the vocabulary stands in the public part
+_TEST_FRACTION = 0.1  # share of the documents, by hash
 
 
 class _Document(NamedTuple):
-    known_by: bytes  # hash of its words: what differs in spaces or capitals alone is the same
+    word_hash: bytes  # hash of its words: what differs in spaces or capitals alone is the same
     text: str
 
 
-def make_docstrings(root: Path, progress: Callable[[str], None] = lambda line: None) -> Path:
+def make_docstrings(root: Path, log: Callable[[str], None] = lambda line: None) -> Path:
     """Write root/docstrings: train, test and public.parquet (a column text), words.txt, about.json.
 
     Every text stands there once, the public ones not among the others; which split a document is in
     follows from its words alone. Raises UserError for a folder that is there, or a Python without
     its sources.
     """
-    target = root / NAME
+    target = root / DATASET_NAME
     if target.exists():
         raise UserError(f"{target}: exists already; remove it to make it again")
-    public = _once(_paragraphs())
-    known = {document.known_by for document in public}
+    public = _deduplicate(_paragraphs())
+    known = {document.word_hash for document in public}
     found, read = [], {}
-    for name, version, folder in _sources(progress):
+    for name, version, folder in _sources(log):
         texts = list(_docstrings(folder))
-        progress(f"{name} {version}: {len(texts):,} docstrings")
+        log(f"{name} {version}: {len(texts):,} docstrings")
         read[name] = {"version": version, "docstrings": len(texts)}
         found += texts
-    private = [document for document in _once(found) if document.known_by not in known]
+    private = [document for document in _deduplicate(found) if document.word_hash not in known]
     if not private:
         raise UserError("data make: no docstring found: this Python has no sources")
-    test = [document for document in private if _place(document) < _TESTED]
-    train = [document for document in private if _place(document) >= _TESTED]
+    test = [document for document in private if _hash_position(document) < _TEST_FRACTION]
+    train = [document for document in private if _hash_position(document) >= _TEST_FRACTION]
     vocabulary = _vocabulary(public)
     target.mkdir(parents=True)
     for split, documents in (("train", train), ("test", test), ("public", public)):
-        with written_aside(target / f"{split}.parquet") as aside:
+        with atomic_replacement(target / f"{split}.parquet") as aside:
             pq.write_table(pa.table({"text": [document.text for document in documents]}), aside)
-        progress(f"{target / split}.parquet: {len(documents):,} documents")
-    with written_aside(target / WORDS) as aside:
+        log(f"{target / split}.parquet: {len(documents):,} documents")
+    with atomic_replacement(target / WORDS_FILE) as aside:
         aside.write_text("".join(f"{word}\n" for word in vocabulary), encoding="utf-8")
-    progress(f"{target / WORDS}: {len(vocabulary):,} words of the public part")
+    log(f"{target / WORDS_FILE}: {len(vocabulary):,} words of the public part")
     counts = {"train": len(train), "test": len(test), "public": len(public)}
     write_json(target / "about.json", {"read": read, **counts, "words": len(vocabulary)})
     return target
@@ -246,37 +248,37 @@ def _paragraphs() -> list[str]:
     return [part.strip() for name in sorted(topics) for part in topics[name].split("\n\n")]
 
 
-def _once(texts: list[str]) -> list[_Document]:
+def _deduplicate(texts: list[str]) -> list[_Document]:
     """Each text that has words enough, once, in the order of their hashes: whatever the order in
     which they were found, the files are the same."""
     documents: dict[bytes, str] = {}
     for text in texts:
-        words = words_of(text)
-        if len(words) >= _FEWEST:
+        words = split_words(text)
+        if len(words) >= _MIN_WORDS:
             key = hashlib.blake2b("\0".join(words).encode(), digest_size=16).digest()
             documents[key] = min(text, documents.get(key, text))
     return [_Document(*item) for item in sorted(documents.items())]
 
 
-def _place(document: _Document) -> float:
-    return int.from_bytes(document.known_by[:8], "little") / 2**64
+def _hash_position(document: _Document) -> float:
+    return int.from_bytes(document.word_hash[:8], "little") / 2**64
 
 
 def _vocabulary(public: list[_Document]) -> list[str]:
     """The frequent words first; of equals, by the alphabet."""
-    counts = Counter(word for document in public for word in words_of(document.text))
-    common = [word for word, count in counts.items() if count >= _TWICE]
+    counts = Counter(word for document in public for word in split_words(document.text))
+    common = [word for word, count in counts.items() if count >= _MIN_WORD_COUNT]
     return sorted(common, key=lambda word: (-counts[word], word))
 
 
-def _sources(progress: Callable[[str], None]) -> Iterator[tuple[str, str, Path]]:
+def _sources(log: Callable[[str], None]) -> Iterator[tuple[str, str, Path]]:
     """Name, version and folder of all that is read."""
     yield "python", platform.python_version(), Path(sysconfig.get_path("stdlib"))
     distributions = importlib.metadata.packages_distributions()
-    for name in PACKAGES:
+    for name in SOURCE_PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
-            progress(f"{name}: not installed, left out")
+            log(f"{name}: not installed, left out")
             continue
         own = distributions.get(name, [name])[0]
         yield name, importlib.metadata.version(own), Path(spec.submodule_search_locations[0])
@@ -285,7 +287,7 @@ def _sources(progress: Callable[[str], None]) -> Iterator[tuple[str, str, Path]]
 def _docstrings(folder: Path) -> Iterator[str]:
     """Those of modules, classes and functions in a folder's source files."""
     for path in sorted(folder.rglob("*.py")):
-        if _LEFT_OUT & set(path.relative_to(folder).parts):
+        if _EXCLUDED_FOLDERS & set(path.relative_to(folder).parts):
             continue
         try:
             with warnings.catch_warnings():

@@ -27,12 +27,12 @@ def rounding_slack(dtype: torch.dtype) -> float:
     """Return the relative bound on the rounding of a computed per-example gradient norm.
 
     `dpdist.gradients.per_example` proves 2^-16.9 for float32 and 2^-43 for float64: a norm is a
-    product of two `squared_lengths` at most, or float64 throughout.
+    product of two `squared_row_norms` at most, or float64 throughout.
     """
     return 2.0**-40 if dtype == torch.float64 else 2.0**-16
 
 
-def short_run(rows: int) -> int:
+def max_run_length(rows: int) -> int:
     """Return the number of clipped gradients to add in float32 before float64 takes over.
 
     1: none. Bounds run * rows by 2^13, hence the sum's rounding.
@@ -143,7 +143,7 @@ class PerLayerClipping(Clipping):
 
     clip_norm: the total; without `layer_norms` each of the L layers gets clip_norm / sqrt(L)
     (McMahan et al. 2018). layer_norms: C_l in the order of `GradientEngine.layers`, and then
-    clip_norm must be their root sum of squares: use `PerLayerClipping.of`.
+    clip_norm must be their root sum of squares: use `PerLayerClipping.from_layer_norms`.
     """
 
     clip_norm: float
@@ -162,7 +162,7 @@ class PerLayerClipping(Clipping):
                 )
 
     @classmethod
-    def of(cls, layer_norms: Sequence[float]) -> PerLayerClipping:
+    def from_layer_norms(cls, layer_norms: Sequence[float]) -> PerLayerClipping:
         """The clipping with these norms; its clip_norm is their root sum of squares."""
         norms = tuple(float(norm) for norm in layer_norms)
         return cls(math.sqrt(math.fsum(norm * norm for norm in norms)), norms)
@@ -185,7 +185,7 @@ class PerLayerClipping(Clipping):
         return (limit[:, None] / (squared_norms.sqrt() * (1 + slack))).clamp(max=1.0)
 
 
-def clipping_for(rule: str, clip_norm: float) -> Clipping:
+def make_clipping(rule: str, clip_norm: float) -> Clipping:
     """The clipping rule with total sensitivity clip_norm, infinite for "none"."""
     if rule == "none":
         return NoClipping()

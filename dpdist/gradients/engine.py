@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BY_STRUCTURE, ISOLATED, PADDING, SCREENED
-from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_slack
+from dpdist.gradients.clipping import Clipping, max_run_length, rounding_slack, sum_slack
 from dpdist.gradients.hooks import (
     Inputs,
     Layer,
+    LayerCallback,
     Losses,
     Objective,
-    OnCall,
     OwnLoss,
     device_of,
     each_tensor,
@@ -51,13 +51,22 @@ from dpdist.gradients.hooks import (
     take,
     tensors_of,
 )
-from dpdist.gradients.per_example import Dense, LayerCall, PerExampleGradient
-from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
-from dpdist.gradients.row_independence import EXAMPLES, INVENTED_KEY, mixing_operation, row_classes
-from dpdist.gradients.sampling import Blocks, padded, slots_of
-from dpdist.gradients.validation import EXAMPLES as SCREENED_EXAMPLES
-from dpdist.gradients.validation import invented, refuse_mixing_layers, self_check
-from dpdist.randomness.noisy_modules import changed
+from dpdist.gradients.per_example import DenseGradient, LayerCall, PerExampleGradient
+from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
+from dpdist.gradients.row_independence import (
+    MAX_EXAMPLES,
+    SYNTHETIC_KEY,
+    find_mixing_operation,
+    find_row_classes,
+)
+from dpdist.gradients.sampling import Blocks, hash_rows, iter_padded_passes
+from dpdist.gradients.validation import NUM_EXAMPLES as SCREENED_EXAMPLES
+from dpdist.gradients.validation import (
+    check_example_independence,
+    make_synthetic_examples,
+    refuse_mixing_layers,
+)
+from dpdist.randomness.noisy_modules import override_outputs
 
 # --- memory -----------------------------------------------------------------------------------
 
@@ -68,7 +77,7 @@ _KEEP = 1 << 30
 
 
 @functools.cache
-def keep_freed_memory() -> bool:
+def raise_malloc_thresholds() -> bool:
     """Raise glibc's trim and mmap thresholds, once per process; False where there is no glibc."""
     if not sys.platform.startswith("linux"):
         return False
@@ -107,7 +116,7 @@ class ClippedSum:
 class GradientEngine:
     """Sums of clipped per-example gradients of `objective(model(inputs), targets)`.
 
-    model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; `screen`
+    model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; `validate`
     refuses other mixing, before the first sum and on no record). Its parameters are only read.
     objective: per-example losses (B,), of outputs and targets, or of the model and a batch
     (`dpdist.gradients.hooks.OwnLoss`). clipping: see `dpdist.gradients.clipping`. draws: K
@@ -133,7 +142,7 @@ class GradientEngine:
         objective: Objective,
         *,
         clipping: Clipping,
-        draws: Draws | None = None,
+        perturbation: Perturbation | None = None,
         micro_batch: int | None = None,
         blocks: Blocks | None = None,
         isolate: bool = False,
@@ -141,7 +150,7 @@ class GradientEngine:
         if micro_batch is not None and micro_batch < 1:
             raise UserError(f"micro_batch must be at least 1, got {micro_batch}")
         refuse_mixing_layers(model)
-        keep_freed_memory()
+        raise_malloc_thresholds()
         self.model = model
         self.objective = objective
         self.clipping = clipping
@@ -159,37 +168,37 @@ class GradientEngine:
         owner: dict[int, str] = {}
         self._shared: set[int] = set()
         for layer in self._layers:
-            for slot in layer.slots.values():
+            for slot in layer.parameter_indices.values():
                 if owner.setdefault(slot, layer.name) != layer.name:
                     self._shared.add(slot)
         self.layers = [layer.name for layer in self._layers if layer.name in owner.values()]
         self._row = [self.layers.index(owner[slot]) for slot in range(len(self.parameters))]
         clipping.check(self.layers)
-        self.draws = draws or Draws()
+        self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
         self._channels_last = self.parameters[0].device.type == "cpu" and any(
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
         self._checked = isolate  # nothing to look for then
-        self._alike: dict[Any, np.ndarray | None] = {}  # by the kind of pass
+        self._row_classes_cache: dict[Any, np.ndarray | None] = {}  # by the kind of pass
         self._screened: tuple[Inputs, Tensor] | None = None
 
     @property
-    def draws(self) -> Draws:
+    def perturbation(self) -> Perturbation:
         """The draws of the next steps; may be replaced between steps (a schedule)."""
-        return self._draws
+        return self._perturbation
 
-    @draws.setter
-    def draws(self, draws: Draws) -> None:
-        draws.check(self.model, list(self._named))
-        if self.isolate and draws.hidden_modules:
+    @perturbation.setter
+    def perturbation(self, perturbation: Perturbation) -> None:
+        perturbation.check(self.model, list(self._named))
+        if self.isolate and perturbation.hidden_modules:
             raise UserError("model.isolate: noise in a hidden layer needs the batch in one pass")
         for name in self.fallback_layers:
             # torch.func runs such a layer again for each record, and its noise with it.
             within = f"{name}." if name else ""
-            if inside := [m for m in draws.hidden_modules if f"{m}.".startswith(within)]:
+            if inside := [m for m in perturbation.hidden_modules if f"{m}.".startswith(within)]:
                 raise UserError(f"noise on the output of {inside[0]}: layer {name} has no rule")
-        self._draws = draws
+        self._perturbation = perturbation
 
     @property
     def sensitivity(self) -> float:
@@ -216,19 +225,19 @@ class GradientEngine:
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
         if not (self._checked and self.micro_batch):
-            self.screen(*self._invented(inputs, targets, SCREENED_EXAMPLES))
+            self.validate(*self._invented(inputs, targets, SCREENED_EXAMPLES))
         flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
-        blocked = self._blocked(draw_key, record_ids)
-        run = short_run(blocked.capacity + 1 if blocked else batch)
+        blocked = self._keyed_blocks(draw_key, record_ids)
+        run = max_run_length(blocked.capacity + 1 if blocked else batch)
         nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
 
         def classes(rows: int) -> np.ndarray | None:
             return self._row_classes(rows, inputs, targets)
 
-        for rows, real in self.passes(batch, draw_key, record_ids, classes, self.micro_batch):
+        for rows, real in self.iter_passes(batch, draw_key, record_ids, classes, self.micro_batch):
             ids = None if record_ids is None else record_ids[rows]
             seen = self._laid_out(take(inputs, rows))
             gradients, losses = self._per_example_gradients(
@@ -240,36 +249,37 @@ class GradientEngine:
         loss_sum = sum(torch.stack(sums).tolist(), 0.0) if sums else 0.0  # from a device, once
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
-    def passes(
+    def iter_passes(
         self,
         batch: int,
         draw_key: bytes,
         record_ids: Tensor | None,
-        classes: Callable[[int], np.ndarray | None],
-        most: int | None = None,
+        find_classes: Callable[[int], np.ndarray | None],
+        max_rows: int | None = None,
     ) -> Iterator[tuple[Tensor, slice | Tensor]]:
         """Yield the physical passes over a batch: its rows, and which of them are real; the others
         repeat one that is.
 
         Args:
-            classes: tells which rows of a pass of so many round alike (`kernel_rows.row_classes`),
+            find_classes: tells which rows of a pass of so many round alike
+                (`kernel_rows.cached_row_classes`),
                 of what will be executed.
-            most: rows of a pass at most; None: a whole block, or the whole batch.
+            max_rows: rows of a pass at most; None: a whole block, or the whole batch.
         """
-        blocks = self._blocked(draw_key, record_ids)
+        blocks = self._keyed_blocks(draw_key, record_ids)
         if blocks is None or record_ids is None:
-            step = most or max(1, batch)
+            step = max_rows or max(1, batch)
             yield from (
                 (rows, slice(len(rows))) for rows in torch.arange(batch).split(step) if batch
             )
             return
-        rows, ids = blocks.rows(most or blocks.capacity), np.asarray(record_ids.cpu())
-        alike = classes(rows) if batch else None
+        rows, ids = blocks.rows_per_pass(max_rows or blocks.capacity), np.asarray(record_ids.cpu())
+        alike = find_classes(rows) if batch else None
         if alike is not None:
-            alike = blocks.rows_in_use(alike)
+            alike = blocks.choose_rows(alike)
         for block in blocks.split(draw_key, ids):
-            slots = None if alike is None else slots_of(draw_key, ids[block])
-            for members, real in padded(block, rows, alike, slots):
+            slots = None if alike is None else hash_rows(draw_key, ids[block])
+            for members, real in iter_padded_passes(block, rows, alike, slots):
                 yield (
                     torch.from_numpy(members),
                     real if isinstance(real, slice) else torch.from_numpy(real),
@@ -282,13 +292,13 @@ class GradientEngine:
         def run(some: Inputs, labels: Tensor) -> list[Tensor]:
             ids = torch.zeros(rows, dtype=torch.int64, device=device_of(some))
             gradients, _ = self._per_example_gradients(
-                self._laid_out(some), labels, INVENTED_KEY, ids, {}
+                self._laid_out(some), labels, SYNTHETIC_KEY, ids, {}
             )
-            return [piece for gradient in gradients for piece in gradient.pieces()]
+            return [piece for gradient in gradients for piece in gradient.stored_tensors()]
 
-        return self.row_classes("gradients", run, rows, inputs, targets)
+        return self.cached_row_classes("gradients", run, rows, inputs, targets)
 
-    def row_classes(
+    def cached_row_classes(
         self,
         name: str,
         run: Callable[[Any, Tensor], Sequence[Tensor]],
@@ -296,7 +306,8 @@ class GradientEngine:
         inputs: Inputs,
         targets: Tensor,
     ) -> np.ndarray | None:
-        """Return `kernel_rows.row_classes` of invented examples, found once for each kind of pass.
+        """Return `kernel_rows.cached_row_classes` of invented examples, found once for each kind
+        of pass.
 
         Args:
             name: of `run`.
@@ -305,12 +316,19 @@ class GradientEngine:
             inputs, targets: (B, ...), of which shapes and types are looked at alone.
         """
         shapes = tuple((each.shape[1:], each.dtype) for each in tensors_of(inputs))
-        kind = name, rows, shapes, targets.shape[1:], type(self.draws), self.draws.count
-        if kind not in self._alike:
-            with _same_random_state(device_of(inputs)):
-                examples = self._invented(inputs, targets, EXAMPLES)
-                self._alike[kind] = row_classes(run, *examples, rows)
-        return self._alike[kind]
+        kind = (
+            name,
+            rows,
+            shapes,
+            targets.shape[1:],
+            type(self.perturbation),
+            self.perturbation.count,
+        )
+        if kind not in self._row_classes_cache:
+            with _preserve_random_state(device_of(inputs)):
+                examples = self._invented(inputs, targets, MAX_EXAMPLES)
+                self._row_classes_cache[kind] = find_row_classes(run, *examples, rows)
+        return self._row_classes_cache[kind]
 
     def _invented(self, inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
         """Return examples of the shapes and types of these: those that were screened where there
@@ -323,8 +341,8 @@ class GradientEngine:
             if alike and rows_of(known) >= count:
                 some = slice(count)
                 return take(known, some), wanted[some]
-        with _same_random_state(device_of(inputs)):
-            return invented(self.model, inputs, targets, count)
+        with _preserve_random_state(device_of(inputs)):
+            return make_synthetic_examples(self.model, inputs, targets, count)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
         """Return inputs in the memory format that the model's convolutions are fast in."""
@@ -336,7 +354,7 @@ class GradientEngine:
 
         return each_tensor(lay_out, inputs)
 
-    def _blocked(self, draw_key: bytes, record_ids: Tensor | None) -> Blocks | None:
+    def _keyed_blocks(self, draw_key: bytes, record_ids: Tensor | None) -> Blocks | None:
         return self.blocks if draw_key and record_ids is not None else None
 
     def _add_clipped(
@@ -358,7 +376,7 @@ class GradientEngine:
         zero = torch.zeros_like(next(iter(squared.values())))
         table = torch.stack([squared.get(row, zero) for row in range(len(self.layers))])
         keep = real
-        table = table[:, keep] * self.draws.weight**2
+        table = table[:, keep] * self.perturbation.gradient_weight**2
         finite = table.sum(0).isfinite()
         bad = int((~finite).sum())
         if bad:  # removed, not multiplied by zero: 0 * Inf is NaN
@@ -368,7 +386,7 @@ class GradientEngine:
         for gradient in gradients:
             gradient.select(keep)
         factors = self.clipping.factors(table, self._slack())
-        factors = (factors * self.draws.weight).expand(len(self.layers), -1)
+        factors = (factors * self.perturbation.gradient_weight).expand(len(self.layers), -1)
         for row, gradient, view in zip(self._row, gradients, views, strict=True):
             gradient.add_weighted_sum(factors[row], view, run)
         return bad
@@ -391,7 +409,9 @@ class GradientEngine:
 
     def _empty_gradients(self) -> list[PerExampleGradient]:
         return [
-            PerExampleGradient(p.shape, draws=self.draws.count, dense_only=slot in self._shared)
+            PerExampleGradient(
+                p.shape, draws=self.perturbation.count, dense_only=slot in self._shared
+            )
             for slot, p in enumerate(self.parameters)
         ]
 
@@ -405,11 +425,11 @@ class GradientEngine:
     ) -> tuple[list[PerExampleGradient], Tensor]:
         """Sums over the draws (not yet weighted but by their shares), one entry per parameter;
         mean losses (B,)."""
-        draws, gradients = self.draws, self._empty_gradients()
+        draws, gradients = self.perturbation, self._empty_gradients()
         total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
         for draw in range(draws.count):
-            seen = self.seen(inputs, record_ids, draw_key, draw)
-            share = None if draws.shares is None else draws.shares[draw]
+            seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
+            share = None if draws.draw_weights is None else draws.draw_weights[draw]
             if self.isolate or draws.per_example:
                 losses = self._isolated_pass(
                     seen, targets, draw_key, record_ids, draw, gradients, share
@@ -417,10 +437,10 @@ class GradientEngine:
             else:
                 values = perturbed.get(draw)
                 if values is None:
-                    values = draws.parameters(self._trainable(), draw_key, draw)
+                    values = draws.perturb_parameters(self._trainable(), draw_key, draw)
                     if draws.count * self.size * 4 <= _PERTURBED_CACHE_BYTES:
                         perturbed[draw] = values
-                with changed(self.model, self._hidden_noise(record_ids, draw_key, draw)):
+                with override_outputs(self.model, self._hidden_noise(record_ids, draw_key, draw)):
                     losses = run_pass(
                         self.model, self._layers, self.objective, seen, targets, values,
                         _collector(gradients), weights=share,
@@ -428,13 +448,15 @@ class GradientEngine:
             total += losses.double() * (1.0 if share is None else share * draws.count)
         return gradients, total / draws.count
 
-    def seen(self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int) -> Inputs:
+    def perturb_inputs(
+        self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Inputs:
         """Inputs (B, ...) as a draw has them: augmented, then perturbed."""
         if self.augmentation is not None:
             if record_ids is None:
                 raise UserError("augmentation needs record_ids: it is drawn for each record")
             inputs = self.augmentation(inputs, record_ids, draw_key, draw)
-        return self.draws.inputs(inputs, record_ids, draw_key, draw)
+        return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
 
     def _hidden_noise(
         self, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -442,9 +464,11 @@ class GradientEngine:
         """What the draw does to the outputs of modules, by their names."""
 
         def noise(place: int) -> Callable[[Tensor], Tensor]:
-            return lambda output: self.draws.hidden(output, record_ids, draw_key, draw, place)
+            return lambda output: self.perturbation.perturb_output(
+                output, record_ids, draw_key, draw, place
+            )
 
-        return {name: noise(place) for place, name in enumerate(self.draws.hidden_modules)}
+        return {name: noise(place) for place, name in enumerate(self.perturbation.hidden_modules)}
 
     def _isolated_pass(
         self,
@@ -458,16 +482,18 @@ class GradientEngine:
     ) -> Tensor:
         """Every example alone, with its own perturbed parameters if the draws are per example:
         torch.func over the whole model."""
-        draws, own_values = self.draws, None
-        if isinstance(draws, ParameterDraws) and draws.per_example:
+        draws, own_values = self.perturbation, None
+        if isinstance(draws, ParameterPerturbation) and draws.per_example:
             if record_ids is None:
                 raise UserError(
                     "per-example draws need record_ids: a record's noise is keyed by its id"
                 )
             own_values = 0  # the dimension of the examples
-            values = draws.parameters_per_example(self._trainable(), record_ids, draw_key, draw)
+            values = draws.perturb_parameters_per_example(
+                self._trainable(), record_ids, draw_key, draw
+            )
         else:
-            values = draws.parameters(self._trainable(), draw_key, draw)
+            values = draws.perturb_parameters(self._trainable(), draw_key, draw)
         frozen = {
             name: p.detach() for name, p in self.model.named_parameters() if name not in values
         }
@@ -483,10 +509,10 @@ class GradientEngine:
         losses: Tensor
         grads, losses = per_example(values, inputs, targets)
         for name, gradient in zip(self._named, gradients, strict=True):
-            gradient.add(Dense(grads[name]))
+            gradient.add(DenseGradient(grads[name]))
         return losses
 
-    def screen(self, inputs: Inputs, targets: Tensor) -> None:
+    def validate(self, inputs: Inputs, targets: Tensor) -> None:
         """Refuse a model that mixes these examples or whose gradients the hooks miss, and choose
         the micro-batch.
 
@@ -504,23 +530,25 @@ class GradientEngine:
         """
         if isinstance(self.objective, OwnLoss):
             self._screened = inputs, targets
-        with _same_random_state(device_of(inputs)):
+        with _preserve_random_state(device_of(inputs)):
             if not self._checked:
-                self_check(self.model, self.objective, self._empty_gradients, inputs, targets)
+                check_example_independence(
+                    self.model, self.objective, self._empty_gradients, inputs, targets
+                )
                 self._checked = True
             if self._channels_last:
                 self._channels_last = self._takes_channels_last(inputs, targets)
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
 
-    def kept_apart(self, inputs: Inputs, targets: Tensor) -> str:
+    def classify_independence(self, inputs: Inputs, targets: Tensor) -> str:
         """Return how records are kept apart in passes of this shape (`dpdist.core.fields`).
 
         inputs (B, ...), targets (B, ...): public or invented, as many as a pass has rows.
         """
-        if self.isolate or self.draws.per_example:
+        if self.isolate or self.perturbation.per_example:
             return ISOLATED
-        why = mixing_operation(self.model, self.objective, inputs, targets)
+        why = find_mixing_operation(self.model, self.objective, inputs, targets)
         return BY_STRUCTURE if why is None else SCREENED
 
     def _takes_channels_last(self, inputs: Inputs, targets: Tensor) -> bool:
@@ -535,7 +563,7 @@ class GradientEngine:
 
     def _choose_micro_batch(self, inputs: Inputs, targets: Tensor) -> int:
         """From the bytes one example keeps alive, found with a pass over two examples."""
-        if self.isolate or self.draws.per_example:
+        if self.isolate or self.perturbation.per_example:
             example = 16 * self.size + 64 * sum(each[0].numel() for each in tensors_of(inputs))
             return max(1, _MICRO_BATCH_BYTES // example)
         probe, pair = 2, slice(2)
@@ -553,7 +581,9 @@ class GradientEngine:
         def watch(layer: Layer, call: LayerCall) -> None:
             nonlocal kept
             if layer.fallback:  # torch.func does not run under saved-tensor hooks
-                kept += probe * 8 * sum(self._sizes[slot] for slot in layer.slots.values())
+                kept += (
+                    probe * 8 * sum(self._sizes[slot] for slot in layer.parameter_indices.values())
+                )
             else:
                 collect(layer, call)
 
@@ -567,16 +597,16 @@ class GradientEngine:
 
 
 @contextmanager
-def _same_random_state(device: torch.device) -> Iterator[None]:
+def _preserve_random_state(device: torch.device) -> Iterator[None]:
     """Leave torch's random state as it was."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
 
 
-def _collector(gradients: list[PerExampleGradient]) -> OnCall:
+def _collector(gradients: list[PerExampleGradient]) -> LayerCallback:
     def collect(layer: Layer, call: LayerCall) -> None:
         for local, contribution in layer.rule(call):
-            gradients[layer.slots[local]].add(contribution)
+            gradients[layer.parameter_indices[local]].add(contribution)
 
     return collect
 
@@ -585,7 +615,7 @@ def _collector(gradients: list[PerExampleGradient]) -> OnCall:
 
 
 # (engine, inputs, labels, draw key, record ids) to targets, row b from record b, key and model.
-Targets = Callable[[GradientEngine, Tensor, Tensor, bytes, Tensor], Tensor]
+TargetFunction = Callable[[GradientEngine, Tensor, Tensor, bytes, Tensor], Tensor]
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -608,14 +638,14 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().flatten(1).sum(1)
 
 
-def the_labels(
+def label_targets(
     engine: GradientEngine, inputs: Tensor, labels: Tensor, draw_key: bytes, record_ids: Tensor
 ) -> Tensor:
     """Targets of a classifier."""
     return labels
 
 
-def the_inputs(
+def input_targets(
     engine: GradientEngine, inputs: Tensor, labels: Tensor, draw_key: bytes, record_ids: Tensor
 ) -> Tensor:
     """Targets of a denoiser: the clean inputs."""
@@ -623,20 +653,20 @@ def the_inputs(
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingObjective:
     """What is learned: per-example losses (B,) of (outputs, targets).
 
     part: the submodule that is trained and whose outputs count; None for the whole model. targets:
     what the outputs are compared with; row b depends on record b, the key and the model.
     """
 
-    losses: Losses = cross_entropy
-    part: str | None = None
-    targets: Targets = the_labels
+    loss_function: Losses = cross_entropy
+    module_name: str | None = None
+    target_function: TargetFunction = label_targets
 
-    def module(self, model: nn.Module) -> nn.Module:
+    def trained_module(self, model: nn.Module) -> nn.Module:
         """The part of `model` to train."""
-        return model if self.part is None else model.get_submodule(self.part)
+        return model if self.module_name is None else model.get_submodule(self.module_name)
 
 
 # --- consistency of noisy copies --------------------------------------------------------------
@@ -647,7 +677,7 @@ def weighted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return -(targets * outputs.log_softmax(1)).sum(1)
 
 
-def agreed_targets(
+def consistency_targets(
     engine: GradientEngine,
     inputs: Tensor,
     labels: Tensor,
@@ -659,19 +689,19 @@ def agreed_targets(
 
     def agreed(some: Tensor, ids: Tensor, key: bytes) -> Tensor:
         copies = [
-            engine.model(engine.seen(some, ids, key, k)).softmax(1)
-            for k in range(engine.draws.count)
+            engine.model(engine.perturb_inputs(some, ids, key, k)).softmax(1)
+            for k in range(engine.perturbation.count)
         ]
         return torch.stack(copies).mean(0)
 
     def invented_pass(some: Tensor, _: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            return [agreed(some, torch.zeros_like(record_ids[:1]).expand(len(some)), INVENTED_KEY)]
+            return [agreed(some, torch.zeros_like(record_ids[:1]).expand(len(some)), SYNTHETIC_KEY)]
 
     def classes(rows: int) -> np.ndarray | None:
-        return engine.row_classes("consistency", invented_pass, rows, inputs, labels)
+        return engine.cached_row_classes("consistency", invented_pass, rows, inputs, labels)
 
-    passes = list(engine.passes(len(inputs), draw_key, record_ids, classes))
+    passes = list(engine.iter_passes(len(inputs), draw_key, record_ids, classes))
     parts = []
     with torch.no_grad():
         for rows, real in passes or [(torch.arange(0), slice(0))]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpdist.core.errors import UserError
-from dpdist.gradients.layer_rules import Rule, per_example, rule_for
+from dpdist.gradients.layer_rules import Rule, find_rule, per_example_vjp
 from dpdist.gradients.per_example import LayerCall
 
 # --- losses and batches -----------------------------------------------------------------------
@@ -128,14 +128,14 @@ class Layer:
     name: str
     module: nn.Module
     rule: Rule
-    slots: dict[str, int]
-    names: dict[str, str]
+    parameter_indices: dict[str, int]
+    parameter_names: dict[str, str]
     fallback: bool
 
 
 _HALF = (torch.float16, torch.bfloat16)
 
-OnCall = Callable[[Layer, LayerCall], None]
+LayerCallback = Callable[[Layer, LayerCall], None]
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -150,11 +150,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
         if id(module) in claimed or not any(id(p) in index for p in own.values()):
             continue
         claimed.update(id(holder) for holder in holders)
-        rule = rule_for(module)
+        rule = find_rule(module)
         fallback = rule is None
         if rule is None:
             # Differentiated as a whole: its submodules may be used in ways hooks do not see.
-            rule = per_example
+            rule = per_example_vjp
             claimed.update(id(child) for child in module.modules())
             own = dict(module.named_parameters())
         slots = {local: index[id(p)] for local, p in own.items() if id(p) in index}
@@ -163,14 +163,17 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
-_Holder = nn.ParameterList | nn.ParameterDict  # never called: they are their module's own
+# never called: they are their module's own
+_ParameterContainer = nn.ParameterList | nn.ParameterDict
 
 
 def _own_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn.Module]]:
     """By local name, those it holds itself and in lists and dicts; and these."""
     own = dict(module.named_parameters(recurse=False))
     holders = [
-        (name, child) for name, child in module.named_children() if isinstance(child, _Holder)
+        (name, child)
+        for name, child in module.named_children()
+        if isinstance(child, _ParameterContainer)
     ]
     for name, holder in holders:
         own |= {f"{name}.{inner}": p for inner, p in holder.named_parameters()}
@@ -178,29 +181,40 @@ def _own_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn
 
 
 @dataclass
-class _Pass:
+class _PassState:
     """The state of one pass."""
 
     batch: int
     values: Mapping[str, Tensor]
     anchor: Tensor
-    on_call: OnCall
+    on_call: LayerCallback
     # Calls with several outputs wait for the end of the backward pass.
-    pending: list[tuple[Layer, _Deferred]] = field(default_factory=list)
+    pending: list[tuple[Layer, _DeferredCall]] = field(default_factory=list)
     in_rule: bool = False
 
     def deliver(
-        self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], signals: list[Tensor]
+        self,
+        layer: Layer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output_gradients: list[Tensor],
     ) -> None:
-        parameters = {local: self.values[name] for local, name in layer.names.items()}
-        if any(_is_half(leaf) for leaf in pytree.tree_leaves((args, kwargs, signals))):
+        parameters = {local: self.values[name] for local, name in layer.parameter_names.items()}
+        if any(_is_half(leaf) for leaf in pytree.tree_leaves((args, kwargs, output_gradients))):
             # Autocast may give a layer half its input alone: widened before norms and sums.
-            args, kwargs, signals = pytree.tree_map_only(
-                Tensor, _at_least_float32, (args, kwargs, signals)
+            args, kwargs, output_gradients = pytree.tree_map_only(
+                Tensor, _at_least_float32, (args, kwargs, output_gradients)
             )
             if layer.fallback:  # runs again, with frozen parameters of its own
                 parameters = {name: _at_least_float32(p) for name, p in parameters.items()}
-        call = LayerCall(layer.module, args, kwargs, signals, parameters, frozenset(layer.slots))
+        call = LayerCall(
+            layer.module,
+            args,
+            kwargs,
+            output_gradients,
+            parameters,
+            frozenset(layer.parameter_indices),
+        )
         self.in_rule = True
         try:
             self.on_call(layer, call)
@@ -209,11 +223,11 @@ class _Pass:
 
 
 @dataclass
-class _Deferred:
+class _DeferredCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[Tensor]
-    signals: list[Tensor | None]
+    output_gradients: list[Tensor | None]
 
 
 def _is_half(leaf: object) -> bool:
@@ -244,7 +258,7 @@ def run_pass(
     inputs: Inputs,
     targets: Tensor,
     values: Mapping[str, Tensor],
-    on_call: OnCall,
+    on_call: LayerCallback,
     *,
     weights: Tensor | float | None = None,
 ) -> Tensor:
@@ -257,25 +271,25 @@ def run_pass(
     """
     everything = {name: p.detach() for name, p in model.named_parameters()} | dict(values)
     anchor = torch.zeros(0, device=device_of(inputs), requires_grad=True)
-    current = _Pass(rows_of(inputs), everything, anchor, on_call)
-    with _hooked(layers, current), torch.enable_grad():
+    current = _PassState(rows_of(inputs), everything, anchor, on_call)
+    with _install_hooks(layers, current), torch.enable_grad():
         seen = each_tensor(Tensor.detach, inputs)
         losses = example_losses(model, objective, everything, seen, targets)
         if losses.requires_grad:
             (losses if weights is None else losses * weights).sum().backward()
         with torch.no_grad():
             for layer, call in current.pending:
-                if any(signal is not None for signal in call.signals):
+                if any(signal is not None for signal in call.output_gradients):
                     signals = [
                         torch.zeros_like(output) if signal is None else signal
-                        for output, signal in zip(call.outputs, call.signals, strict=True)
+                        for output, signal in zip(call.outputs, call.output_gradients, strict=True)
                     ]
                     current.deliver(layer, call.args, call.kwargs, signals)
     return losses.detach()
 
 
 @contextmanager
-def _hooked(layers: list[Layer], current: _Pass) -> Iterator[None]:
+def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
     """Hooks live for one pass only, so the model stays picklable and copyable."""
     handles = []
     try:
@@ -289,11 +303,11 @@ def _hooked(layers: list[Layer], current: _Pass) -> Iterator[None]:
             handle.remove()
 
 
-def _forward_hook(layer: Layer, current: _Pass) -> Callable[..., Any]:
+def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if current.in_rule:  # torch.func is replaying this layer
             return None
-        args, kwargs = _detached(args, kwargs)
+        args, kwargs = _detach_arguments(args, kwargs)
         leaves, spec = (
             ([output], None) if isinstance(output, Tensor) else pytree.tree_flatten(output)
         )
@@ -314,16 +328,16 @@ def _forward_hook(layer: Layer, current: _Pass) -> Callable[..., Any]:
             )
         else:
             outputs = [leaves[position].detach() for position in wanted]
-            call = _Deferred(args, kwargs, outputs, [None] * len(wanted))
+            call = _DeferredCall(args, kwargs, outputs, [None] * len(wanted))
             current.pending.append((layer, call))
             for order, position in enumerate(wanted):
-                leaves[position].register_hook(_store(call.signals, order))
+                leaves[position].register_hook(_store(call.output_gradients, order))
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     return hook
 
 
-def _detached(
+def _detach_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):

@@ -1,7 +1,7 @@
 """Per-example gradient rules by layer type: from inputs and output gradients to contributions.
 
 A rule takes a captured layer call and yields (local parameter name, contribution) for the
-trainable parameters. `rule_for` finds it; None means that the layer is left to `torch.func`: one
+trainable parameters. `find_rule` finds it; None means that the layer is left to `torch.func`: one
 vmapped backward of that layer, with memory of (micro-batch x the layer's parameters). Such a layer
 must treat dimension 0 of its tensor inputs and outputs as the batch, must not be random and must
 not update buffers.
@@ -24,21 +24,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpdist.gradients.per_example import Contribution, Dense, LayerCall, Outer, Rows
+from dpdist.gradients.per_example import (
+    Contribution,
+    DenseGradient,
+    EmbeddingGradient,
+    LayerCall,
+    OuterProductGradient,
+)
 
 # --- Linear and Embedding ---------------------------------------------------------------------
 
 
 def linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """y = x W^T + b on (B, ..., in): every position between is one term of the sum."""
-    signal = call.backsignal
+    signal = call.output_gradient
     batch = signal.shape[0]
     signal = signal.reshape(batch, -1, signal.shape[-1])
     if "weight" in call.trainable:
         right = call.input.reshape(batch, -1, call.input.shape[-1])
-        yield "weight", Outer(signal, right, source=call.input)
+        yield "weight", OuterProductGradient(signal, right, source=call.input)
     if "bias" in call.trainable:
-        yield "bias", Dense(signal[:, 0] if signal.shape[1] == 1 else signal.sum(1))
+        yield "bias", DenseGradient(signal[:, 0] if signal.shape[1] == 1 else signal.sum(1))
 
 
 def embedding(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
@@ -55,8 +61,8 @@ def embedding(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     ids = call.input.reshape(batch, -1)
     if module.padding_idx is not None:
         ids = ids.masked_fill(ids == module.padding_idx, -1)
-    values = call.backsignal.reshape(batch, -1, module.embedding_dim)
-    yield "weight", Rows(ids, values, module.num_embeddings)
+    values = call.output_gradient.reshape(batch, -1, module.embedding_dim)
+    yield "weight", EmbeddingGradient(ids, values, module.num_embeddings)
 
 
 # --- convolutions -----------------------------------------------------------------------------
@@ -72,24 +78,24 @@ def convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """A convolution is a Linear layer on its patches: one position per output pixel."""
     module = call.module
     assert isinstance(module, nn.Conv1d | nn.Conv2d)
-    signal = call.backsignal
+    signal = call.output_gradient
     if isinstance(module, nn.Conv1d):
         signal = signal.unsqueeze(2)
     left = signal.permute(0, 2, 3, 1).flatten(1, 2)  # (B, positions, out)
     if "weight" in call.trainable:
         yield "weight", _weight(module, call.input, left, (signal.shape[2], signal.shape[3]))
     if "bias" in call.trainable:
-        yield "bias", Dense(left.sum(1))
+        yield "bias", DenseGradient(left.sum(1))
 
 
-def transposed(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
+def transposed_convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """A transposed convolution is a convolution with input and output gradient exchanged.
 
     One position per input pixel, and the patches are those of the output gradient.
     """
     module = call.module
     assert isinstance(module, nn.ConvTranspose2d)
-    inputs, signal = call.input, call.backsignal
+    inputs, signal = call.input, call.output_gradient
     if "weight" in call.trainable:
         rows, columns = (int(side) for side in module.padding)
         padded = F.pad(signal, (columns, columns, rows, rows))
@@ -97,7 +103,7 @@ def transposed(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         left = inputs.permute(0, 2, 3, 1).flatten(1, 2)  # (B, positions, in)
         yield "weight", _product(left, windows, module.groups, _FROM_CHANNELS_LAST)
     if "bias" in call.trainable:
-        yield "bias", Dense(signal.sum((2, 3)))
+        yield "bias", DenseGradient(signal.sum((2, 3)))
 
 
 def _weight(
@@ -118,11 +124,11 @@ def _product(
 ) -> Contribution:
     """Sum over positions of left (B, positions, channels) ⊗ windows, within each group."""
     if groups == 1:
-        return Outer(left, windows[:, 0], order, source)
+        return OuterProductGradient(left, windows[:, 0], order, source)
     batch, positions, channels = left.shape
     left = left.reshape(batch, positions, groups, -1).permute(0, 2, 3, 1).flatten(0, 1)
     patches = windows.reshape(batch * groups, positions, -1)
-    return Dense(torch.bmm(left, patches).view(batch, channels, -1), order)
+    return DenseGradient(torch.bmm(left, patches).view(batch, channels, -1), order)
 
 
 def _windows(
@@ -187,7 +193,7 @@ def instance_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
 
 
 def _per_channel(call: LayerCall, normalise: Normalise) -> Iterator[tuple[str, Contribution]]:
-    signal, positions = call.backsignal, tuple(range(2, call.backsignal.dim()))
+    signal, positions = call.output_gradient, tuple(range(2, call.output_gradient.dim()))
     if "weight" in call.trainable:
         example = math.prod(signal.shape[1:]) * signal.element_size()
         step = max(1, _PIECE_BYTES // max(1, example))
@@ -196,22 +202,22 @@ def _per_channel(call: LayerCall, normalise: Normalise) -> Iterator[tuple[str, C
         for values, some, out in zip(*pieces, strict=True):
             product = normalise(values).mul_(some)
             out.copy_(product.sum(positions) if positions else product)
-        yield "weight", Dense(weight)
+        yield "weight", DenseGradient(weight)
     if "bias" in call.trainable:
-        yield "bias", Dense(signal.sum(positions) if positions else signal)
+        yield "bias", DenseGradient(signal.sum(positions) if positions else signal)
 
 
 def layer_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """LayerNorm over the last dimensions of (B, ..., *normalized_shape)."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
-    shape, signal = module.normalized_shape, call.backsignal
+    shape, signal = module.normalized_shape, call.output_gradient
     batch = signal.shape[0]
     if "weight" in call.trainable:
         product = F.layer_norm(call.input, shape, eps=module.eps).mul_(signal)
-        yield "weight", Dense(product.reshape(batch, -1, *shape).sum(1))
+        yield "weight", DenseGradient(product.reshape(batch, -1, *shape).sum(1))
     if "bias" in call.trainable:
-        yield "bias", Dense(signal.reshape(batch, -1, *shape).sum(1))
+        yield "bias", DenseGradient(signal.reshape(batch, -1, *shape).sum(1))
 
 
 # --- recurrent layers -------------------------------------------------------------------------
@@ -240,7 +246,7 @@ def recurrent(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     with torch.enable_grad():
         outputs, gates, pairs = _replay(module, call.parameters, inputs, state, suffixes)
     wanted = [tensor for steps in gates for pair in steps for tensor in pair]
-    grads = iter(torch.autograd.grad(outputs, wanted, call.backsignals, allow_unused=True))
+    grads = iter(torch.autograd.grad(outputs, wanted, call.output_gradients, allow_unused=True))
     for suffix, steps, (inputs_seen, hidden_seen) in zip(suffixes, gates, pairs, strict=True):
         signals = [
             [_or_zero(next(grads), tensor) for tensor in (from_input, from_hidden)]
@@ -250,9 +256,12 @@ def recurrent(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         for name, seen, side in sides:
             signal = torch.stack([pair[side] for pair in signals], dim=1)
             if f"weight_{name}{suffix}" in call.trainable:
-                yield f"weight_{name}{suffix}", Outer(signal, torch.stack(seen, dim=1))
+                yield (
+                    f"weight_{name}{suffix}",
+                    OuterProductGradient(signal, torch.stack(seen, dim=1)),
+                )
             if f"bias_{name}{suffix}" in call.trainable:
-                yield f"bias_{name}{suffix}", Dense(signal.sum(1))
+                yield f"bias_{name}{suffix}", DenseGradient(signal.sum(1))
 
 
 def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
@@ -338,9 +347,9 @@ def _cell(
 # --- any other layer, by torch.func -----------------------------------------------------------
 
 
-def per_example(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
+def per_example_vjp(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """Vector-Jacobian products of the layer for each example alone (a batch of one)."""
-    batch = call.backsignals[0].shape[0]
+    batch = call.output_gradients[0].shape[0]
     leaves, spec = pytree.tree_flatten((call.inputs, call.kwargs))
     batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
     wanted = {name: call.parameters[name] for name in sorted(call.trainable)}
@@ -363,9 +372,9 @@ def per_example(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         return answer
 
     tensors = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
-    grads = torch.func.vmap(one_example)(tensors, list(call.backsignals))
+    grads = torch.func.vmap(one_example)(tensors, list(call.output_gradients))
     for name, values in grads.items():
-        yield name, Dense(values)
+        yield name, DenseGradient(values)
 
 
 def float_tensors(output: Any) -> list[Tensor]:
@@ -384,7 +393,7 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: embedding,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
-    nn.ConvTranspose2d: transposed,
+    nn.ConvTranspose2d: transposed_convolution,
     nn.GroupNorm: group_norm,
     nn.LayerNorm: layer_norm,
     nn.InstanceNorm1d: instance_norm,
@@ -396,7 +405,7 @@ _RULES: dict[type[nn.Module], Rule] = {
 }
 
 
-def rule_for(module: nn.Module) -> Rule | None:
+def find_rule(module: nn.Module) -> Rule | None:
     """The rule for this module, or None; a subclass that changed `forward` has none."""
     for base in type(module).__mro__:
         if base in _RULES:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dpdist.core.errors import UserError
 from dpdist.randomness import device_generators
-from dpdist.randomness.keys import KEY_BYTES, WordReader, derive_key, words
+from dpdist.randomness.keys import KEY_BYTES, WordReader, derive_key, stream_words
 
 # --- on the CPU -------------------------------------------------------------------------------
 
@@ -90,9 +90,9 @@ def require_finite(finite: bool) -> None:
         raise ValueError("the clipped sum is not finite; nothing is released")
 
 
-def rare_word(word: int, key: bytes, pair: int) -> float:
+def extend_rare_word(word: int, key: bytes, pair: int) -> float:
     """The uniform in (0, 1] of a pair's first word, continued by the pair's own 64 bits more."""
-    (more,) = words(derive_key(key, "tail"), pair, 1).tolist()
+    (more,) = stream_words(derive_key(key, "tail"), pair, 1).tolist()
     return (float(word) + (float(more) + 1.0) * 2.0**-64) * 2.0**-64
 
 
@@ -106,14 +106,14 @@ def _pieces(key: bytes, start: int, count: int, scale: float) -> Iterator[tuple[
     for begin in range(first, last, _PIECE):
         size = min(_PIECE, last - begin)
         if pairs is None or pairs.count != size:
-            pairs = _Pairs(size, scale)
+            pairs = _BoxMullerBuffer(size, scale)
         assert reader is not None
         entries = pairs.normals(reader.read().reshape(-1, 2), key, begin)
         low, high = max(start, 2 * begin), min(start + count, 2 * (begin + size))
         yield low - start, entries[low - 2 * begin : high - 2 * begin]
 
 
-class _Pairs:
+class _BoxMullerBuffer:
     """Room for so many pairs of entries, and what they are multiplied by."""
 
     def __init__(self, count: int, scale: float) -> None:
@@ -154,7 +154,7 @@ class _Pairs:
         torch.add(_LEAST, high, alpha=2.0**-64, out=high)
         if rare:  # one pair in 2^32
             for place in np.flatnonzero(bits[:, 0] < _RARE).tolist():
-                uniform[place] = rare_word(int(bits[place, 0]), key, first + place)
+                uniform[place] = extend_rare_word(int(bits[place, 0]), key, first + place)
 
 
 # --- on a device ------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ _TOP = -(1 << 31)
 _CHECKED, _CLOSE = 5000, 2.0**-45
 
 
-def standard_normal_on(device: torch.device, key: bytes, start: int, count: int) -> Tensor:
+def device_standard_normal(device: torch.device, key: bytes, start: int, count: int) -> Tensor:
     """`standard_normal` of the same key, made there: float64 (count,) on the device."""
     drawn = torch.empty(max(0, count), dtype=torch.float64, device=device)
     for place, normals in _device_pieces(device, key, start, count, 1.0):
@@ -176,7 +176,7 @@ def standard_normal_on(device: torch.device, key: bytes, start: int, count: int)
     return drawn
 
 
-def add_noise_on(total: Tensor, key: bytes, std: float, start: int = 0) -> Tensor:
+def add_device_noise(total: Tensor, key: bytes, std: float, start: int = 0) -> Tensor:
     """`total`, float64 and contiguous, with N(0, std**2 I), rounded to the grid: written over it.
 
     `add_noise` of the same key and start; beside the sum it needs a piece's room, whatever their
@@ -209,17 +209,20 @@ def _device_pieces(
     for begin in range(first, last if count > 0 else first, most):
         size = -(-min(most, last - begin) // _DEVICE_LANES) * _DEVICE_LANES
         if piece is None or piece.blocks.count != size:
-            piece = _Piece(size, scale, device)
+            piece = _DeviceBoxMullerBuffer(size, scale, device)
         entries = piece.normals(key, begin)
         low, high = max(start, each * begin), min(start + count, each * (begin + size))
         yield low - start, entries[low - each * begin : high - each * begin]
 
 
-class _Piece:
+class _DeviceBoxMullerBuffer:
     """Room for the entries of so many blocks, and what they are multiplied by."""
 
     def __init__(self, count: int, scale: float, device: torch.device) -> None:
-        self.blocks, self._factor = device_generators.KeyBlocks(count, device), -2.0 * scale * scale
+        self.blocks, self._factor = (
+            device_generators.ChaChaBlocks(count, device),
+            -2.0 * scale * scale,
+        )
         rooms = (torch.empty(_PAIRS, count, dtype=torch.float64, device=device) for _ in range(3))
         self._length, self._cosine, self._angle = rooms
         self._entries = torch.empty(count, _PAIRS, 2, dtype=torch.float64, device=device)
@@ -252,7 +255,7 @@ class _Piece:
             word = self._length[pair, block]
             number = _PAIRS * (first + block) + pair
             whole = round(float(word) * 2.0**64) - 1  # as the sum was exact: below 2^33
-            word.fill_(rare_word(whole, key, number))
+            word.fill_(extend_rare_word(whole, key, number))
 
 
 def _unsigned(word: Tensor, out: Tensor) -> None:
@@ -263,9 +266,9 @@ def _unsigned(word: Tensor, out: Tensor) -> None:
 @cache
 def check_device_noise(device: torch.device) -> None:
     """Raise UserError unless the device makes the noise that a CPU makes, to 2^-45 of its scale."""
-    device_generators.check_aes(device)
+    device_generators.check_chacha20(device)
     key = bytes(range(KEY_BYTES))
-    made = standard_normal_on(device, key, 3, _CHECKED).cpu()
+    made = device_standard_normal(device, key, 3, _CHECKED).cpu()
     off = (made - torch.from_numpy(standard_normal(key, 3, _CHECKED))).abs().max()
     if not off <= _CLOSE:
         raise UserError(

@@ -43,7 +43,7 @@ FEW_POSITIONS = 64
 # Factors are widened to float64, and products of them made, this many bytes at a time.
 _WIDE_BYTES = 32 << 20
 # Squares are added up in their own precision this many at a time: the bound on a norm's rounding
-# grows with it (`squared_lengths`), so `dpdist.gradients.clipping.rounding_slack` rests on it.
+# grows with it (`squared_row_norms`), so `dpdist.gradients.clipping.rounding_slack` rests on it.
 _BLOCK = 128
 # The smallest squared norm of a gradient of T positions, in units of T^2 (sum_t |l_t| |r_t|)^2:
 # `dpdist.gradients.clipping.sum_slack` rests on it.
@@ -54,15 +54,15 @@ Order = tuple[int, ...] | None
 
 
 @dataclass
-class Dense:
-    """values: (B, *parameter.shape), or in the stored order (see `Outer.order`)."""
+class DenseGradient:
+    """values: (B, *parameter.shape), or in the stored order (see `OuterProductGradient.order`)."""
 
     values: Tensor
     order: Order = None
 
 
 @dataclass
-class Outer:
+class OuterProductGradient:
     """left: (B, T, o), right: (B, T, i); gradient of example b: sum_t left[b, t] ⊗ right[b, t].
 
     right may be an overlapping view (B, *positions, *window) of a convolution's input, whose last
@@ -81,7 +81,7 @@ class Outer:
         """(o, i)."""
         return self.left.shape[2], self.right[0].numel() // self.left.shape[1]
 
-    def saw_what(self, other: Outer) -> bool:
+    def has_same_input(self, other: OuterProductGradient) -> bool:
         """saw_what(other) did: the same memory, which both hold."""
         own, its = self.source, other.source
         if own is None or its is None or self.left.shape != other.left.shape:
@@ -90,12 +90,12 @@ class Outer:
             its.data_ptr(), its.shape, its.stride(), its.dtype
         )  # fmt: skip
 
-    def matrices(self) -> Outer:
+    def with_copied_patches(self) -> OuterProductGradient:
         """The same with a (B, T, i) right factor: the patches of a convolution are copied out."""
         batch, positions, _ = self.left.shape
-        return Outer(self.left, self.right.reshape(batch, positions, -1), self.order)
+        return OuterProductGradient(self.left, self.right.reshape(batch, positions, -1), self.order)
 
-    def pieces(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def batch_slices(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slices of the batch with their left^T (b, o, T) and right (b, T, i)."""
         batch, positions, _ = self.left.shape
         step = batch
@@ -107,37 +107,37 @@ class Outer:
             right = self.right[piece]
             yield piece, self.left[piece].transpose(1, 2), right.reshape(len(right), positions, -1)
 
-    def dense(self) -> Tensor:
+    def to_dense(self) -> Tensor:
         """(B, o, i)."""
         out = self.left.new_empty(len(self.left), *self.widths)
-        for piece, left, right in self.pieces():
+        for piece, left, right in self.batch_slices():
             torch.bmm(left, right, out=out[piece])
         return out
 
-    def add_to(self, total: Tensor) -> None:
+    def accumulate_into(self, total: Tensor) -> None:
         """total (B, o, i) += the per-example gradients."""
-        for piece, left, right in self.pieces():
+        for piece, left, right in self.batch_slices():
             total[piece].baddbmm_(left, right)
 
 
 @dataclass
-class Rows:
+class EmbeddingGradient:
     """ids: (B, T) integers in [0, rows), values: (B, T, d); ids < 0 contribute nothing."""
 
     ids: Tensor
     values: Tensor
-    rows: int
+    num_embeddings: int
 
-    def dense(self) -> Tensor:
+    def to_dense(self) -> Tensor:
         batch, _, width = self.values.shape
-        out = self.values.new_zeros(batch, self.rows, width)
+        out = self.values.new_zeros(batch, self.num_embeddings, width)
         live = self.ids >= 0
         example = torch.arange(batch, device=self.ids.device)[:, None].expand_as(self.ids)
         index = (example[live], self.ids[live])
         return out.index_put_(index, self.values[live], accumulate=True)
 
 
-Contribution = Dense | Outer | Rows
+Contribution = DenseGradient | OuterProductGradient | EmbeddingGradient
 
 
 def materialising_is_cheaper(positions: int, out_width: int, in_width: int) -> bool:
@@ -148,7 +148,7 @@ def materialising_is_cheaper(positions: int, out_width: int, in_width: int) -> b
     return _TRAFFIC_COST * size < grams * (out_width + in_width)
 
 
-def dense_sum(parts: list[Outer]) -> Tensor:
+def sum_outer_products(parts: list[OuterProductGradient]) -> Tensor:
     """(B, o, i): the sum of the parts' per-example gradients, as one product over all positions."""
     batch = len(parts[0].left)
     out = parts[0].left.new_empty(batch, *parts[0].widths)
@@ -166,23 +166,25 @@ def dense_sum(parts: list[Outer]) -> Tensor:
     return out
 
 
-def add_rows(values: Tensor, factors: Tensor, total: Tensor, run: int) -> None:
-    """total (size,) += factors @ values (B, size): runs of `run` rows at once, and their sums in
-    float64."""
-    if values.dtype == torch.float64 or run == 1:
+def add_rows(values: Tensor, factors: Tensor, total: Tensor, run_length: int) -> None:
+    """total (size,) += factors @ values (B, size): runs of `run_length` rows at once, and their
+    sums in float64."""
+    if values.dtype == torch.float64 or run_length == 1:
         for piece, weights in zip(values.split(32), factors.split(32), strict=True):
             total.addmv_(piece.double().t(), weights)
         return
-    whole = len(values) // run * run
+    whole = len(values) // run_length * run_length
     weights = factors.to(values.dtype)
     if whole:
-        runs = values[:whole].unflatten(0, (-1, run))
-        total += torch.bmm(weights[:whole].view(-1, 1, run), runs).sum((0, 1), dtype=torch.float64)
+        runs = values[:whole].unflatten(0, (-1, run_length))
+        total += torch.bmm(weights[:whole].view(-1, 1, run_length), runs).sum(
+            (0, 1), dtype=torch.float64
+        )
     if whole < len(values):
         total += weights[whole:] @ values[whole:]
 
 
-def add_products(piece: Outer, factors: Tensor, total: Tensor) -> None:
+def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) -> None:
     """Add sum_b factors[b] * sum_t left[b, t] ⊗ right[b, t], made in float64, to `total`.
 
     The products are made apart and added to `total` once. A product that began with `total` would
@@ -209,7 +211,7 @@ def add_products(piece: Outer, factors: Tensor, total: Tensor) -> None:
             target += part @ other
 
 
-def add_embedding_rows(piece: Rows, factors: Tensor, total: Tensor) -> None:
+def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor) -> None:
     """Add sum_b factors[b] * the gradient of example b to `total`, in float64.
 
     As in `add_products`, what one pass adds to a row is summed apart and added once.
@@ -226,7 +228,7 @@ def add_embedding_rows(piece: Rows, factors: Tensor, total: Tensor) -> None:
     total.index_add_(0, ids, sums)
 
 
-def squared_lengths(values: Tensor) -> Tensor:
+def squared_row_norms(values: Tensor) -> Tensor:
     """Return the squared norms of the rows, of which none is too small by more than its rounding.
 
     Guarantee: the computed norm is at least (1 - 2^-17.9) times the true one for float32, and
@@ -252,23 +254,23 @@ def squared_lengths(values: Tensor) -> Tensor:
     while squares.shape[1] > _BLOCK:
         missing = -squares.shape[1] % _BLOCK
         squares = torch.nn.functional.pad(squares, (0, missing)).unflatten(1, (-1, _BLOCK)).sum(2)
-    return squares.sum(1) + width * _lost(values.dtype)
+    return squares.sum(1) + width * _underflow_bound(values.dtype)
 
 
-def _lost(dtype: torch.dtype) -> float:
+def _underflow_bound(dtype: torch.dtype) -> float:
     """Return a bound on the part of a square that underflow takes in this precision."""
     return 2 * torch.finfo(dtype).smallest_normal
 
 
-def outer_squared_norms(piece: Outer) -> Tensor:
+def outer_squared_norms(piece: OuterProductGradient) -> Tensor:
     """Return the squared norms of sum_t left[b, t] ⊗ right[b, t] without making it: float64 (B,).
 
-    Guarantee: never below the true ones by more than `squared_lengths` allows, see
+    Guarantee: never below the true ones by more than `squared_row_norms` allows, see
     `_gram_squared_norms`.
     """
     left, right = piece.left, piece.right
     if left.shape[1] == 1:
-        return squared_lengths(left[:, 0]) * squared_lengths(right[:, 0])
+        return squared_row_norms(left[:, 0]) * squared_row_norms(right[:, 0])
     positions, widths = left.shape[1], left.shape[2] + right.shape[2]
     example = 8 * positions * (widths + 3 * positions)
     norms = [
@@ -278,7 +280,7 @@ def outer_squared_norms(piece: Outer) -> Tensor:
     return torch.cat(norms)
 
 
-def rows_squared_norms(piece: Rows) -> Tensor:
+def embedding_squared_norms(piece: EmbeddingGradient) -> Tensor:
     """Return the squared norms of an embedding's per-example gradients: float64 (B,).
 
     Guarantee: as of `outer_squared_norms`; an embedding's left factors are the unit vectors of the
@@ -334,7 +336,7 @@ def _gram_squared_norms(gram_left: Tensor, gram_right: Tensor, widths: int) -> T
     rounding = (widths + positions**2 + 8) * 2.0**-52
     bounded = total + (rounding + positions**2 * _CANCELLATION_FLOOR) * magnitude
     lost = widths * sum(square.sum(1) for square in squares) + positions
-    return bounded + positions * _lost(torch.float64) * lost
+    return bounded + positions * _underflow_bound(torch.float64) * lost
 
 
 # --- contributions to one parameter -----------------------------------------------------------
@@ -354,12 +356,13 @@ class PerExampleGradient:
         self._order: Order = None
         self._dense: Tensor | None = None  # (B, *stored shape)
         self._owned = False
-        self._waiting: list[Outer] = []  # to be materialised together
-        self._outer: list[Outer] = []
-        self._rows: list[Rows] = []
-        self._held: Outer | None = None  # whose input the next draw may see again
+        self._deferred: list[OuterProductGradient] = []  # to be materialised together
+        self._outer: list[OuterProductGradient] = []
+        self._rows: list[EmbeddingGradient] = []
+        # whose input the next draw may see again
+        self._shared_input_call: OuterProductGradient | None = None
         self._version = 0  # of that input
-        self._holds = draws > 1 and not dense_only
+        self._expects_shared_input = draws > 1 and not dense_only
 
     def add(self, contribution: Contribution) -> None:
         """Add what one call of a layer gives.
@@ -368,23 +371,31 @@ class PerExampleGradient:
         factors are added up and the product is made once: sum_k left_k ⊗ right.
         """
         if not (
-            self._holds and isinstance(contribution, Outer) and contribution.source is not None
+            self._expects_shared_input
+            and isinstance(contribution, OuterProductGradient)
+            and contribution.source is not None
         ):
             self._add(contribution)
-        elif self._held is None:
-            self._held, self._version = contribution, contribution.source._version
-        elif contribution.saw_what(self._held):
-            self._held = replace(self._held, left=self._held.left + contribution.left)
+        elif self._shared_input_call is None:
+            self._shared_input_call, self._version = contribution, contribution.source._version
+        elif contribution.has_same_input(self._shared_input_call):
+            self._shared_input_call = replace(
+                self._shared_input_call, left=self._shared_input_call.left + contribution.left
+            )
         else:
-            self._let_go()
+            self._flush_shared_input()
             self._add(contribution)
 
-    def _let_go(self) -> None:
+    def _flush_shared_input(self) -> None:
         """Where two inputs differ, no third draw is expected to see one of them again.
 
         Raises UserError when the input was written to since it was seen.
         """
-        self._holds, held, self._held = False, self._held, None
+        self._expects_shared_input, held, self._shared_input_call = (
+            False,
+            self._shared_input_call,
+            None,
+        )
         if held is not None:
             if held.source is not None and held.source._version != self._version:
                 raise UserError(
@@ -394,29 +405,29 @@ class PerExampleGradient:
             self._add(held)
 
     def _add(self, contribution: Contribution) -> None:
-        if isinstance(contribution, Rows):
+        if isinstance(contribution, EmbeddingGradient):
             if self._dense_only:
-                self._add_dense(contribution.dense(), None, fresh=True)
+                self._add_dense(contribution.to_dense(), None, fresh=True)
             else:
                 self._rows.append(contribution)
-        elif isinstance(contribution, Dense):
+        elif isinstance(contribution, DenseGradient):
             self._add_dense(contribution.values, contribution.order, fresh=False)
-        elif not self._dense_only and self._wait(contribution):
+        elif not self._dense_only and self._should_defer(contribution):
             self._order = contribution.order
-            self._waiting.append(replace(contribution, source=None))  # its memory is not needed
+            self._deferred.append(replace(contribution, source=None))  # its memory is not needed
         elif self._dense_only or self._materialise(contribution):
             if self._dense is not None and self._owned and not self._dense_only:
-                contribution.add_to(self._dense.view(-1, *contribution.widths))
+                contribution.accumulate_into(self._dense.view(-1, *contribution.widths))
             else:
-                self._add_dense(contribution.dense(), contribution.order, fresh=True)
+                self._add_dense(contribution.to_dense(), contribution.order, fresh=True)
         else:
             self._order = contribution.order
-            self._outer.append(contribution.matrices())
+            self._outer.append(contribution.with_copied_patches())
 
-    def _materialise(self, piece: Outer) -> bool:
+    def _materialise(self, piece: OuterProductGradient) -> bool:
         return materialising_is_cheaper(piece.left.shape[1] * self._draws, *piece.widths)
 
-    def _wait(self, piece: Outer) -> bool:
+    def _should_defer(self, piece: OuterProductGradient) -> bool:
         """With few positions, one product over all draws beats adding to memory K times."""
         few = piece.left.shape[1] < FEW_POSITIONS
         return self._draws > 1 and few and self._materialise(piece)
@@ -443,36 +454,36 @@ class PerExampleGradient:
 
     def _merge(self) -> None:
         """Bring several forms to one, so that norms include the cross terms."""
-        if self._held is not None:  # of all draws
+        if self._shared_input_call is not None:  # of all draws
             self._draws = 1
-            self._let_go()
+            self._flush_shared_input()
         if len(self._outer) > 1:
             left = torch.cat([piece.left for piece in self._outer], dim=1)
             right = torch.cat([piece.right for piece in self._outer], dim=1)
-            self._outer = [Outer(left, right, self._order)]
+            self._outer = [OuterProductGradient(left, right, self._order)]
         if len(self._rows) > 1:
             ids = torch.cat([piece.ids for piece in self._rows], dim=1)
             values = torch.cat([piece.values for piece in self._rows], dim=1)
-            self._rows = [Rows(ids, values, self._rows[0].rows)]
-        if self._waiting:
-            self._add_dense(dense_sum(self._waiting), self._order, fresh=True)
-            self._waiting = []
+            self._rows = [EmbeddingGradient(ids, values, self._rows[0].num_embeddings)]
+        if self._deferred:
+            self._add_dense(sum_outer_products(self._deferred), self._order, fresh=True)
+            self._deferred = []
         if self._outer and self._dense is not None:  # calls with different numbers of positions
-            self._add_dense(self._outer.pop().dense(), self._order, fresh=True)
+            self._add_dense(self._outer.pop().to_dense(), self._order, fresh=True)
 
     def squared_norms(self) -> Tensor | None:
         """(B,) squared L2 norms in float64, never below the true ones by more than the rounding
         slack: what squares lose to underflow is added."""
         self._merge()
         if self._dense is not None:
-            return squared_lengths(self._dense.flatten(1))
+            return squared_row_norms(self._dense.flatten(1))
         if self._outer:
             return outer_squared_norms(self._outer[0])
         if self._rows:
-            return rows_squared_norms(self._rows[0])
+            return embedding_squared_norms(self._rows[0])
         return None
 
-    def pieces(self) -> list[Tensor]:
+    def stored_tensors(self) -> list[Tensor]:
         """Return the tensors (B, ...) that norms and sums are made of."""
         self._merge()
         dense = [] if self._dense is None else [self._dense]
@@ -487,11 +498,15 @@ class PerExampleGradient:
         if self._dense is not None:
             self._dense, self._owned = self._dense[keep], False
         self._outer = [
-            Outer(piece.left[keep], piece.right[keep], piece.order) for piece in self._outer
+            OuterProductGradient(piece.left[keep], piece.right[keep], piece.order)
+            for piece in self._outer
         ]
-        self._rows = [Rows(piece.ids[keep], piece.values[keep], piece.rows) for piece in self._rows]
+        self._rows = [
+            EmbeddingGradient(piece.ids[keep], piece.values[keep], piece.num_embeddings)
+            for piece in self._rows
+        ]
 
-    def add_weighted_sum(self, factors: Tensor, out: Tensor, run: int) -> None:
+    def add_weighted_sum(self, factors: Tensor, out: Tensor, run_length: int) -> None:
         """out += sum over examples of factors[b] * gradient[b], in float64.
 
         factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run: how many
@@ -502,7 +517,7 @@ class PerExampleGradient:
         if self._order is not None:
             total = out.new_zeros(self._stored_shape(self._order))
         if self._dense is not None:
-            add_rows(self._dense.flatten(1), factors, total.view(-1), run)
+            add_rows(self._dense.flatten(1), factors, total.view(-1), run_length)
         for piece in self._outer:
             add_products(piece, factors, total)
         for rows in self._rows:
@@ -512,13 +527,13 @@ class PerExampleGradient:
 
     def nbytes(self) -> int:
         """Bytes held after all draws, from what one draw left: to choose the micro-batch."""
-        self._let_go()
+        self._flush_shared_input()
         factors = [tensor for piece in self._outer for tensor in (piece.left, piece.right)]
         factors += [piece.values for piece in self._rows]
-        factors += [piece.left for piece in self._waiting]
+        factors += [piece.left for piece in self._deferred]
         held = sum(tensor.nbytes for tensor in factors)
         # Windows overlap: what is held is the input they look at.
-        held += sum(piece.right.untyped_storage().nbytes() for piece in self._waiting)
+        held += sum(piece.right.untyped_storage().nbytes() for piece in self._deferred)
         return held * self._draws + (0 if self._dense is None else self._dense.nbytes)
 
 
@@ -538,7 +553,7 @@ class LayerCall:
     module: nn.Module
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
-    backsignals: list[Tensor]
+    output_gradients: list[Tensor]
     parameters: dict[str, Tensor]
     trainable: frozenset[str]
 
@@ -549,5 +564,5 @@ class LayerCall:
         return result
 
     @property
-    def backsignal(self) -> Tensor:
-        return self.backsignals[0]
+    def output_gradient(self) -> Tensor:
+        return self.output_gradients[0]

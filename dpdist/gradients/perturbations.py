@@ -26,8 +26,8 @@ from torch.nn.functional import pad
 
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import KEY_BYTES, derive_key
-from dpdist.randomness.noise_location import Several
-from dpdist.randomness.noisy_modules import perturbed, require_modules
+from dpdist.randomness.noise_location import ModuleNoise
+from dpdist.randomness.noisy_modules import perturb_output, require_modules
 
 # --- crop and flip ----------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ def _scale(name: str, value: float) -> float:
     return float(value)
 
 
-class Draws:
+class Perturbation:
     """No perturbation, once: plain DP-SGD. The base of all draws.
 
     count: K. aggregate: "mean" of the K gradients, or "sum" (as the DPlis authors' code does).
@@ -124,7 +124,8 @@ class Draws:
 
     per_example = False
     hidden_modules: tuple[str, ...] = ()
-    shares: tuple[float, ...] | None = None  # of each draw's loss in the record's; None: equal
+    # of each draw's loss in the record's; None: equal
+    draw_weights: tuple[float, ...] | None = None
 
     def __init__(
         self, count: int = 1, *, aggregate: Aggregate = "mean", gradient_scale: float = 1.0
@@ -137,25 +138,25 @@ class Draws:
             raise UserError(f"gradient_scale must be positive and finite, got {gradient_scale}")
         self.count = int(count)
         self.aggregate = aggregate
-        self.weight = gradient_scale * (1.0 / count if aggregate == "mean" else 1.0)
+        self.gradient_weight = gradient_scale * (1.0 / count if aggregate == "mean" else 1.0)
 
     def check(self, model: nn.Module, trainable: Sequence[str]) -> None:
         """Raise UserError if these draws do not fit the model (names of trained parameters)."""
         require_modules(model, self.hidden_modules)
 
-    def parameters(
+    def perturb_parameters(
         self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
     ) -> dict[str, Tensor]:
         """Trainable parameters of this draw by name; the given tensors are never written to."""
         return dict(parameters)
 
-    def inputs(
+    def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
         """Inputs (B, ...) of this draw."""
         return inputs
 
-    def hidden(
+    def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
         """Output (B, ...) of `hidden_modules[module]` in this draw. Row b depends on row b, the
@@ -163,7 +164,7 @@ class Draws:
         return output
 
 
-class ParameterDraws(Draws):
+class ParameterPerturbation(Perturbation):
     """theta + std * N(0, I) on every trainable parameter (DPlis, PoPETs 2021, Equation 6).
 
     std: per-weight standard deviation, or one per parameter name; public. per_example: every
@@ -200,14 +201,14 @@ class ParameterDraws(Draws):
     def _std(self, name: str) -> float:
         return self.std.get(name, 0.0) if isinstance(self.std, dict) else self.std
 
-    def parameters(
+    def perturb_parameters(
         self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
     ) -> dict[str, Tensor]:
         size = sum(value.numel() for value in parameters.values())
         noise = standard_normal_shared(draw_key, "draws/parameters", draw, size)
         return self._perturbed(parameters, noise)
 
-    def inputs(
+    def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
         if self.input_std == 0:
@@ -216,7 +217,7 @@ class ParameterDraws(Draws):
             inputs, record_ids, draw_key, "draws/inputs", draw
         )
 
-    def parameters_per_example(
+    def perturb_parameters_per_example(
         self, parameters: Mapping[str, Tensor], record_ids: Tensor, draw_key: bytes, draw: int
     ) -> dict[str, Tensor]:
         """Return `parameters` with a leading batch dimension: (B, *shape)."""
@@ -245,26 +246,26 @@ def _per_record_noise(
     return noise.view_as(like).to(like)
 
 
-class InputDraws(Draws):
+class InputPerturbation(Perturbation):
     """x + std * N(0, I), fresh for every record and draw (augmentation with noise; Cohen et al.).
 
     std: standard deviation in input units, a number or a tensor that broadcasts against one
-    example; public. Subclasses override `inputs` for other augmentations: whatever they do to
-    example b may depend on example b, the key and public data only.
+    example; public. Subclasses override `perturb_inputs` for other augmentations: whatever they do
+    to example b may depend on example b, the key and public data only.
     """
 
     def __init__(self, count: int, std: float | Tensor, *, aggregate: Aggregate = "mean") -> None:
         super().__init__(count, aggregate=aggregate)
         self.std = std if isinstance(std, Tensor) else _scale("std", std)
 
-    def inputs(
+    def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
         std = self.std.to(inputs.device) if isinstance(self.std, Tensor) else self.std
         return inputs + std * _per_record_noise(inputs, record_ids, draw_key, "draws/inputs", draw)
 
 
-class HiddenDraws(Draws):
+class HiddenPerturbation(Perturbation):
     """h + std * N(0, I) on the output of one module, fresh for every record and draw.
 
     module: its name in `model.named_modules()`. std: a number, or a tensor that broadcasts against
@@ -278,42 +279,42 @@ class HiddenDraws(Draws):
         self.hidden_modules = (module,)
         self.std = std if isinstance(std, Tensor) else _scale("std", std)
 
-    def hidden(
+    def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
         std = self.std.to(output) if isinstance(self.std, Tensor) else self.std
         return output + std * _per_record_noise(output, record_ids, draw_key, "draws/hidden", draw)
 
 
-class BlockDraws(Draws):
+class ModulePerturbation(Perturbation):
     """Noise on the outputs of several modules and on the input, fresh for every record and draw:
     what the place draws at prediction (residual perturbation).
 
     The noise of module i is keyed by the purpose draws/block/i.
     """
 
-    def __init__(self, count: int, place: Several, *, aggregate: Aggregate = "mean") -> None:
+    def __init__(self, count: int, location: ModuleNoise, *, aggregate: Aggregate = "mean") -> None:
         super().__init__(count, aggregate=aggregate)
-        self.place = place
-        self.hidden_modules = tuple(place.stds)
+        self.location = location
+        self.hidden_modules = tuple(location.stds)
 
-    def inputs(
+    def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
-        std = self.place.input_std
+        std = self.location.input_std
         if std == 0:
             return inputs
         return inputs + std * _per_record_noise(inputs, record_ids, draw_key, "draws/inputs", draw)
 
-    def hidden(
+    def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
         normals = _per_record_noise(output, record_ids, draw_key, f"draws/block/{module}", draw)
-        std = self.place.stds[self.hidden_modules[module]]
-        return perturbed(output, normals, std, self.place.mode, self.place.floor)
+        std = self.location.stds[self.hidden_modules[module]]
+        return perturb_output(output, normals, std, self.location.mode, self.location.floor)
 
 
-class OneHiddenDraw(Draws):
+class FixedHiddenPerturbation(Perturbation):
     """h + one fixed noise, the same for every record and in every step (Secure-SGD, Algorithm 1).
 
     run_key: 32 bytes that choose it; the same for the whole run.
@@ -325,7 +326,7 @@ class OneHiddenDraw(Draws):
         normals = standard_normal_shared(run_key, "draws/one-hidden", 0, std.numel())
         self.noise = std * normals.view_as(std).to(std)
 
-    def hidden(
+    def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
         return output + self.noise.to(output)

@@ -19,7 +19,7 @@ differs is harmless where gradients are continuous. On a kink it is not: a ReLU'
 0 in one row and of 1e-9 in the next gives two gradients of one record, and one record more, which
 moves all behind it by a row, would move their sum by far more than the clip. So rows are sorted
 into classes of equal bits, and a record's class follows from its own id
-(`dpdist.gradients.sampling.padded`).
+(`dpdist.gradients.sampling.iter_padded_passes`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,14 @@ from dpdist.gradients.hooks import (
     tensors_of,
 )
 from dpdist.gradients.per_example import LayerCall
-from dpdist.gradients.row_operations import METADATA, PUBLIC, Mark, Mixes, Operation, Place
+from dpdist.gradients.row_operations import (
+    METADATA,
+    PUBLIC,
+    MixesRecords,
+    Operation,
+    RecordLocation,
+    TensorMark,
+)
 
 # --- values that reach Python -----------------------------------------------------------------
 
@@ -72,11 +79,11 @@ _IN_PYTHON: dict[CodeType, str] = {
     method.__code__: method.__name__.strip("_") for method in _METHODS
 }
 # What does so unseen, or lets something run that is not seen here.
-_UNSEEN = frozenset((
+_UNTRACKED_CALLS = frozenset((
     "_to_dlpack", "_to_dlpack_versioned", "start_new_thread", "start_joinable_thread", "fork",
     "setprofile", "_pop_torch_dispatch_stack", "_pop_torch_function_stack",
 ))  # fmt: skip
-_KNOWN = tuple(f"{folder}/" for folder in (Path(str(torch.__file__)).parent, PACKAGE))
+_TRUSTED_FOLDERS = tuple(f"{folder}/" for folder in (Path(str(torch.__file__)).parent, PACKAGE))
 # Python itself goes on after an error in these: a loop by number ends, a deletion is done.
 _SILENT = ("__getitem__", "__del__")
 
@@ -87,43 +94,47 @@ _CAUGHT = frozenset((
 ))  # fmt: skip
 
 # Of a tensor, the name of what reads it.
-Notice = Callable[[Tensor, str], None]
+TensorReadCallback = Callable[[Tensor, str], None]
 
 
 @contextmanager
-def watched(read: Notice, unseen: Callable[[str], None]) -> Iterator[None]:
+def watch_tensor_reads(
+    on_read: TensorReadCallback, on_untracked_call: Callable[[str], None]
+) -> Iterator[None]:
     """Tell of every call that reads a tensor's memory or hands it on, until the end of the block.
 
     Args:
-        read: called with the tensor and the name of what reads it.
-        unseen: called with the name of a call behind which nothing can be seen.
+        on_read: called with the tensor and the name of what reads it.
+        on_untracked_call: called with the name of a call behind which nothing can be seen.
     """
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         if event == "call":
             if frame.f_code in _IN_PYTHON:
                 first = frame.f_code.co_varnames[0]
-                read(frame.f_locals[first], _IN_PYTHON[frame.f_code])
+                on_read(frame.f_locals[first], _IN_PYTHON[frame.f_code])
         elif event == "c_call":
             name = called.__name__
             if name in _IN_C:
                 if isinstance(called.__self__, Tensor):
-                    read(called.__self__, name)
-            elif name in _UNSEEN and not frame.f_code.co_filename.startswith(_KNOWN):
-                unseen(name)
+                    on_read(called.__self__, name)
+            elif name in _UNTRACKED_CALLS and not frame.f_code.co_filename.startswith(
+                _TRUSTED_FOLDERS
+            ):
+                on_untracked_call(name)
 
     importlib.import_module("torch._dynamo")  # torch would within the block, which is slow there
     before = sys.getprofile()
     sys.setprofile(look)
     try:
-        with _FromPython():
+        with _DispatchThroughPython():
             yield
     finally:
         sys.setprofile(before)
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def pause_watching() -> Iterator[None]:
     """Leave out what the block calls: it is none of the model's."""
     hook = sys.getprofile()
     sys.setprofile(None)
@@ -134,14 +145,14 @@ def unwatched() -> Iterator[None]:
         sys.setprofile(hook)
 
 
-class _FromPython(TorchFunctionMode):
+class _DispatchThroughPython(TorchFunctionMode):
     """Has Python call the methods that C code calls (`map`), of which no hook is told otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-def catching_function(last: CodeType) -> str | None:
+def find_catching_function(last: CodeType) -> str | None:
     """Return the name of a function now being executed that would go on after an error raised here.
 
     Functions of torch and of dpdist are left out: they catch no error to learn a value.
@@ -152,7 +163,7 @@ def catching_function(last: CodeType) -> str | None:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not last:
         code = frame.f_code
-        if not code.co_filename.startswith(_KNOWN) and (
+        if not code.co_filename.startswith(_TRUSTED_FOLDERS) and (
             code.co_name in _SILENT
             or any(start <= frame.f_lasti < end for start, end in _guarded(code))
         ):
@@ -196,14 +207,14 @@ def _handler(steps: list[dis.Instruction]) -> tuple[int, int, bool]:
 # --- rows that round alike --------------------------------------------------------------------
 
 
-EXAMPLES = 64  # most that are tried
-INVENTED_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
+MAX_EXAMPLES = 64  # most that are tried
+SYNTHETIC_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
 _LEAST = 4
-_NUMBERS = 4096  # of a row that are compared, unless `EXAMPLES` have fewer
+_NUMBERS = 4096  # of a row that are compared, unless `MAX_EXAMPLES` have fewer
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def row_classes(
+def find_row_classes(
     run: Callable[[Any, Tensor], Sequence[Tensor]], inputs: Inputs, targets: Tensor, rows: int
 ) -> np.ndarray | None:
     """Sort the rows of a pass into classes that give one example the same bits.
@@ -227,7 +238,7 @@ def row_classes(
             break
         found = run(_filled(inputs, number, rows), _filled(targets, number, rows))
         for tensor in found:
-            classes = _refined(classes, tensor.detach())
+            classes = _refine_classes(classes, tensor.detach())
             seen += tensor[0].numel()
     return classes if classes.any() else None
 
@@ -239,7 +250,7 @@ def _filled(examples: Inputs, number: int, rows: int) -> Inputs:
     return each_tensor(fill, examples)
 
 
-def _refined(classes: np.ndarray, tensor: Tensor) -> np.ndarray:
+def _refine_classes(classes: np.ndarray, tensor: Tensor) -> np.ndarray:
     """Split classes whose rows differ in a bit."""
     if not tensor[0].numel():
         return classes
@@ -258,10 +269,10 @@ def _refined(classes: np.ndarray, tensor: Tensor) -> np.ndarray:
 # --- tracing a pass ---------------------------------------------------------------------------
 
 
-_ROWS: Place = (0, 1)  # record i in row i
+_ROWS: RecordLocation = (0, 1)  # record i in row i
 
 
-def mixing_operation(
+def find_mixing_operation(
     model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor
 ) -> str | None:
     """Return the first operation of a pass that is not known to treat each record alone, or None.
@@ -287,12 +298,13 @@ def mixing_operation(
         inputs: (B, ...), public or invented, of the shape that is executed; values do not matter.
         targets: (B, ...), as the objective takes them.
 
-    Example: `mixing_operation(nn.Linear(4, 2), losses, torch.rand(8, 4), labels)` is None; behind
-    a module that subtracts `x.mean(0)` it is "aten.mean.dim takes the dimension of the records".
+    Example: `find_mixing_operation(nn.Linear(4, 2), losses, torch.rand(8, 4), labels)` is None;
+    behind a module that subtracts `x.mean(0)` it is "aten.mean.dim takes the dimension of the
+    records".
     """
     if rows_of(inputs) < 2:
         return None
-    tracer, device = _Tracer(model, rows_of(inputs)), device_of(inputs)
+    tracer, device = _RecordTracer(model, rows_of(inputs)), device_of(inputs)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.autograd.set_multithreading_enabled(False):
         for _ in range(2):  # the second one would read what the first one left behind
@@ -301,27 +313,27 @@ def mixing_operation(
                 _trace(model, objective, copied, targets.clone(), tracer)
             except Exception as error:  # whatever a user's module does
                 tracer.refuse(f"the pass cannot be followed ({type(error).__name__})")
-    tracer.check_left(model)
+    tracer.check_no_records_left(model)
     return tracer.reason
 
 
 def _trace(
-    model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor, tracer: _Tracer
+    model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor, tracer: _RecordTracer
 ) -> None:
     """One pass as the engine runs it, and one that differentiates the inputs."""
     values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    tracer.begin([*tensors_of(inputs), targets], values.values())
+    tracer.begin_pass([*tensors_of(inputs), targets], values.values())
 
     def checked(losses: Tensor) -> Tensor:
-        with unwatched():
-            tracer.check(losses, _ROWS, "the losses")
+        with pause_watching():
+            tracer.check_rows(losses, _ROWS, "the losses")
             # What adds the losses up is the engine, and only their gradients go on from there.
             summed = losses.clone()
             tracer.mark(summed, PUBLIC)
         return summed
 
     followed = followed_by(objective, checked)
-    with tracer, watched(tracer.read, tracer.unseen):
+    with tracer, watch_tensor_reads(tracer.on_read, tracer.on_untracked_call):
         run_pass(model, find_layers(model), followed, inputs, targets, values, tracer.check_call)
         if any(each.is_floating_point() for each in tensors_of(inputs)):
             seen = each_tensor(_differentiable, inputs)
@@ -330,9 +342,9 @@ def _trace(
                 losses = example_losses(model, followed, values, seen, targets)
                 if losses.requires_grad:
                     found = torch.autograd.grad(losses.sum(), floating, allow_unused=True)
-                    with unwatched():
+                    with pause_watching():
                         for gradient in found:
-                            tracer.check(gradient, _ROWS, "the gradient of the inputs")
+                            tracer.check_rows(gradient, _ROWS, "the gradient of the inputs")
 
 
 def _differentiable(tensor: Tensor) -> Tensor:
@@ -340,7 +352,7 @@ def _differentiable(tensor: Tensor) -> Tensor:
     return detached.requires_grad_() if detached.is_floating_point() else detached
 
 
-class _Tracer(TorchDispatchMode):
+class _RecordTracer(TorchDispatchMode):
     """Follows where the records lie through every operation, until one is not known.
 
     reason: why nothing is shown; None as long as something is.
@@ -354,86 +366,97 @@ class _Tracer(TorchDispatchMode):
         self._sharing: dict[int, list[TensorWeakRef]] = {}  # tensors by the memory they lie in
         self._own: set[int] = set()  # memory of the model, which no pass may write to
         # Memory that others than torch may read; kept, so that its number stays its own.
-        self._shown: dict[int, torch.UntypedStorage] = {}
-        self._keep(_tensors_of(model))
+        self._exposed_memory: dict[int, torch.UntypedStorage] = {}
+        self._mark_model_tensors(_model_tensors(model))
 
-    def _keep(self, tensors: Iterable[Tensor]) -> None:
+    def _mark_model_tensors(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             self.mark(tensor, PUBLIC)
             self._own.add(_memory(tensor))
 
-    def begin(self, records: Sequence[Tensor], own: Iterable[Tensor]) -> None:
+    def begin_pass(self, records: Sequence[Tensor], own: Iterable[Tensor]) -> None:
         """The next pass, on these records."""
         self._turn += 1
-        self._keep(own)
+        self._mark_model_tensors(own)
         for tensor in records:
-            self.mark(tensor, Mark(_ROWS))
+            self.mark(tensor, TensorMark(_ROWS))
 
-    def mark(self, tensor: Tensor, mark: Mark) -> None:
+    def mark(self, tensor: Tensor, mark: TensorMark) -> None:
         layout = _layout(tensor)
         if tensor not in self._marks:
             others = self._sharing.get(layout[0], [])
             alive = [other for other in others if other() is not None]
             self._sharing[layout[0]] = [*alive, TensorWeakRef(tensor)]
-        turn = self._turn if mark.rows is not None else 0
-        self._marks[tensor] = Mark(mark.rows, mark.same, mark.lost, turn), layout
+        turn = self._turn if mark.location is not None else 0
+        self._marks[tensor] = (
+            TensorMark(mark.location, mark.uniform_locations, mark.mixed, turn),
+            layout,
+        )
 
-    def _known(self, tensor: Tensor) -> Mark | None:
+    def _find_mark(self, tensor: Tensor) -> TensorMark | None:
         """Its mark. Refuses what holds other memory than when it was marked: no operation does."""
-        mark: Mark | None
+        mark: TensorMark | None
         mark, layout = self._marks.get(tensor, (None, None))
         if mark is not None and layout != _layout(tensor):
             self.refuse("the numbers of a tensor were exchanged (data)")
         return mark
 
-    def read(self, tensor: Tensor, name: str) -> None:
+    def on_read(self, tensor: Tensor, name: str) -> None:
         """Take note that Python reads a tensor's memory, now or once more is written there."""
-        with unwatched():
-            if self.of_records(tensor):
+        with pause_watching():
+            if self.may_hold_records(tensor):
                 self.refuse(f"{name} gives values of records to Python")
-            self._show(tensor)
+            self._expose_memory(tensor)
 
-    def _show(self, tensor: Tensor) -> None:
-        self._shown[_memory(tensor)] = tensor.untyped_storage()
+    def _expose_memory(self, tensor: Tensor) -> None:
+        self._exposed_memory[_memory(tensor)] = tensor.untyped_storage()
 
-    def unseen(self, name: str) -> None:
+    def on_untracked_call(self, name: str) -> None:
         """Take note of a call behind which nothing is seen."""
         self.refuse(f"{name} leaves what can be followed")
 
-    def check_left(self, model: nn.Module) -> None:
+    def check_no_records_left(self, model: nn.Module) -> None:
         """Refuse a model that holds records when its passes are over: one of another shape might
         read them."""
-        if self.reason is None and any(map(self.of_records, _tensors_of(model))):
+        if self.reason is None and any(map(self.may_hold_records, _model_tensors(model))):
             self.refuse("records are left in the model")
 
     def refuse(self, why: str) -> None:
         self.reason = self.reason or why
 
-    def of_records(self, tensor: Any) -> bool:
+    def may_hold_records(self, tensor: Any) -> bool:
         """Whether it may hold values of records."""
         if not isinstance(tensor, Tensor):
             return False
-        mark = self._known(tensor)
-        return mark is None or mark.lost or mark.rows is not None
+        mark = self._find_mark(tensor)
+        return mark is None or mark.mixed or mark.location is not None
 
-    def check(self, tensor: Tensor | None, place: Place, what: str) -> None:
+    def check_rows(self, tensor: Tensor | None, location: RecordLocation, label: str) -> None:
         """Refuse unless row i of the tensor is of record i alone, or the same for all records."""
         if tensor is None or self.reason is not None:
             return
-        mark = self._known(tensor)
-        if mark is None or mark.lost or (mark.rows is not None and mark.turn != self._turn):
-            self.refuse(f"nothing is known of {what}")
+        mark = self._find_mark(tensor)
+        if (
+            mark is None
+            or mark.mixed
+            or (mark.location is not None and mark.pass_number != self._turn)
+        ):
+            self.refuse(f"nothing is known of {label}")
             return
-        known = place in mark.same if mark.rows is None else mark.rows == place
-        if not known or tensor.shape[place[0]] != self._count:
-            self.refuse(f"record i is not in row i of {what}")
+        known = (
+            location in mark.uniform_locations
+            if mark.location is None
+            else mark.location == location
+        )
+        if not known or tensor.shape[location[0]] != self._count:
+            self.refuse(f"record i is not in row i of {label}")
 
-    @unwatched()
+    @pause_watching()
     def check_call(self, layer: Layer, call: LayerCall) -> None:
         """Hold what a layer's rule reads against the dimension where the rule takes records."""
         recurrent = isinstance(layer.module, nn.RNNBase)
         second = isinstance(layer.module, nn.RNNBase) and not layer.module.batch_first
-        for tensors in (pytree.tree_leaves((call.inputs, call.kwargs)), call.backsignals):
+        for tensors in (pytree.tree_leaves((call.inputs, call.kwargs)), call.output_gradients):
             for number, tensor in enumerate(tensors):
                 if isinstance(tensor, Tensor):
                     # States of a recurrent layer have its sub-layers first.
@@ -441,64 +464,77 @@ class _Tracer(TorchDispatchMode):
                     self._check_read(tensor, dimension, layer.name)
 
     def _check_read(self, tensor: Tensor, dimension: int, layer: str) -> None:
-        mark = self._known(tensor)
-        public = mark is not None and mark.rows is None and not mark.lost
+        mark = self._find_mark(tensor)
+        public = mark is not None and mark.location is None and not mark.mixed
         # A rule takes for rows what is as long as the batch; the rest is shared by all records.
         if not public or tensor.shape[dimension : dimension + 1] == (self._count,):
-            self.check(tensor, (dimension, 1), f"what layer {layer} reads")
+            self.check_rows(tensor, (dimension, 1), f"what layer {layer} reads")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.reason is not None:
             return func(*args, **kwargs)
-        hook = sys.getprofile()  # `unwatched`, without its cost for each operation
+        hook = sys.getprofile()  # `pause_watching`, without its cost for each operation
         sys.setprofile(None)
         try:
-            return self._follow(func, args, kwargs)
+            return self._trace_operation(func, args, kwargs)
         finally:
             sys.setprofile(hook)
 
-    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
-        call = Operation(func, args, kwargs, self._known, self._count)
+    def _trace_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        call = Operation(func, args, kwargs, self._find_mark, self._count)
         result = func(*args, **kwargs)
         try:
-            call.check_given(self._turn)
-            marks = call.marks(result)
+            call.check_arguments(self._turn)
+            marks = call.result_marks(result)
             for tensor, mark in zip(call.results, marks, strict=True):
                 found = mark
-                if any(tensor is old for old in call.written) and call.name not in METADATA:
-                    found = self._written(call, tensor, mark)
+                if any(tensor is old for old in call.mutated) and call.name not in METADATA:
+                    found = self._mark_after_write(call, tensor, mark)
                 self.mark(tensor, found)
-            for tensor in call.written:
+            for tensor in call.mutated:
                 if not any(tensor is result for result in call.results):
-                    self.mark(tensor, self._written(call, tensor, PUBLIC))
-            if call.name == "as_strided" and not _numbers(call["self"], call.results[0]).all():
-                raise Mixes("reads more than its tensor")
-            for tensor in call.results if call.from_elsewhere else ():
-                if call.from_python or all(_memory(tensor) != _memory(t) for t in call.tensors):
-                    self._show(tensor)
-            if call.may_raise and (name := catching_function(_trace.__code__)):
-                raise Mixes(f"may raise an error for a record's value, and {name} goes on after it")
+                    self.mark(tensor, self._mark_after_write(call, tensor, PUBLIC))
+            if (
+                call.name == "as_strided"
+                and not _shared_elements(call["self"], call.results[0]).all()
+            ):
+                raise MixesRecords("reads more than its tensor")
+            for tensor in call.results if call.may_use_foreign_memory else ():
+                if call.wraps_python_memory or all(
+                    _memory(tensor) != _memory(t) for t in call.tensors
+                ):
+                    self._expose_memory(tensor)
+            if call.may_raise and (name := find_catching_function(_trace.__code__)):
+                raise MixesRecords(
+                    f"may raise an error for a record's value, and {name} goes on after it"
+                )
         except Exception as error:  # caught here: the model's own code might catch it
-            why = error if isinstance(error, Mixes) else f"cannot be followed: {error!r}"
+            why = error if isinstance(error, MixesRecords) else f"cannot be followed: {error!r}"
             self.refuse(f"{func} {why}")
         return result
 
-    def _written(self, call: Operation, tensor: Tensor, mark: Mark) -> Mark:
+    def _mark_after_write(self, call: Operation, tensor: Tensor, mark: TensorMark) -> TensorMark:
         """What a tensor holds that was written to, and what shares its memory still does."""
         before = call.mark(tensor)
         if _memory(tensor) in self._own:
-            raise Mixes("writes to a tensor of the model")
-        if _memory(tensor) in self._shown and (mark.rows is not None or mark.lost):
-            raise Mixes("writes records to memory that Python can read")
-        if before.rows is not None and (mark.rows == before.rows or before.rows in mark.same):
+            raise MixesRecords("writes to a tensor of the model")
+        if _memory(tensor) in self._exposed_memory and (mark.location is not None or mark.mixed):
+            raise MixesRecords("writes records to memory that Python can read")
+        if before.location is not None and (
+            mark.location == before.location or before.location in mark.uniform_locations
+        ):
             return before
-        if before.rows is None and mark.rows is None and before.same <= mark.same:
+        if (
+            before.location is None
+            and mark.location is None
+            and before.uniform_locations <= mark.uniform_locations
+        ):
             return before
         others = [other() for other in self._sharing.get(_memory(tensor), [])]
         shared = [each for each in others if each is not None and each is not tensor]
         if any(_overlap(each, tensor) for each in shared):
-            raise Mixes("writes to memory that other tensors share")
+            raise MixesRecords("writes to memory that other tensors share")
         return mark
 
 
@@ -514,17 +550,17 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors in the same memory, of equally long numbers, have a number in common."""
-    return one.element_size() != other.element_size() or bool(_numbers(one, other).any())
+    return one.element_size() != other.element_size() or bool(_shared_elements(one, other).any())
 
 
-def _numbers(one: Tensor, other: Tensor) -> Tensor:
+def _shared_elements(one: Tensor, other: Tensor) -> Tensor:
     """For each number of the other tensor in the same memory, whether it is one of the first's."""
     taken = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
     taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return taken.as_strided(other.shape, other.stride(), other.storage_offset())
 
 
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+def _model_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Parameters, buffers, and tensors that modules hold as plain attributes."""
     for module in model.modules():
         held = {name: value for name, value in vars(module).items() if name != "_modules"}

@@ -19,12 +19,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, stream_words
 
 # --- Poisson sampling -------------------------------------------------------------------------
 
 
-def share(records: int, rank: int, world_size: int) -> tuple[int, int]:
+def worker_range(records: int, rank: int, world_size: int) -> tuple[int, int]:
     """The contiguous range [start, stop) of record positions that worker `rank` holds."""
     return records * rank // world_size, records * (rank + 1) // world_size
 
@@ -48,10 +48,10 @@ def poisson_sample(
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}")
     if batch_cap is None:
-        return start + np.flatnonzero(_joins(words(key, start, stop - start), sample_rate))
+        return start + np.flatnonzero(_joins(stream_words(key, start, stop - start), sample_rate))
     if records is None:
         raise ValueError("batch_cap needs the number of records")
-    draws = words(key, 0, records)
+    draws = stream_words(key, 0, records)
     batch = np.flatnonzero(_joins(draws, sample_rate))
     if len(batch) > batch_cap:
         # Given that a record joined, its word is uniform below the threshold: the smallest words
@@ -69,9 +69,10 @@ def _joins(draws: np.ndarray, sample_rate: float) -> np.ndarray:
 # --- blocks of records ------------------------------------------------------------------------
 
 
-LARGEST = 1024  # most records of a block; `dpdist.gradients.clipping.sum_slack` rests on it
+# most records of a block; `dpdist.gradients.clipping.sum_slack` rests on it
+MAX_BLOCK_RECORDS = 1024
 # Room above the expected number, in standard deviations: two per cent of the blocks are cut in two.
-_ROOM = 2.0
+_CAPACITY_MARGIN = 2.0
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,18 @@ class Blocks:
     capacity: int
 
     def __post_init__(self) -> None:
-        if self.count < 1 or not 1 <= self.capacity <= LARGEST:
+        if self.count < 1 or not 1 <= self.capacity <= MAX_BLOCK_RECORDS:
             raise ValueError(f"no blocks: {self.count} of at most {self.capacity} records")
 
     @classmethod
     def for_batches(cls, records: int, sample_rate: float, batch_cap: int | None = None) -> Blocks:
-        """Blocks for Poisson batches out of `records`: as few as `LARGEST` allows, none of them
-        much larger than they will mostly be."""
+        """Blocks for Poisson batches out of `records`: as few as `MAX_BLOCK_RECORDS` allows, none
+        of them much larger than they will mostly be."""
         expected = max(1.0, records * sample_rate)
         if batch_cap is not None:
             expected = min(expected, float(batch_cap))
         count = 1
-        while _capacity(expected, count, sample_rate) > LARGEST:
+        while _capacity(expected, count, sample_rate) > MAX_BLOCK_RECORDS:
             count += 1
         capacity = _capacity(expected, count, sample_rate)
         return cls(count, min(capacity, batch_cap) if batch_cap is not None else capacity)
@@ -129,12 +130,12 @@ class Blocks:
         yield from self._halved(ordered, low, middle)
         yield from self._halved(ordered, middle, high)
 
-    def rows(self, most: int) -> int:
-        """Rows of every pass: a block's capacity, or an equal part of it when that exceeds `most`
-        rows."""
-        return math.ceil(self.capacity / math.ceil(self.capacity / most))
+    def rows_per_pass(self, max_rows: int) -> int:
+        """Rows of every pass: a block's capacity, or an equal part of it when that exceeds
+        `max_rows` rows."""
+        return math.ceil(self.capacity / math.ceil(self.capacity / max_rows))
 
-    def rows_in_use(self, classes: np.ndarray) -> np.ndarray:
+    def choose_rows(self, classes: np.ndarray) -> np.ndarray:
         """Choose the rows of a pass that records go into, for as few passes as can be expected.
 
         A class of few rows costs a pass for each time that its rows are full, so it is often
@@ -142,7 +143,7 @@ class Blocks:
         never from the records that are there.
 
         Args:
-            classes: (rows,) from `kernel_rows.row_classes`.
+            classes: (rows,) from `kernel_rows.cached_row_classes`.
 
         Returns:
             A copy of classes with -1 for each row that stays empty: int64 (rows,).
@@ -150,7 +151,7 @@ class Blocks:
         names, sizes = np.unique(classes, return_counts=True)
         largest = np.argsort(-sizes, kind="stable")
         names, sizes = names[largest], sizes[largest]
-        members = max(1.0, self.capacity - _ROOM * math.sqrt(self.capacity))
+        members = max(1.0, self.capacity - _CAPACITY_MARGIN * math.sqrt(self.capacity))
         totals = np.cumsum(sizes)
         passes = [
             _expected_passes(members, sizes[: count + 1], int(totals[count]))
@@ -163,12 +164,15 @@ def _expected_passes(members: float, sizes: np.ndarray, total: int) -> float:
     """Return in how many passes `members` records mostly run that are spread over classes of
     `sizes` rows, `total` in all, in proportion."""
     shares = sizes / total
-    room = _ROOM * np.sqrt(members * shares * (1 - shares))
+    room = _CAPACITY_MARGIN * np.sqrt(members * shares * (1 - shares))
     return float(np.ceil((members * shares + room) / sizes).max())
 
 
-def padded(
-    block: np.ndarray, rows: int, classes: np.ndarray | None = None, slots: np.ndarray | None = None
+def iter_padded_passes(
+    block: np.ndarray,
+    rows: int,
+    classes: np.ndarray | None = None,
+    row_hashes: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray, slice | np.ndarray]]:
     """The block in passes of `rows` rows, and which rows of each are real.
 
@@ -179,9 +183,9 @@ def padded(
     Args:
         block: (n,) members in their order.
         rows: of every pass.
-        classes: (rows,) from `Blocks.rows_in_use`, of which -1 stays empty; None: all rows round
+        classes: (rows,) from `Blocks.choose_rows`, of which -1 stays empty; None: all rows round
             alike.
-        slots: (n,) hashes of the members' ids; needed with classes.
+        row_hashes: (n,) hashes of the members' ids; needed with classes.
     """
     if classes is None:
         for start in range(0, len(block), rows):
@@ -189,9 +193,9 @@ def padded(
             filler = np.repeat(members[:1], rows - len(members))
             yield np.concatenate([members, filler]), slice(len(members))
         return
-    assert slots is not None
+    assert row_hashes is not None
     used = np.flatnonzero(classes >= 0)
-    wanted = classes[used[(slots % np.uint64(len(used))).astype(np.int64)]]
+    wanted = classes[used[(row_hashes % np.uint64(len(used))).astype(np.int64)]]
     turn, row = np.empty(len(block), np.int64), np.empty(len(block), np.int64)
     for one in np.unique(wanted):
         mine, own = np.flatnonzero(wanted == one), np.flatnonzero(classes == one)
@@ -204,7 +208,7 @@ def padded(
         yield members, np.sort(row[mine])
 
 
-def slots_of(key: bytes, ids: np.ndarray) -> np.ndarray:
+def hash_rows(key: bytes, ids: np.ndarray) -> np.ndarray:
     """Return the hashes (n,) that choose the class of row of records with these ids."""
     return keyed_hash(derive_key(key, "rows"), ids)
 
@@ -212,7 +216,7 @@ def slots_of(key: bytes, ids: np.ndarray) -> np.ndarray:
 def _capacity(expected: float, count: int, sample_rate: float) -> int:
     mean = expected / count
     spread = mean * (1 - sample_rate / count)
-    return math.ceil(mean + _ROOM * math.sqrt(spread))
+    return math.ceil(mean + _CAPACITY_MARGIN * math.sqrt(spread))
 
 
 def _place(ordered: np.ndarray, edge: int) -> int:
@@ -228,7 +232,7 @@ def keyed_hash(key: bytes, ids: np.ndarray) -> np.ndarray:
     do.
     """
     hashes = ids.astype(np.uint64)
-    for word in words(key, 0, 2):
+    for word in stream_words(key, 0, 2):
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + word
         hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

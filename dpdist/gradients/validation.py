@@ -29,7 +29,7 @@ from dpdist.gradients.per_example import LayerCall, PerExampleGradient
 
 _FEW = 4  # examples whose signals and gradients are compared with autograd's
 _SIZES = (2, 3, 5, 9, 17, 33)  # of the company that an example's values are compared in
-EXAMPLES = 33
+NUM_EXAMPLES = 33
 _MIXES = (
     "depends on another example. Normalise within each example (torch.nn.GroupNorm), never over "
     "the batch"
@@ -60,8 +60,8 @@ def refuse_mixing_layers(model: nn.Module) -> None:
             )
 
 
-def invented(
-    model: nn.Module, inputs: Inputs, targets: Tensor, count: int = EXAMPLES
+def make_synthetic_examples(
+    model: nn.Module, inputs: Inputs, targets: Tensor, count: int = NUM_EXAMPLES
 ) -> tuple[Inputs, Tensor]:
     """Invent examples of the shapes and types of these, whose values are never looked at.
 
@@ -120,7 +120,7 @@ def _classes(model: nn.Module, inputs: Tensor, targets: Tensor) -> int:
     return max(1, shape[-1 if last else 1])
 
 
-def self_check(
+def check_example_independence(
     model: nn.Module,
     objective: Objective,
     make_gradients: Callable[[], list[PerExampleGradient]],
@@ -150,14 +150,14 @@ def self_check(
     Raises:
         UserError: the check failed, or too few gradients are finite.
     """
-    some = slice(EXAMPLES)
-    own = _Screen(model, objective, make_gradients, take(inputs, some), targets[some], False)
+    some = slice(NUM_EXAMPLES)
+    own = _ModelCheck(model, objective, make_gradients, take(inputs, some), targets[some], False)
     try:
         with torch.no_grad():
             wide = copy.deepcopy(model).double()
-            _wake(wide)
-        widened = each_tensor(_wide, own.inputs)
-        screen = _Screen(wide, objective, make_gradients, widened, _wide(own.targets))
+            _perturb_zero_weights(wide)
+        widened = each_tensor(_to_float64, own.inputs)
+        screen = _ModelCheck(wide, objective, make_gradients, widened, _to_float64(own.targets))
         screen.run()
     except UserError:
         raise
@@ -165,7 +165,7 @@ def self_check(
         own.run()
 
 
-class _Screen:
+class _ModelCheck:
     """The checks of one model on a few examples, in one precision."""
 
     def __init__(
@@ -182,29 +182,30 @@ class _Screen:
         self.layers = find_layers(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        self.tolerance, self.dust, self.digits = (1e-7, 1e-10, 1e-12) if exact else (
+        self.tolerance, self.absolute_tolerance, self.relative_perturbation = (1e-7, 1e-10,
+            1e-12) if exact else (
             1e-2, 1e-4, 1e-6
         )  # fmt: skip
 
     def run(self) -> None:
         state = _random_state(self.device)
-        self._finite_first()
+        self._order_finite_first()
         few, before = slice(_FEW), _marks(self.model)
         _restore(state, self.device)
-        self._no_signal_crosses(take(self.inputs, few), self.targets[few])
+        self._check_gradients_do_not_cross_examples(take(self.inputs, few), self.targets[few])
         _restore(state, self.device)
-        self._nothing_is_missed(take(self.inputs, few), self.targets[few], state)
+        self._check_no_gradient_is_missed(take(self.inputs, few), self.targets[few], state)
         self._nothing_is_written(before)
-        self._company_does_not_matter()
+        self._check_batch_size_invariance()
         self._nothing_is_written(before)  # of other examples than the last time
 
-    def _finite_first(self) -> None:
+    def _order_finite_first(self) -> None:
         """Put the examples whose loss and gradient are finite before the others."""
         losses, gradients = self._gradients(self.inputs, self.targets)
         sizes = [losses.double(), *(self._squares(gradients, len(losses)))]
         finite = torch.stack([each.isfinite() for each in sizes]).all(0)
-        self.usable = int(finite.sum())
-        if self.usable < 2:
+        self.num_finite = int(finite.sum())
+        if self.num_finite < 2:
             raise UserError(
                 "the model cannot be checked: fewer than two public or invented examples have a "
                 "finite loss and gradient; mend it, or run each record through it alone "
@@ -226,7 +227,7 @@ class _Screen:
 
         def collect(layer: Layer, call: LayerCall) -> None:
             for local, contribution in layer.rule(call):
-                gradients[layer.slots[local]].add(contribution)
+                gradients[layer.parameter_indices[local]].add(contribution)
 
         own = self.values if values is None else values
         losses = run_pass(
@@ -234,7 +235,7 @@ class _Screen:
         )  # fmt: skip
         return losses, gradients
 
-    def _no_signal_crosses(self, inputs: Inputs, targets: Tensor) -> None:
+    def _check_gradients_do_not_cross_examples(self, inputs: Inputs, targets: Tensor) -> None:
         mixed: list[str] = []
         first_only = torch.zeros(rows_of(inputs), device=self.device)
         first_only[0] = 1
@@ -243,19 +244,21 @@ class _Screen:
             dimension = 0
             if isinstance(layer.module, nn.RNNBase) and not layer.module.batch_first:
                 dimension = 1
-            for signal in call.backsignals[:1]:
-                if _reaches(signal.movedim(dimension, 0)[1:]):
+            for signal in call.output_gradients[:1]:
+                if _is_nonzero(signal.movedim(dimension, 0)[1:]):
                     mixed.append(layer.name)
 
         run_pass(
             self.model, self.layers, self.objective, inputs, targets, self.values, watch,
             weights=first_only,
         )  # fmt: skip
-        if mixed or _inputs_mix(self.model, self.objective, self.values, inputs, targets):
+        if mixed or _loss_depends_on_other_inputs(
+            self.model, self.objective, self.values, inputs, targets
+        ):
             where = f"at or after layer {mixed[0]}" if mixed else "before the first trained layer"
             raise UserError(f"the model mixes examples {where}: one example's loss {_MIXES}")
 
-    def _nothing_is_missed(self, inputs: Inputs, targets: Tensor, state: Tensor) -> None:
+    def _check_no_gradient_is_missed(self, inputs: Inputs, targets: Tensor, state: Tensor) -> None:
         """Compared with the sum of the examples' norms, which does not cancel, and with that of the
         whole gradient: of a parameter without effect (a bias before a normalisation) both ways
         leave rounding only."""
@@ -277,7 +280,7 @@ class _Screen:
                 size = max(norms[slot], float(grad.norm()))
                 _add_sum(gradients[slot], grad.neg_(), slice(None), len(targets))
                 difference = float(grad.norm())
-                allowed = max(max(self.tolerance, 1e-4) * size, self.dust * whole)
+                allowed = max(max(self.tolerance, 1e-4) * size, self.absolute_tolerance * whole)
                 if not difference <= allowed:
                     raise UserError(
                         f"the gradient of parameter {named[slot][0]} cannot be followed example by "
@@ -294,9 +297,9 @@ class _Screen:
                     "without noise"
                 )
 
-    def _company_does_not_matter(self) -> None:
+    def _check_batch_size_invariance(self) -> None:
         """The first example in company of all sizes, a few others in the largest one."""
-        for first in range(min(_FEW, self.usable)):
+        for first in range(min(_FEW, self.num_finite)):
             states = torch.get_rng_state(), _random_state(self.device)
             alone, again = self._sketch([first], 0), self._sketch([first], 0)
             after = torch.get_rng_state(), _random_state(self.device)
@@ -312,7 +315,7 @@ class _Screen:
 
     def _compare(self, first: int, alone: Tensor, sizes: Sequence[int]) -> None:
         """Raise UserError where an example's sketch is another one in company than alone."""
-        moved = (self._sketch([first], 0, self._nudged()) - alone).abs()
+        moved = (self._sketch([first], 0, self._perturb_last_digits()) - alone).abs()
         allowed = self._allowed(alone)
         allowed += 4 * moved.nan_to_num(0.0, 0.0, 0.0)
         others = [row for row in range(len(self.targets)) if row != first]
@@ -332,12 +335,12 @@ class _Screen:
         # Below it both precisions run out of digits.
         return allowed + torch.finfo(torch.float32).tiny
 
-    def _nudged(self) -> dict[str, Tensor]:
+    def _perturb_last_digits(self) -> dict[str, Tensor]:
         """The parameters, changed in their last digits."""
         found = {}
         for name, value in self.values.items():
             places = torch.arange(value.numel(), dtype=value.dtype, device=value.device)
-            found[name] = value * (1 + self.digits * places.cos_().view_as(value))
+            found[name] = value * (1 + self.relative_perturbation * places.cos_().view_as(value))
         return found
 
     def _sketch(
@@ -386,7 +389,7 @@ def _marks(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _wake(model: nn.Module) -> None:
+def _perturb_zero_weights(model: nn.Module) -> None:
     """Give what begins at zero other values: the zero factor of a product (an adapter's second one)
     would hide whether the first one's gradient is followed."""
     for parameter in model.parameters():
@@ -395,7 +398,7 @@ def _wake(model: nn.Module) -> None:
             parameter.copy_(0.1 * places.cos().view_as(parameter))
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_float64(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
@@ -410,7 +413,7 @@ def _groups(sizes: list[int]) -> Iterator[list[int]]:
     yield group
 
 
-def _inputs_mix(
+def _loss_depends_on_other_inputs(
     model: nn.Module,
     objective: Objective,
     values: Mapping[str, Tensor],
@@ -432,10 +435,10 @@ def _inputs_mix(
         if not losses.requires_grad:
             return False
         found = torch.autograd.grad(losses[0], floating, allow_unused=True)
-    return any(grad is not None and _reaches(grad[1:]) for grad in found)
+    return any(grad is not None and _is_nonzero(grad[1:]) for grad in found)
 
 
-def _reaches(others: Tensor) -> bool:
+def _is_nonzero(others: Tensor) -> bool:
     """Whether a gradient is not zero; NaN, which 0 * Inf makes, says nothing."""
     return bool(torch.any(others.isfinite() & (others != 0)))
 

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from dpdist.config.sections import Sections
+from dpdist.config.sections import BaseRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
     FilePath,
-    Number,
-    OnlyWith,
+    OptionCondition,
     Positive,
+    PositiveFraction,
     PositiveNoise,
+    RejectBool,
     Section,
-    Share,
     Text,
 )
 from dpdist.privacy.phases import GaussianSteps, Phase
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from dpdist.data import Dataset
     from dpdist.gradients.clipping import Clipping
-    from dpdist.gradients.engine import GradientEngine, Task
-    from dpdist.gradients.perturbations import Draws
+    from dpdist.gradients.engine import GradientEngine, TrainingObjective
+    from dpdist.gradients.perturbations import Perturbation
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
@@ -63,15 +63,15 @@ class Redistribution(Section):
     """
 
     conditions = (
-        OnlyWith(
+        OptionCondition(
             ("data", "root", "classes"), "with source: public", lambda it: it.source == "public"
         ),
-        OnlyWith(
+        OptionCondition(
             ("steps", "max_records"),
             "with source: public and private",
             lambda it: it.source != "paid",
         ),
-        OnlyWith(
+        OptionCondition(
             ("noise_multiplier", "clip_norm", "sample_rate"),
             "with source: paid",
             lambda it: it.source == "paid",
@@ -81,23 +81,23 @@ class Redistribution(Section):
     source: Literal["public", "paid", "private"] = "public"
     data: Text = "digits"
     root: FilePath | None = None
-    classes: Annotated[int, Number, Field(ge=1, le=100_000)] = 10
-    steps: Annotated[int, Number, Field(ge=0, le=1_000_000)] = 200
+    classes: Annotated[int, RejectBool, Field(ge=1, le=100_000)] = 10
+    steps: Annotated[int, RejectBool, Field(ge=0, le=1_000_000)] = 200
     beta: Positive = 1.0
-    floor: Share = 0.1
+    floor: PositiveFraction = 0.1
     max_records: Count = 2000
     noise_multiplier: PositiveNoise = 20.0
     clip_norm: Positive = 1.0
-    sample_rate: Share = 1.0
+    sample_rate: PositiveFraction = 1.0
 
 
 # --- the base class ---------------------------------------------------------------------------
 
 
-_MOST_UNKNOWN = 2**20  # records, where their number is declared
+_MIN_RECORD_LIMIT = 2**20  # records, where their number is declared
 
 
-def room_for_records(recipe: Sections) -> int | None:
+def record_limit(recipe: BaseRecipe) -> int | None:
     """Return how many records a sum may be over where privacy.nominal_records is given; None where
     their number is public.
 
@@ -105,75 +105,77 @@ def room_for_records(recipe: Sections) -> int | None:
     clip. A declared number says nothing of how many there are, so the room is for many more.
     """
     nominal = recipe.privacy.nominal_records
-    return None if nominal is None else max(_MOST_UNKNOWN, 4 * nominal)
+    return None if nominal is None else max(_MIN_RECORD_LIMIT, 4 * nominal)
 
 
-def check_room(recipe: Sections, records: int) -> int:
+def check_record_limit(recipe: BaseRecipe, records: int) -> int:
     """Return the number of records that a sum over `records` leaves room for. Raises UserError for
-    more than `room_for_records`: that there are no more is an assumption of the guarantee."""
-    most = room_for_records(recipe)
+    more than `record_limit`: that there are no more is an assumption of the guarantee."""
+    most = record_limit(recipe)
     if most is not None and records > most:
         raise UserError(
             f"privacy.nominal_records: must be at least a quarter of the number of records beyond "
-            f"{_MOST_UNKNOWN:,}, got {recipe.privacy.nominal_records:,}: the rounding of sums over "
-            "more is not within the clip; declare more"
+            f"{_MIN_RECORD_LIMIT:,}, got {recipe.privacy.nominal_records:,}: the rounding of sums "
+            "over more is not within the clip; declare more"
         )
     return records if most is None else most
 
 
-def assumed_room(recipe: Sections) -> list[str]:
+def record_limit_assumptions(recipe: BaseRecipe) -> list[str]:
     """Say what a declared number of records leaves to be assumed: how many there are at most."""
-    most = room_for_records(recipe)
+    most = record_limit(recipe)
     return (
         [] if most is None else [f"there are at most {most:,} records, however many are declared"]
     )
 
 
-DrawCount = Annotated[int, Number, Field(ge=1, le=10_000)]  # of perturbations per record and step
+# of perturbations per record and step
+DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]
 
 
 @dataclass(frozen=True)
 class PublicRecords:
-    """Public records that a method reads: the training split of the data set `data` under `root`
-    (default: where the recipe's own data lie). field: the recipe's key, for complaints. learned:
-    whether a model is trained on them, so that no test record may be among them."""
+    """Public records that a method reads: the training split of the data set `dataset_name` under
+    `root` (default: where the recipe's own data lie). field: the recipe's key, for complaints.
+    learned: whether a model is trained on them, so that no test record may be among them."""
 
-    field: str
-    data: str
+    recipe_key: str
+    dataset_name: str
     classes: int
     root: Path | None = None
-    learned: bool = False
+    used_for_training: bool = False
 
-    def assumed(self, recipe: Sections) -> list[str]:
+    def assumptions(self, recipe: BaseRecipe) -> list[str]:
         """Return the unchecked assumption: no private record is among them in another shape."""
         compared = recipe.privacy.noise_multiplier != 0  # else nothing was promised
-        if not compared or (recipe.data.public and self.data == recipe.data.name):
+        if not compared or (recipe.data.public and self.dataset_name == recipe.data.name):
             return []
         return [
-            f"no private record is, in another shape, among the public records of {self.data} "
-            "that shaped the noise (in the same shape: compared by content)"
+            "no private record is, in another shape, among the public records of "
+            f"{self.dataset_name} that shaped the noise (in the same shape: compared by content)"
         ]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The inputs from which a method makes something once, before the first step (`Method.fix`).
+class MethodSetup:
+    """The inputs from which a method makes something once, before the first step
+    (`Method.prepare_state`).
 
     records: the private ones; what is made of them costs what `Method.cost` says. public: those
     that the method named. initial: makes the model as it is before the first step. key: a fresh
     secret (the run key where the recipe fixes it): of two attempts, no noise is used twice.
     """
 
-    recipe: Sections
+    recipe: BaseRecipe
     spec: ModelSpec
-    initial: Callable[[], nn.Module]
-    records: Dataset
-    public: Dataset | None
+    build_initial_model: Callable[[], nn.Module]
+    private_records: Dataset
+    public_records: Dataset | None
     key: bytes
 
 
 @dataclass(frozen=True)
-class Fixed:
+class MethodState:
     """State that was made once, for one worker: tensors by name, and its copy of the model.
 
     key: the same in all steps of a run, for noise that is drawn once.
@@ -184,16 +186,16 @@ class Fixed:
     key: bytes = b""
 
 
-class Committee(Protocol):
+class Ensemble(Protocol):
     """Models trained on disjoint shards of the records (`dpdist.training.ensembles`)."""
 
     def __len__(self) -> int: ...
 
-    def scores(self, inputs: Tensor) -> np.ndarray:
+    def scores_file(self, inputs: Tensor) -> np.ndarray:
         """PRIVATE: the logits of each, float64 (teachers, B, classes)."""
 
 
-class Run(Protocol):
+class TrainingDriver(Protocol):
     """A training in the hands of the driver, or of a search's trial; Ray is there.
 
     job: the `dpdist.training.job.TrainJob`. finish: sums up a training that had no workers.
@@ -202,27 +204,29 @@ class Run(Protocol):
     @property
     def job(self) -> Any: ...
 
-    def workers(self, records: Any = None) -> None:
+    def run_workers(self, records: Any = None) -> None:
         """Start the training workers, each of which calls `Method.learn`, and wait for their end.
 
-        records: what they train on in place of the private ones (`Method.seen` gets it): made of
-        public data and of what was paid for.
+        records: what they train on in place of the private ones (`Method.transform_records` gets
+        it): made of public data and of what was paid for.
         """
 
-    def teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Committee:
+    def train_teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Ensemble:
         """Models trained on disjoint shards of the records, in bulk; one record is in one of them.
 
         sections: of the recipe, in place of its own, by name ("model", "training").
         """
 
-    def release(self, about: bytes, draw: Callable[[bytes], Sequence[float]]) -> list[float]:
+    def release_once(
+        self, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
+    ) -> list[float]:
         """draw(key): noisy numbers that the plan pays for, on record before they are drawn, and the
         same ones whenever this is asked again. about: PRIVATE, all that they are drawn from.
 
         Raises UserError when they were drawn from something else before.
         """
 
-    def finish(self) -> None: ...
+    def write_summary(self) -> None: ...
 
 
 class Worker(Protocol):
@@ -243,56 +247,70 @@ class Method(Section):
 
     # --- said in the recipe, the plan and the report
 
-    known_as: ClassVar[str] = ""  # to people
-    needs: ClassVar[tuple[OnlyWith, ...]] = ()  # conditions of keys of a whole recipe
+    display_name: ClassVar[str] = ""  # to people
+    # conditions of keys of a whole recipe
+    recipe_conditions: ClassVar[tuple[OptionCondition, ...]] = ()
 
     @property
     def title(self) -> str:
         """Return the name for readers; of a class from elsewhere, its location."""
-        return self.known_as if self.known_as and ":" not in self.name else self.name
+        return self.display_name if self.display_name and ":" not in self.name else self.name
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         """Raise ValueError for a recipe in which the method would not be what it says."""
         privacy = recipe.privacy
-        if privacy.clipping == "none" and privacy.noise_multiplier != 0 and not self.local:
+        if (
+            privacy.clipping == "none"
+            and privacy.noise_multiplier != 0
+            and not self.steps_are_post_processing
+        ):
             raise ValueError(
                 "privacy.clipping: none is training without privacy: noise_multiplier: 0"
             )
-        if recipe.certify is not None and recipe.certify.sigma is None and not self.carries_noise:
+        if (
+            recipe.certify is not None
+            and recipe.certify.sigma is None
+            and not self.has_prediction_noise
+        ):
             raise ValueError(
                 "certify.sigma is required: the model of this method has no noise of its own"
             )
-        if recipe.tune is not None and recipe.tune.asha is not None and not self.stepwise:
+        if (
+            recipe.tune is not None
+            and recipe.tune.asha is not None
+            and not self.takes_gradient_steps
+        ):
             raise ValueError(
                 f"tune.asha: method {self.name} takes no steps of which the first could be scored"
             )
-        if recipe.model.isolate and self.together:
+        if recipe.model.isolate and self.needs_batched_passes:
             raise ValueError(
                 f"model.isolate: method {self.name} with these options runs records together; use "
                 "another method, or a model from the zoo without it"
             )
 
-    def check_public(self, public: Any, own: Any, where: str) -> None:
-        """Raise UserError for public records that it cannot learn from beside the `own`."""
+    def check_public_records(self, public_dataset: Any, private_dataset: Any, context: str) -> None:
+        """Raise UserError for public records that it cannot learn from beside the
+        `private_dataset`."""
 
     @property
-    def carries_noise(self) -> bool:
+    def has_prediction_noise(self) -> bool:
         """Whether the trained model has noise of its own, in training and at every prediction."""
         return False
 
     @property
-    def behind_denoiser(self) -> bool:
+    def supports_frozen_denoiser(self) -> bool:
         """Whether it may train a network that a frozen denoiser stands before: nothing that it does
         passes the denoiser by, or belongs behind the network's own first layer."""
         return True
 
     @property
-    def together(self) -> bool:
+    def needs_batched_passes(self) -> bool:
         """Whether the method itself needs a pass of several records."""
         return False
 
     @property
-    def takes_tokens(self) -> bool:
+    def supports_tokens(self) -> bool:
         """Whether a record may be tokens (data.text): to these nothing can be added."""
         return False
 
@@ -303,7 +321,7 @@ class Method(Section):
         return False
 
     @property
-    def stepwise(self) -> bool:
+    def takes_gradient_steps(self) -> bool:
         """Whether the plan's steps are sums of clipped gradients, as audits take them apart."""
         return True
 
@@ -313,7 +331,7 @@ class Method(Section):
         return None
 
     @property
-    def besides(self) -> tuple[Phase, ...]:
+    def extra_cost(self) -> tuple[Phase, ...]:
         """Return the phases of other reading of private records, before the steps of training."""
         return ()
 
@@ -323,7 +341,7 @@ class Method(Section):
         The only statement of it: plans, searches, previews and budgets take it from here, and the
         noise multiplier that meets a target epsilon is found by it.
         """
-        return (*self.besides, steps)
+        return (*self.extra_cost, steps)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return the paper's privacy claim for a run with this plan, or None.
@@ -333,7 +351,7 @@ class Method(Section):
         """
         return None
 
-    def measured(self, private: Path) -> list[tuple[str, str]]:
+    def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
         """Return name and value of results of `learn` for summary, report and card.
 
         `learn` left them in the run's private folder. They are published, so that they may
@@ -342,13 +360,13 @@ class Method(Section):
         return []
 
     @property
-    def local(self) -> bool:
-        """Whether what is private is released with noise before the steps (`seen`), which are then
-        post-processing, without noise of their own."""
+    def steps_are_post_processing(self) -> bool:
+        """Whether what is private is released with noise before the steps (`transform_records`),
+        which are then post-processing, without noise of their own."""
         return False
 
     @property
-    def withheld(self) -> str | None:
+    def not_releasable_reason(self) -> str | None:
         """Return why no model may ever leave; None where the trained model is released.
 
         Such models are only asked (`answer`), so often as the plan pays for.
@@ -361,11 +379,11 @@ class Method(Section):
         return None
 
     @property
-    def evaluated(self) -> int | None:
+    def max_evaluation_queries(self) -> int | None:
         """Return the number of test inputs to ask about, where asking is paid; None: all."""
         return None
 
-    def words(self, plan: PrivacyPlan) -> str:
+    def describe(self, plan: PrivacyPlan) -> str:
         """Return the executed training in words, for a report."""
         step = plan.step(0)
         clip = "no clip" if math.isinf(step.clip_norm) else f"clip {step.clip_norm:g}"
@@ -374,43 +392,47 @@ class Method(Section):
             f"{step.noise_multiplier:.4g}, {clip}"
         )
 
-    def assumed(self, recipe: Sections) -> list[str]:
+    def assumptions(self, recipe: BaseRecipe) -> list[str]:
         """Return the assumptions of the guarantee that nobody can check."""
         return []
 
     # --- done in training
 
-    def task(self) -> Task:
+    def task(self) -> TrainingObjective:
         """Return the learning task; by default, to classify."""
-        from dpdist.gradients.engine import Task
+        from dpdist.gradients.engine import TrainingObjective
 
-        return Task()
+        return TrainingObjective()
 
-    def fix(self, setup: Setup) -> dict[str, Tensor]:
+    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
         """Return the tensors that worker 0 makes once and the private folder keeps."""
         return {}
 
-    def stand_in(self, model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return a placeholder for `fix` where only its shapes matter; read no record."""
+    def placeholder_state(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> dict[str, Tensor]:
+        """Return a placeholder for `prepare_state` where only its shapes matter; read no record."""
         return {}
 
-    def seen(self, records: Any, plan: PrivacyPlan, key: bytes) -> Any:
+    def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> Any:
         """Return the records that the steps are taken on: their len, batch and targets.
 
         key: secret, and the same in all steps and attempts of a run.
         """
         return records
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
         """The perturbation of one step. Scales come from public hyper-parameters only."""
-        from dpdist.gradients.perturbations import Draws
+        from dpdist.gradients.perturbations import Perturbation
 
-        return Draws()
+        return Perturbation()
 
-    def slots(self, model: nn.Module) -> dict[str, Tensor]:
+    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint keeps for `learn` besides parameters, before step 0.
 
-        `learn` finds them in the worker's `slots`.
+        `learn` finds them in the worker's `extra_checkpoint_state`.
         """
         return {}
 
@@ -430,11 +452,12 @@ class Method(Section):
 
         task = self.task()
         return GradientEngine(
-            task.module(model), task.losses, clipping=clipping, micro_batch=micro_batch,
+            task.trained_module(model), task.loss_function, clipping=clipping,
+            micro_batch=micro_batch,
             isolate=isolate,
         )  # fmt: skip
 
-    def constraint(self, model: nn.Module) -> Callable[[], None]:
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """Return the function that constrains `model` in place: post-processing.
 
         It is called before the first step and after every update. Raises UserError for a
@@ -442,7 +465,7 @@ class Method(Section):
         """
         return lambda: None
 
-    def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
+    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
         """Give the trained model (fixed.model) what it carries at prediction; its description."""
         return spec
 
@@ -453,9 +476,9 @@ class Method(Section):
         """
         raise NotImplementedError(f"the model of method {self.name} is released, not asked")
 
-    def train(self, run: Run) -> None:
+    def train(self, run: TrainingDriver) -> None:
         """A whole training, on the driver: work of one's own in bulk comes before the workers."""
-        run.workers()
+        run.run_workers()
 
     def learn(self, worker: Worker) -> None:
         """A whole training, on each worker at once."""

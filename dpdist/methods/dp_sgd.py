@@ -25,12 +25,12 @@ from pydantic import model_validator
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Positive, PositiveOrZero
-from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.methods.base import DrawCount, Method, MethodState
 from dpdist.privacy.plan import StepPlan
 
 if TYPE_CHECKING:
-    from dpdist.gradients.engine import Task
-    from dpdist.gradients.perturbations import Draws
+    from dpdist.gradients.engine import TrainingObjective
+    from dpdist.gradients.perturbations import Perturbation
 
 
 # --- plain DP-SGD -----------------------------------------------------------------------------
@@ -44,27 +44,29 @@ class DPSGD(Method):
     """
 
     name: Literal["dp-sgd"] = "dp-sgd"
-    known_as: ClassVar[str] = "DP-SGD"
+    display_name: ClassVar[str] = "DP-SGD"
     gradient_scale: Positive = 1.0
 
     @property
-    def takes_tokens(self) -> bool:
+    def supports_tokens(self) -> bool:
         return True
 
     @property
     def takes_losses(self) -> bool:
         return True
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
-        from dpdist.gradients.perturbations import Draws
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        from dpdist.gradients.perturbations import Perturbation
 
-        return Draws(gradient_scale=self.gradient_scale)
+        return Perturbation(gradient_scale=self.gradient_scale)
 
 
 # --- input noise ------------------------------------------------------------------------------
 
 
-class InputNoise(Method):
+class InputNoiseMethod(Method):
     """Each record's gradient averaged over noisy copies of its input before the clip
     (augmentation).
 
@@ -72,37 +74,43 @@ class InputNoise(Method):
     """
 
     name: Literal["input-noise"] = "input-noise"
-    known_as: ClassVar[str] = "DP-SGD on noisy copies of each record"
+    display_name: ClassVar[str] = "DP-SGD on noisy copies of each record"
     sigma: Positive
     draws: DrawCount = 4
     consistency: PositiveOrZero = 0.0
 
     @model_validator(mode="after")
-    def _copies_to_agree(self) -> InputNoise:
+    def _check_consistency(self) -> InputNoiseMethod:
         if self.consistency and self.draws < 2:
             raise ValueError("consistency is between a record's copies: give draws >= 2")
         return self
 
     @property
-    def together(self) -> bool:
+    def needs_batched_passes(self) -> bool:
         return self.consistency > 0
 
     @property
     def takes_losses(self) -> bool:
         return not self.consistency
 
-    def task(self) -> Task:
-        from dpdist.gradients.engine import Task, agreed_targets, weighted_cross_entropy
+    def task(self) -> TrainingObjective:
+        from dpdist.gradients.engine import (
+            TrainingObjective,
+            consistency_targets,
+            weighted_cross_entropy,
+        )
 
         if not self.consistency:
-            return Task()
-        targets = partial(agreed_targets, weight=self.consistency)
-        return Task(weighted_cross_entropy, targets=targets)
+            return TrainingObjective()
+        targets = partial(consistency_targets, weight=self.consistency)
+        return TrainingObjective(weighted_cross_entropy, target_function=targets)
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
-        from dpdist.gradients.perturbations import InputDraws
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        from dpdist.gradients.perturbations import InputPerturbation
 
-        return InputDraws(self.draws, self.sigma)
+        return InputPerturbation(self.draws, self.sigma)
 
 
 # --- DPlis ------------------------------------------------------------------------------------
@@ -120,7 +128,7 @@ class DPlis(Method):
     """
 
     name: Literal["dplis"] = "dplis"
-    known_as: ClassVar[str] = "DPlis (smoothed loss)"
+    display_name: ClassVar[str] = "DPlis (smoothed loss)"
     radius: Positive = 10.0
     draws: DrawCount = 10
     aggregate: Literal["mean", "sum"] = "mean"
@@ -128,21 +136,23 @@ class DPlis(Method):
     sigma: PositiveOrZero = 0.0
 
     @property
-    def takes_tokens(self) -> bool:
+    def supports_tokens(self) -> bool:
         return not self.sigma
 
     @property
     def takes_losses(self) -> bool:
         return True
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
-        from dpdist.gradients.perturbations import ParameterDraws
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        from dpdist.gradients.perturbations import ParameterPerturbation
 
         batch_size = round(step.expected_batch)
-        std = dplis_scale(
+        std = dplis_smoothing_std(
             self.radius, learning_rate, batch_size, step.noise_multiplier, step.clip_norm
         )
-        return ParameterDraws(
+        return ParameterPerturbation(
             self.draws,
             std,
             per_example=self.per_example,
@@ -151,7 +161,7 @@ class DPlis(Method):
         )
 
 
-def dplis_scale(
+def dplis_smoothing_std(
     radius: float,
     learning_rate: float,
     batch_size: int,

@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import Sections
-from dpdist.core.fields import Count, CountOrZero, Number, OnlyWith, Positive, PositiveOrZero
+from dpdist.config.sections import BaseRecipe
+from dpdist.core.fields import (
+    Count,
+    CountOrZero,
+    OptionCondition,
+    Positive,
+    PositiveOrZero,
+    RejectBool,
+)
 from dpdist.methods.base import DrawCount, Method
 from dpdist.privacy.phases import FixedBatches, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
 
-_WHY = "one noise is shared by all records and steps (DPAL as published)"
+_NOT_PRIVATE_REASON = "one noise is shared by all records and steps (DPAL as published)"
 
 
 class DPAL(Method):
@@ -43,10 +50,12 @@ class DPAL(Method):
     on so many test `images`, at copies attacked at each of `sizes`.
     """
 
-    conditions = (OnlyWith(("attacks", "steps", "size"), "with xi > 0", lambda it: it.xi > 0),)
+    conditions = (
+        OptionCondition(("attacks", "steps", "size"), "with xi > 0", lambda it: it.xi > 0),
+    )
 
     name: Literal["dpal"] = "dpal"
-    known_as: ClassVar[str] = "DPAL as published"
+    display_name: ClassVar[str] = "DPAL as published"
     epsilon: Positive = 0.2
     epsilon_2: Positive = 0.1
     encoder_sensitivity: Positive = 4950.0
@@ -57,7 +66,7 @@ class DPAL(Method):
     attacks: Annotated[tuple[Literal["i-fgsm", "mim", "pgd"], ...], Field(min_length=1)] = (
         "i-fgsm", "mim", "pgd",
     )  # fmt: skip
-    steps: Annotated[int, Number, Field(ge=1, le=1000)] = 10
+    steps: Annotated[int, RejectBool, Field(ge=1, le=1000)] = 10
     size: Positive = 0.5
     psi: Positive = 2.0
     draws: DrawCount = 100
@@ -65,7 +74,7 @@ class DPAL(Method):
     sizes: tuple[Positive, ...] = (0.025, 0.1)
 
     @model_validator(mode="after")
-    def _something_left(self) -> DPAL:
+    def _check_budget_split(self) -> DPAL:
         if self.epsilon_2 >= self.epsilon:
             raise ValueError("epsilon_2 is a part of epsilon: it must be smaller")
         return self
@@ -90,7 +99,7 @@ class DPAL(Method):
 
     # --- said in the recipe, the plan and the report
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         if recipe.privacy.noise_multiplier != 0 or recipe.privacy.clipping != "none":
             raise ValueError(
                 "method dpal is the paper as published, without DP-SGD: give "
@@ -98,24 +107,24 @@ class DPAL(Method):
             )
         if recipe.model.mean != [0.5] or recipe.model.std != [0.5]:
             raise ValueError("method dpal takes images in [-1, 1]: model.mean: [0.5], std: [0.5]")
-        if recipe.training.augmented:
+        if recipe.training.has_augmentation:
             raise ValueError("method dpal noises records as they are: leave out crop and flip")
         super().check(recipe)
 
     @property
-    def behind_denoiser(self) -> bool:
+    def supports_frozen_denoiser(self) -> bool:
         return False
 
     @property
-    def together(self) -> bool:
+    def needs_batched_passes(self) -> bool:
         return True
 
     @property
-    def stepwise(self) -> bool:
+    def takes_gradient_steps(self) -> bool:
         return False
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        return (FixedBatches(steps.steps, steps.sample_rate, _WHY),)
+        return (FixedBatches(steps.steps, steps.sample_rate, _NOT_PRIVATE_REASON),)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
         """Theorem 4: pure epsilon for all steps."""
@@ -130,33 +139,33 @@ class DPAL(Method):
             "shared noise cancels between records, sensitivity is a ratio, noise reused every step",
         )  # fmt: skip
 
-    def words(self, plan: PrivacyPlan) -> str:
+    def describe(self, plan: PrivacyPlan) -> str:
         batch = plan.step(0).expected_batch
         return (
             f"{plan.steps:,} steps on disjoint batches of {batch:g}, Laplace noise of scale "
             f"{self.noise_scale(batch):.4g} on inputs in [-1, 1], drawn once"
         )
 
-    def measured(self, private: Path) -> list[tuple[str, str]]:
+    def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
         from dpdist.methods.dpal_training import accuracy_lines
 
-        return accuracy_lines(private)
+        return accuracy_lines(private_folder)
 
     # --- done in training
 
-    def constraint(self, model: nn.Module) -> Callable[[], None]:
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """Each filter of the encoder is scaled back into its norm. Raises UserError for another
         network, or other sensitivities than the paper's formulas give for it."""
-        from dpdist.methods.dpal_training import check_network, keep_filters
+        from dpdist.methods.dpal_training import check_network, project_filter_norms
 
         network = check_network(self, model)
-        return lambda: keep_filters(network.encoder, self.weight_norm)
+        return lambda: project_filter_norms(network.encoder, self.weight_norm)
 
     def learn(self, worker: Any) -> None:
-        from dpdist.methods.dpal_training import Steps, measure_accuracy
+        from dpdist.methods.dpal_training import DPALTrainer, measure_accuracy
 
-        plan, steps = worker.job.plan, Steps(self, worker)
+        plan, steps = worker.job.plan, DPALTrainer(self, worker)
         for step in range(worker.start, worker.last):
-            steps.take(step)
+            steps.run_step(step)
         if worker.step.reducer.rank == 0 and worker.last == plan.steps:
             measure_accuracy(self, worker)

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.attacks.gradient_attacks import (
-    FROM_THE_CENTRE,
+    ATTACKS_FROM_CENTRE,
     Ball,
     Gradient,
     RandomisedClassifier,
     loss_gradient,
     pgd,
 )
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
 from dpdist.models import DPALNetwork, predicted_classes
 from dpdist.privacy.mechanisms import dpal_encoder_sensitivity, dpal_output_sensitivity
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, stream_words
 
 if TYPE_CHECKING:
     from dpdist.methods.dpal import DPAL
@@ -66,7 +66,7 @@ def check_network(method: DPAL, model: nn.Module) -> DPALNetwork:
     return network
 
 
-def keep_filters(encoder: nn.Conv2d, norm: float) -> None:
+def project_filter_norms(encoder: nn.Conv2d, norm: float) -> None:
     """Scale each filter back, in place, into this L1 norm."""
     with torch.no_grad():
         own = encoder.weight.abs().sum((1, 2, 3), keepdim=True)
@@ -82,23 +82,25 @@ def laplace(key: bytes, purpose: str, shape: torch.Size, scale: float) -> Tensor
 # --- the losses, summed over records
 
 
-def reconstruction(network: DPALNetwork, noisy: Tensor, code: Tensor) -> Tensor:
+def reconstruction_loss(network: DPALNetwork, noisy: Tensor, code: Tensor) -> Tensor:
     """R-bar (Equations 5 to 7): the first-order expansion of the cross-entropy between inputs and
     what the code says of them, without its constant."""
-    return ((0.5 - noisy) * network.decoded(code)).sum()
+    return ((0.5 - noisy) * network.decode(code)).sum()
 
 
-def classification(head: nn.Linear, last: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
+def classification_loss(
+    head: nn.Linear, last_hidden: Tensor, labels: Tensor, noise: Tensor
+) -> Tensor:
     """L-bar (Equations 8 to 10): the second-order expansion of the sigmoid cross-entropy, without
     its constant. noise: chi_3 / m, (classes, |h_pi|), on each record's coefficients of the labels.
     """
-    z = head(last)
-    own = z.gather(1, labels[:, None]).sum() + len(last) * (noise * head.weight).sum()
+    z = head(last_hidden)
+    own = z.gather(1, labels[:, None]).sum() + len(last_hidden) * (noise * head.weight).sum()
     result: Tensor = (z / 2 + z.square() / 8).sum() - own
     return result
 
 
-class _FromNoisy(nn.Module):
+class _NoisyInputNetwork(nn.Module):
     """The network on inputs that have their noise."""
 
     def __init__(self, network: DPALNetwork) -> None:
@@ -106,16 +108,16 @@ class _FromNoisy(nn.Module):
         self.network = network
 
     def forward(self, noisy: Tensor) -> Tensor:
-        return self.network.answer(noisy)
+        return self.network.logits(noisy)
 
 
 def adversarial_examples(network: DPALNetwork, noisy: Tensor, method: DPAL, key: bytes) -> Tensor:
     """Adversarial copies of noisy inputs (B, ...), away from what is predicted for them: an equal
     part of the batch for each attack, by position, as the paper has it."""
-    drawn = (int(words(derive_key(key, "dpal/size"), 0, 1)[0]) + 1) / 2**64
-    classifier = RandomisedClassifier(_FromNoisy(network))
+    drawn = (int(stream_words(derive_key(key, "dpal/size"), 0, 1)[0]) + 1) / 2**64
+    classifier = RandomisedClassifier(_NoisyInputNetwork(network))
     with torch.no_grad():
-        predicted = network.answer(noisy).argmax(1)
+        predicted = network.logits(noisy).argmax(1)
     parts = zip(
         method.attacks,
         noisy.tensor_split(len(method.attacks)),
@@ -130,17 +132,17 @@ def adversarial_examples(network: DPALNetwork, noisy: Tensor, method: DPAL, key:
         def gradient(point: Tensor, step: int, targets: Tensor = targets) -> Tensor:
             return loss_gradient(classifier, point, targets, None)
 
-        found.append(_attacked(name, gradient, ball, method.steps, key))
+        found.append(_attack(name, gradient, ball, method.steps, key))
     return torch.cat(found)
 
 
-def _attacked(name: str, gradient: Gradient, ball: Ball, steps: int, key: bytes) -> Tensor:
+def _attack(name: str, gradient: Gradient, ball: Ball, steps: int, key: bytes) -> Tensor:
     if len(ball.centre) == 0:
         return ball.centre
-    if name in FROM_THE_CENTRE:
-        return FROM_THE_CENTRE[name](gradient, ball, steps)
+    if name in ATTACKS_FROM_CENTRE:
+        return ATTACKS_FROM_CENTRE[name](gradient, ball, steps)
     count = ball.centre.numel()
-    uniform = torch.from_numpy(words(derive_key(key, "dpal/start"), 0, count) / 2.0**64)
+    uniform = torch.from_numpy(stream_words(derive_key(key, "dpal/start"), 0, count) / 2.0**64)
     there = uniform.view(len(ball.centre), -1).to(ball.centre.device)
     start = ball.random_point(there, ball.centre)
     return pgd(gradient, ball, start, steps, ball.size / steps)
@@ -149,7 +151,7 @@ def _attacked(name: str, gradient: Gradient, ball: Ball, steps: int, key: bytes)
 # --- a training
 
 
-class Steps:
+class DPALTrainer:
     """The steps of one worker. The network's noise, the batches and chi_3 are drawn here, from the
     run's key, once for all steps and attempts."""
 
@@ -163,20 +165,22 @@ class Steps:
         out = method.output_sensitivity / (method.epsilon_2 * batch)
         self._chi_3 = laplace(key, "chi_3", network.head.weight.shape, out).to(network.input_noise)
         records = len(worker.step.data)
-        rank = np.argsort(np.argsort(words(derive_key(key, "batches"), 0, records), kind="stable"))
+        rank = np.argsort(
+            np.argsort(stream_words(derive_key(key, "batches"), 0, records), kind="stable")
+        )
         self._batch_of, self._batches = rank // batch, max(1, records // batch)
 
-    def take(self, step: int) -> None:
+    def run_step(self, step: int) -> None:
         """A step on batch `step`, and on adversarial examples of the next one."""
         worker = self._worker
         rows = worker.flat.new_zeros(worker.step.shards.rows, len(worker.flat)).double()
-        for row, begin, end in worker.step.shards.mine:
-            for noisy, labels in self._records(step, begin, end):
+        for row, begin, end in worker.step.shards.local_shards:
+            for noisy, labels in self._batch_passes(step, begin, end):
                 rows[row] += self._gradient(step, noisy, labels, 1.0)
             if step < self._method.pretraining or not self._method.xi:
                 continue
             key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step, row)
-            for place, (noisy, labels) in enumerate(self._records(step + 1, begin, end)):
+            for place, (noisy, labels) in enumerate(self._batch_passes(step + 1, begin, end)):
                 adversarial = adversarial_examples(
                     self._network, noisy, self._method, derive_key(key, "pass", place)
                 )
@@ -189,11 +193,11 @@ class Steps:
         if step + 1 == worker.last or (step + 1) % _SAVED == 0:
             worker.save(step + 1)
 
-    def _records(self, step: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+    def _batch_passes(self, step: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """This shard's part of the step's batch, in passes: inputs with their noise, labels."""
         worker, network = self._worker, self._network
         joined = self._batch_of[begin:end] == step % self._batches
-        members = worker.step.canaries.fed(begin + np.flatnonzero(joined))
+        members = worker.step.canaries.inputs_for(begin + np.flatnonzero(joined))
         found = []
         for start in range(0, len(members), _PASS):
             some = members[start : start + _PASS]
@@ -206,12 +210,12 @@ class Steps:
         """Summed over records, float64 (size,): the encoder's from its loss alone, the rest's from
         the other. weight: of the second loss, of 1 + xi in all."""
         network, worker = self._network, self._worker
-        code = network.code(noisy)
-        loss = reconstruction(network, noisy, code)
+        code = network.encode(noisy)
+        loss = reconstruction_loss(network, noisy, code)
         if step >= self._method.pretraining:
-            last = network.last(code.detach())
+            last = network.last_hidden(code.detach())
             share = weight / (1 + self._method.xi)
-            loss = loss + share * classification(network.head, last, labels, self._chi_3)
+            loss = loss + share * classification_loss(network.head, last, labels, self._chi_3)
         parts = torch.autograd.grad(loss, worker.step.engine.parameters, allow_unused=True)
         return torch.cat([
             (torch.zeros_like(p) if g is None else g).double().flatten()
@@ -243,10 +247,10 @@ def mean_scores(
     with torch.no_grad():
         for draw in range(method.draws):
             own = derive_key(key, "dpal/draw", draw)
-            code = network.code(centre)
+            code = network.encode(centre)
             first = laplace(own, "input", centre.shape, scale / method.psi).to(centre)
             second = laplace(own, "code", code.shape, 2 * scale / method.psi).to(centre)
-            passes = (network.answer(centre + first), network.answer(centre, second))
+            passes = (network.logits(centre + first), network.logits(centre, second))
             products = torch.stack([z.double().softmax(1) for z in passes]).prod(0)
             total += products.cpu()
     return total / method.draws
@@ -262,7 +266,7 @@ def robustness_budget(scores: Tensor, draws: int) -> Tensor:
     return ((low / high).clamp(min=1.0).log() / 2).nan_to_num(0.0)
 
 
-def printed_sizes(
+def published_certified_sizes(
     budget: Tensor, size: float, scale: float, inputs: int, hidden: int, norm: float
 ) -> tuple[Tensor, Tensor]:
     """kappa and phi at these epsilon_r (Equations 11 to 13): Delta_x = size * inputs, Delta_h =
@@ -287,16 +291,14 @@ def measure_accuracy(method: DPAL, worker: Any) -> None:
     }  # fmt: skip
     for size in (0.0, *method.sizes):
         seen = (
-            inputs
-            if size == 0
-            else _attacked_inputs(network, inputs, labels, 2 * size, method.steps)
+            inputs if size == 0 else _attack_inputs(network, inputs, labels, 2 * size, method.steps)
         )
         scores = mean_scores(network, seen, derive_key(key, "measured", str(size)), method, scale)
         right = predicted_classes(scores) == labels.cpu()
         if size == 0:
             found["right"] = float(right.double().mean())
             continue
-        kappa, phi = printed_sizes(
+        kappa, phi = published_certified_sizes(
             robustness_budget(scores, method.draws), 2 * size, scale, inputs[0].numel(),
             network.hidden_noise[0].numel(), method.weight_norm,
         )  # fmt: skip
@@ -310,12 +312,12 @@ def measure_accuracy(method: DPAL, worker: Any) -> None:
 def _errors(network: DPALNetwork, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """What the two expansions leave out, of each number of a reconstruction and of each logit."""
     with torch.no_grad():
-        code = network.code(inputs + network.input_noise)
-        said, z = network.decoded(code), network.head(network.last(code))
+        code = network.encode(inputs + network.input_noise)
+        said, z = network.decode(code), network.head(network.last_hidden(code))
     return taylor_errors(said)[0], taylor_errors(z)[1]
 
 
-def _attacked_inputs(
+def _attack_inputs(
     network: DPALNetwork, inputs: Tensor, labels: Tensor, size: float, steps: int
 ) -> Tensor:
     """By PGD on the network with the training's noise and no other, as the papers' code attacks."""
@@ -328,19 +330,21 @@ def _attacked_inputs(
     )  # fmt: skip
 
 
-def accuracy_lines(private: Path) -> list[tuple[str, str]]:
+def accuracy_lines(private_folder: Path) -> list[tuple[str, str]]:
     """What `measure` found, for summary and report."""
-    path = private / _FILE
+    path = private_folder / _FILE
     if not path.exists():
         return []
     found = read_json(path, {"images": int, "right": float, "attacked": list, "psi": float})
     about = f"of {found['images']:,} test images, psi {found['psi']:g}"
-    rows = [("the paper's predictions", f"{percent(found['right'], 1)} % right {about}")]
+    rows = [("the paper's predictions", f"{format_percent(found['right'], 1)} % right {about}")]
     for at in found["attacked"]:
-        right, printed, harmonic = (percent(at[n], 1) for n in ("right", "printed", "harmonic"))
+        right, printed, harmonic = (
+            format_percent(at[n], 1) for n in ("right", "printed", "harmonic")
+        )
         rows.append(
             (
-                f"as the paper measures it, PGD linf {exact(at['size'])}",
+                f"as the paper measures it, PGD linf {format_exact(at['size'])}",
                 f"{right} % right; {printed} % right and 'certified' by kappa + phi "
                 f"({harmonic} % by the harmonic rule); no certificate: neither rule holds for "
                 "noise around a fixed centre",

@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import Sections
+from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import (
     Count,
     FilePath,
-    Number,
-    OnlyWith,
+    OptionCondition,
     Positive,
+    PositiveFraction,
     PositiveOrZero,
+    RejectBool,
     Section,
-    Share,
     Text,
 )
 from dpdist.methods.base import (
     DrawCount,
-    Fixed,
     Method,
+    MethodSetup,
+    MethodState,
     PublicRecords,
-    Setup,
-    assumed_room,
-    check_room,
+    check_record_limit,
+    record_limit_assumptions,
 )
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
@@ -42,15 +42,15 @@ from dpdist.privacy.plan import PrivacyPlan, StepPlan
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from dpdist.gradients.perturbations import Draws
-    from dpdist.methods.functional_sums import Copy, Pass, Sums
+    from dpdist.gradients.perturbations import Perturbation
+    from dpdist.methods.functional_sums import CoefficientSums, CopyPass, FeaturePass
 
 CENTRE, CURVATURE = "centre", "curvature"  # the tensors that a checkpoint keeps beside the head
 SCALES = "scales"  # the tensor that is made once, of public records
-PASS = 128  # records of a pass; `dpdist.methods.functional_sums.slack` rests on it
+PASS = 128  # records of a pass; `dpdist.methods.functional_sums.rounding_slack` rests on it
 _EXAMPLES = 32  # test inputs that the model is tried on
 
-_Between = Annotated[float, Number, Field(gt=0, lt=1)]
+_OpenUnitInterval = Annotated[float, RejectBool, Field(gt=0, lt=1)]
 
 
 class Adversarial(Section):
@@ -61,7 +61,7 @@ class Adversarial(Section):
     """
 
     size: Positive = 0.1
-    steps: Annotated[int, Number, Field(ge=1, le=100)] = 1
+    steps: Annotated[int, RejectBool, Field(ge=1, le=100)] = 1
     xi: Positive = 1.0
 
 
@@ -76,9 +76,9 @@ class Relevance(Section):
 
     data: Text = "digits"
     root: FilePath | None = None
-    classes: Annotated[int, Number, Field(ge=1, le=100_000)] = 10
+    classes: Annotated[int, RejectBool, Field(ge=1, le=100_000)] = 10
     beta: Positive = 1.0
-    floor: Share = 0.1
+    floor: PositiveFraction = 0.1
     max_records: Count = 2000
 
 
@@ -110,12 +110,14 @@ class Functional(Method):
     """
 
     conditions = (
-        OnlyWith(("residual", "step", "refine"), "with rounds > 0", lambda it: it.rounds > 0),
-        OnlyWith(("noise", "draws"), "with sigma > 0", lambda it: it.sigma > 0),
+        OptionCondition(
+            ("residual", "step", "refine"), "with rounds > 0", lambda it: it.rounds > 0
+        ),
+        OptionCondition(("noise", "draws"), "with sigma > 0", lambda it: it.sigma > 0),
     )
 
-    needs = (
-        OnlyWith(
+    recipe_conditions = (
+        OptionCondition(
             (
                 "training.optimizer", "training.schedule", "training.milestones",
                 "training.momentum", "training.weight_decay",
@@ -125,26 +127,26 @@ class Functional(Method):
     )  # fmt: skip
 
     name: Literal["functional"] = "functional"
-    known_as: ClassVar[str] = "functional mechanism"
+    display_name: ClassVar[str] = "functional mechanism"
     clip: Positive = 1.0
     radius: Positive = 0.4
-    constant: _Between = 0.15
+    constant: _OpenUnitInterval = 0.15
     ridge: Positive = 0.2
-    rounds: Annotated[int, Number, Field(ge=0, le=1000)] = 8
+    rounds: Annotated[int, RejectBool, Field(ge=0, le=1000)] = 8
     residual: Positive = 0.1
     step: Positive = 3.0
-    centre: _Between = 0.05
-    refine: _Between = 0.7
-    labels: _Between = 0.5
+    centre: _OpenUnitInterval = 0.05
+    refine: _OpenUnitInterval = 0.7
+    labels: _OpenUnitInterval = 0.5
     sigma: PositiveOrZero = 0.0
     noise: Literal["fresh", "own"] = "fresh"
     draws: DrawCount = 1
-    encoder: Annotated[float, Number, Field(ge=0, lt=1)] = 0.0
+    encoder: Annotated[float, RejectBool, Field(ge=0, lt=1)] = 0.0
     adversarial: Adversarial | None = None
     relevance: Relevance | None = None
 
     @model_validator(mode="after")
-    def _something_left(self) -> Functional:
+    def _check_budget_split(self) -> Functional:
         if self.encoder + self.centre + self.refine >= 1:
             raise ValueError(
                 "centre, refine and encoder are parts of one budget: their sum must be < 1"
@@ -155,21 +157,21 @@ class Functional(Method):
 
     # --- said in the recipe, the plan and the report
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         super().check(recipe)
-        privacy, planted = recipe.privacy, recipe.planted
+        privacy, planted = recipe.privacy, recipe.canary_audit
         if privacy.clipping != "flat" or privacy.clip_norm != 1 or privacy.batch_cap is not None:
             raise ValueError(
                 "method functional bounds what it sums by itself: leave out privacy.clipping, "
                 "clip_norm and batch_cap"
             )
-        if recipe.training.ema is not None or recipe.training.augmented:
+        if recipe.training.ema is not None or recipe.training.has_augmentation:
             raise ValueError(
                 "method functional takes no steps: leave out training.ema, crop and flip"
             )
         if recipe.model.classifier is not None:
             raise ValueError("method functional fits the last layer, which is frozen here")
-        if planted is not None and planted.in_sums:
+        if planted is not None and planted.inserts_gradients:
             raise ValueError(
                 "method functional sums no gradients: audit.canary must be mislabelled or blank"
             )
@@ -182,11 +184,11 @@ class Functional(Method):
         return PublicRecords("method.relevance.data", named.data, named.classes, named.root)
 
     @property
-    def together(self) -> bool:
+    def needs_batched_passes(self) -> bool:
         return True
 
     @property
-    def stepwise(self) -> bool:
+    def takes_gradient_steps(self) -> bool:
         return False
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
@@ -200,29 +202,31 @@ class Functional(Method):
         noise = steps.noise_multiplier
         return tuple(GaussianSteps(n, noise * math.sqrt(n / part), 1.0) for n, part in parts)
 
-    def words(self, plan: PrivacyPlan) -> str:
+    def describe(self, plan: PrivacyPlan) -> str:
         noises = dict.fromkeys(f"{plan.step(t).noise_multiplier:.4g}" for t in range(plan.steps))
         return f"{plan.steps} sums over all records, noise multipliers {', '.join(noises)}"
 
-    def assumed(self, recipe: Sections) -> list[str]:
+    def assumptions(self, recipe: BaseRecipe) -> list[str]:
         public = self.public_records
         return [
             "the model's weights before its last layer were made without the private records"
             + (", or are what the encoder's sum paid for" if self.encoder else ""),
-            *assumed_room(recipe),
-            *([] if public is None else public.assumed(recipe)),
+            *record_limit_assumptions(recipe),
+            *([] if public is None else public.assumptions(recipe)),
         ]
 
     # --- done in training
 
-    def fix(self, setup: Setup) -> dict[str, Tensor]:
+    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
         if self.relevance is None:
             return {}
-        from dpdist.methods.functional_sums import scales_of
+        from dpdist.methods.functional_sums import feature_scales
 
-        return {SCALES: scales_of(self, self.relevance, setup)}
+        return {SCALES: feature_scales(self, self.relevance, setup)}
 
-    def stand_in(self, model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, Tensor]:
+    def placeholder_state(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> dict[str, Tensor]:
         """The same scale for every feature."""
         import torch
 
@@ -232,7 +236,7 @@ class Functional(Method):
             return {}
         return {SCALES: torch.ones(last_linear(model).in_features, dtype=torch.float64)}
 
-    def slots(self, model: nn.Module) -> dict[str, Tensor]:
+    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
         import torch
 
         from dpdist.models import last_linear
@@ -244,55 +248,57 @@ class Functional(Method):
         }
 
     @property
-    def behind_denoiser(self) -> bool:
+    def supports_frozen_denoiser(self) -> bool:
         return not self.encoder  # learned from records, not from what a denoiser shows
 
-    def constraint(self, model: nn.Module) -> Any:
+    def project_parameters(self, model: nn.Module) -> Any:
         """None; a model without a last linear layer, or the encoder asked for, is refused."""
-        from dpdist.models import last_linear, patches_of
+        from dpdist.models import last_linear, patch_features_of
 
         last_linear(model)
         if self.encoder:
-            patches_of(model)
+            patch_features_of(model)
         return lambda: None
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
-        from dpdist.gradients.perturbations import Draws, InputDraws
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        from dpdist.gradients.perturbations import InputPerturbation, Perturbation
 
-        return InputDraws(self.draws, self.sigma) if self.sigma else Draws()
+        return InputPerturbation(self.draws, self.sigma) if self.sigma else Perturbation()
 
     def learn(self, worker: Any) -> None:
         """A checkpoint after each release; worker 0 makes what follows from it."""
         from dpdist.models import last_linear
 
         plan, reducer = worker.job.plan, worker.step.reducer
-        check_room(worker.job.recipe, len(worker.step.data))
+        check_record_limit(worker.job.recipe, len(worker.step.data))
         centre, curvature = worker.slots[CENTRE], worker.slots[CURVATURE]
         head, sums = last_linear(worker.model), None
         for step in range(worker.start, worker.last):
-            todo, stage = plan.step(step), self._stage(step)
+            step_plan, stage = plan.step(step), self._stage(step)
             if stage >= 0 and sums is None:
-                sums = self._sums(worker)
-            rows = self._rows(worker, sums, step)
-            noisy, _ = worker.step.release(step, rows, todo.noise_std)
+                sums = self._build_sums(worker)
+            rows = self._local_sums(worker, sums, step)
+            noisy, _ = worker.step.release(step, rows, step_plan.noise_std)
             released = noisy.to(centre)
             if stage == 0:
                 assert sums is not None
-                centre.copy_(sums.centre(released))
+                centre.copy_(sums.mean_features(released))
             elif reducer.rank == 0:  # another machine's solution may end in other bits
                 if sums is None:
-                    self._encode(worker.model, released)
+                    self._fit_encoder(worker.model, released)
                 elif stage == 1:
-                    weights, matrix = sums.fitted(released, todo.noise_multiplier)
+                    weights, matrix = sums.fit_weights(released, step_plan.noise_multiplier)
                     curvature.copy_(matrix)
                 else:
-                    weights = sums.weights(head.weight.data, head.bias.data, centre)
-                    weights = sums.refined(released, weights, curvature)
+                    weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
+                    weights = sums.refine_weights(released, weights, curvature)
                 if sums is not None:
-                    weight, bias = sums.head(weights, centre)
+                    weight, bias = sums.head_from_weights(weights, centre)
                     head.weight.data.copy_(weight)
                     head.bias.data.copy_(bias)
-            _from_first(reducer, worker.flat)
+            _broadcast_from_first(reducer, worker.flat)
             worker.divergence.check(worker.flat, step, step + 1 == worker.last)
             worker.save(step + 1)
 
@@ -300,101 +306,110 @@ class Functional(Method):
         """0: features, 1: coefficients, then rounds; before them, -1: of the encoder."""
         return step - (1 if self.encoder else 0)
 
-    def _sums(self, worker: Any) -> Sums:
+    def _build_sums(self, worker: Any) -> CoefficientSums:
         from dpdist import data
-        from dpdist.methods.functional_sums import Sums
+        from dpdist.methods.functional_sums import CoefficientSums
 
         example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
         scales, records = worker.fixed.tensors.get(SCALES), worker.job.plan.records
-        most = check_room(worker.job.recipe, records)
+        most = check_record_limit(worker.job.recipe, records)
         example = example.to(worker.step.reducer.device)
-        sums = Sums(self, worker.model, example, records, scales, most)
-        if worker.job.kept is not None and not self.encoder:  # whose filters no two trainings share
-            sums.kept = worker.job.kept
+        sums = CoefficientSums(self, worker.model, example, records, scales, most)
+        # whose filters no two trainings share
+        if worker.job.shared_cache is not None and not self.encoder:
+            sums.feature_cache = worker.job.shared_cache
         return sums
 
-    def _encode(self, model: nn.Module, released: Tensor) -> None:
-        from dpdist.methods.functional_sums import unpacked
-        from dpdist.models import patches_of
+    def _fit_encoder(self, model: nn.Module, released: Tensor) -> None:
+        from dpdist.methods.functional_sums import unpack_symmetric
+        from dpdist.models import patch_features_of
 
-        patches = patches_of(model)
-        patches.take(unpacked(released, patches.encoder.weight[0].numel()))
+        patches = patch_features_of(model)
+        patches.fit_filters(unpack_symmetric(released, patches.encoder.weight[0].numel()))
 
-    def _rows(self, worker: Any, sums: Sums | None, step: int) -> Tensor:
+    def _local_sums(self, worker: Any, sums: CoefficientSums | None, step: int) -> Tensor:
         """This worker's part of a sum: float64 (rows, size), PRIVATE. sums: None for that of the
         encoder."""
         found = []
-        for row, begin, end in worker.step.shards.mine:
-            members = worker.step.canaries.fed(np.arange(begin, end))
-            copies = self._copies(worker, step, members)
+        for row, begin, end in worker.step.shards.local_shards:
+            members = worker.step.canaries.inputs_for(np.arange(begin, end))
+            copies = self._noisy_copies(worker, step, members)
             found.append((row, self._sum(worker, sums, self._stage(step), copies)))
         rows = found[0][1].new_zeros(worker.step.shards.rows, len(found[0][1]))
         for row, total in found:
             rows[row] = total
         return rows
 
-    def _copies(self, worker: Any, step: int, members: np.ndarray) -> Iterator[Copy]:
+    def _noisy_copies(self, worker: Any, step: int, members: np.ndarray) -> Iterator[CopyPass]:
         """The records in passes, each in its noisy copies."""
         from dpdist.randomness.keys import derive_key
 
-        todo, fresh = worker.job.plan.step(step), self.sigma > 0 and self.noise == "fresh"
-        draws = self.perturbation(todo, 1.0, worker.fixed)
+        step_plan, fresh = worker.job.plan.step(step), self.sigma > 0 and self.noise == "fresh"
+        draws = self.perturbation(step_plan, 1.0, worker.fixed)
         key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step)
         for start in range(0, len(members), PASS):
             rows = members[start : start + PASS]
             targets = worker.step.canaries.labelled(rows, worker.step.data.targets(rows))
             for draw in range(draws.count):
-                noisy = partial(self._noisy, worker, draws, key, rows, draw)
+                noisy = partial(self._noisy_copy, worker, draws, key, rows, draw)
                 place = None if fresh else (int(rows[0]), draw)
                 yield noisy, targets.to(worker.step.reducer.device), 1 / draws.count, place
 
-    def _noisy(self, worker: Any, draws: Draws, key: bytes, rows: np.ndarray, draw: int) -> Tensor:
+    def _noisy_copy(
+        self, worker: Any, draws: Perturbation, key: bytes, rows: np.ndarray, draw: int
+    ) -> Tensor:
         """A noisy copy of these records."""
         import torch
 
-        from dpdist.data.record_hashes import hashes_of
+        from dpdist.data.record_hashes import hash_inputs
         from dpdist.randomness.keys import derive_key
 
         inputs, names = worker.step.data.batch(rows), rows
         if self.noise == "own":  # a function of the record, which everybody may know
             key = derive_key(bytes(32), "functional", "noise")
-            hashes = np.frombuffer(hashes_of(inputs.numpy()).tobytes(), dtype="<u8")
+            hashes = np.frombuffer(hash_inputs(inputs.numpy()).tobytes(), dtype="<u8")
             names = (hashes[::2] >> np.uint64(1)).astype(np.int64)
-        return draws.inputs(
+        return draws.perturb_inputs(
             inputs.to(worker.step.reducer.device), torch.from_numpy(names), key, draw
         )
 
-    def _sum(self, worker: Any, sums: Sums | None, stage: int, copies: Iterator[Copy]) -> Tensor:
-        from dpdist.methods.functional_sums import of_moments
-        from dpdist.models import last_linear, patches_of
+    def _sum(
+        self, worker: Any, sums: CoefficientSums | None, stage: int, copies: Iterator[CopyPass]
+    ) -> Tensor:
+        from dpdist.methods.functional_sums import sum_moments
+        from dpdist.models import last_linear, patch_features_of
 
         centre, head = worker.slots[CENTRE], last_linear(worker.model)
         if sums is None:
-            most = check_room(worker.job.recipe, worker.job.plan.records)
-            return of_moments(patches_of(worker.model), copies, most)
-        weights = sums.weights(head.weight.data, head.bias.data, centre)
-        passes = self._passes(sums, stage, copies, sums.head(weights, centre))
+            most = check_record_limit(worker.job.recipe, worker.job.plan.records)
+            return sum_moments(patch_features_of(worker.model), copies, most)
+        weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
+        passes = self._passes(sums, stage, copies, sums.head_from_weights(weights, centre))
         if stage == 0:
-            return sums.of_features(passes, centre)
+            return sums.sum_features(passes, centre)
         if stage == 1:
-            return sums.of_coefficients(passes, centre)
-        return sums.of_residuals(passes, centre, weights)
+            return sums.sum_coefficients(passes, centre)
+        return sums.sum_residuals(passes, centre, weights)
 
     def _passes(
-        self, sums: Sums, stage: int, copies: Iterator[Copy], head: tuple[Tensor, Tensor]
-    ) -> Iterator[Pass]:
+        self,
+        sums: CoefficientSums,
+        stage: int,
+        copies: Iterator[CopyPass],
+        head: tuple[Tensor, Tensor],
+    ) -> Iterator[FeaturePass]:
         """What is summed of the copies; in rounds, of adversarial ones too."""
         asked = self.adversarial if stage > 1 else None
         own = 1.0 if asked is None else 1 / (1 + asked.xi)
         for noisy, targets, weight, place in copies:
-            yield sums.known(noisy, place), targets, weight * own
+            yield sums.cached_features(noisy, place), targets, weight * own
             if asked is not None:
-                moved = sums.moved(noisy(), targets, *head)
+                moved = sums.adversarial_copies(noisy(), targets, *head)
                 yield sums.features(moved), targets, weight * (1 - own)
 
 
-def _from_first(reducer: Any, tensor: Tensor) -> None:
+def _broadcast_from_first(reducer: Any, tensor: Tensor) -> None:
     """Worker 0's values, on all."""
     buffer = tensor.double() if reducer.rank == 0 else tensor.new_zeros(tensor.shape).double()
-    reducer.all_sum(buffer)
+    reducer.all_reduce(buffer)
     tensor.copy_(buffer)

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import Sections
-from dpdist.core.fields import Number, OnlyWith, Positive
+from dpdist.config.sections import BaseRecipe
+from dpdist.core.fields import OptionCondition, Positive, RejectBool
 from dpdist.methods.base import (
     DrawCount,
-    Fixed,
     Method,
+    MethodSetup,
+    MethodState,
     PublicRecords,
     Redistribution,
-    Setup,
-    assumed_room,
+    record_limit_assumptions,
 )
 from dpdist.privacy.phases import GaussianReleases, NonPrivate, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
@@ -36,7 +36,7 @@ from dpdist.privacy.plan import PrivacyPlan, StepPlan
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from dpdist.gradients.perturbations import Draws
+    from dpdist.gradients.perturbations import Perturbation
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim, Verdict
     from dpdist.privacy.guarantee import Guarantee
@@ -60,12 +60,12 @@ class HiddenNoiseMethod(Method):
     """
 
     conditions = (
-        OnlyWith(
+        OptionCondition(
             ("epsilon_r", "delta_r", "attack_size", "norm", "mechanism"),
             "without sigma, which is the noise's scale itself",
             lambda it: it.sigma is None,
         ),
-        OnlyWith(
+        OptionCondition(
             ("draws",),
             "without paper_faithful, which has one noise",
             lambda it: not it.paper_faithful,
@@ -74,7 +74,7 @@ class HiddenNoiseMethod(Method):
 
     sigma: Positive | None = None
     epsilon_r: Positive = 1.0
-    delta_r: Annotated[float, Number, Field(ge=1e-30, lt=0.5)] = 0.05
+    delta_r: Annotated[float, RejectBool, Field(ge=1e-30, lt=0.5)] = 0.05
     attack_size: Positive = 0.1
     norm: Literal["l2", "linf"] = "l2"
     mechanism: Literal["classical", "analytic", "extended"] = "extended"
@@ -98,15 +98,15 @@ class HiddenNoiseMethod(Method):
     # --- said in the recipe, the plan and the report
 
     @property
-    def behind_denoiser(self) -> bool:
+    def supports_frozen_denoiser(self) -> bool:
         return False
 
     @property
-    def carries_noise(self) -> bool:
+    def has_prediction_noise(self) -> bool:
         return True
 
     @property
-    def together(self) -> bool:
+    def needs_batched_passes(self) -> bool:
         return True
 
     @property
@@ -118,7 +118,7 @@ class HiddenNoiseMethod(Method):
         return PublicRecords(field, section.data, section.classes, section.root)
 
     @property
-    def besides(self) -> tuple[Phase, ...]:
+    def extra_cost(self) -> tuple[Phase, ...]:
         """Return the cost of the shares r: nothing, one noised sum, or everything."""
         section = self.redistribution
         if section is None or section.source == "public":
@@ -127,10 +127,14 @@ class HiddenNoiseMethod(Method):
             return (GaussianReleases(section.noise_multiplier, 1, section.sample_rate),)
         return (NonPrivate("the redistribution r is computed from private records"),)
 
-    def assumed(self, recipe: Sections) -> list[str]:
+    def assumptions(self, recipe: BaseRecipe) -> list[str]:
         public, section = self.public_records, self.redistribution
-        room = assumed_room(recipe) if section is not None and section.source == "paid" else []
-        return room + ([] if public is None else public.assumed(recipe))
+        room = (
+            record_limit_assumptions(recipe)
+            if section is not None and section.source == "paid"
+            else []
+        )
+        return room + ([] if public is None else public.assumptions(recipe))
 
     # --- done in training
 
@@ -153,16 +157,18 @@ class HiddenNoiseMethod(Method):
         unit = float(scales[self.mechanism](self.epsilon_r, self.delta_r))  # type: ignore[arg-type]
         return unit * reach * self.attack_size
 
-    def fix(self, setup: Setup) -> dict[str, Tensor]:
-        from dpdist.methods.hidden_noise_shares import heterogeneous_noise, shares_for
+    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
+        from dpdist.methods.hidden_noise_shares import heterogeneous_std, noise_shares
 
         section = self.redistribution
         if section is None:
-            return self.stand_in(setup.initial(), setup.spec.input_shape)
+            return self.placeholder_state(setup.build_initial_model(), setup.spec.input_shape)
         scale = self.noise_scale(math.prod(setup.spec.input_shape))
-        return {STD: heterogeneous_noise(scale, shares_for(section, self.sensitivity, setup))}
+        return {STD: heterogeneous_std(scale, noise_shares(section, self.sensitivity, setup))}
 
-    def stand_in(self, model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, Tensor]:
+    def placeholder_state(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> dict[str, Tensor]:
         """The same deviation for every component."""
         import torch
 
@@ -171,36 +177,38 @@ class HiddenNoiseMethod(Method):
         shape = require_split(model).hidden_shape(input_shape)
         return {STD: torch.full(shape, self.noise_scale(math.prod(input_shape)))}
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
-        from dpdist.gradients.perturbations import HiddenDraws, OneHiddenDraw
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        from dpdist.gradients.perturbations import FixedHiddenPerturbation, HiddenPerturbation
         from dpdist.models import require_split
 
-        module, std = require_split(fixed.model).name, fixed.tensors[STD]
+        module, std = require_split(state.model).name, state.tensors[STD]
         if self.paper_faithful:
-            return OneHiddenDraw(module, std, fixed.key)
-        return HiddenDraws(self.draws, module, std)
+            return FixedHiddenPerturbation(module, std, state.key)
+        return HiddenPerturbation(self.draws, module, std)
 
-    def constraint(self, model: nn.Module) -> Callable[[], None]:
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """The first layer is scaled back into its norm."""
         from dpdist.models import require_split
-        from dpdist.models.noise import keep_within
+        from dpdist.models.noise import project_first_layer_norm
 
         split = require_split(model)
-        return lambda: keep_within(split, self.sensitivity)
+        return lambda: project_first_layer_norm(split, self.sensitivity)
 
-    def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
+    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
         from dataclasses import replace
 
         from dpdist.models import attach_noise
 
-        attach_noise(fixed.model, fixed.tensors[STD])
+        attach_noise(state.model, state.tensors[STD])
         return replace(spec, hidden_noise=True)
 
 
-class WithoutGradientPrivacy(HiddenNoiseMethod):
+class NonPrivateHiddenNoiseMethod(HiddenNoiseMethod):
     """Trained by ordinary gradients: nothing is proved about training records."""
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         if recipe.privacy.noise_multiplier != 0:
             raise ValueError(
                 f"method {self.name} trains without gradient privacy: give "
@@ -212,14 +220,14 @@ class WithoutGradientPrivacy(HiddenNoiseMethod):
 # --- PixelDP ----------------------------------------------------------------------------------
 
 
-class PixelDP(WithoutGradientPrivacy):
+class PixelDP(NonPrivateHiddenNoiseMethod):
     """Certified robustness by equal noise behind the first layer (Lecuyer et al., IEEE S&P 2019).
 
     Trained without gradient privacy: nothing is proved about training records.
     """
 
     name: Literal["pixeldp"] = "pixeldp"
-    known_as: ClassVar[str] = "PixelDP"
+    display_name: ClassVar[str] = "PixelDP"
     mechanism: Literal["classical", "analytic", "extended"] = "classical"
     redistribution: None = None
 
@@ -227,11 +235,11 @@ class PixelDP(WithoutGradientPrivacy):
 # --- HGM --------------------------------------------------------------------------------------
 
 
-class HGMPixelDP(WithoutGradientPrivacy):
+class HGMPixelDP(NonPrivateHiddenNoiseMethod):
     """PixelDP with heterogeneous noise and any epsilon_r (HGM, IJCAI 2019). Not private either."""
 
     name: Literal["hgm-pixeldp"] = "hgm-pixeldp"
-    known_as: ClassVar[str] = "HGM-PixelDP"
+    display_name: ClassVar[str] = "HGM-PixelDP"
     redistribution: Redistribution = Redistribution()
 
 
@@ -256,14 +264,14 @@ class SecureSGD(HiddenNoiseMethod):
     """
 
     name: Literal["secure-sgd"] = "secure-sgd"
-    known_as: ClassVar[str] = "Secure-SGD"
+    display_name: ClassVar[str] = "Secure-SGD"
     redistribution: Redistribution | None = Redistribution()
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """The moments accountant's epsilon of its DP-SGD steps, and that r costs nothing."""
         from dpdist.privacy.claims import Claim, secure_sgd_claim
 
-        steps = next((phase.loop for phase in plan.phases if phase.loop), None)
+        steps = next((phase.training_steps for phase in plan.phases if phase.training_steps), None)
         if steps is None or steps.noise_multiplier == 0:
             return None
         expected_batch, noise = plan.step(0).expected_batch, steps.noise_multiplier

@@ -19,12 +19,12 @@ from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.row_independence import EXAMPLES, row_classes
-from dpdist.gradients.sampling import Blocks, padded, poisson_sample, slots_of
-from dpdist.gradients.validation import invented
-from dpdist.methods.base import Redistribution, Setup, check_room
+from dpdist.gradients.row_independence import MAX_EXAMPLES, find_row_classes
+from dpdist.gradients.sampling import Blocks, hash_rows, iter_padded_passes, poisson_sample
+from dpdist.gradients.validation import make_synthetic_examples
+from dpdist.methods.base import MethodSetup, Redistribution, check_record_limit
 from dpdist.models import SplitModel
-from dpdist.models.noise import keep_within
+from dpdist.models.noise import project_first_layer_norm
 from dpdist.privacy.mechanisms import redistribution
 from dpdist.randomness.keys import derive_key
 
@@ -32,35 +32,40 @@ _BATCH = 256
 _PASS = 128  # records of a pass over private ones
 
 
-def shares_for(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
+def noise_shares(section: Redistribution, sensitivity: float, setup: MethodSetup) -> Tensor:
     """K r from the records that the recipe names: float64 of the hidden shape.
 
     sensitivity: the norm within which the first layer is kept. What is read, and what that costs,
     is the recipe's choice; `Method.cost` charges it.
     """
     if section.source == "paid":
-        powers = _paid(section, sensitivity, setup)
+        powers = _released_powers(section, sensitivity, setup)
     else:
-        records = setup.public if section.source == "public" else setup.records
+        records = setup.public_records if section.source == "public" else setup.private_records
         assert records is not None
-        powers = _open(section, sensitivity, setup, records)
-    return shares(powers, section.floor)
+        powers = _mean_powers_without_privacy(section, sensitivity, setup, records)
+    return normalised_shares(powers, section.floor)
 
 
-def _open(section: Redistribution, sensitivity: float, setup: Setup, records: Dataset) -> Tensor:
+def _mean_powers_without_privacy(
+    section: Redistribution, sensitivity: float, setup: MethodSetup, records: Dataset
+) -> Tensor:
     """Equation 7 on records used without privacy, by the network trained on them.
 
-    That is the network of `without_privacy`, a frozen classifier with the weights it has.
+    That is the network of `prepare_nonprivate_training`, a frozen classifier with the weights it
+    has.
     """
     field = "method.redistribution.data"
-    model, inputs, labels = without_privacy(records, section.max_records, setup, field)
+    model, inputs, labels = prepare_nonprivate_training(records, section.max_records, setup, field)
     split = models.require_split(model)
-    train_openly(model, inputs, labels, section.steps, lambda: keep_within(split, sensitivity))
+    train_without_privacy(
+        model, inputs, labels, section.steps, lambda: project_first_layer_norm(split, sensitivity)
+    )
     return mean_powers(split, inputs, labels, section.beta)
 
 
-def without_privacy(
-    records: Dataset, most: int, setup: Setup, field: str
+def prepare_nonprivate_training(
+    records: Dataset, max_records: int, setup: MethodSetup, recipe_key: str
 ) -> tuple[nn.Module, Tensor, Tensor]:
     """Return at most so many records, and the network that may learn from them.
 
@@ -69,29 +74,29 @@ def without_privacy(
     UserError, which names the field, for inputs that do not fit.
     """
     # Any many are enough for a mean; evenly spaced, whatever order the file has.
-    rows = np.linspace(0, len(records) - 1, min(most, len(records))).astype(np.int64)
+    rows = np.linspace(0, len(records) - 1, min(max_records, len(records))).astype(np.int64)
     try:
-        inputs = resized(records.batch(rows), setup.spec.input_shape)
+        inputs = resize_images(records.batch(rows), setup.spec.input_shape)
     except ValueError as error:
-        raise UserError(f"{field}: {records.name}: {error}") from error
+        raise UserError(f"{recipe_key}: {records.name}: {error}") from error
     if records.classes == setup.spec.classes:
-        model = setup.initial()
+        model = setup.build_initial_model()
     else:
         other = dataclasses.replace(setup.spec, classes=records.classes)
         model = models.initialise(other, setup.recipe.training.init_seed)
     return model, inputs, records.targets(rows)
 
 
-def _paid(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
+def _released_powers(section: Redistribution, sensitivity: float, setup: MethodSetup) -> Tensor:
     """Equation 7 on private records: one clipped sum over a Poisson sample, released with noise.
 
     The noise is fresh each time this runs: a sum whose release nobody saw costs nothing, and the
     same noise is never added to two sums. A fixed run key gives the same noise again.
     """
-    key, dataset = derive_key(setup.key, "redistribution"), setup.records
-    split = models.require_split(setup.initial())
-    keep_within(split, sensitivity)
-    most = check_room(setup.recipe, len(dataset))
+    key, dataset = derive_key(setup.key, "redistribution"), setup.private_records
+    split = models.require_split(setup.build_initial_model())
+    project_first_layer_norm(split, sensitivity)
+    most = check_record_limit(setup.recipe, len(dataset))
     sample_key = derive_key(key, "sample")
     members = poisson_sample(sample_key, 0, len(dataset), section.sample_rate, records=len(dataset))
     total = torch.zeros(split.hidden_shape(setup.spec.input_shape), dtype=torch.float64)
@@ -102,7 +107,9 @@ def _paid(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
         return clipped_powers(split, inputs, labels, section.beta, section.clip_norm)
 
     blocks = Blocks.for_batches(planned, section.sample_rate)
-    for inputs, labels, real in _passes(dataset, members, blocks, key, setup.initial(), powers):
+    for inputs, labels, real in _passes(
+        dataset, members, blocks, key, setup.build_initial_model(), powers
+    ):
         part = powers(inputs, labels)[real].sum(0)
         added = total + part  # what is lost of it, of terms >= 0, exactly
         larger, smaller = torch.maximum(total, part), torch.minimum(total, part)
@@ -127,18 +134,20 @@ def _passes(
     """
     if not len(members):
         return
-    rows = blocks.rows(_PASS)
-    example = invented(model, dataset.batch(members[:1]), dataset.targets(members[:1]), EXAMPLES)
-    classes = row_classes(lambda *some: [run(*some)], *example, rows)
+    rows = blocks.rows_per_pass(_PASS)
+    example = make_synthetic_examples(
+        model, dataset.batch(members[:1]), dataset.targets(members[:1]), MAX_EXAMPLES
+    )
+    classes = find_row_classes(lambda *some: [run(*some)], *example, rows)
     if classes is not None:
-        classes = blocks.rows_in_use(classes)
+        classes = blocks.choose_rows(classes)
     for block in blocks.split(key, members):
-        slots = slots_of(key, members[block])
-        for some, real in padded(members[block], rows, classes, slots):
+        slots = hash_rows(key, members[block])
+        for some, real in iter_padded_passes(members[block], rows, classes, slots):
             yield dataset.batch(some), dataset.targets(some), real
 
 
-def shares(sensitivities: Tensor, floor: float) -> Tensor:
+def normalised_shares(sensitivities: Tensor, floor: float) -> Tensor:
     """K r, float64, mean 1, each at least `floor`; sensitivities >= 0 of the hidden shape. Raises
     UserError where they, or their sum, are not finite."""
     weights = sensitivities.double().flatten()
@@ -148,7 +157,7 @@ def shares(sensitivities: Tensor, floor: float) -> Tensor:
     return torch.from_numpy(r * r.size).view_as(sensitivities)
 
 
-def heterogeneous_noise(scale: float, k_r: Tensor) -> Tensor:
+def heterogeneous_std(scale: float, k_r: Tensor) -> Tensor:
     """Deviations sigma_r sqrt(K r): float32 of the hidden shape."""
     return (scale * k_r.sqrt()).float()
 
@@ -201,14 +210,14 @@ def noised_powers(
     return torch.from_numpy(np.maximum(noisy, 0.0))
 
 
-def train_openly(
-    model: nn.Module, inputs: Tensor, labels: Tensor, steps: int, after: Callable[[], None]
+def train_without_privacy(
+    model: nn.Module, inputs: Tensor, labels: Tensor, steps: int, after_step: Callable[[], None]
 ) -> None:
     """A few Adam steps without privacy, to bring a network near where its gradients matter.
 
     after: called at the start and after every step (keeps the first layer's norm).
     """
-    after()
+    after_step()
     rng = np.random.default_rng(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     size = min(_BATCH // 2, len(inputs))
@@ -217,10 +226,10 @@ def train_openly(
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
         optimizer.step()
-        after()
+        after_step()
 
 
-def resized(inputs: Tensor, shape: tuple[int, ...]) -> Tensor:
+def resize_images(inputs: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Public inputs made to fit the model: channels averaged or repeated, sides interpolated.
 
     inputs: (N, C, H, W) float32 in [0, 1]; shape: (C', H', W'). Raises ValueError when one of them

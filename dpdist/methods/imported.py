@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import Sections
-from dpdist.core.fields import CountOrZero, Line
+from dpdist.config.sections import BaseRecipe
+from dpdist.core.fields import CountOrZero, SingleLine
 from dpdist.methods.base import Method
 from dpdist.privacy.phases import NOT_TRAINED_HERE, GaussianSteps, TrainedElsewhere
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from dpdist.methods.base import Run
+    from dpdist.methods.base import TrainingDriver
     from dpdist.privacy.phases import Phase
 
 # What every recipe must have, and what an import has no use for.
@@ -37,10 +37,10 @@ class Imported(Method):
     """
 
     name: Literal["imported"] = "imported"
-    known_as: ClassVar[str] = "a model from elsewhere"
-    weights: Line = ""
+    display_name: ClassVar[str] = "a model from elsewhere"
+    weights: SingleLine = ""
     sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
-    inputs: Line = ""
+    inputs: SingleLine = ""
     evaluate: CountOrZero | None = None
 
     @model_validator(mode="after")
@@ -51,7 +51,7 @@ class Imported(Method):
 
     # --- said in the recipe, the plan and the report
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         """Raise ValueError for sections of a recipe that belong to a training."""
         super().check(recipe)
         for key in ("audit", "tune", "public"):
@@ -73,11 +73,11 @@ class Imported(Method):
         )
 
     @property
-    def evaluated(self) -> int | None:
+    def max_evaluation_queries(self) -> int | None:
         """Return the number of test inputs that the evaluation asks about; None: all."""
         return self.evaluate
 
-    def words(self, plan: PrivacyPlan) -> str:
+    def describe(self, plan: PrivacyPlan) -> str:
         """Return the line of a report on the origin of the model."""
         came = f"; weights from {self.weights}, SHA-256 {self.sha256[:16]}" if self.weights else ""
         shown = f"; inputs: {self.inputs}" if self.inputs else ""
@@ -85,6 +85,6 @@ class Imported(Method):
 
     # --- done in training
 
-    def train(self, run: Run) -> None:
+    def train(self, run: TrainingDriver) -> None:
         """Raise NotImplementedError: nothing is trained."""
         raise NotImplementedError(self.trained_elsewhere)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from dpdist.config.sections import Sections
+from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import Positive
 from dpdist.methods.base import Method
 from dpdist.privacy.phases import GaussianSteps, NoisyRecords
@@ -32,11 +32,11 @@ class NoisyRecordsMethod(Method):
     """
 
     name: Literal["noisy-records"] = "noisy-records"
-    known_as: ClassVar[str] = "training on records that were noised once"
+    display_name: ClassVar[str] = "training on records that were noised once"
     input_norm: Positive
     label_epsilon: Positive
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         super().check(recipe)
         if recipe.privacy.neighbours != "replace-one":
             raise ValueError(
@@ -46,7 +46,7 @@ class NoisyRecordsMethod(Method):
         for what, given in (("audit", recipe.audit), ("tune", recipe.tune)):
             if given is not None:
                 raise ValueError(f"method {self.name} does not go with {what}")
-        chosen = recipe.data.chosen_by_content
+        chosen = recipe.data.content_filter_key
         if chosen is not None:
             raise ValueError(
                 f"method {self.name} does not go with data.{chosen}: it takes or leaves a record "
@@ -54,7 +54,7 @@ class NoisyRecordsMethod(Method):
             )
 
     @property
-    def local(self) -> bool:
+    def steps_are_post_processing(self) -> bool:
         return True
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
@@ -71,10 +71,10 @@ class NoisyRecordsMethod(Method):
         result: float = phase.noise_multiplier * self.input_norm
         return result
 
-    def assumed(self, recipe: Sections) -> list[str]:
+    def assumptions(self, recipe: BaseRecipe) -> list[str]:
         return [f"every input is clipped to L2 norm {self.input_norm:g} before it is noised"]
 
-    def words(self, plan: PrivacyPlan) -> str:
+    def describe(self, plan: PrivacyPlan) -> str:
         step = plan.step(0)
         return (
             f"inputs clipped to {self.input_norm:g} with noise {self.noise_std(plan):.4g}, drawn "
@@ -82,12 +82,12 @@ class NoisyRecordsMethod(Method):
             f"{step.expected_batch:g}"
         )
 
-    def seen(self, records: Any, plan: PrivacyPlan, key: bytes) -> Noised:
-        return Noised(records, key, self.input_norm, self.noise_std(plan), self.label_epsilon)
+    def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> NoisyDataset:
+        return NoisyDataset(records, key, self.input_norm, self.noise_std(plan), self.label_epsilon)
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisyDataset:
     """Records with noise of their own, the same whenever they are asked for; nothing else of them
     is here. std: of the noise on an input clipped to `norm`."""
 
@@ -116,7 +116,7 @@ class Noised:
         return len(self._records)
 
     @cached_property
-    def _places(self) -> np.ndarray:
+    def _indices(self) -> np.ndarray:
         return np.arange(len(self))
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
@@ -134,7 +134,7 @@ class Noised:
         inputs = inputs * np.minimum(1.0, self.norm * (1 - 1e-9) / np.maximum(norms, 1e-300))
         noisy = [
             add_noise(row, derive_key(self._key, "input", place), self.std)
-            for place, row in zip(self._places[indices].tolist(), inputs, strict=True)
+            for place, row in zip(self._indices[indices].tolist(), inputs, strict=True)
         ]
         shape = (len(noisy), *self.input_shape)
         return torch.from_numpy(np.array(noisy, dtype=np.float32).reshape(shape))
@@ -144,15 +144,15 @@ class Noised:
         import torch
 
         labels = self._records.targets(indices).numpy()
-        return torch.from_numpy((labels + self._moved[indices]) % self.classes)
+        return torch.from_numpy((labels + self._label_shifts[indices]) % self.classes)
 
     @cached_property
-    def _moved(self) -> np.ndarray:
+    def _label_shifts(self) -> np.ndarray:
         """Return how much each label is moved, 0 where it is kept: int64 (N,)."""
-        from dpdist.randomness.keys import derive_key, words
+        from dpdist.randomness.keys import derive_key, stream_words
 
         others = self.classes - 1
         kept = 1 / (1 + others * math.exp(-self.label_epsilon))
-        bits = words(derive_key(self._key, "labels"), 0, 2 * len(self)).reshape(-1, 2)
+        bits = stream_words(derive_key(self._key, "labels"), 0, 2 * len(self)).reshape(-1, 2)
         other = 1 + (bits[:, 1] % np.uint64(max(1, others))).astype(np.int64)
         return np.where((bits[:, 0] >> np.uint64(11)) * 2.0**-53 < kept, 0, other)

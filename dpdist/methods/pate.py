@@ -23,21 +23,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from dpdist.config.sections import ModelRecipe, Sections
+from dpdist.config.sections import BaseRecipe, ModelRecipe
 from dpdist.config.training import TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
-    SMALLEST,
+    MIN_POSITIVE,
     Count,
     FilePath,
-    Number,
-    Part,
+    FractionBelowOne,
     Positive,
     PositiveOrZero,
+    RejectBool,
     Section,
     Text,
 )
-from dpdist.methods.base import DrawCount, Fixed, Method, PublicRecords
+from dpdist.methods.base import DrawCount, Method, MethodState, PublicRecords
 from dpdist.privacy.phases import GaussianSteps, NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpdist.data import Dataset
-    from dpdist.gradients.perturbations import Draws
-    from dpdist.methods.base import Run
+    from dpdist.gradients.perturbations import Perturbation
+    from dpdist.methods.base import TrainingDriver
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
     from dpdist.privacy.phases import Phase
@@ -62,7 +62,7 @@ FEATURES = "method.spreading.features"
 _BATCH, _TOLERANCE = 500, 1e-8
 
 
-class Spreading(Section):
+class SpreadingRecipe(Section):
     """How released labels spread over all public inputs: each gets one that the ties lead to.
 
     Only public inputs and released labels are read: post-processing, and free. Each input is tied
@@ -75,45 +75,45 @@ class Spreading(Section):
 
     features: Literal["inputs", "scattering"] = "inputs"
     neighbours: Count = 10
-    alpha: Annotated[float, Number, Field(ge=SMALLEST, le=0.9999)] = 0.99
+    alpha: Annotated[float, RejectBool, Field(ge=MIN_POSITIVE, le=0.9999)] = 0.99
     equal_classes: bool = True
 
-    def check(self, public: Dataset, where: str) -> None:
+    def check(self, public: Dataset, context: str) -> None:
         """Raise UserError where there are too few public inputs, or no such features of them."""
         if len(public) <= self.neighbours:
             raise UserError(
-                f"{where}: method.spreading.neighbours: must be < {len(public):,}, the public "
+                f"{context}: method.spreading.neighbours: must be < {len(public):,}, the public "
                 f"inputs of {public.name}, got {self.neighbours:,}"
             )
         if self.features != "inputs":
             try:
-                _features(self.features, public)
+                _feature_transform(self.features, public)
             except UserError as error:
-                raise UserError(f"{where}: {error}") from error
+                raise UserError(f"{context}: {error}") from error
 
-    def graph(self, public: Dataset) -> csr_matrix:
+    def build_graph(self, public: Dataset) -> csr_matrix:
         """The ties of all public inputs, which passed `check`."""
-        transform = _features(self.features, public)
+        transform = _feature_transform(self.features, public)
         found = [
             transform(public.batch(slice(start, start + _BATCH)))
             for start in range(0, len(public), _BATCH)
         ]
-        return ties(np.concatenate(found), self.neighbours)
+        return similarity_graph(np.concatenate(found), self.neighbours)
 
-    def labels(
-        self, graph: csr_matrix, asked: np.ndarray, told: np.ndarray, classes: int
+    def spread_labels(
+        self, graph: csr_matrix, answered: np.ndarray, released_labels: np.ndarray, classes: int
     ) -> np.ndarray:
         """The label of every public input, int64 (N,), -1 where none reaches it, or so faintly that
         it is lost in the solution's tolerance (far along thin ties, and where alpha is small).
         asked (A,): places of the inputs that were answered; told (A,): their released labels."""
-        scores = spread(graph, asked, told, classes, self.alpha)
+        scores = spread_scores(graph, answered, released_labels, classes, self.alpha)
         if self.equal_classes:
             masses = scores.sum(axis=0)
             scores = scores / np.where(masses > 0, masses, 1.0)  # of a class that nobody named: 0
         return np.where(scores.max(axis=1) > 0, scores.argmax(axis=1), -1)
 
 
-def _features(name: str, public: Dataset) -> Callable[[Tensor], np.ndarray]:
+def _feature_transform(name: str, public: Dataset) -> Callable[[Tensor], np.ndarray]:
     """Return the function from a batch of inputs (B, ...) to features, float64 (B, D)."""
     import torch
 
@@ -137,7 +137,7 @@ def _features(name: str, public: Dataset) -> Callable[[Tensor], np.ndarray]:
     return transform
 
 
-def ties(points: np.ndarray, neighbours: int) -> csr_matrix:
+def similarity_graph(points: np.ndarray, neighbours: int) -> csr_matrix:
     """S = D^(-1/2) W D^(-1/2), sparse (N, N), of points (N, D): w_ij = exp(-d_ij^2 / (2 s^2)) for
     the nearest `neighbours` of each, s half the mean distance of the farthest; W is their mean with
     its transpose."""
@@ -156,8 +156,8 @@ def ties(points: np.ndarray, neighbours: int) -> csr_matrix:
     return (scale @ both @ scale).tocsr()
 
 
-def spread(
-    graph: csr_matrix, asked: np.ndarray, told: np.ndarray, classes: int, alpha: float
+def spread_scores(
+    graph: csr_matrix, answered: np.ndarray, released_labels: np.ndarray, classes: int, alpha: float
 ) -> np.ndarray:
     """Scores F = (I - alpha S)^(-1) Y, float64 (N, classes): Y is 1 where an input was told a
     class. The matrix is positive definite, so conjugate gradients solve it, to a residual of 1e-8
@@ -167,7 +167,7 @@ def spread(
 
     count = graph.shape[0]
     given = np.zeros((count, classes))
-    given[asked, told] = 1.0
+    given[answered, released_labels] = 1.0
     system = sparse.identity(count, format="csr") - alpha * graph
     columns = [cg(system, given[:, each], rtol=_TOLERANCE)[0] for each in range(classes)]
     result: np.ndarray = np.maximum(np.stack(columns, axis=1), 0.0)
@@ -181,7 +181,7 @@ VOTES = "votes.npy"  # in a run's private folder
 UNANSWERED = -1.0
 
 
-class Questions(Section):
+class PublicQueries(Section):
     """The public inputs that teachers are asked about; their labels are never read.
 
     The training split of `data` under `root` (default: where the recipe's own data lie); of the
@@ -190,10 +190,10 @@ class Questions(Section):
 
     data: Text
     root: FilePath | None = None
-    classes: Annotated[int, Number, Field(ge=1, le=100_000)] = 10
+    classes: Annotated[int, RejectBool, Field(ge=1, le=100_000)] = 10
 
 
-class Teaching(Section):
+class TeacherOverrides(Section):
     """The parts of the recipe that differ for teachers: the model, its training."""
 
     model: ModelRecipe | None = None
@@ -205,7 +205,7 @@ class Teaching(Section):
         return {"name": value} if isinstance(value, str) else value
 
     @property
-    def sections(self) -> dict[str, Section]:
+    def overridden_sections(self) -> dict[str, Section]:
         """Return the sections that are given, by name."""
         found: dict[str, Section | None] = {"model": self.model, "training": self.training}
         return {name: section for name, section in found.items() if section is not None}
@@ -237,15 +237,15 @@ class PATE(Method):
     """
 
     name: Literal["pate"] = "pate"
-    known_as: ClassVar[str] = "PATE"
-    teachers: Annotated[int, Number, Field(ge=1, le=10_000)]
-    public: Questions
+    display_name: ClassVar[str] = "PATE"
+    teachers: Annotated[int, RejectBool, Field(ge=1, le=10_000)]
+    public: PublicQueries
     queries: Count
     answers: Count
     threshold: PositiveOrZero = 0.0
-    screening: Part = 0.0
-    teaching: Teaching = Teaching()
-    spreading: Spreading | None = None
+    screening: FractionBelowOne = 0.0
+    teaching: TeacherOverrides = TeacherOverrides()
+    spreading: SpreadingRecipe | None = None
     smoothing: SmoothedLoss | None = None
 
     @model_validator(mode="after")
@@ -257,15 +257,15 @@ class PATE(Method):
                 "threshold and screening belong together: the votes that an input needs, and the "
                 "part of mu^2 that finding out may cost; leave out both to label whatever is asked"
             )
-        if 0 < self.screening < SMALLEST:
-            raise ValueError(f"screening: must be 0, or at least {SMALLEST:g}")
+        if 0 < self.screening < MIN_POSITIVE:
+            raise ValueError(f"screening: must be 0, or at least {MIN_POSITIVE:g}")
         if not self.threshold and self.answers < self.queries:
             raise ValueError("answers: without a threshold all queries are answered: leave as many")
         return self
 
     # --- said in the recipe, the plan and the report
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         super().check(recipe)
         refused = {
             "audit: what is private is released before the steps": recipe.audit is not None,
@@ -277,7 +277,9 @@ class PATE(Method):
                 recipe.resources.archive_private
             ),
             "public weights of method.teaching.model, which nobody holds against the records "
-            "(model's may be the teachers' too)": self._begins_with_others(recipe.model),
+            "(model's may be the teachers' too)": self._teachers_have_own_initial_weights(
+                recipe.model
+            ),
         }
         for what, given in refused.items():
             if given:
@@ -289,35 +291,36 @@ class PATE(Method):
                 "records must be public"
             )
 
-    def check_public(self, public: Any, own: Any, where: str) -> None:
-        shape = own.input_shape
-        if public.input_shape != shape or len(public) < self.queries:
+    def check_public_records(self, public_dataset: Any, private_dataset: Any, context: str) -> None:
+        shape = private_dataset.input_shape
+        if public_dataset.input_shape != shape or len(public_dataset) < self.queries:
             raise UserError(
-                f"{where}: method.queries: needs {self.queries:,} public inputs of shape "
-                f"{shape}, {public.name} has {len(public):,} of {public.input_shape}"
+                f"{context}: method.queries: needs {self.queries:,} public inputs of shape "
+                f"{shape}, {public_dataset.name} has {len(public_dataset):,} of "
+                f"{public_dataset.input_shape}"
             )
         if self.spreading is not None:
-            self.spreading.check(public, where)
+            self.spreading.check(public_dataset, context)
 
-    def _begins_with_others(self, student: ModelRecipe) -> bool:
+    def _teachers_have_own_initial_weights(self, student: ModelRecipe) -> bool:
         """Whether teachers begin with weights of which the student has none: what those saw, every
         teacher knows, and only the student's are checked."""
         model = self.teaching.model
-        return model is not None and model.pretrained not in (None, student.pretrained)
+        return model is not None and model.pretrained_part not in (None, student.pretrained_part)
 
     @property
-    def stepwise(self) -> bool:
+    def takes_gradient_steps(self) -> bool:
         return False
 
     @property
-    def local(self) -> bool:
+    def steps_are_post_processing(self) -> bool:
         return True
 
     @property
     def public_records(self) -> PublicRecords:
         public = self.public
         return PublicRecords(
-            "method.public.data", public.data, public.classes, public.root, learned=True
+            "method.public.data", public.data, public.classes, public.root, used_for_training=True
         )
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
@@ -332,7 +335,7 @@ class PATE(Method):
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         from dpdist.privacy.claims import Claim, pate_claim
 
-        votes = _votes_of(plan)
+        votes = _votes_phase(plan)
         if votes.noise_multiplier == 0:
             return None
         return Claim(
@@ -349,11 +352,11 @@ class PATE(Method):
             "is printed in papers depends on the votes, and tells of them",
         )
 
-    def measured(self, private: Path) -> list[tuple[str, str]]:
+    def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
         """How many labels there are follows from what was released."""
         from dpdist.privacy.ledger import Ledger
 
-        found = Ledger.read(private / "ledger.jsonl").answers
+        found = Ledger.read(private_folder / "ledger.jsonl").recorded_answers
         if not found:
             return []
         given = sum(label != UNANSWERED for label in found[0])
@@ -362,8 +365,8 @@ class PATE(Method):
              "inputs asked about")
         ]  # fmt: skip
 
-    def words(self, plan: PrivacyPlan) -> str:
-        votes = _votes_of(plan)
+    def describe(self, plan: PrivacyPlan) -> str:
+        votes = _votes_phase(plan)
         screened = ""
         if votes.screening:
             screened = (
@@ -379,14 +382,16 @@ class PATE(Method):
 
     # --- done in training
 
-    def train(self, run: Run) -> None:
+    def train(self, run: TrainingDriver) -> None:
         job = run.job
-        public, own = job.public(), job.own_records()
+        public, own = job.public_records(), job.records_without_canaries()
         given = self.spreading
-        spread = None if given is None else partial(given.labels, given.graph(public))
+        spread = None if given is None else partial(given.spread_labels, given.build_graph(public))
         inputs = public.batch(slice(0, self.queries))
         votes = self._votes(run, inputs, own.classes)
-        told = run.release(votes.tobytes(), lambda key: self.told(votes, job.plan, key))
+        told = run.release_once(
+            votes.tobytes(), lambda key: self.release_labels(votes, job.plan, key)
+        )
         labels = np.array(told, dtype=np.int64)
         answered = labels != UNANSWERED
         if not answered.any():
@@ -398,21 +403,23 @@ class PATE(Method):
             asked = np.flatnonzero(answered)
             labels = spread(asked, labels[answered], own.classes)
             inputs, answered = public.batch(slice(0, len(public))), labels != UNANSWERED
-        run.workers(
-            Answered(
+        run.run_workers(
+            LabelledQueries(
                 public.name, own.classes, inputs.numpy()[answered], labels[answered],
                 job.plan.records,
             )
         )  # fmt: skip
 
-    def _votes(self, run: Run, inputs: Tensor, classes: int) -> np.ndarray:
+    def _votes(self, run: TrainingDriver, inputs: Tensor, classes: int) -> np.ndarray:
         """PRIVATE: those of the teachers, made once and kept in the private folder."""
-        from dpdist.core.files import read_bytes, reason, write_atomic
+        from dpdist.core.files import error_text, read_bytes, write_atomic
 
         path = run.job.folder.private / VOTES
         if not path.exists():
-            votes: np.ndarray = counted(
-                run.teachers(self.teachers, self.teaching.sections).scores(inputs)
+            votes: np.ndarray = count_votes(
+                run.train_teachers(self.teachers, self.teaching.overridden_sections).scores_file(
+                    inputs
+                )
             )
             buffer = io.BytesIO()
             np.save(buffer, votes)
@@ -424,11 +431,11 @@ class PATE(Method):
                 raise ValueError("other votes than these teachers have")
         except (ValueError, EOFError) as error:
             raise UserError(
-                f"{path}: damaged: {reason(error)}; remove it, and the teachers vote again"
+                f"{path}: damaged: {error_text(error)}; remove it, and the teachers vote again"
             ) from error
         return votes
 
-    def told(self, votes: np.ndarray, plan: PrivacyPlan, key: bytes) -> list[float]:
+    def release_labels(self, votes: np.ndarray, plan: PrivacyPlan, key: bytes) -> list[float]:
         """Return the answers that the plan pays for: the label of each question, or UNANSWERED.
 
         votes: PRIVATE, (queries, classes). Confident-GNMax (Papernot et al. 2018, Algorithm 1), all
@@ -437,7 +444,7 @@ class PATE(Method):
         from dpdist.gradients.noise import add_noise
         from dpdist.randomness.keys import derive_key
 
-        paid, votes = _votes_of(plan), votes.astype(np.float64)
+        paid, votes = _votes_phase(plan), votes.astype(np.float64)
         passed = np.arange(paid.queries)
         if paid.screening:
             most = votes[: paid.queries].max(axis=1)
@@ -449,28 +456,30 @@ class PATE(Method):
         labels[asked] = counts.argmax(axis=1)
         return labels.tolist()
 
-    def seen(self, records: Any, plan: PrivacyPlan, key: bytes) -> Answered:
+    def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> LabelledQueries:
         """Return the answered questions.
 
         Raises UserError for anything else, which nothing would protect.
         """
-        if not isinstance(records, Answered):
+        if not isinstance(records, LabelledQueries):
             raise UserError("method pate: the student learns from answers, never from records")
         return records
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
-        from dpdist.gradients.perturbations import Draws, ParameterDraws
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        from dpdist.gradients.perturbations import ParameterPerturbation, Perturbation
 
         smooth = self.smoothing
-        return Draws() if smooth is None else ParameterDraws(smooth.draws, smooth.std)
+        return Perturbation() if smooth is None else ParameterPerturbation(smooth.draws, smooth.std)
 
 
-def _votes_of(plan: PrivacyPlan) -> Any:
+def _votes_phase(plan: PrivacyPlan) -> Any:
     """The phase that pays for them."""
     return plan.phases[0]
 
 
-def counted(scores: np.ndarray) -> np.ndarray:
+def count_votes(scores: np.ndarray) -> np.ndarray:
     """Votes, int64 (B, classes), from what each teacher says, (teachers, B, classes): one vote of
     each teacher for each input, and none where it says no finite numbers: a record moves one vote
     at most."""
@@ -484,7 +493,7 @@ def counted(scores: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Answered:
+class LabelledQueries:
     """Inputs (A, ...) and the labels (A,) they were given, over and over, `records` in all: so that
     the plan's sampling rate and batch are the student's too, however many were answered."""
 
@@ -512,13 +521,13 @@ class Answered:
         """Inputs, float32 (B, *input_shape)."""
         import torch
 
-        return torch.from_numpy(self.inputs[self._places(indices)])
+        return torch.from_numpy(self.inputs[self._input_indices(indices)])
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         """Labels, int64 (B,)."""
         import torch
 
-        return torch.from_numpy(self.labels[self._places(indices)])
+        return torch.from_numpy(self.labels[self._input_indices(indices)])
 
-    def _places(self, indices: np.ndarray | slice) -> np.ndarray:
+    def _input_indices(self, indices: np.ndarray | slice) -> np.ndarray:
         return np.arange(self.records)[indices] % len(self.labels)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import Sections
-from dpdist.core.fields import Count, CountOrZero, Number, Positive
+from dpdist.config.sections import BaseRecipe
+from dpdist.core.fields import Count, CountOrZero, Positive, RejectBool
 from dpdist.methods.base import Method
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from dpdist.methods.base import Run
+    from dpdist.methods.base import TrainingDriver
     from dpdist.privacy.phases import Phase
 
 
@@ -36,21 +36,21 @@ class PrivatePrediction(Method):
     """
 
     name: Literal["private-prediction"] = "private-prediction"
-    known_as: ClassVar[str] = "private prediction (the model never leaves)"
-    teachers: Annotated[int, Number, Field(ge=1, le=10_000)]
+    display_name: ClassVar[str] = "private prediction (the model never leaves)"
+    teachers: Annotated[int, RejectBool, Field(ge=1, le=10_000)]
     logit_bound: Positive
     queries: Count
     evaluate: CountOrZero = 0
 
     @model_validator(mode="after")
-    def _within(self) -> PrivatePrediction:
+    def _check_evaluate(self) -> PrivatePrediction:
         if self.evaluate > self.queries:
             raise ValueError("evaluate: must be <= queries, of which they are a part")
         return self
 
     # --- said in the recipe, the plan and the report
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         privacy = recipe.privacy
         refused = {
             "certify": recipe.certify is not None,
@@ -77,49 +77,49 @@ class PrivatePrediction(Method):
         return (GaussianAnswers(steps.noise_multiplier, self.queries),)
 
     @property
-    def withheld(self) -> str:
+    def not_releasable_reason(self) -> str:
         return (
             f"the models of method {self.name} are trained without privacy and never leave; ask "
             "with `dpdist predict`"
         )
 
     @property
-    def evaluated(self) -> int:
+    def max_evaluation_queries(self) -> int:
         return self.evaluate
 
     def noise_std(self, plan: PrivacyPlan, teachers: int) -> float:
         """Standard deviation of the noise on each logit of an answer."""
-        phase: Any = next(phase for phase in plan.phases if phase.pays_for)
+        phase: Any = next(phase for phase in plan.phases if phase.num_queries)
         result: float = phase.noise_multiplier * 2 * self.logit_bound / teachers
         return result
 
-    def measured(self, private: Path) -> list[tuple[str, str]]:
+    def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
         from dpdist.privacy.ledger import Ledger
 
-        given = Ledger.read(private / "ledger.jsonl").asked
+        given = Ledger.read(private_folder / "ledger.jsonl").num_queries
         return [("answers", f"{given:,} given of {self.queries:,} that epsilon pays for")]
 
-    def words(self, plan: PrivacyPlan) -> str:
+    def describe(self, plan: PrivacyPlan) -> str:
         return (
-            f"{self.teachers:,} teachers on disjoint shards; at most {plan.answers:,} answers, "
+            f"{self.teachers:,} teachers on disjoint shards; at most {plan.num_queries:,} answers, "
             f"logits clipped to {self.logit_bound:g}, noise "
             f"{self.noise_std(plan, self.teachers):.4g} on their mean"
         )
 
     # --- done in training and after it
 
-    def train(self, run: Run) -> None:
-        run.teachers(self.teachers)
-        run.finish()
+    def train(self, run: TrainingDriver) -> None:
+        run.train_teachers(self.teachers)
+        run.write_summary()
 
     def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
         from dpdist.gradients.noise import add_noise
 
-        mean = bounded(scores, self.logit_bound).sum(axis=0) / len(scores)
+        mean = clip_logits(scores, self.logit_bound).sum(axis=0) / len(scores)
         return add_noise(mean, key, self.noise_std(plan, len(scores)))
 
 
-def bounded(scores: np.ndarray, bound: float) -> np.ndarray:
+def clip_logits(scores: np.ndarray, bound: float) -> np.ndarray:
     """Logits (teachers, classes), each teacher's centred and clipped to an L2 norm: its part in
     an answer, whatever it says. A teacher that says no numbers has none."""
     finite = np.isfinite(scores).all(axis=1, keepdims=True)

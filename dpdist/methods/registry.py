@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Discriminator, SerializeAsAny, Tag
 
-from dpdist.core.fields import validated
-from dpdist.core.files import reason, shown
+from dpdist.core.fields import validate_section
+from dpdist.core.files import error_text, quoted
 from dpdist.methods.base import Method
-from dpdist.methods.dp_sgd import DPSGD, DPlis, InputNoise
+from dpdist.methods.dp_sgd import DPSGD, DPlis, InputNoiseMethod
 from dpdist.methods.dpal import DPAL
 from dpdist.methods.functional import Functional
 from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, SecureSGD
@@ -29,7 +29,7 @@ METHODS: tuple[type[Method], ...] = (
     DPSGD,
     DPlis,
     Functional,
-    InputNoise,
+    InputNoiseMethod,
     PixelDP,
     HGMPixelDP,
     SecureSGD,
@@ -43,10 +43,10 @@ METHODS: tuple[type[Method], ...] = (
     Imported,
 )
 
-_ELSEWHERE = "package.module:Class"
+_USER_METHOD = "package.module:Class"
 
 
-def _elsewhere(value: Any) -> Any:
+def _load_user_method(value: Any) -> Any:
     """A method of one's own, whose class is imported as a recipe's model factory is."""
     if isinstance(value, Method):
         return value
@@ -54,12 +54,12 @@ def _elsewhere(value: Any) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever a user's module does when it is imported
-        raise ValueError(f"cannot import {shown(value['name'])}: {reason(error)}") from error
+        raise ValueError(f"cannot import {quoted(value['name'])}: {error_text(error)}") from error
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise ValueError(
-            f"{shown(value['name'])} must be a class made from dpdist.methods.base.Method"
+            f"{quoted(value['name'])} must be a class made from dpdist.methods.base.Method"
         )
-    return validated(found, value)
+    return validate_section(found, value)
 
 
 def _entry(value: Any) -> str | None:
@@ -67,7 +67,7 @@ def _entry(value: Any) -> str | None:
     given = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if given is None or not isinstance(given, str):
         return None
-    return _ELSEWHERE if ":" in given else given
+    return _USER_METHOD if ":" in given else given
 
 
 DEFAULT = DPSGD()
@@ -78,7 +78,9 @@ else:
     AnyMethod = Annotated[
         Union[  # its members are counted at run time
             *(Annotated[m, Tag(m.model_fields["name"].default)] for m in METHODS),
-            Annotated[SerializeAsAny[Method], BeforeValidator(_elsewhere), Tag(_ELSEWHERE)],
+            Annotated[
+                SerializeAsAny[Method], BeforeValidator(_load_user_method), Tag(_USER_METHOD)
+            ],
         ],
         Discriminator(_entry),
     ]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from dpdist.config.sections import Sections
-from dpdist.core.console import percent
+from dpdist.config.sections import BaseRecipe
+from dpdist.core.console import format_percent
 from dpdist.core.fields import Positive, PositiveOrZero
-from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.methods.base import DrawCount, Method, MethodState
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from dpdist.gradients.perturbations import BlockDraws
+    from dpdist.gradients.perturbations import ModulePerturbation
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
-    from dpdist.randomness.noise_location import Several
+    from dpdist.randomness.noise_location import ModuleNoise
 
-_MEASURED = "assumptions.json"  # in the run's private folder
+_ASSUMPTIONS_FILE = "assumptions.json"  # in the run's private folder
 _IMAGES, _PASSES = 16, 16  # by which the means of blocks are measured
 _BATCH = 1000
 
@@ -51,7 +51,7 @@ class ResidualPerturbation(Method):
     """
 
     name: Literal["residual"] = "residual"
-    known_as: ClassVar[str] = "residual perturbation"
+    display_name: ClassVar[str] = "residual perturbation"
     strategy: Literal["additive", "multiplicative"] = "additive"
     gamma: Positive
     pi: PositiveOrZero | None = None
@@ -70,36 +70,36 @@ class ResidualPerturbation(Method):
         return self
 
     @property
-    def input_noise(self) -> float:
+    def input_noise_std(self) -> float:
         """pi, in input units."""
         return self.gamma / 2 if self.pi is None else self.pi
 
     # --- said in the recipe, the plan and the report
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         super().check(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None:
             raise ValueError(
                 "certify.sigma is required: the noise on the input is what certifies; "
-                f"{self.input_noise:g} is that of training (method.pi)"
+                f"{self.input_noise_std:g} is that of training (method.pi)"
             )
 
     @property
-    def carries_noise(self) -> bool:
+    def has_prediction_noise(self) -> bool:
         return True
 
     @property
-    def together(self) -> bool:
+    def needs_batched_passes(self) -> bool:
         return True
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return Theorem 1's claim of a training without DP-SGD; no figure without a formula."""
         from dpdist.privacy.claims import Claim, residual_claim
 
-        if not _ordinary(plan):
+        if not _steps_have_no_noise(plan):
             return None
         passes = plan.steps * plan.step(0).sample_rate
-        setting = f"pi {self.input_noise:g}, gamma {self.gamma:g}, {passes:.4g} passes"
+        setting = f"pi {self.input_noise_std:g}, gamma {self.gamma:g}, {passes:.4g} passes"
         if self.strategy == "multiplicative":
             return Claim(
                 "Residual II", setting, None, None, proved, "not sound",
@@ -110,21 +110,21 @@ class ResidualPerturbation(Method):
         claimed = None
         if self.noise_mode == "relative":
             reason = f"the theorem is of absolute noise; {reason}"
-        elif self.input_noise:
+        elif self.input_noise_std:
             norms = (self.input_norm, self.residual_norm)
             setting += f", R {norms[0]:g}, G {norms[1]:g}"
-            claimed = residual_claim(self.input_noise, self.gamma, *norms, passes, plan.delta)
+            claimed = residual_claim(self.input_noise_std, self.gamma, *norms, passes, plan.delta)
         return Claim("Residual I", setting, None, claimed, proved, "not sound", reason)
 
-    def measured(self, private: Path) -> list[tuple[str, str]]:
+    def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
         from dpdist.core.files import read_json
 
-        path = private / _MEASURED
+        path = private_folder / _ASSUMPTIONS_FILE
         if not path.exists():
             return []
         numbers = {"within": int, "images": int, "before": float, "after": float}
         found = read_json(path, numbers)
-        share = percent(found["within"] / max(1, found["images"]), 1)
+        share = format_percent(found["within"] / max(1, found["images"]), 1)
         return [
             (
                 "assumed by the claim, measured on test images",
@@ -136,14 +136,14 @@ class ResidualPerturbation(Method):
 
     # --- done in training
 
-    def place(self, model: nn.Module) -> Several:
+    def noise_location(self, model: nn.Module) -> ModuleNoise:
         """Return the place where a model is random.
 
         Raises UserError for one without residual blocks.
         """
         from dpdist.core.errors import UserError
         from dpdist.models import residual_blocks
-        from dpdist.randomness.noise_location import Several
+        from dpdist.randomness.noise_location import ModuleNoise
 
         blocks = residual_blocks(model)
         if not blocks:
@@ -152,65 +152,70 @@ class ResidualPerturbation(Method):
                 "resnet-rp or resnet-gn"
             )
         mode = "relative" if self.noise_mode == "relative" else self.strategy
-        return Several(dict.fromkeys(blocks, self.gamma), mode, self.input_noise, self.eta0)
+        return ModuleNoise(dict.fromkeys(blocks, self.gamma), mode, self.input_noise_std, self.eta0)
 
-    def constraint(self, model: nn.Module) -> Callable[[], None]:
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """None; a model without residual blocks is refused."""
-        self.place(model)
+        self.noise_location(model)
         return lambda: None
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> BlockDraws:
-        from dpdist.gradients.perturbations import BlockDraws
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> ModulePerturbation:
+        from dpdist.gradients.perturbations import ModulePerturbation
 
-        return BlockDraws(self.draws, self.place(fixed.model))
+        return ModulePerturbation(self.draws, self.noise_location(state.model))
 
-    def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
+    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
         from dpdist.models import BlockNoise
 
-        place = self.place(fixed.model)
-        place.attach(fixed.model)
+        place = self.noise_location(state.model)
+        place.attach(state.model)
         return replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor))
 
     def learn(self, worker: Any) -> None:
         """Worker 0 measures the assumptions of the claim before the steps and after them, on test
         images: how many private inputs are within the norm is a secret of theirs."""
-        plan, path = worker.job.plan, worker.job.folder.private / _MEASURED
-        here = _ordinary(plan) and worker.step.reducer.rank == 0
+        plan, path = worker.job.plan, worker.job.folder.private / _ASSUMPTIONS_FILE
+        here = _steps_have_no_noise(plan) and worker.step.reducer.rank == 0
         if here and worker.start == 0:
             self._measure(worker, path, "before")
         worker.steps()
         if here and worker.last == plan.steps and path.exists():
             last = worker.flat.clone()
-            worker.flat.copy_(worker.optimizer.result(worker.flat))  # as the model is kept
+            # as the model is kept
+            worker.flat.copy_(worker.optimizer.published_parameters(worker.flat))
             self._measure(worker, path, "after")
             worker.flat.copy_(last)
 
-    def _measure(self, worker: Any, path: Path, when: str) -> None:
+    def _measure(self, worker: Any, path: Path, stage: str) -> None:
         from dpdist import data
         from dpdist.core.files import read_json, write_json
         from dpdist.randomness.keys import derive_key
 
         test = data.load(worker.job.source, "test")
         images = test.batch(slice(0, _IMAGES)).to(worker.step.reducer.device)
-        key = derive_key(worker.fixed.key, "residual", when)
+        key = derive_key(worker.fixed.key, "residual", stage)
         found: dict[str, Any] = {"images": len(test), "within": 0}
-        if when == "after":
+        if stage == "after":
             found = read_json(path)
         else:
             for start in range(0, len(test), _BATCH):
                 norms = test.batch(slice(start, start + _BATCH)).flatten(1).norm(dim=1)
                 found["within"] += int((norms <= self.input_norm).sum())
-        found[when] = largest_mean_norm(worker.model, self.place(worker.model), images, key)
+        found[stage] = largest_mean_norm(
+            worker.model, self.noise_location(worker.model), images, key
+        )
         write_json(path, found)
 
 
-def _ordinary(plan: PrivacyPlan) -> bool:
+def _steps_have_no_noise(plan: PrivacyPlan) -> bool:
     """Whether there are steps, without DP-SGD's noise."""
     return plan.steps > 0 and plan.step(0).noise_multiplier == 0
 
 
 def largest_mean_norm(
-    model: nn.Module, place: Several, inputs: Tensor, key: bytes, passes: int = _PASSES
+    model: nn.Module, location: ModuleNoise, inputs: Tensor, key: bytes, passes: int = _PASSES
 ) -> float:
     """G on these inputs (B, ...): the largest norm of a block's mean output over its noisy passes.
 
@@ -220,24 +225,24 @@ def largest_mean_norm(
     """
     import torch
 
-    from dpdist.gradients.perturbations import BlockDraws
-    from dpdist.randomness.noisy_modules import changed
+    from dpdist.gradients.perturbations import ModulePerturbation
+    from dpdist.randomness.noisy_modules import override_outputs
 
-    draws, ids = BlockDraws(passes, place), torch.arange(len(inputs))
+    draws, ids = ModulePerturbation(passes, location), torch.arange(len(inputs))
     halves: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
 
     def watched(module: int, draw: int) -> Callable[[Tensor], Tensor]:
         def see(output: Tensor) -> Tensor:
             total, rows = halves[draw % 2], output.double().flatten(1)
             total[module] = total[module] + rows if module in total else rows
-            return draws.hidden(output, ids, key, draw, module)
+            return draws.perturb_output(output, ids, key, draw, module)
 
         return see
 
     with torch.no_grad():
         for draw in range(passes):
             names = enumerate(draws.hidden_modules)
-            with changed(model, {name: watched(module, draw) for module, name in names}):
-                model(draws.inputs(inputs, ids, key, draw))
+            with override_outputs(model, {name: watched(module, draw) for module, name in names}):
+                model(draws.perturb_inputs(inputs, ids, key, draw))
     squares = [(halves[0][m] * halves[1][m]).sum(1).max() for m in halves[0]]
     return math.sqrt(max(0.0, *map(float, squares))) / (passes / 2)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import Sections
-from dpdist.core.fields import Norm, Number, OnlyWith, Positive, PositiveOrZero
-from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.config.sections import BaseRecipe
+from dpdist.core.fields import Norm, OptionCondition, Positive, PositiveOrZero, RejectBool
+from dpdist.methods.base import DrawCount, Method, MethodState
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
-    from dpdist.randomness.noise_location import Place
+    from dpdist.randomness.noise_location import NoiseLocation
 
-Member = Literal["i-fgsm", "mim", "pgd"]  # of the ensemble
-Share = Annotated[float, Number, Field(ge=0, le=1)]
+AttackName = Literal["i-fgsm", "mim", "pgd"]  # of the ensemble
+Share = Annotated[float, RejectBool, Field(ge=0, le=1)]
 
 
 class StoBatch(Method):
@@ -51,19 +51,20 @@ class StoBatch(Method):
     """
 
     conditions = (
-        OnlyWith(("attacks", "steps", "norm", "size", "eot"), "with xi > 0", lambda it: it.xi > 0),
-        OnlyWith(("eot", "split"), "with sigma > 0", lambda it: it.sigma > 0),
-        OnlyWith(("sensitivity",), "with noise behind the first layer (sigma and split > 0)",
-                 lambda it: it.hidden_noise > 0),
+        OptionCondition(("attacks", "steps", "norm", "size", "eot"), "with xi > 0",
+            lambda it: it.xi > 0),
+        OptionCondition(("eot", "split"), "with sigma > 0", lambda it: it.sigma > 0),
+        OptionCondition(("sensitivity",), "with noise behind the first layer (sigma and split > 0)",
+                 lambda it: it.hidden_noise_std > 0),
     )  # fmt: skip
 
     name: Literal["stobatch"] = "stobatch"
-    known_as: ClassVar[str] = "StoBatch (adversarial training inside the clip)"
+    display_name: ClassVar[str] = "StoBatch (adversarial training inside the clip)"
     xi: PositiveOrZero = 1.0
-    attacks: Annotated[tuple[Member, ...], Field(min_length=1, max_length=3)] = (
+    attacks: Annotated[tuple[AttackName, ...], Field(min_length=1, max_length=3)] = (
         "i-fgsm", "mim", "pgd",
     )  # fmt: skip
-    steps: Annotated[int, Number, Field(ge=1, le=1000)] = 5
+    steps: Annotated[int, RejectBool, Field(ge=1, le=1000)] = 5
     norm: Norm = "linf"
     size: tuple[PositiveOrZero, PositiveOrZero] = (0.0, 0.5)
     eot: DrawCount = 1
@@ -78,35 +79,35 @@ class StoBatch(Method):
         return self
 
     @property
-    def input_noise(self) -> float:
+    def input_noise_std(self) -> float:
         """Its deviation, in input units."""
         return self.sigma * math.sqrt(1 - self.split)
 
     @property
-    def hidden_noise(self) -> float:
+    def hidden_noise_std(self) -> float:
         """Its deviation behind the first layer."""
         return self.sigma * self.sensitivity * math.sqrt(self.split)
 
     # --- said in the recipe, the plan and the report
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         super().check(recipe)
-        if recipe.certify is not None and recipe.certify.sigma is None and self.input_noise:
+        if recipe.certify is not None and recipe.certify.sigma is None and self.input_noise_std:
             raise ValueError(
                 "certify.sigma is required: the model has noise on its input; "
-                f"{self.input_noise:g} is that of training (method.sigma and split)"
+                f"{self.input_noise_std:g} is that of training (method.sigma and split)"
             )
 
     @property
-    def behind_denoiser(self) -> bool:
+    def supports_frozen_denoiser(self) -> bool:
         return False
 
     @property
-    def carries_noise(self) -> bool:
+    def has_prediction_noise(self) -> bool:
         return self.sigma > 0
 
     @property
-    def together(self) -> bool:
+    def needs_batched_passes(self) -> bool:
         return True
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
@@ -121,43 +122,45 @@ class StoBatch(Method):
 
     # --- done in training
 
-    def place(self, model: nn.Module) -> Place:
+    def noise_location(self, model: nn.Module) -> NoiseLocation:
         """Return the place where the model is random.
 
         Raises UserError for a model without such a place.
         """
         from dpdist.models import require_split
-        from dpdist.randomness.noise_location import Nowhere, OnInput, Several
+        from dpdist.randomness.noise_location import InputNoise, ModuleNoise, NoNoise
 
-        if self.hidden_noise:
+        if self.hidden_noise_std:
             name = require_split(model).name
-            return Several({name: self.hidden_noise}, input_std=self.input_noise)
-        return OnInput(self.input_noise) if self.input_noise else Nowhere()
+            return ModuleNoise({name: self.hidden_noise_std}, input_std=self.input_noise_std)
+        return InputNoise(self.input_noise_std) if self.input_noise_std else NoNoise()
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> AdversarialDraws:
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> AdversarialDraws:
         from dpdist.methods.stobatch_draws import AdversarialDraws
 
-        return AdversarialDraws(fixed.model, self.place(fixed.model), self)
+        return AdversarialDraws(state.model, self.noise_location(state.model), self)
 
-    def constraint(self, model: nn.Module) -> Callable[[], None]:
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """Where noise stands behind it, the first layer is scaled back into its norm."""
         from dpdist.models import require_split
-        from dpdist.models.noise import keep_within
+        from dpdist.models.noise import project_first_layer_norm
 
-        if not self.hidden_noise:
+        if not self.hidden_noise_std:
             return lambda: None
         split = require_split(model)
-        return lambda: keep_within(split, self.sensitivity)
+        return lambda: project_first_layer_norm(split, self.sensitivity)
 
-    def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
+    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
         import torch
 
         from dpdist.models import attach_noise, noise, require_split
 
-        model = fixed.model
-        if self.hidden_noise and not self.input_noise:
+        model = state.model
+        if self.hidden_noise_std and not self.input_noise_std:
             shape = require_split(model).hidden_shape(spec.input_shape)
-            attach_noise(model, torch.full(shape, self.hidden_noise))
+            attach_noise(model, torch.full(shape, self.hidden_noise_std))
             return replace(spec, hidden_noise=True)
-        self.place(model).attach(model)
-        return replace(spec, block_noise=getattr(model, noise.BLOCK_NOISE, None))
+        self.noise_location(model).attach(model)
+        return replace(spec, block_noise=getattr(model, noise.BLOCK_NOISE_ATTRIBUTE, None))

@@ -18,19 +18,19 @@ from dpdist.attacks.gradient_attacks import (
     Ball,
     RandomisedClassifier,
     ascend,
-    box_of,
+    input_range,
     loss_gradient,
     per_row,
     with_momentum,
 )
 from dpdist.core.errors import UserError
-from dpdist.gradients.perturbations import BlockDraws, standard_normal_per_record
+from dpdist.gradients.perturbations import ModulePerturbation, standard_normal_per_record
 from dpdist.gradients.sampling import keyed_hash
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, stream_words
 
 if TYPE_CHECKING:
     from dpdist.core.fields import Norm
-    from dpdist.randomness.noise_location import Place
+    from dpdist.randomness.noise_location import NoiseLocation
 
 # Each attack: whether it starts at a random point of the ball, and its momentum.
 ENSEMBLE = {"i-fgsm": (False, 0.0), "mim": (False, 1.0), "pgd": (True, 0.0)}
@@ -47,56 +47,56 @@ class ExampleOptions(Protocol):
     eot: int
 
 
-class AdversarialDraws(BlockDraws):
+class AdversarialDraws(ModulePerturbation):
     """Draw 0 is the record, draw 1 an adversarial example of it, at shares 1 and xi of 1 + xi.
 
     model: the network that is trained, at its released parameters; only read, into a copy that is
     attacked. place: where it is random. method: what else is asked for.
     """
 
-    def __init__(self, model: nn.Module, place: Place, method: ExampleOptions) -> None:
+    def __init__(self, model: nn.Module, location: NoiseLocation, method: ExampleOptions) -> None:
         xi = method.xi
-        super().__init__(2 if xi else 1, place.in_modules(), aggregate="sum")
-        self.shares = (1 / (1 + xi), xi / (1 + xi)) if xi else (1.0,)
+        super().__init__(2 if xi else 1, location.as_module_noise(), aggregate="sum")
+        self.draw_weights = (1 / (1 + xi), xi / (1 + xi)) if xi else (1.0,)
         self.method = method
         self.model = model
         # On a CPU convolutions and pooling are several times faster in this format.
         own = copy.deepcopy(model).requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.classifier = RandomisedClassifier(own, place)
+        self.classifier = RandomisedClassifier(own, location)
 
-    def inputs(
+    def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
         if record_ids is None:
             raise UserError("adversarial draws need record_ids: what befalls a record is keyed")
-        seen = self.attacked(inputs, record_ids, draw_key) if draw else inputs
-        return super().inputs(seen, record_ids, draw_key, draw)
+        seen = self.adversarial_examples(inputs, record_ids, draw_key) if draw else inputs
+        return super().perturb_inputs(seen, record_ids, draw_key, draw)
 
-    def size(self, draw_key: bytes) -> float:
+    def attack_size(self, draw_key: bytes) -> float:
         """Return the size of all balls of a step."""
         low, high = self.method.size
-        (word,) = words(derive_key(draw_key, "stobatch/size"), 0, 1).tolist()
+        (word,) = stream_words(derive_key(draw_key, "stobatch/size"), 0, 1).tolist()
         result: float = low + (high - low) * word / 2**64
         return result
 
-    def members(self, record_ids: Tensor, draw_key: bytes) -> Tensor:
+    def attack_indices(self, record_ids: Tensor, draw_key: bytes) -> Tensor:
         """int64 (B,): which attack of the ensemble each record gets in this step."""
         hashes = keyed_hash(derive_key(draw_key, "stobatch/attack"), record_ids.cpu().numpy())
         return torch.from_numpy((hashes % len(self.method.attacks)).astype("int64"))
 
-    def attacked(self, inputs: Tensor, record_ids: Tensor, draw_key: bytes) -> Tensor:
+    def adversarial_examples(self, inputs: Tensor, record_ids: Tensor, draw_key: bytes) -> Tensor:
         """Adversarial examples of inputs (B, ...): float32, inside each one's ball."""
         for old, new in zip(
             self.classifier.model.parameters(), self.model.parameters(), strict=True
         ):
             old.copy_(new.detach())
-        one = self.size(draw_key)
+        one = self.attack_size(draw_key)
         size = torch.full((len(inputs),), one, dtype=torch.float64, device=inputs.device)
-        ball = Ball(inputs, size, self.method.norm, box_of(inputs))
+        ball = Ball(inputs, size, self.method.norm, input_range(inputs))
         normals = self._noise(inputs, record_ids, draw_key)
         targets = self._predicted(inputs, normals)
         settings = [ENSEMBLE[name] for name in self.method.attacks]
-        own = self.members(record_ids, draw_key)
+        own = self.attack_indices(record_ids, draw_key)
         random, momentum = (
             torch.tensor(column)[own].to(size) for column in zip(*settings, strict=True)
         )

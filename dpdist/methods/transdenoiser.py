@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import Sections
-from dpdist.core.fields import NotNegative, Number, OnlyWith, Positive
-from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.config.sections import BaseRecipe
+from dpdist.core.fields import NotNegative, OptionCondition, Positive, RejectBool
+from dpdist.methods.base import DrawCount, Method, MethodState
 from dpdist.privacy.phases import NonPrivate, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dpdist.gradients.clipping import Clipping
-    from dpdist.gradients.engine import GradientEngine, Task
-    from dpdist.gradients.perturbations import Draws
+    from dpdist.gradients.engine import GradientEngine, TrainingObjective
+    from dpdist.gradients.perturbations import Perturbation
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
 
@@ -47,7 +47,7 @@ class TransDenoiser(Method):
     """
 
     conditions = (
-        OnlyWith(
+        OptionCondition(
             ("xi_low", "xi_up", "credit_steps", "thin", "iterations"),
             "with variant: full",
             lambda it: it.variant == "full",
@@ -55,7 +55,7 @@ class TransDenoiser(Method):
     )
 
     name: Literal["transdenoiser"] = "transdenoiser"
-    known_as: ClassVar[str] = "TransDenoiser"
+    display_name: ClassVar[str] = "TransDenoiser"
     variant: Literal["separate-dp", "no-dp", "full"] = "separate-dp"
     sigma: Positive = 0.25
     draws: DrawCount = 1
@@ -63,7 +63,7 @@ class TransDenoiser(Method):
     xi_up: Positive = 2.0
     credit_steps: bool = True
     thin: bool = False
-    iterations: Annotated[int, Number, Field(ge=1, le=10_000)] = 20
+    iterations: Annotated[int, RejectBool, Field(ge=1, le=10_000)] = 20
 
     @model_validator(mode="after")
     def _consistent(self) -> TransDenoiser:
@@ -73,7 +73,7 @@ class TransDenoiser(Method):
             raise ValueError("variant full has one draw for each record: draws: 1")
         return self
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: BaseRecipe) -> None:
         super().check(recipe)
         privacy, resources = recipe.privacy, recipe.resources
         if recipe.model.classifier is None:
@@ -90,14 +90,14 @@ class TransDenoiser(Method):
             raise ValueError(
                 "variant full measures its noise in clip norms: clipping may not be none"
             )
-        if self.variant == "full" and (resources.most > 1 or recipe.training.reproducible):
+        if self.variant == "full" and (resources.max_workers > 1 or recipe.training.reproducible):
             raise ValueError(
                 "variant full adds its noise on one worker: give resources.workers: 1 and no "
                 "training.reproducible"
             )
 
     @property
-    def besides(self) -> tuple[Phase, ...]:
+    def extra_cost(self) -> tuple[Phase, ...]:
         """Return the cost of the split between transformed and added noise.
 
         In variant full it is everything.
@@ -129,17 +129,19 @@ class TransDenoiser(Method):
             "records",
         )
 
-    def task(self) -> Task:
+    def task(self) -> TrainingObjective:
         """The denoiser learns to give the clean inputs."""
-        from dpdist.gradients.engine import Task, squared_error, the_inputs
+        from dpdist.gradients.engine import TrainingObjective, input_targets, squared_error
         from dpdist.models import DENOISER
 
-        return Task(squared_error, DENOISER, the_inputs)
+        return TrainingObjective(squared_error, DENOISER, input_targets)
 
-    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
-        from dpdist.gradients.perturbations import InputDraws
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        from dpdist.gradients.perturbations import InputPerturbation
 
-        return InputDraws(self.draws, self.sigma)
+        return InputPerturbation(self.draws, self.sigma)
 
     def engine(
         self, model: nn.Module, clipping: Clipping, *, expected_batch: float, steps: int,
@@ -153,6 +155,7 @@ class TransDenoiser(Method):
                 micro_batch=micro_batch, **others,
             )  # fmt: skip
         return SplitEngine(
-            self.task().module(model), self, clipping=clipping, expected_batch=expected_batch,
+            self.task().trained_module(model), self, clipping=clipping,
+            expected_batch=expected_batch,
             steps=steps, micro_batch=micro_batch,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from dpdist.gradients.clipping import Clipping
 from dpdist.gradients.engine import ClippedSum, GradientEngine, squared_error
 from dpdist.gradients.hooks import Losses
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.perturbations import InputDraws
+from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.privacy.mechanisms import mixed_gaussian_added_std
 from dpdist.randomness.keys import derive_key
 
@@ -37,7 +37,7 @@ _PROBE = 4  # records that confirm a null direction
 
 
 class MixedJacobian:
-    """A = [A_1 ... A_n] of n records: `times` is A y (w,), `transposed_times` is A^T u (n, v).
+    """A = [A_1 ... A_n] of n records: `matvec` is A y (w,), `rmatvec` is A^T u (n, v).
 
     model: its trainable parameters are theta, in the model's order. objective: per-example losses
     of (outputs, targets); the targets are held fixed while inputs move.
@@ -49,9 +49,9 @@ class MixedJacobian:
         named = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         self._parameters = {name: value.clone().requires_grad_() for name, value in named.items()}
         self._inputs = inputs.detach().clone().requires_grad_()
-        self.records = len(inputs)
-        self.width = sum(value.numel() for value in named.values())  # w
-        self.features = inputs[0].numel()  # v
+        self.num_records = len(inputs)
+        self.num_parameters = sum(value.numel() for value in named.values())  # w
+        self.num_features = inputs[0].numel()  # v
         with torch.enable_grad():
             outputs = torch.func.functional_call(model, self._parameters, (self._inputs,))
             self.losses = objective(outputs, targets)
@@ -63,7 +63,7 @@ class MixedJacobian:
             )
             self._by_parameters = torch.cat([piece.reshape(-1) for piece in by_parameters])
 
-    def times(self, y: Tensor) -> Tensor:
+    def matvec(self, y: Tensor) -> Tensor:
         """sum_i A_i y_i: y (n, v) to (w,)."""
         product = (self.input_gradients * y.view_as(self.input_gradients)).sum()
         pieces = torch.autograd.grad(
@@ -71,16 +71,16 @@ class MixedJacobian:
         )
         return torch.cat([piece.reshape(-1) for piece in pieces])
 
-    def transposed_times(self, u: Tensor) -> Tensor:
+    def rmatvec(self, u: Tensor) -> Tensor:
         """A_i^T u for every record: u (w,) to (n, v)."""
         (gradient,) = torch.autograd.grad(
             self._by_parameters @ u, [self._inputs], retain_graph=True, materialize_grads=True
         )
-        return gradient.reshape(self.records, self.features)
+        return gradient.reshape(self.num_records, self.num_features)
 
-    def squares(self, u: Tensor) -> Tensor:
+    def gram_matvec(self, u: Tensor) -> Tensor:
         """A A^T u: (w,) to (w,)."""
-        return self.times(self.transposed_times(u))
+        return self.matvec(self.rmatvec(u))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SmallestEigenvalue:
 
     value: float
     exact: bool
-    why: str
+    reason: str
 
 
 def smallest_eigenvalue(
@@ -102,7 +102,7 @@ def smallest_eigenvalue(
     *,
     thin: bool = False,
     iterations: int = 20,
-    enough: Callable[[float], bool] = lambda bound: False,
+    is_sufficient: Callable[[float], bool] = lambda bound: False,
 ) -> SmallestEigenvalue:
     """S_min of A A^T, the covariance of the transformed noise in its weakest direction.
 
@@ -113,18 +113,18 @@ def smallest_eigenvalue(
     thin: the smallest of the min(w, n v) values that a thin singular value decomposition of A
     returns, squared. That is not S_min where n v < w: there it hides w - n v zeros.
     """
-    rank = jacobian.records * jacobian.features
-    if rank < jacobian.width and not thin:
-        why = f"rank at most {rank:,} < {jacobian.width:,} parameters"
+    rank = jacobian.num_records * jacobian.num_features
+    if rank < jacobian.num_parameters and not thin:
+        why = f"rank at most {rank:,} < {jacobian.num_parameters:,} parameters"
         return SmallestEigenvalue(0.0, True, why)
-    shape = (jacobian.records, jacobian.features)
-    size = min(rank, jacobian.width)
+    shape = (jacobian.num_records, jacobian.num_features)
+    size = min(rank, jacobian.num_parameters)
     like = jacobian.input_gradients
 
     def product(v: Tensor) -> Tensor:
-        if size == jacobian.width:
-            return jacobian.squares(v)
-        return jacobian.transposed_times(jacobian.times(v.view(shape))).reshape(-1)
+        if size == jacobian.num_parameters:
+            return jacobian.gram_matvec(v)
+        return jacobian.rmatvec(jacobian.matvec(v.view(shape))).reshape(-1)
 
     if size <= _EXACT_UP_TO:
         unit = torch.eye(size, dtype=like.dtype, device=like.device)
@@ -133,12 +133,12 @@ def smallest_eigenvalue(
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(size, generator=generator, dtype=torch.float64)
     value, steps = lanczos_smallest(
-        lambda v: product(v.to(like)).double().to(v.device), start, iterations, enough
+        lambda v: product(v.to(like)).double().to(v.device), start, iterations, is_sufficient
     )
     return SmallestEigenvalue(value, False, f"at most, after {steps} Lanczos steps")
 
 
-def settled_by_symmetry(
+def zero_by_symmetry(
     network: nn.Module, objective: Losses, inputs: Tensor
 ) -> SmallestEigenvalue | None:
     """S_min = 0 for a network whose parameters can move without effect; None for others.
@@ -153,16 +153,18 @@ def settled_by_symmetry(
     some = inputs[:_PROBE]
     jacobian = MixedJacobian(network, objective, some, some)
     generator = torch.Generator().manual_seed(0)
-    random = torch.randn(jacobian.width, generator=generator, dtype=torch.float64)
-    rounding = 1e3 * torch.finfo(jacobian.input_gradients.dtype).eps * _stretch(jacobian, random)
-    if not any(_stretch(jacobian, direction) <= rounding for direction in directions):
+    random = torch.randn(jacobian.num_parameters, generator=generator, dtype=torch.float64)
+    rounding = (
+        1e3 * torch.finfo(jacobian.input_gradients.dtype).eps * _transposed_norm(jacobian, random)
+    )
+    if not any(_transposed_norm(jacobian, direction) <= rounding for direction in directions):
         return None
     return SmallestEigenvalue(0.0, True, "a symmetry of the network: a direction without effect")
 
 
-def _stretch(jacobian: MixedJacobian, direction: Tensor) -> float:
+def _transposed_norm(jacobian: MixedJacobian, direction: Tensor) -> float:
     unit = (direction / direction.norm()).to(jacobian.input_gradients)
-    return float(jacobian.transposed_times(unit).double().norm())
+    return float(jacobian.rmatvec(unit).double().norm())
 
 
 def _smallest(matrix: Tensor) -> float:
@@ -174,7 +176,7 @@ def lanczos_smallest(
     product: Callable[[Tensor], Tensor],
     start: Tensor,
     iterations: int,
-    enough: Callable[[float], bool] = lambda bound: False,
+    is_sufficient: Callable[[float], bool] = lambda bound: False,
 ) -> tuple[float, int]:
     """Smallest Ritz value of a symmetric positive semi-definite map, and the products it took.
 
@@ -191,7 +193,7 @@ def lanczos_smallest(
         diagonal.append(float(image @ basis[-1]))
         matrix = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
         value = max(0.0, float(np.linalg.eigvalsh(matrix)[0]))
-        if enough(value):
+        if is_sufficient(value):
             return value, step + 1
         for _ in range(2):
             for vector in basis:
@@ -223,7 +225,7 @@ def rescaling_directions(network: nn.Module) -> Tensor | None:
     found = []
     for place in range(len(layers) - 2):
         before, between, after = layers[place : place + 3]
-        if not (_affine(before) and type(between) is nn.ReLU and _affine(after)):
+        if not (_is_affine(before) and type(between) is nn.ReLU and _is_affine(after)):
             continue
         for channel in range(_outgoing(before)):
             direction = torch.zeros(offset, dtype=torch.float64)
@@ -243,7 +245,7 @@ def rescaling_directions(network: nn.Module) -> Tensor | None:
     return torch.stack(found) if found else None
 
 
-def _affine(layer: nn.Module) -> bool:
+def _is_affine(layer: nn.Module) -> bool:
     kinds = nn.Linear | nn.Conv2d | nn.ConvTranspose2d
     return isinstance(layer, kinds) and getattr(layer, "groups", 1) == 1
 
@@ -259,7 +261,7 @@ def _outgoing(layer: nn.Module) -> int:
 # --- the split of the noise -------------------------------------------------------------------
 
 
-class Options(Protocol):
+class SplitOptions(Protocol):
     """Those of `dpdist.methods.transdenoiser.TransDenoiser` that decide the split."""
 
     @property
@@ -291,7 +293,7 @@ def remainders(denoiser: nn.Module, inputs: Tensor, noisy: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Split:
+class NoiseSplit:
     """The values that Algorithm 1 decides in one step. PRIVATE: all are computed from the records.
 
     s_min: of (1/B^2) sum A_i A_i^T over the records with o_i >= 0. added: deviation of the noise
@@ -301,18 +303,18 @@ class Split:
     nonnegative: int
     negative: int
     s_min: SmallestEigenvalue
-    added: float
+    added_std: float
 
 
-def split(
+def split_noise(
     denoiser: nn.Module,
     inputs: Tensor,
     noisy: Tensor,
-    options: Options,
+    options: SplitOptions,
     *,
     batch: float,
     steps: int,
-) -> Split:
+) -> NoiseSplit:
     """The split of one batch: inputs x, noisy z (B, ...).
 
     batch: B, the divisor of M; steps: the run's T, credited as the paper does unless an option
@@ -323,25 +325,25 @@ def split(
     credit = steps if options.credit_steps else 1
     if not count:
         nobody = SmallestEigenvalue(0.0, True, "no record with a remainder >= 0")
-        return Split(0, len(inputs), nobody, options.xi_up)
+        return NoiseSplit(0, len(inputs), nobody, options.xi_up)
     chosen = inputs[nonnegative]
 
     def too_little(bound: float) -> bool:
         return math.sqrt(credit * bound / batch**2) * options.sigma < options.xi_low
 
-    found = None if options.thin else settled_by_symmetry(denoiser, squared_error, chosen)
+    found = None if options.thin else zero_by_symmetry(denoiser, squared_error, chosen)
     if found is None:
         found = smallest_eigenvalue(
             MixedJacobian(denoiser, squared_error, chosen, chosen),
             thin=options.thin,
             iterations=options.iterations,
-            enough=too_little,
+            is_sufficient=too_little,
         )
-    s_min = SmallestEigenvalue(found.value / batch**2, found.exact, found.why)
+    s_min = SmallestEigenvalue(found.value / batch**2, found.exact, found.reason)
     added = mixed_gaussian_added_std(
         options.xi_low, options.xi_up, s_min.value, options.sigma, steps=credit
     )
-    return Split(count, len(inputs) - count, s_min, added)
+    return NoiseSplit(count, len(inputs) - count, s_min, added)
 
 
 class SplitEngine(GradientEngine):
@@ -355,7 +357,7 @@ class SplitEngine(GradientEngine):
     def __init__(
         self,
         denoiser: nn.Module,
-        options: Options,
+        options: SplitOptions,
         *,
         clipping: Clipping,
         expected_batch: float,
@@ -379,16 +381,16 @@ class SplitEngine(GradientEngine):
         )
         if not len(inputs):
             return clipped
-        draws = self.draws
-        assert isinstance(draws, InputDraws)
-        noisy = draws.inputs(inputs, record_ids, draw_key, 0)
-        found = split(
+        draws = self.perturbation
+        assert isinstance(draws, InputPerturbation)
+        noisy = draws.perturb_inputs(inputs, record_ids, draw_key, 0)
+        found = split_noise(
             self.model, inputs, noisy, self.options,
             batch=self.expected_batch, steps=self.steps,
         )  # fmt: skip
         noise = np.zeros(self.size)
         for count, xi, name in (
-            (found.nonnegative, found.added, "nonnegative"),
+            (found.nonnegative, found.added_std, "nonnegative"),
             (found.negative, self.options.xi_up, "negative"),
         ):
             if count:
@@ -399,8 +401,8 @@ class SplitEngine(GradientEngine):
             "nonnegative": found.nonnegative,
             "s_min": found.s_min.value,
             "s_min_exact": found.s_min.exact,
-            "s_min_why": found.s_min.why,
-            "added_xi": found.added,
+            "s_min_why": found.s_min.reason,
+            "added_xi": found.added_std,
         }
         return ClippedSum(
             clipped.flat, clipped.examples, clipped.nonfinite, clipped.loss_sum, details

@@ -13,17 +13,21 @@ from dpdist.models.spec import (
     ModelSpec,
     check_name,
     check_trusted,
-    code_of,
-    is_base,
+    is_base_model,
     model_hash,
+    read_factory_code,
     read_spec,
-    with_config,
+    with_base_config,
 )
 
 if TYPE_CHECKING:
-    from dpdist.models.batch_independence import allowed_rounding, fresh_copy, mixing
+    from dpdist.models.batch_independence import (
+        find_batch_dependence,
+        fresh_copy,
+        rounding_tolerance,
+    )
     from dpdist.models.builder import (
-        build,
+        build_model,
         check_denoiser,
         check_outputs,
         initialise,
@@ -32,13 +36,13 @@ if TYPE_CHECKING:
         load_weights,
         save,
     )
-    from dpdist.models.features import Patches, last_linear, patches_of
+    from dpdist.models.features import PatchFeatures, last_linear, patch_features_of
     from dpdist.models.noise import (
         SplitModel,
         attach_block_noise,
         attach_noise,
         require_split,
-        split_first,
+        split_after_first_layer,
     )
     from dpdist.models.outputs import (
         NO_CLASS,
@@ -57,42 +61,42 @@ __all__ = [
     "BlockNoise",
     "DPALNetwork",
     "ModelSpec",
-    "Patches",
+    "PatchFeatures",
     "SplitModel",
-    "allowed_rounding",
     "attach_block_noise",
     "attach_noise",
-    "build",
+    "build_model",
     "check_denoiser",
     "check_name",
     "check_outputs",
     "check_trusted",
     "check_views",
-    "code_of",
     "device_of",
+    "find_batch_dependence",
     "fresh_copy",
     "initialise",
-    "is_base",
+    "is_base_model",
     "last_linear",
     "load",
     "load_network",
     "load_weights",
-    "mixing",
     "model_hash",
-    "patches_of",
+    "patch_features_of",
     "predicted_classes",
+    "read_factory_code",
     "read_spec",
     "require_split",
     "residual_blocks",
+    "rounding_tolerance",
     "save",
     "softmax_scores",
-    "split_first",
-    "with_config",
+    "split_after_first_layer",
+    "with_base_config",
 ]
 _WITH_TORCH = {
-    "batch_independence": ("allowed_rounding", "fresh_copy", "mixing"),
+    "batch_independence": ("rounding_tolerance", "fresh_copy", "find_batch_dependence"),
     "builder": (
-        "build",
+        "build_model",
         "check_denoiser",
         "check_outputs",
         "initialise",
@@ -101,8 +105,14 @@ _WITH_TORCH = {
         "load_weights",
         "save",
     ),
-    "features": ("Patches", "last_linear", "patches_of"),
-    "noise": ("SplitModel", "attach_block_noise", "attach_noise", "require_split", "split_first"),
+    "features": ("PatchFeatures", "last_linear", "patch_features_of"),
+    "noise": (
+        "SplitModel",
+        "attach_block_noise",
+        "attach_noise",
+        "require_split",
+        "split_after_first_layer",
+    ),
     "outputs": ("NO_CLASS", "check_views", "device_of", "predicted_classes", "softmax_scores"),
     "zoo": ("DPALNetwork", "residual_blocks"),
 }

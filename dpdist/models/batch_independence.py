@@ -29,7 +29,9 @@ _ROWS, _NUMBERS = 64, 2**20  # tried in float64, which is slow for large models
 Forward = Callable[[Tensor], Tensor]
 
 
-def mixing(model: nn.Module, batch: Tensor, copies: Tensor | None = None) -> str | None:
+def find_batch_dependence(
+    model: nn.Module, batch: Tensor, copies: Tensor | None = None
+) -> str | None:
     """Return how the answer to one example depends on the others, in words; None if not seen.
 
     All of a batch of different inputs is tried in the model's own precision, some rows in float64;
@@ -43,19 +45,21 @@ def mixing(model: nn.Module, batch: Tensor, copies: Tensor | None = None) -> str
         copies: (B, ...) one input with the executed noise on each row. Default: rows that lie near
             the first one of the batch.
     """
-    copies = _near(batch) if copies is None else copies
+    copies = _interpolated_rows(batch) if copies is None else copies
     with torch.no_grad():
         used = fresh_copy(model)
-        allowed, some = _COARSE * _sizes(used(batch)), _some(batch)
-        found = _in_float64(model, some)
+        allowed, some = _COARSE * _largest_outputs(used(batch)), _rows_tried_in_float64(batch)
+        found = _evaluate_in_float64(model, some)
         if found is not None:
             exact, wide, answers = found
             own = used(some)
-            fine = _EXACT * _sizes(answers) + _FINER * _largest_error(own, answers)
-            if seen := difference(exact, wide, fine, _some(copies).to(wide)):
+            fine = _EXACT * _largest_outputs(answers) + _FINER * _largest_error(own, answers)
+            if seen := find_output_difference(
+                exact, wide, fine, _rows_tried_in_float64(copies).to(wide)
+            ):
                 return seen
-            allowed = _rounding(own, answers, allowed)
-    return difference(used, batch, allowed, copies, lambda: fresh_copy(model))
+            allowed = _combined_tolerance(own, answers, allowed)
+    return find_output_difference(used, batch, allowed, copies, lambda: fresh_copy(model))
 
 
 def fresh_copy(model: nn.Module) -> nn.Module:
@@ -74,26 +78,26 @@ def fresh_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def allowed_rounding(model: nn.Module, batch: Tensor) -> Tensor:
+def rounding_tolerance(model: nn.Module, batch: Tensor) -> Tensor:
     """Return by how much rounding alone may change each output: float64, the shape of one answer.
 
     batch: (B, ...) inputs whose outputs are finite. Measured on some of them against float64; where
     the model works in its own precision only, a thousandth of the largest output.
     """
     with torch.no_grad():
-        some = _some(batch)
+        some = _rows_tried_in_float64(batch)
         own = model(some)
-        found = _in_float64(model, some)
-        coarse = _COARSE * _sizes(own)
-        return coarse if found is None else _rounding(own, found[2], coarse)
+        found = _evaluate_in_float64(model, some)
+        coarse = _COARSE * _largest_outputs(own)
+        return coarse if found is None else _combined_tolerance(own, found[2], coarse)
 
 
-def _some(batch: Tensor) -> Tensor:
+def _rows_tried_in_float64(batch: Tensor) -> Tensor:
     """The rows that are tried in float64."""
     return batch[: max(4, min(_ROWS, _NUMBERS // max(1, batch[0].numel())))]
 
 
-def _in_float64(model: nn.Module, some: Tensor) -> tuple[nn.Module, Tensor, Tensor] | None:
+def _evaluate_in_float64(model: nn.Module, some: Tensor) -> tuple[nn.Module, Tensor, Tensor] | None:
     """The model and the rows in float64, and its answers; None where it has its own precision."""
     wide = some.double() if some.is_floating_point() else some
     try:
@@ -103,35 +107,35 @@ def _in_float64(model: nn.Module, some: Tensor) -> tuple[nn.Module, Tensor, Tens
         return None
 
 
-def _rounding(own: Tensor, exact: Tensor, coarse: Tensor) -> Tensor:
+def _combined_tolerance(own: Tensor, exact: Tensor, coarse: Tensor) -> Tensor:
     """What rounding may do to each output, of the answers to some rows in both precisions."""
-    return torch.minimum(coarse, _TIMES * _largest_error(own, exact) + 1e-6 * _sizes(own))
+    return torch.minimum(coarse, _TIMES * _largest_error(own, exact) + 1e-6 * _largest_outputs(own))
 
 
 def _largest_error(own: Tensor, exact: Tensor) -> float:
     return float((own.double() - exact).abs().max())
 
 
-def _sizes(answers: Tensor) -> Tensor:
+def _largest_outputs(answers: Tensor) -> Tensor:
     """The largest of each output over a batch (B, ...): float64 (...)."""
     return answers.double().abs().amax(0)
 
 
-def difference(
+def find_output_difference(
     forward: Forward,
     batch: Tensor,
     allowed: Tensor,
     copies: Tensor | None = None,
     fresh: Callable[[], Forward] | None = None,
 ) -> str | None:
-    """As `mixing`, for any function of a batch with one row of answers for each row.
+    """As `find_batch_dependence`, for any function of a batch with one row of answers for each row.
 
     allowed: the largest difference that is rounding, of each answer: (...). fresh: makes the same
     function, which has not been asked yet; None: it keeps nothing of what it was asked.
     """
-    copies = _near(batch) if copies is None else copies
+    copies = _interpolated_rows(batch) if copies is None else copies
     return _compare(forward, batch, _arrangements(batch), allowed, fresh) or _compare(
-        forward, copies, _among_copies(copies, batch), allowed, fresh
+        forward, copies, _copy_arrangements(copies, batch), allowed, fresh
     )
 
 
@@ -171,13 +175,13 @@ def _arrangements(batch: Tensor) -> Iterator[_Arrangement]:
         yield "in another position", order, batch[order]
     for kept, left in ((rows[::2], rows[1::2]), (rows[1::2], rows[::2])):
         if len(kept):
-            for company in (torch.zeros_like(batch[left]), _far(batch[left])):
+            for company in (torch.zeros_like(batch[left]), _distant_rows(batch[left])):
                 yield "in other company", kept, torch.cat([batch[kept], company])
     for count in dict.fromkeys((1, max(1, size // 3))):
         yield f"in a batch of {count}", rows[-count:], batch[-count:]
 
 
-def _among_copies(copies: Tensor, others: Tensor) -> Iterator[_Arrangement]:
+def _copy_arrangements(copies: Tensor, others: Tensor) -> Iterator[_Arrangement]:
     """Copies of one input in several numbers among other inputs; the last ones, which whatever is
     shared by a batch reaches last. others: (B, ...)."""
     size = len(copies)
@@ -191,12 +195,12 @@ def _among_copies(copies: Tensor, others: Tensor) -> Iterator[_Arrangement]:
     yield "alone, not among copies of itself", rows[-1:], copies[-1:]
 
 
-def _near(batch: Tensor) -> Tensor:
+def _interpolated_rows(batch: Tensor) -> Tensor:
     """Rows near the first one: a tenth of the way to each other row. Of whole numbers, copies."""
     first = batch[:1].expand_as(batch)
     return first + 0.1 * (batch - first) if batch.is_floating_point() else first.clone()
 
 
-def _far(rows: Tensor) -> Tensor:
+def _distant_rows(rows: Tensor) -> Tensor:
     """Other inputs that a model takes: features far away, of whole numbers (tokens) other ones."""
     return 10 * rows.flip(0) + 3 if rows.is_floating_point() else rows.flip(0).roll(1, -1)

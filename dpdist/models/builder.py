@@ -17,9 +17,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import read_bytes, regular_file, write_atomic, write_json
-from dpdist.models.factory_code import FactoryCode, digests, is_beside, remember
-from dpdist.models.noise import attach_block_noise, attach_silence, drop_noise
+from dpdist.core.files import check_regular_file, read_bytes, write_atomic, write_json
+from dpdist.models.factory_code import (
+    FactoryCode,
+    is_covered_module,
+    record_digests,
+    source_digests,
+)
+from dpdist.models.noise import attach_block_noise, attach_zero_noise, drop_noise
 from dpdist.models.outputs import ViewAverage, check_views
 from dpdist.models.spec import (
     CLASSIFIER,
@@ -28,18 +33,18 @@ from dpdist.models.spec import (
     ModelSpec,
     check_name,
     check_trusted,
-    code_of,
-    factory_of,
-    is_base,
-    load_base,
+    import_factory,
+    is_base_model,
+    load_base_weights,
+    read_factory_code,
     read_spec,
 )
-from dpdist.models.zoo import Normalised
+from dpdist.models.zoo import NormalisedNetwork
 
-_GLOBAL_GENERATOR = threading.Lock()
+_GLOBAL_GENERATOR_LOCK = threading.Lock()
 
 
-def build(spec: ModelSpec, most: int | None = None) -> nn.Module:
+def build_model(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
     """The freshly initialised module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
     classes).
 
@@ -52,28 +57,30 @@ def build(spec: ModelSpec, most: int | None = None) -> nn.Module:
             "model: a frozen denoiser and a frozen classifier: nothing is left to train"
         )
     if spec.classifier is not None:
-        network = _composed(spec, spec.classifier, most)
+        network = _build_before_classifier(spec, spec.classifier, max_parameters)
     elif spec.denoiser is not None:
-        before = build(spec.denoiser, most).requires_grad_(False)
+        before = build_model(spec.denoiser, max_parameters).requires_grad_(False)
         check_denoiser(before, spec.denoiser)
-        network = _sequence(before, _network(spec, most))
+        network = _sequence(before, _build_network(spec, max_parameters))
     else:
-        network = _network(spec, most)
+        network = _build_network(spec, max_parameters)
     if spec.hidden_noise:
-        attach_silence(network, tuple(spec.input_shape))
+        attach_zero_noise(network, tuple(spec.input_shape))
     if spec.block_noise is not None:
         attach_block_noise(network, spec.block_noise, [0.0] * len(spec.block_noise.modules), 0.0)
     return network
 
 
-def _composed(spec: ModelSpec, classifier: ModelSpec, most: int | None) -> nn.Module:
+def _build_before_classifier(
+    spec: ModelSpec, classifier: ModelSpec, max_parameters: int | None
+) -> nn.Module:
     if spec.mean or spec.std:
         raise UserError(
             "model.mean, model.std: a denoiser works on [0, 1]; normalisation belongs to its "
             "classifier"
         )
-    behind = build(classifier, most)
-    denoiser = _network(spec, most)
+    behind = build_model(classifier, max_parameters)
+    denoiser = _build_network(spec, max_parameters)
     check_denoiser(denoiser, spec)
     return _sequence(denoiser, behind.requires_grad_(False))
 
@@ -100,11 +107,11 @@ _MOST_PARAMETERS = 2**33
 _MOST_SIZE = 2**16  # of a width, a depth, ...
 _MOST_TOKENS = 2**20  # of a vocabulary, a number in it, and positions
 _MOST_LAYERS = 512  # one after the other: each takes hundredths of a second to make
-_OF_LAYERS = ("depth", "layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers")
-_OF_TOKENS = ("vocab", "token_id", "position")
+_DEPTH_OPTIONS = ("depth", "layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers")
+_TOKEN_OPTION_WORDS = ("vocab", "token_id", "position")
 
 
-class _Unset(TorchFunctionMode):
+class _SkipInitialisation(TorchFunctionMode):
     """Initial weights are not drawn: without memory some of it loads torch's compiler, a second of
     processor time in every process."""
 
@@ -117,45 +124,49 @@ class _Unset(TorchFunctionMode):
         return func(*args, **named)
 
 
-def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module], weights: int | None) -> None:
+def _check_size(
+    spec: ModelSpec, factory: Callable[..., nn.Module], max_parameters: int | None
+) -> None:
     """Raise UserError for a network of the zoo that no memory would hold, before making it."""
     values = list(spec.options.items())
     while values:
         name, value = values.pop()
         values += value.items() if isinstance(value, dict) else ()
         values += [(name, each) for each in value] if isinstance(value, list | tuple) else []
-        most = _MOST_TOKENS if any(word in str(name) for word in _OF_TOKENS) else _MOST_SIZE
-        most = _MOST_LAYERS if name in _OF_LAYERS else most
+        most = (
+            _MOST_TOKENS if any(word in str(name) for word in _TOKEN_OPTION_WORDS) else _MOST_SIZE
+        )
+        most = _MOST_LAYERS if name in _DEPTH_OPTIONS else most
         if isinstance(value, int) and abs(value) > most:
             raise UserError(f"model.options: {name}: sizes must be <= {most:,}, got {value}")
     # Shapes alone, no memory.
-    with torch.device("meta"), _Unset(), torch.random.fork_rng(devices=[]):
+    with torch.device("meta"), _SkipInitialisation(), torch.random.fork_rng(devices=[]):
         sketch = factory(tuple(spec.input_shape), spec.classes, **spec.options)
     numbers = sum(parameter.numel() for parameter in sketch.parameters())
     if numbers > _MOST_PARAMETERS:
         raise UserError(f"model.options: {numbers:,} parameters, at most {_MOST_PARAMETERS:,}")
-    if weights is not None and numbers > weights:
+    if max_parameters is not None and numbers > max_parameters:
         raise UserError(
-            f"model.options: {numbers:,} parameters, more than {weights:,} bytes of weights "
+            f"model.options: {numbers:,} parameters, more than {max_parameters:,} bytes of weights "
             "can hold"
         )
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    """`factory_of`, and its code as it is when it is imported. Raises UserError."""
+    """`import_factory`, and its code as it is when it is imported. Raises UserError."""
     if name in ZOO:
-        return factory_of(name)
+        return import_factory(name)
     check_name(name)
-    code = digests(name)
-    factory = factory_of(name)
-    code = code or digests(name)
+    code = source_digests(name)
+    factory = import_factory(name)
+    code = code or source_digests(name)
     home = getattr(factory, "__module__", None)
-    if code and home and home not in code and is_beside(name, home):
+    if code and home and home not in code and is_covered_module(name, home):
         raise UserError(
             f"model.name: must name the module that defines the factory, {home}, so that its code "
             f"belongs to the model; got {name!r}, which imports it by a name that is computed"
         )
-    remember(name, code)
+    record_digests(name, code)
     return factory
 
 
@@ -204,11 +215,11 @@ def _called(factory: Callable[..., Any], spec: ModelSpec) -> Any:
     return factory(**spec.options)
 
 
-def _network(spec: ModelSpec, weights: int | None = None) -> nn.Module:
+def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
     factory = _factory(spec.name)
     try:
         if spec.name in ZOO:
-            _check_size(spec, factory, weights)
+            _check_size(spec, factory, max_parameters)
         network: nn.Module = _called(factory, spec)
     except UserError:
         raise
@@ -220,7 +231,9 @@ def _network(spec: ModelSpec, weights: int | None = None) -> nn.Module:
             f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"
         )
     if spec.mean or spec.std:
-        network = Normalised(network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0))
+        network = NormalisedNetwork(
+            network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0)
+        )
     return network
 
 
@@ -259,11 +272,11 @@ def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def initialise(spec: ModelSpec, seed: int) -> nn.Module:
-    """`build` with initial weights that depend only on `seed`; the global generator is left
+    """`build_model` with initial weights that depend only on `seed`; the global generator is left
     alone."""
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+    with _GLOBAL_GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build(spec)
+        return build_model(spec)
 
 
 def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> None:
@@ -273,8 +286,8 @@ def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> No
     part: DENOISER or CLASSIFIER, when the module is that part of the saved model. Raises UserError
     when they do not fit.
     """
-    if is_base(Path(folder)):
-        load_base(module, Path(folder))
+    if is_base_model(Path(folder)):
+        load_base_weights(module, Path(folder))
         return
     path = Path(folder) / "model.safetensors"
     try:
@@ -313,8 +326,8 @@ def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
         for name, value in module.state_dict().items()
     }
     write_atomic(folder / "model.safetensors", save_tensors(tensors))
-    code = FactoryCode.of(spec.own_factories).modules
-    write_json(folder / "model.json", spec.described | ({"code": dict(code)} if code else {}))
+    code = FactoryCode.from_factories(spec.user_factories).modules
+    write_json(folder / "model.json", spec.to_dict | ({"code": dict(code)} if code else {}))
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
@@ -323,25 +336,27 @@ def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     A model.json may come from somebody else, so a factory outside the zoo is imported only when the
     caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
     """
-    module, spec = _loaded(folder, trusted_factory)
-    if not spec.averages:
+    module, spec = _load_with_spec(folder, trusted_factory)
+    if not spec.averages_views:
         return module
     return ViewAverage(module, spec.shifts, spec.denoised_shifts, spec.mirrored).eval()
 
 
 def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     """As `load`, without the average: what was trained, not what answers."""
-    return _loaded(folder, trusted_factory)[0]
+    return _load_with_spec(folder, trusted_factory)[0]
 
 
-def _loaded(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, ModelSpec]:
+def _load_with_spec(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, ModelSpec]:
     """The saved network in eval mode, and its description."""
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
-    code_of(folder).check(folder)
+    read_factory_code(folder).check(folder)
     check_views(spec)
     weights = Path(folder) / "model.safetensors"
     # A parameter has a byte at least: what the file cannot fill is not made first.
-    module = build(spec, None if is_base(Path(folder)) else regular_file(weights).stat().st_size)
+    module = build_model(
+        spec, None if is_base_model(Path(folder)) else check_regular_file(weights).stat().st_size
+    )
     load_weights(module, folder)
     return module.eval(), spec

@@ -39,14 +39,14 @@ from typing import Any, TypeGuard
 
 from dpdist.core.errors import UserError
 
-_OURS = "dpdist"
+_OWN_PACKAGE = "dpdist"
 _MODULE = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
 # Python 3.11 ends in a SystemError where two threads make syntax trees at once (CPython 106905).
-_PARSING = threading.Lock()
+_PARSE_LOCK = threading.Lock()
 _INSTALLED = {"site-packages", "dist-packages"}
 MAIN = ("__main__", "__mp_main__")  # names of what was started, which nobody imports
 # What was read when a factory's module was imported: its `ModuleSpec`, another after a reload.
-_READ: dict[str, tuple[Any, dict[str, str]]] = {}
+_DIGESTS_AT_IMPORT: dict[str, tuple[Any, dict[str, str]]] = {}
 
 
 @dataclass(frozen=True)
@@ -58,46 +58,49 @@ class FactoryCode:
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, factories: Sequence[str]) -> FactoryCode:
+    def from_factories(cls, factories: Sequence[str]) -> FactoryCode:
         """Return the code that these factories have in this process. Raises UserError for a module
         whose source cannot be read."""
         found: dict[str, str] = {}
         for name in factories:
-            found |= digests(name)
+            found |= source_digests(name)
         return cls(tuple(factories), dict(sorted(found.items())))
 
-    def check(self, where: object) -> None:
+    def check(self, context: object) -> None:
         """Raise UserError where this process has other code than is stated here."""
         if not self.modules:
             return
-        here = FactoryCode.of(self.factories).modules
+        here = FactoryCode.from_factories(self.factories).modules
         every = sorted(self.modules.keys() | here.keys())
         if other := [name for name in every if self.modules.get(name) != here.get(name)]:
             raise UserError(
-                f"{where}: model.name: must be the code with which the model was saved; "
+                f"{context}: model.name: must be the code with which the model was saved; "
                 f"{', '.join(other)} of {', '.join(self.factories)} changed since, and so may the "
                 "function have that was trained and certified: put the code back, or train again"
             )
 
 
-def digests(factory: str) -> dict[str, str]:
+def source_digests(factory: str) -> dict[str, str]:
     """Return the digest of each covered module, by its name.
 
     They are those of the time when the process imported the factory's module. Raises UserError for
     a module whose source cannot be read.
     """
     module = factory.partition(":")[0]
-    if module in _READ and _READ[module][0] is _identity(module) is not None:
-        return _READ[module][1]
-    return _digests(module, factory)
+    if (
+        module in _DIGESTS_AT_IMPORT
+        and _DIGESTS_AT_IMPORT[module][0] is _identity(module) is not None
+    ):
+        return _DIGESTS_AT_IMPORT[module][1]
+    return _compute_digests(module, factory)
 
 
-def remember(factory: str, found: dict[str, str]) -> None:
-    """Keep what `digests` returned just before the factory's module was imported."""
+def record_digests(factory: str, found: dict[str, str]) -> None:
+    """Keep what `source_digests` returned just before the factory's module was imported."""
     module = factory.partition(":")[0]
-    known = _READ.get(module)
+    known = _DIGESTS_AT_IMPORT.get(module)
     if known is None or known[0] is not _identity(module):
-        _READ[module] = (_identity(module), found)
+        _DIGESTS_AT_IMPORT[module] = (_identity(module), found)
 
 
 def _identity(module: str) -> Any:
@@ -105,20 +108,20 @@ def _identity(module: str) -> Any:
     return getattr(loaded, "__spec__", None) or loaded
 
 
-def _digests(module: str, factory: str) -> dict[str, str]:
+def _compute_digests(module: str, factory: str) -> dict[str, str]:
     top = module.partition(".")[0]
-    if top == _OURS or top in sys.builtin_module_names:
+    if top == _OWN_PACKAGE or top in sys.builtin_module_names:
         return {}
-    roots = _folders(top)
+    roots = _root_folders(top)
     found: dict[str, str] = {}
-    waiting = [*_parents(module)]
+    waiting = [*_module_and_packages(module)]
     while waiting:
         name = waiting.pop()
         first = name.partition(".")[0]
-        if name in found or not (first == top or _beside(first, roots, top)):
+        if name in found or not (first == top or _is_in_roots(first, roots, top)):
             continue
-        spec = _find(name)
-        raw = None if spec is None else _source(spec)
+        spec = _find_module_spec(name)
+        raw = None if spec is None else _read_source(spec)
         if spec is None or raw is None:
             continue
         found[name] = hashlib.blake2b(raw.replace(b"\r\n", b"\n"), digest_size=16).hexdigest()
@@ -139,27 +142,27 @@ def is_library(module: str) -> bool:
     if module in MAIN:
         return False
     top = module.partition(".")[0]
-    ours = top == _OURS or top in sys.stdlib_module_names or top in sys.builtin_module_names
-    return ours or (_find(top) is not None and not _folders(top))
+    ours = top == _OWN_PACKAGE or top in sys.stdlib_module_names or top in sys.builtin_module_names
+    return ours or (_find_module_spec(top) is not None and not _root_folders(top))
 
 
-def is_beside(factory: str, module: str) -> bool:
+def is_covered_module(factory: str, module: str) -> bool:
     """Return whether a module is one of those that are covered when the factory's code uses it."""
     top, first = factory.partition(":")[0].partition(".")[0], module.partition(".")[0]
-    return first == top or _beside(first, _folders(top), top)
+    return first == top or _is_in_roots(first, _root_folders(top), top)
 
 
-def _beside(first: str, roots: set[str], top: str) -> bool:
+def _is_in_roots(first: str, roots: set[str], top: str) -> bool:
     """Return whether a top-level module lies in one of the roots, or below the package `top`."""
     inside = tuple(os.path.join(root, top) + os.sep for root in roots)
     return any(
-        folder in roots or f"{folder}{os.sep}".startswith(inside) for folder in _folders(first)
+        folder in roots or f"{folder}{os.sep}".startswith(inside) for folder in _root_folders(first)
     )
 
 
-def _folders(top: str) -> set[str]:
+def _root_folders(top: str) -> set[str]:
     """The folders that hold a top-level module or package; none for one that is installed."""
-    spec = _find(top)
+    spec = _find_module_spec(top)
     if spec is None:
         return set()
     places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
@@ -175,7 +178,7 @@ def _folders(top: str) -> set[str]:
     }
 
 
-def _find(name: str) -> ModuleSpec | None:
+def _find_module_spec(name: str) -> ModuleSpec | None:
     """Where a module lies, as this process has loaded it or would; nothing is imported."""
     loaded = sys.modules.get(name)
     spec = getattr(loaded, "__spec__", None)
@@ -185,7 +188,7 @@ def _find(name: str) -> ModuleSpec | None:
     outer, _, _ = name.rpartition(".")
     path = None
     if outer:
-        around = _find(outer)
+        around = _find_module_spec(outer)
         path = None if around is None else around.submodule_search_locations
         if path is None:
             return None
@@ -209,7 +212,7 @@ def _namespace(name: str, path: Iterable[str]) -> ModuleSpec | None:
     return spec if places else None
 
 
-def _source(spec: ModuleSpec) -> bytes | None:
+def _read_source(spec: ModuleSpec) -> bytes | None:
     """The bytes of a module's file; of a package without one, none."""
     if not spec.has_location or spec.origin is None:
         return b"" if spec.submodule_search_locations is not None else None
@@ -227,15 +230,15 @@ def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:
     import on first use.
     """
     try:
-        with _PARSING:
+        with _PARSE_LOCK:
             tree = ast.parse(raw)
     except (SyntaxError, ValueError):  # an extension, or no Python: importing it will say so
         return
     around = name if package else name.rpartition(".")[0]
-    for node in _executed(tree):
+    for node in _executed_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _parents(alias.name)
+                yield from _module_and_packages(alias.name)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -243,23 +246,23 @@ def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:
                 kept = parts[: len(parts) - node.level + 1]
                 base = ".".join([*kept, *([base] if base else [])])
             if base:
-                yield from _parents(base)
+                yield from _module_and_packages(base)
                 yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and _is_name(node.value):
             if node.value.partition(".")[0] == top:
-                yield from _parents(node.value)
+                yield from _module_and_packages(node.value)
         elif isinstance(node, ast.Call) and node.args:
             called = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
             named = getattr(node.args[0], "value", None)
             if called in ("import_module", "__import__") and _is_name(named):
-                yield from _parents(f"{around}{named}" if named[0] == "." else named)
+                yield from _module_and_packages(f"{around}{named}" if named[0] == "." else named)
 
 
 def _is_name(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(_MODULE.fullmatch(value))
 
 
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those that only type checkers see."""
     waiting = [tree]
     while waiting:
@@ -271,7 +274,7 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
         waiting += children
 
 
-def _parents(name: str) -> Iterator[str]:
+def _module_and_packages(name: str) -> Iterator[str]:
     """A module's name, behind those of the packages around it."""
     parts = name.split(".")
     yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
@@ -438,7 +441,7 @@ class _Digest:
         if name in MAIN or is_library(name):
             return
         try:
-            sources = digests(f"{name}:")
+            sources = source_digests(f"{name}:")
         except UserError as error:
             raise _NoDigest from error
         if not sources:

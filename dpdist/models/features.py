@@ -23,14 +23,14 @@ from dpdist.core.errors import UserError
 
 def last_linear(model: nn.Module) -> nn.Linear:
     """The last dense layer, with a bias, among the modules. Raises UserError for a model without;
-    `Features` finds out whether it is what the model ends with."""
+    `PenultimateFeatures` finds out whether it is what the model ends with."""
     found = [module for module in model.modules() if type(module) is nn.Linear]
     if not found or found[-1].bias is None:
         raise UserError("the model must end in a linear layer with a bias: its head")
     return found[-1]
 
 
-class Features:
+class PenultimateFeatures:
     """The input of a model's last linear layer for a batch: (B, ...) to (B, D), in inference.
 
     Raises UserError for a model that does not end in that layer.
@@ -39,21 +39,21 @@ class Features:
     def __init__(self, model: nn.Module, inputs: Tensor) -> None:
         """inputs: (B, ...) to try it on. The model is this object's from now on."""
         self._model, self._head = model.eval().requires_grad_(False), last_linear(model)
-        self._seen: list[Tensor] = []
-        seen = self._seen  # the hook holds the list, not us: a cycle keeps models and features
+        self._captured: list[Tensor] = []
+        seen = self._captured  # the hook holds the list, not us: a cycle keeps models and features
         self._head.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
         with torch.no_grad():
             answers = self._model(inputs)
-            first = self._seen[0] if self._seen else inputs
-            if len(self._seen) != 1 or first.dim() != 2 or not self._head(first).equal(answers):
+            first = self._captured[0] if self._captured else inputs
+            if len(self._captured) != 1 or first.dim() != 2 or not self._head(first).equal(answers):
                 raise UserError("the model must end in its last linear layer, used once: its head")
 
-    def __call__(self, inputs: Tensor, graph: bool = False) -> Tensor:
+    def __call__(self, inputs: Tensor, track_gradients: bool = False) -> Tensor:
         """graph: for gradients by the inputs."""
-        self._seen.clear()
-        with torch.set_grad_enabled(graph):
+        self._captured.clear()
+        with torch.set_grad_enabled(track_gradients):
             self._model(inputs)
-        return self._seen[0]
+        return self._captured[0]
 
 
 # --- filters of patches -----------------------------------------------------------------------
@@ -62,7 +62,7 @@ class Features:
 _TINY = 1e-8  # under the root of a square: smooth at 0
 
 
-class Patches(nn.Module):
+class PatchFeatures(nn.Module):
     """Images (B, C, H, W) to features (B, D) of norm 1: each filter's positive and negative part,
     averaged over squares of `pool` pixels.
 
@@ -105,7 +105,7 @@ class Patches(nn.Module):
         p = torch.where(p.isfinite().all(2, keepdim=True), p, 0.0)
         return p.transpose(1, 2) @ p / p.shape[1]
 
-    def take(self, moments: Tensor) -> None:
+    def fit_filters(self, moments: Tensor) -> None:
         """Make the filters the leading eigenvectors of a noisy sum of moments, (P, P)."""
         weight = self.encoder.weight
         channels = weight.shape[1]
@@ -119,9 +119,9 @@ class Patches(nn.Module):
             weight.copy_(vectors.flip(1)[:, : len(weight)].T.reshape(weight.shape))
 
 
-def patches_of(model: nn.Module) -> Patches:
+def patch_features_of(model: nn.Module) -> PatchFeatures:
     """The part of a model that makes its features of patches. Raises UserError for another one."""
-    found = [module for module in model.modules() if isinstance(module, Patches)]
+    found = [module for module in model.modules() if isinstance(module, PatchFeatures)]
     if len(found) != 1:
         raise UserError("a private encoder is of model patches")
     return found[0]
@@ -148,14 +148,14 @@ def patches(
     input_shape: Sequence[int], classes: int, filters: int = 20, side: int = 5, pool: int = 6
 ) -> nn.Module:
     """A linear classifier of features of patches: 640 of a 28 x 28 image."""
-    features = Patches(input_shape, filters, side, pool)
+    features = PatchFeatures(input_shape, filters, side, pool)
     return nn.Sequential(features, nn.Linear(features.size, classes))
 
 
 # --- scattering -------------------------------------------------------------------------------
 
 
-_FINEST = 1.6 * math.pi * 0.75  # frequency times width of a Morlet wavelet
+_FREQUENCY_TIMES_WIDTH = 1.6 * math.pi * 0.75  # frequency times width of a Morlet wavelet
 _TINY_MODULUS = 1e-8  # under the root of a squared modulus, which is smooth at 0 then
 
 
@@ -184,8 +184,8 @@ class Scattering(nn.Module):
         for scale, width in enumerate(widths):
             self.register_buffer(f"wavelets_{scale}", _morlets(width, angles), False)
         for name, (rows, columns) in (("whole", sides), ("coarse", coarse)):
-            self.register_buffer(f"{name}_rows", _lowest(rows, cosines), False)
-            self.register_buffer(f"{name}_columns", _lowest(columns, cosines).T, False)
+            self.register_buffer(f"{name}_rows", _dct_rows(rows, cosines), False)
+            self.register_buffer(f"{name}_columns", _dct_rows(columns, cosines).T, False)
         self.size = channels * (1 + angles * self.scales) * cosines**2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,14 +218,14 @@ def _morlets(width: float, angles: int) -> Tensor:
         across = rows * math.cos(turn) + columns * math.sin(turn)
         along = columns * math.cos(turn) - rows * math.sin(turn)
         envelope = (-(across.square() + along.square() / 4) / (2 * width**2)).exp()
-        phase = _FINEST / 2 / width * across
+        phase = _FREQUENCY_TIMES_WIDTH / 2 / width * across
         real, imaginary = envelope * phase.cos(), envelope * phase.sin()
         real = real - envelope * real.sum() / envelope.sum()
         found += [real / real.abs().sum(), imaginary / real.abs().sum()]
     return torch.stack(found)[:, None].float()
 
 
-def _lowest(side: int, count: int) -> Tensor:
+def _dct_rows(side: int, count: int) -> Tensor:
     """The first rows of the orthonormal cosine transform: float32 (count, side)."""
     places = torch.from_numpy(np.arange(side) + 0.5)
     rows = torch.stack([(math.pi / side * places * row).cos() for row in range(count)])

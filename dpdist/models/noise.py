@@ -8,7 +8,7 @@ Secure-SGD (Phan et al., IJCAI 2019). On the input and in several modules: resid
 Everything behind the cut must see the input through the first layer only, and that layer must be
 the affine map that its weights say. So a model is cut when it is a sequence of layers beginning
 with a plain convolution or dense layer, and refused otherwise: subclasses, parametrisations, hooks
-and replaced forward functions may compute anything. `SplitModel.affine` checks the rest by
+and replaced forward functions may compute anything. `SplitModel.affine_layer` checks the rest by
 numbers.
 
 Noise of a fixed scale hides nothing from a layer that grows. PixelDP therefore keeps the layer's
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.models.outputs import device_of
 from dpdist.models.spec import BlockNoise
-from dpdist.models.zoo import Normalised
+from dpdist.models.zoo import NormalisedNetwork
 
 # --- norm of the first layer ------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ from dpdist.models.zoo import Normalised
 _GRID = 2.0**20
 
 
-def layer_bound(split: SplitModel) -> float:
+def first_layer_norm_bound(split: SplitModel) -> float:
     """An upper bound of the L2 operator norm of the first layer, in input units.
 
     Dense: the spectral norm. Convolution: that of the kernel as a (filters, patch) matrix, times
@@ -60,9 +60,9 @@ def layer_bound(split: SplitModel) -> float:
     return bound
 
 
-def keep_within(split: SplitModel, limit: float) -> None:
+def project_first_layer_norm(split: SplitModel, limit: float) -> None:
     """Scale the first layer's weight back, in place, so that its bound is at most `limit`."""
-    bound = layer_bound(split)
+    bound = first_layer_norm_bound(split)
     if bound > limit:
         with torch.no_grad():
             split.layer.weight.mul_(math.floor(limit / bound * _GRID) / _GRID)
@@ -72,10 +72,11 @@ def keep_within(split: SplitModel, limit: float) -> None:
 
 
 _SCALES = (1e-3, 1.0, 1e3)  # of the inputs on which a cut is checked
-_AFFINE, _WHOLE = 1e-9, 1e-6  # what is rounding in float64 and float32, of the largest output
+# what is rounding in float64 and float32, of the largest output
+_AFFINE_TOLERANCE, _MODEL_TOLERANCE = 1e-9, 1e-6
 
 
-class Normalise(nn.Module):
+class NormalisationLayer(nn.Module):
     """(x - mean) / std alone, as the first step of a sequence."""
 
     def __init__(self, mean: Tensor, std: Tensor) -> None:
@@ -108,7 +109,7 @@ class SplitModel:
             zeros = torch.zeros(1, *input_shape, device=device_of(self.model))
             return tuple(self.first(zeros).shape[1:])
 
-    def affine(self, input_shape: tuple[int, ...]) -> nn.Linear | nn.Conv2d:
+    def affine_layer(self, input_shape: tuple[int, ...]) -> nn.Linear | nn.Conv2d:
         """A float64 copy of ``layer`` whose weight is that of ``first`` as a whole, in input units.
 
         Checked on inputs of several sizes: ``first`` moves as this layer does, and ``rest`` of it
@@ -133,18 +134,22 @@ class SplitModel:
             with torch.no_grad():
                 for x in (scale * unit for scale in _SCALES):
                     seen = x.double().flatten(1) if isinstance(layer, nn.Linear) else x.double()
-                    shown = _linear(layer, seen)
+                    shown = _apply_weight(layer, seen)
                     exact = copy.deepcopy(self.first).double()
                     moved = exact(x.double()) - exact(torch.zeros_like(x.double()))
-                    _require_equal(moved, shown, _AFFINE, "its first layer is not the map it shows")
+                    _require_equal(
+                        moved, shown, _AFFINE_TOLERANCE, "its first layer is not the map it shows"
+                    )
                     whole, parts = self.model(x), self.rest(self.first(x))
-                    _require_equal(parts, whole, _WHOLE, "cut behind that layer it is another")
+                    _require_equal(
+                        parts, whole, _MODEL_TOLERANCE, "cut behind that layer it is another"
+                    )
         except (RuntimeError, TypeError, IndexError) as error:  # shapes that do not fit, mostly
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"the model cannot be cut behind its first layer: {reason}") from error
 
 
-def _linear(layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
+def _apply_weight(layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
     """The map that the layer's weight says, which calling the layer may not be."""
     if isinstance(layer, nn.Linear):
         return nn.functional.linear(x, layer.weight)
@@ -159,15 +164,16 @@ def _require_equal(got: Tensor, expected: Tensor, rounding: float, what: str) ->
         raise UserError(f"noise in the first hidden layer does not fit this model: {what}")
 
 
-def split_first(model: nn.Module) -> SplitModel | None:
+def split_after_first_layer(model: nn.Module) -> SplitModel | None:
     """The cut after the first convolution or dense layer; None when the model cannot be cut."""
-    found = _cut(model)
+    found = _split_or_reason(model)
     return found if isinstance(found, SplitModel) else None
 
 
 def require_split(model: nn.Module) -> SplitModel:
-    """Return `split_first`. Raises UserError with the reason when the model cannot be cut."""
-    found = _cut(model)
+    """Return `split_after_first_layer`. Raises UserError with the reason when the model cannot be
+    cut."""
+    found = _split_or_reason(model)
     if isinstance(found, str):
         raise UserError(
             "noise in the first hidden layer needs a model that is a sequence of layers beginning "
@@ -176,14 +182,14 @@ def require_split(model: nn.Module) -> SplitModel:
     return found
 
 
-def _cut(model: nn.Module) -> SplitModel | str:
+def _split_or_reason(model: nn.Module) -> SplitModel | str:
     """The cut, or why there is none."""
     changed: list[str] = []
     modules = _flatten(model, "", changed)
     std: Tensor | None = None
     for place, (name, module) in enumerate(modules):
         where = f"{name or 'the model itself'} ({type(module).__name__})"
-        if _changed(module):
+        if _has_custom_forward(module):
             changed.append(name)
         if changed:
             return f"{changed[0] or 'the model itself'} has hooks or a forward of its own"
@@ -197,7 +203,7 @@ def _cut(model: nn.Module) -> SplitModel | str:
             first = nn.Sequential(*[m for _, m in modules[: place + 1]]).train(model.training)
             rest = nn.Sequential(*[m for _, m in modules[place + 1 :]]).train(model.training)
             return SplitModel(model, name, module, first, rest, std)
-        if type(module) is Normalise:
+        if type(module) is NormalisationLayer:
             mine = module.std
             assert isinstance(mine, Tensor)
             std = mine.double() if std is None else std * mine.double()
@@ -206,7 +212,7 @@ def _cut(model: nn.Module) -> SplitModel | str:
     return "it has no layers"
 
 
-def _changed(module: nn.Module) -> bool:
+def _has_custom_forward(module: nn.Module) -> bool:
     """Whether calling the module does something else than its class's forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return any(hooks) or "forward" in vars(module)
@@ -215,13 +221,13 @@ def _changed(module: nn.Module) -> bool:
 def _flatten(model: nn.Module, name: str, changed: list[str]) -> list[tuple[str, nn.Module]]:
     """(name, module) in order; changed: names of opened containers that are more than they hold."""
     prefix = f"{name}." if name else ""
-    if type(model) not in (Normalised, nn.Sequential):
+    if type(model) not in (NormalisedNetwork, nn.Sequential):
         return [(name, model)]
-    if _changed(model):
+    if _has_custom_forward(model):
         changed.append(name)
-    if isinstance(model, Normalised):
+    if isinstance(model, NormalisedNetwork):
         inner = _flatten(model.network, f"{prefix}network", changed)
-        return [(name, Normalise(model.mean, model.std)), *inner]
+        return [(name, NormalisationLayer(model.mean, model.std)), *inner]
     children = model._modules.items()  # named_children leaves out what comes a second time
     return [pair for key, child in children for pair in _flatten(child, prefix + key, changed)]  # type: ignore[arg-type]
 
@@ -229,8 +235,8 @@ def _flatten(model: nn.Module, name: str, changed: list[str]) -> list[tuple[str,
 # --- noise saved with a model -----------------------------------------------------------------
 
 
-HIDDEN, INPUT, BLOCKS = "hidden_std", "input_std", "block_std"  # the saved tensors
-BLOCK_NOISE = "block_noise"  # the attribute of a model that says where BLOCKS go
+HIDDEN_STD, INPUT_STD, BLOCK_STDS = "hidden_std", "input_std", "block_std"  # the saved tensors
+BLOCK_NOISE_ATTRIBUTE = "block_noise"  # the attribute of a model that says where BLOCKS go
 
 
 def attach_noise(model: nn.Module, std: Tensor) -> None:
@@ -239,10 +245,10 @@ def attach_noise(model: nn.Module, std: Tensor) -> None:
     Raises UserError when the model has no such layer.
     """
     require_split(model)
-    model.register_buffer(HIDDEN, std.detach().float().clone().to(device_of(model)))
+    model.register_buffer(HIDDEN_STD, std.detach().float().clone().to(device_of(model)))
 
 
-def attach_silence(model: nn.Module, input_shape: tuple[int, ...]) -> None:
+def attach_zero_noise(model: nn.Module, input_shape: tuple[int, ...]) -> None:
     """Room for the noise of a model about to be loaded."""
     attach_noise(model, torch.zeros(require_split(model).hidden_shape(input_shape)))
 
@@ -258,13 +264,13 @@ def attach_block_noise(
     missing = [name for name in noise.modules if name not in known]
     if missing:
         raise UserError(f"noise in modules: the model has no module named {missing[0]!r}")
-    setattr(model, BLOCK_NOISE, noise)
-    model.register_buffer(BLOCKS, torch.tensor(list(stds), dtype=torch.float64))
-    model.register_buffer(INPUT, torch.tensor(input_std, dtype=torch.float64))
+    setattr(model, BLOCK_NOISE_ATTRIBUTE, noise)
+    model.register_buffer(BLOCK_STDS, torch.tensor(list(stds), dtype=torch.float64))
+    model.register_buffer(INPUT_STD, torch.tensor(input_std, dtype=torch.float64))
 
 
 def drop_noise(tensors: dict[str, Tensor], model: nn.Module) -> None:
     """A model with noise may give its weights to one without: leave out the noise of others."""
-    for name in (HIDDEN, BLOCKS, INPUT):
+    for name in (HIDDEN_STD, BLOCK_STDS, INPUT_STD):
         if not hasattr(model, name):
             tensors.pop(name, None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import shifts_within
+from dpdist.core.fields import list_shifts
 from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec
 
 # --- device -----------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def predicted_classes(logits: Tensor) -> Tensor:
 def check_views(spec: ModelSpec) -> None:
     """Raise UserError for inputs that have no such views."""
     shape, key = tuple(spec.input_shape), "shifts" if spec.shifts else "mirrored"
-    if spec.averages and len(shape) != 3:
+    if spec.averages_views and len(shape) != 3:
         raise UserError(f"model.{key}: needs images, got inputs of shape {shape}")
     if spec.shifts and spec.shifts >= min(shape[1:]):
         raise UserError(
@@ -93,20 +93,20 @@ def check_views(spec: ModelSpec) -> None:
 
 
 class ViewAverage(nn.Module):
-    """Mean log-probability of each class over `shifts_within(reach)` of an image (B, C, H, W), and
-    over each one's mirror image (mirrored), or (denoised) of what the network's denoiser makes of
-    it.
+    """Mean log-probability of each class over `list_shifts(max_shift)` of an image (B, C, H, W),
+    and over each one's mirror image (mirrored), or (denoised) of what the network's denoiser makes
+    of it.
 
     What leaves the image on one side enters on the other, so that the noise on a moved image has
     the law of noise on an image, and no edge without noise tells how far it was moved.
     """
 
     def __init__(
-        self, network: nn.Module, reach: int, denoised: bool = False, mirrored: bool = False
+        self, network: nn.Module, max_shift: int, denoised: bool = False, mirrored: bool = False
     ) -> None:
         super().__init__()
         self.network, self._denoised = network, denoised
-        self._shifts, self._mirrored = shifts_within(reach), mirrored
+        self._shifts, self._mirrored = list_shifts(max_shift), mirrored
 
     def forward(self, x: Tensor) -> Tensor:
         network = self.network
@@ -114,12 +114,12 @@ class ViewAverage(nn.Module):
             x = network.get_submodule(DENOISER)(x)
             network = network.get_submodule(CLASSIFIER)
         total, views = network(x).log_softmax(1), 1
-        for view in self._others(x):
+        for view in self._other_views(x):
             total, views = total + network(view).log_softmax(1), views + 1
         mean: Tensor = total / views
         return mean
 
-    def _others(self, x: Tensor) -> Iterator[Tensor]:
+    def _other_views(self, x: Tensor) -> Iterator[Tensor]:
         """The views but x itself, one at a time: a batch of them all would be many."""
         for shift in self._shifts[1:]:
             yield x.roll(shift, (2, 3))

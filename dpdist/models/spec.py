@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist.core import optional_imports
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MOST_SHIFTS
-from dpdist.core.files import NoSuchFile, check_shape, read_bytes, read_json, reason, regular_file
+from dpdist.core.fields import MAX_SHIFT
+from dpdist.core.files import (
+    MissingFileError,
+    check_regular_file,
+    check_shape,
+    error_text,
+    read_bytes,
+    read_json,
+)
 from dpdist.models.factory_code import FactoryCode
 
 if TYPE_CHECKING:
@@ -52,7 +59,7 @@ ZOO: Mapping[str, str] = {
 }
 
 # Modules of earlier versions, by which a recipe or a model that was saved may name its factory.
-_MOVED = {
+_MODULE_ALIASES = {
     "activations": "zoo",
     "adapters": "transformers",
     "base_folder": "spec",
@@ -117,7 +124,7 @@ def _given(name: str) -> Callable[..., Any]:
     return build
 
 
-def factory_of(name: str) -> Callable[..., Any]:
+def import_factory(name: str) -> Callable[..., Any]:
     """Return the function that makes a model of that name.
 
     Raises UserError for a name that leads nowhere.
@@ -129,7 +136,7 @@ def factory_of(name: str) -> Callable[..., Any]:
     module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
     package, _, last = module.rpartition(".")
     if package == __package__:
-        module = f"{package}.{_MOVED.get(last, last)}"
+        module = f"{package}.{_MODULE_ALIASES.get(last, last)}"
     try:
         result: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         return result
@@ -140,20 +147,20 @@ def factory_of(name: str) -> Callable[..., Any]:
 # --- bases in folders -------------------------------------------------------------------------
 
 
-_CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_ADAPTED = ("lora_", "ia3_")  # in names of tensors that no folder of a base has
+_CONFIG, _WEIGHTS_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_ADAPTER_PREFIXES = ("lora_", "ia3_")  # in names of tensors that no folder of a base has
 _AT_ONCE = 2**22  # bytes
 
 
-def is_base(folder: Path) -> bool:
+def is_base_model(folder: Path) -> bool:
     """Whether `folder` holds a base, not a model of dpdist."""
     return (folder / _CONFIG).exists() and not (folder / "model.json").exists()
 
 
-def with_config(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def with_base_config(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`options` of a model with the configuration of the base in `folder`; as they are when there
     is none. Raises UserError for a base that needs code or formats of its own."""
-    if not is_base(folder):
+    if not is_base_model(folder):
         return dict(options)
     if "config" in options:
         raise UserError(f"model.options.config: leave it out: it is that of {folder / _CONFIG}")
@@ -161,9 +168,9 @@ def with_config(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for key in ("auto_map", "quantization_config"):
         if found.get(key):
             raise UserError(f"{folder / _CONFIG}: has {key}, which is not read: take a plain base")
-    from dpdist.models.transformers import known_settings
+    from dpdist.models.transformers import default_settings
 
-    known = known_settings(found["model_type"])
+    known = default_settings(found["model_type"])
     return {**options, "config": {k: v for k, v in found.items() if k in known}}
 
 
@@ -171,13 +178,13 @@ def base_hash(folder: Path) -> str:
     """Hex digest of configuration and weights."""
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
     for path in (folder / _CONFIG, *_files(folder)):
-        with open(regular_file(path), "rb") as file:
+        with open(check_regular_file(path), "rb") as file:
             while piece := file.read(_AT_ONCE):
                 digest.update(piece)
     return digest.hexdigest()
 
 
-def load_base(module: nn.Module, folder: Path) -> None:
+def load_base_weights(module: nn.Module, folder: Path) -> None:
     """Copy the weights in `folder` into the base of a model that has adapters already.
 
     Heads that the folder has besides are left out. Raises UserError when they do not fit.
@@ -193,32 +200,32 @@ def load_base(module: nn.Module, folder: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
-            tensors |= load_file(regular_file(path))
+            tensors |= load_file(check_regular_file(path))
         except SafetensorError as error:
-            raise UserError(f"{path}: damaged: {reason(error)}") from error
-    found = _renamed(module.base, tensors, folder).state_dict()
+            raise UserError(f"{path}: damaged: {error_text(error)}") from error
+    found = _load_pretrained_base(module.base, tensors, folder).state_dict()
     with torch.no_grad():
         for name, tensor in module.base.state_dict().items():
-            if not any(part in name for part in _ADAPTED):
+            if not any(part in name for part in _ADAPTER_PREFIXES):
                 tensor.copy_(found[name.replace(".base_layer.", ".")])
 
 
-def _renamed(base: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
+def _load_pretrained_base(base: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
     """The same base without adapters and with these weights, of which the library knows what they
     were called before."""
     import torch
 
-    from dpdist.models.transformers import bare
+    from dpdist.models.transformers import base_arguments
 
     made: nn.Module
     try:
         with torch.random.fork_rng(devices=[]):
             made, found = type(base).from_pretrained(
                 None, config=base.config, state_dict=tensors, dtype=torch.float32,
-                output_loading_info=True, local_files_only=True, **bare(type(base)),
+                output_loading_info=True, local_files_only=True, **base_arguments(type(base)),
             )  # fmt: skip
     except (RuntimeError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: does not fit the base: {reason(error)}") from error
+        raise UserError(f"{folder}: does not fit the base: {error_text(error)}") from error
     if missing := sorted(found["missing_keys"]):
         raise UserError(
             f"{folder}: has no {missing[0]}, and {len(missing) - 1:,} more are missing: are these "
@@ -230,7 +237,7 @@ def _renamed(base: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
 def _files(folder: Path) -> list[Path]:
     """The files of weights, which lie in the folder itself."""
     if not (folder / _INDEX).exists():
-        return [folder / _WHOLE]
+        return [folder / _WEIGHTS_FILE]
     names = read_json(folder / _INDEX, {"weight_map": dict})["weight_map"].values()
     for name in names:
         if not (isinstance(name, str) and name.endswith(".safetensors") and "/" not in name):
@@ -286,12 +293,12 @@ class ModelSpec:
     mirrored: bool = False
 
     @property
-    def noisy(self) -> bool:
+    def has_noise(self) -> bool:
         """Whether the model carries noise of its own."""
         return self.hidden_noise or self.block_noise is not None
 
     @property
-    def averages(self) -> bool:
+    def averages_views(self) -> bool:
         """Whether it answers by an average over views."""
         return self.shifts != 0 or self.mirrored
 
@@ -302,42 +309,46 @@ class ModelSpec:
         return (self.name, *(name for names in frozen for name in names))
 
     @property
-    def own_factories(self) -> tuple[str, ...]:
+    def user_factories(self) -> tuple[str, ...]:
         """Return the factories that are not of the zoo."""
         return tuple(dict.fromkeys(name for name in self.factories if name not in ZOO))
 
     @property
-    def described(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the content of model.json as JSON types."""
-        return {"format": FORMAT, **_described(asdict(self))}
+        return {"format": FORMAT, **_without_unset_fields(asdict(self))}
 
 
-def _described(spec: dict[str, Any]) -> dict[str, Any]:
+def _without_unset_fields(spec: dict[str, Any]) -> dict[str, Any]:
     """Noise in modules, that it follows, and views are said only where they are: descriptions name
     models in keys."""
-    inner = {part: _described(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]}
-    unsaid = ("block_noise", *_SAID_WHERE_SET)
+    inner = {
+        part: _without_unset_fields(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]
+    }
+    unsaid = ("block_noise", *_OPTIONAL_DEFAULTS)
     return {k: v for k, v in (spec | inner).items() if v or k not in unsaid}
 
 
 def read_spec(folder: Path) -> ModelSpec:
     """The description in model.json. Raises UserError when it is missing, damaged or newer."""
-    description, _, where = _read(folder)
-    return _spec(description, where)
+    description, _, where = _read_model_json(folder)
+    return _parse_spec(description, where)
 
 
-def code_of(folder: Path) -> FactoryCode:
+def read_factory_code(folder: Path) -> FactoryCode:
     """Return the code of its own factories with which a model was saved. Raises as `read_spec`."""
-    description, code, where = _read(folder)
-    return FactoryCode(_spec(description, where).own_factories, code) if code else FactoryCode()
+    description, code, where = _read_model_json(folder)
+    return (
+        FactoryCode(_parse_spec(description, where).user_factories, code) if code else FactoryCode()
+    )
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, str], str]:
+def _read_model_json(folder: Path) -> tuple[dict[str, Any], dict[str, str], str]:
     """model.json without its format: the description, the digests of code, and its path."""
     path = Path(folder) / "model.json"
     try:
         description = read_json(path, {"format": int})
-    except NoSuchFile:
+    except MissingFileError:
         raise UserError(f"{path}: no model there; was the training finished?") from None
     version = description.pop("format")
     if version > FORMAT:
@@ -353,73 +364,73 @@ _SHAPE = {
     "hidden_noise": bool, "following": bool, "shifts": int, "denoised_shifts": bool,
     "mirrored": bool,
 }  # fmt: skip
-_SAID_WHERE_SET = {"following": False, "shifts": 0, "denoised_shifts": False, "mirrored": False}
-_MOST_NUMBERS = 2**28  # of one input, and classes
+_OPTIONAL_DEFAULTS = {"following": False, "shifts": 0, "denoised_shifts": False, "mirrored": False}
+_MAX_INPUT_VALUES = 2**28  # of one input, and classes
 
 
-def _spec(description: dict[str, Any], where: str) -> ModelSpec:
-    check_shape({**_SAID_WHERE_SET, **description}, where, _SHAPE)
+def _parse_spec(description: dict[str, Any], context: str) -> ModelSpec:
+    check_shape({**_OPTIONAL_DEFAULTS, **description}, context, _SHAPE)
     sizes = [*description["input_shape"], description["classes"]]
     good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
-    if not good or math.prod(sizes) > _MOST_NUMBERS:
-        raise UserError(f"{where}: damaged: input_shape and classes must be sizes, got {sizes}")
+    if not good or math.prod(sizes) > _MAX_INPUT_VALUES:
+        raise UserError(f"{context}: damaged: input_shape and classes must be sizes, got {sizes}")
     numbers = description["mean"] + description["std"]
     if not all(type(value) in (int, float) and abs(value) < 1e30 for value in numbers):
-        raise UserError(f"{where}: damaged: mean and std must be numbers below 1e30")
+        raise UserError(f"{context}: damaged: mean and std must be numbers below 1e30")
     for name in ("input_shape", "mean", "std"):
         description[name] = tuple(description[name])
     for part in (CLASSIFIER, DENOISER):
         if description.get(part) is not None:
-            inner = check_shape(description, where, {part: dict})[part]
-            description[part] = _spec(inner, f"{where}: {part}")
-            if description[part].averages:
-                raise UserError(f"{where}: damaged: {part}: an average is of the whole model")
+            inner = check_shape(description, context, {part: dict})[part]
+            description[part] = _parse_spec(inner, f"{context}: {part}")
+            if description[part].averages_views:
+                raise UserError(f"{context}: damaged: {part}: an average is of the whole model")
     if description.get("block_noise") is not None:
-        description["block_noise"] = _block_noise(description, where)
+        description["block_noise"] = _parse_block_noise(description, context)
     try:
         spec = ModelSpec(**description)
     except TypeError as error:
-        raise UserError(f"{where}: damaged: {error}") from error
-    if spec.averages:
-        _check_views(spec, where)
-    if spec.denoised_shifts and not (spec.averages and spec.denoiser):
+        raise UserError(f"{context}: damaged: {error}") from error
+    if spec.averages_views:
+        _check_views(spec, context)
+    if spec.denoised_shifts and not (spec.averages_views and spec.denoiser):
         raise UserError(
-            f"{where}: damaged: denoised_shifts needs shifts, or mirrored, and a denoiser"
+            f"{context}: damaged: denoised_shifts needs shifts, or mirrored, and a denoiser"
         )
     return spec
 
 
-def _check_views(spec: ModelSpec, where: str) -> None:
+def _check_views(spec: ModelSpec, context: str) -> None:
     """Raise UserError for an average that no training of ours leaves behind."""
-    if not 0 <= spec.shifts <= MOST_SHIFTS:
-        raise UserError(f"{where}: damaged: shifts must be 0 to {MOST_SHIFTS}, got {spec.shifts}")
-    if spec.noisy or spec.following:
+    if not 0 <= spec.shifts <= MAX_SHIFT:
+        raise UserError(f"{context}: damaged: shifts must be 0 to {MAX_SHIFT}, got {spec.shifts}")
+    if spec.has_noise or spec.following:
         raise UserError(
-            f"{where}: damaged: an average over shifts or mirror images goes with no noise of the "
-            "model's own, nor with tokens"
+            f"{context}: damaged: an average over shifts or mirror images goes with no noise of "
+            "the model's own, nor with tokens"
         )
 
 
-def _block_noise(description: dict[str, Any], where: str) -> BlockNoise:
+def _parse_block_noise(description: dict[str, Any], context: str) -> BlockNoise:
     shape = {
         "block_noise": dict, "block_noise.modules": list, "block_noise.mode": str,
         "block_noise.floor": float,
     }  # fmt: skip
-    noise = check_shape(description, where, shape)["block_noise"]
+    noise = check_shape(description, context, shape)["block_noise"]
     if not all(isinstance(name, str) for name in noise["modules"]):
-        raise UserError(f"{where}: damaged: block_noise.modules must be names of modules")
+        raise UserError(f"{context}: damaged: block_noise.modules must be names of modules")
     floor = noise["floor"]
     if not (math.isfinite(floor) and floor >= 0):
-        raise UserError(f"{where}: damaged: block_noise.floor must be a number >= 0, got {floor}")
+        raise UserError(f"{context}: damaged: block_noise.floor must be a number >= 0, got {floor}")
     return BlockNoise(tuple(noise["modules"]), noise["mode"], float(floor))
 
 
-def check_trusted(spec: ModelSpec, trusted_factory: str | None, where: object) -> None:
+def check_trusted(spec: ModelSpec, trusted_factory: str | None, context: object) -> None:
     """Raise UserError when building the model would import a factory that nobody trusted."""
     for name in spec.factories:
         if name not in ZOO and name != trusted_factory:
             raise UserError(
-                f"{where}: the model is built by {name!r}, which is not ours; importing it runs "
+                f"{context}: the model is built by {name!r}, which is not ours; importing it runs "
                 f"its code. If you trust it, name it (--trust-factory {name})"
             )
 
@@ -430,7 +441,7 @@ def model_hash(folder: Path) -> str:
     The description states the code of factories that are not of the zoo (`factory_code`), and a
     model whose code has changed since is not loaded.
     """
-    if is_base(Path(folder)):
+    if is_base_model(Path(folder)):
         return base_hash(Path(folder))
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.model")
     for name in ("model.json", "model.safetensors"):

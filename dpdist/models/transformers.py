@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.core.optional_imports import library
+from dpdist.core.optional_imports import import_extra
 
 # --- adapters ---------------------------------------------------------------------------------
 
 
 # kind: its class in peft, and the options that may be given.
-KINDS: dict[str, tuple[str, frozenset[str]]] = {
+ADAPTER_KINDS: dict[str, tuple[str, frozenset[str]]] = {
     "lora": (
         "LoraConfig",
         frozenset({
@@ -39,22 +39,22 @@ KINDS: dict[str, tuple[str, frozenset[str]]] = {
 _KEY = "model.options.adapter"
 
 
-def inject(base: nn.Module, adapter: Mapping[str, Any]) -> None:
+def inject_adapters(base: nn.Module, adapter: Mapping[str, Any]) -> None:
     """Put adapters into `base`, in place; they are its only trained parameters, in float32.
 
     adapter: `kind`, lora or ia3, and options of peft's LoraConfig or IA3Config. Raises UserError
     for others.
     """
     kind = adapter.get("kind", "lora")
-    if kind not in KINDS:
-        raise UserError(f"{_KEY}.kind: must be one of {', '.join(KINDS)}, got {kind!r}")
-    name, allowed = KINDS[kind]
+    if kind not in ADAPTER_KINDS:
+        raise UserError(f"{_KEY}.kind: must be one of {', '.join(ADAPTER_KINDS)}, got {kind!r}")
+    name, allowed = ADAPTER_KINDS[kind]
     options = {key: value for key, value in adapter.items() if key != "kind"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
         raise UserError(f"{_KEY}.{unknown[0]}: kind {kind} takes {', '.join(sorted(allowed))}")
     with torch.device("cpu"):
-        peft = library("peft", "hf", _KEY)
+        peft = import_extra("peft", "hf", _KEY)
     transposed = any(type(module).__name__ == "Conv1D" for module in base.modules())
     try:
         peft.inject_adapter_in_model(
@@ -79,7 +79,7 @@ class Family:
     tokens. causal: a position sees those before it alone."""
 
     name: str
-    pixels: bool = False
+    reads_images: bool = False
     causal: bool = False
 
 
@@ -90,12 +90,12 @@ FAMILIES = {
     "gpt2": Family("GPT2", causal=True),
     "llama": Family("Llama", causal=True),
     "qwen2": Family("Qwen2", causal=True),
-    "vit": Family("ViT", pixels=True),
+    "vit": Family("ViT", reads_images=True),
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _POOLS = ("mean", "first", "last", "each")
 # What a configuration's file says besides the network: where it came from, how it was run.
-_NOT_OF_THE_NETWORK = {
+_NON_ARCHITECTURE_SETTINGS = {
     "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "id2label",
     "label2id", "use_cache", "model_type", "return_dict", "output_attentions",
     "output_hidden_states", "problem_type", "finetuning_task", "task_specific_params",
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         self.base, self.family, self.pool = base, family, pool
         config: Any = base.config
         self.head = nn.Linear(config.hidden_size, classes)
-        self.vocabulary: int | None = None if family.pixels else config.vocab_size
+        self.vocabulary: int | None = None if family.reads_images else config.vocab_size
 
     def forward(self, x: Tensor) -> Tensor:
         dtype: Any = self.base.dtype
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
             states = self.base(
                 input_ids=tokens, attention_mask=self._mask(real, dtype)
             ).last_hidden_state
-        output: Tensor = self.head(_pooled(states.to(self.head.weight.dtype), real, self.pool))
+        output: Tensor = self.head(_pool_states(states.to(self.head.weight.dtype), real, self.pool))
         return output
 
     def _mask(self, real: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -144,7 +144,7 @@ class Transformer(nn.Module):
         return torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
 
 
-def _pooled(states: Tensor, real: Tensor, pool: str) -> Tensor:
+def _pool_states(states: Tensor, real: Tensor, pool: str) -> Tensor:
     """(B, T, width) to (B, width); of each, as they are."""
     if pool == "each":
         return states
@@ -182,22 +182,24 @@ def transformer(
     if pool == "each" and not family.causal:
         causal = ", ".join(name for name, each in FAMILIES.items() if each.causal)
         raise UserError(f"model.options.pool: each is for {causal}: others see what follows")
-    base = _base(family, config).to(_DTYPES[dtype]).requires_grad_(False)
+    base = _build_base(family, config).to(_DTYPES[dtype]).requires_grad_(False)
     if adapter is not None:
-        inject(base, adapter)
+        inject_adapters(base, adapter)
     return Transformer(base, family, classes, pool)
 
 
 def _check_input(shape: Sequence[int], family: Family) -> None:
-    if len(shape) != (3 if family.pixels else 1):
-        what = "images (C, H, W)" if family.pixels else "rows of token numbers (see data.text)"
+    if len(shape) != (3 if family.reads_images else 1):
+        what = (
+            "images (C, H, W)" if family.reads_images else "rows of token numbers (see data.text)"
+        )
         raise UserError(f"{KEY}: {family.name} reads {what}, got records of shape {tuple(shape)}")
 
 
-def _base(family: Family, values: Mapping[str, Any]) -> nn.Module:
+def _build_base(family: Family, values: Mapping[str, Any]) -> nn.Module:
     """The bare base, of random weights, without dropout and without a pooling layer nobody asks."""
-    transformers, known = _transformers(), known_settings(values["model_type"])
-    given = {key: value for key, value in values.items() if key not in _NOT_OF_THE_NETWORK}
+    transformers, known = _transformers(), default_settings(values["model_type"])
+    given = {key: value for key, value in values.items() if key not in _NON_ARCHITECTURE_SETTINGS}
     unknown = sorted(given.keys() - known.keys())
     if unknown:
         raise UserError(f"model.options.config: {family.name} has no {', '.join(unknown)}")
@@ -206,17 +208,17 @@ def _base(family: Family, values: Mapping[str, Any]) -> nn.Module:
         **given, use_cache=False, attn_implementation="eager"
     )
     make = getattr(transformers, f"{family.name}Model")
-    result: nn.Module = make(config, **bare(make))
+    result: nn.Module = make(config, **base_arguments(make))
     return result
 
 
-def bare(base: type) -> dict[str, bool]:
+def base_arguments(base: type) -> dict[str, bool]:
     """How a base is made without the pooling layer that it may have beside its states."""
     has = "add_pooling_layer" in inspect.signature(base.__init__).parameters  # type: ignore[misc]
     return {"add_pooling_layer": False} if has else {}
 
 
-def known_settings(model_type: str) -> dict[str, Any]:
+def default_settings(model_type: str) -> dict[str, Any]:
     """The settings of a family of bases, and their defaults."""
     made = getattr(_transformers(), f"{_family(model_type).name}Config")
     result: dict[str, Any] = (
@@ -241,8 +243,8 @@ def _is_rate(value: Any) -> bool:
 
 def _transformers() -> ModuleType:
     with torch.device("cpu"):  # whatever device the factory is called under
-        found = library("transformers", "hf", KEY)
-        said = library("transformers.utils.logging", "hf", KEY)
+        found = import_extra("transformers", "hf", KEY)
+        said = import_extra("transformers.utils.logging", "hf", KEY)
     said.set_verbosity_error()
     said.disable_progress_bar()
     return found

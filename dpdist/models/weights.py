@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import reason, regular_file
+from dpdist.core.files import check_regular_file, error_text
 
 # Under which keys training scripts keep the state dict of the model beside other things.
 _INSIDE = ("state_dict", "model_state_dict", "model", "net", "params", "weights")
@@ -39,12 +39,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         UserError: there is no such file, it is damaged, or it holds objects whose loading would
             run code.
     """
-    regular_file(path)
+    check_regular_file(path)
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise UserError(f"{path}: must be a safetensors file: {reason(error)}") from error
+            raise UserError(f"{path}: must be a safetensors file: {error_text(error)}") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about an archive that is then refused
@@ -60,7 +60,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         what = "a TorchScript archive" if "TorchScript" in str(error) else "no PyTorch file"
         raise UserError(
             f"{path}: must be a state dict (torch.save(model.state_dict(), path)) or a "
-            f".safetensors file, got {what}: {reason(error)}"
+            f".safetensors file, got {what}: {error_text(error)}"
         ) from None
     return _state_dict(found, path)
 
@@ -132,5 +132,5 @@ def _unwrapped(tensors: dict[str, Tensor], own: Any) -> dict[str, Tensor]:
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 sum of a file, as `sha256sum` prints it."""
-    with regular_file(path).open("rb") as file:
+    with check_regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import grad
 
-from dpdist.core.optional_imports import torchvision
+from dpdist.core.optional_imports import import_torchvision
 
 # --- activations ------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ def activation_layer(name: str) -> nn.Module:
 # --- normalisation by public constants --------------------------------------------------------
 
 
-class Normalised(nn.Module):
+class NormalisedNetwork(nn.Module):
     """(x - mean) / std, then the network; part of the model, so that radii are in input units."""
 
     mean: Tensor
@@ -89,14 +89,16 @@ def _flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
             width = layer.out_channels
         elif not isinstance(layer, nn.MaxPool2d):
             continue  # activations keep the shape
-        settings = (_both(getattr(layer, n)) for n in ("kernel_size", "stride", "padding"))
+        settings = (
+            _height_and_width(getattr(layer, n)) for n in ("kernel_size", "stride", "padding")
+        )
         sides = [(x + 2 * p - k) // s + 1 for x, k, s, p in zip(sides, *settings, strict=True)]
         if min(sides) < 1:
             raise ValueError(f"inputs of shape {tuple(input_shape)} are too small for its layers")
     return width * math.prod(sides)
 
 
-def _both(setting: Any) -> tuple[int, int]:
+def _height_and_width(setting: Any) -> tuple[int, int]:
     """Return height and width."""
     return setting if isinstance(setting, tuple) else (setting, setting)
 
@@ -248,7 +250,7 @@ def pool_cnn(
     return nn.Sequential(*features, nn.Linear(_flat_size(features, input_shape), classes))
 
 
-class _Tokens(nn.Module):
+class _TokenEmbedding(nn.Module):
     """Embeds the token numbers of a feature row: (B, length) floats to (B, length, width)."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
@@ -290,7 +292,7 @@ class NextWord(nn.Sequential):
     """Token numbers (B, length), below 0 behind a document's end, to what comes after each of them:
     logits (B, length, vocabulary), which depend on it and those before it."""
 
-    def __init__(self, tokens: _Tokens, *layers: nn.Module) -> None:
+    def __init__(self, tokens: _TokenEmbedding, *layers: nn.Module) -> None:
         super().__init__(tokens, *layers)
         self.vocabulary = tokens.vocabulary
 
@@ -310,7 +312,7 @@ def next_word_mlp(
     layers: list[nn.Module] = [_Windows(context)]
     for width_in, width_out in itertools.pairwise(sizes):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]
-    return NextWord(_Tokens(classes, embedding), *layers, nn.Linear(sizes[-1], classes))
+    return NextWord(_TokenEmbedding(classes, embedding), *layers, nn.Linear(sizes[-1], classes))
 
 
 def next_word_lstm(
@@ -318,7 +320,7 @@ def next_word_lstm(
 ) -> nn.Module:
     """Next word from all before it by an LSTM (DPlis: embedding 256, 96 units)."""
     return NextWord(
-        _Tokens(classes, embedding), _States(embedding, units), nn.Linear(units, classes)
+        _TokenEmbedding(classes, embedding), _States(embedding, units), nn.Linear(units, classes)
     )
 
 
@@ -451,7 +453,7 @@ def resnet_rp(
 # --- denoisers --------------------------------------------------------------------------------
 
 
-class Residual(nn.Module):
+class ResidualDenoiser(nn.Module):
     """x - network(x): the network predicts the noise (Zhang et al. 2017, "DnCNN")."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -476,7 +478,7 @@ def conv_autoencoder(
     sides of the image must be divisible by 2^len(channels). residual: x - network(x) instead, with
     a last layer that begins at 0, so that training begins at the identity. classes is not used.
     """
-    _check_halved(input_shape, channels)
+    _check_sides_divisible(input_shape, channels)
     widths = [input_shape[0], *channels]
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(widths):
@@ -489,7 +491,7 @@ def conv_autoencoder(
             nn.ConvTranspose2d(width_in, width_out, 4, stride=2, padding=1),
             activation_layer(activation),
         ]
-    return _finished(layers[:-1], residual)
+    return _build_denoiser(layers[:-1], residual)
 
 
 class _Level(nn.Module):
@@ -523,7 +525,7 @@ def unet(
     channels: of the levels, outermost first; the sides of the image must be divisible by
     2^len(channels). kernel: even, of the outermost level; the others have 4. classes is not used.
     """
-    _check_halved(input_shape, channels)
+    _check_sides_divisible(input_shape, channels)
     if kernel < 2 or kernel % 2:
         raise ValueError(f"kernel must be an even number >= 2, got {kernel}")
     widths = [input_shape[0], *channels]
@@ -556,7 +558,7 @@ def dncnn(
             layers.append(nn.GroupNorm(groups, width))
         layers.append(nn.ReLU())
     layers.append(nn.Conv2d(width, input_shape[0], 3, padding=1))
-    return _finished(layers, residual=True)
+    return _build_denoiser(layers, residual=True)
 
 
 def _check_image(input_shape: Sequence[int], channels: Sequence[int]) -> None:
@@ -566,7 +568,7 @@ def _check_image(input_shape: Sequence[int], channels: Sequence[int]) -> None:
         raise ValueError(f"channels must be numbers >= 1, got {list(channels)}")
 
 
-def _check_halved(input_shape: Sequence[int], channels: Sequence[int]) -> None:
+def _check_sides_divisible(input_shape: Sequence[int], channels: Sequence[int]) -> None:
     """And its sides can be halved once for each of the channels."""
     _check_image(input_shape, channels)
     reduction = 2 ** len(channels)
@@ -577,7 +579,7 @@ def _check_halved(input_shape: Sequence[int], channels: Sequence[int]) -> None:
         )
 
 
-def _finished(layers: list[nn.Module], residual: bool) -> nn.Module:
+def _build_denoiser(layers: list[nn.Module], residual: bool) -> nn.Module:
     network = nn.Sequential(*layers)
     if not residual:
         return network
@@ -585,7 +587,7 @@ def _finished(layers: list[nn.Module], residual: bool) -> nn.Module:
     assert isinstance(last, nn.Conv2d | nn.ConvTranspose2d) and last.bias is not None
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    return Residual(network)
+    return ResidualDenoiser(network)
 
 
 # --- DPAL's network ---------------------------------------------------------------------------
@@ -614,30 +616,30 @@ class DPALNetwork(nn.Module):
         self.register_buffer("input_noise", torch.zeros(*input_shape))
         self.register_buffer("hidden_noise", torch.zeros(*code_shape))
 
-    def code(self, noisy: Tensor) -> Tensor:
+    def encode(self, noisy: Tensor) -> Tensor:
         """h-bar (B, filters, H', W') of noisy inputs."""
         result: Tensor = self.encoder(noisy) + self.hidden_noise
         return result
 
-    def decoded(self, code: Tensor) -> Tensor:
+    def decode(self, code: Tensor) -> Tensor:
         """theta_1 h-bar: what the code says of its input, (B, C, H, W)."""
         shape = (len(code), *self.input_noise.shape)
         stride, padding = self.encoder.stride, self.encoder.padding
         result: Tensor = grad.conv2d_input(shape, self.encoder.weight, code, stride, padding)
         return result
 
-    def last(self, code: Tensor) -> Tensor:
+    def last_hidden(self, code: Tensor) -> Tensor:
         """h_pi, the last hidden layer: (B, dense) in [-1, 1]."""
         result: Tensor = self.rest(code)
         return result
 
-    def answer(self, noisy: Tensor, besides: Tensor | float = 0.0) -> Tensor:
+    def logits(self, noisy: Tensor, code_noise: Tensor | float = 0.0) -> Tensor:
         """Logits of inputs that have their noise. besides: more noise on the code."""
-        result: Tensor = self.head(self.last(self.code(noisy) + besides))
+        result: Tensor = self.head(self.last_hidden(self.encode(noisy) + code_noise))
         return result
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x + self.input_noise)
+        return self.logits(x + self.input_noise)
 
 
 def dpal_cnn(
@@ -676,8 +678,8 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 class FixedBatchNorm(nn.Module):
     """BatchNorm by stored statistics: (x - mean) / sqrt(var + eps) * weight + bias, per channel.
 
-    Its tensors are named as BatchNorm2d's. Only inside `estimating` it normalises by the batch and
-    updates the statistics: that mixes examples and is for training on public records.
+    Its tensors are named as BatchNorm2d's. Only inside `batch_statistics` it normalises by the
+    batch and updates the statistics: that mixes examples and is for training on public records.
     """
 
     running_mean: Tensor
@@ -686,14 +688,14 @@ class FixedBatchNorm(nn.Module):
     def __init__(self, features: int, eps: float, momentum: float | None) -> None:
         super().__init__()
         self.eps, self.momentum = eps, 0.1 if momentum is None else momentum
-        self.estimate = False
+        self.uses_batch_statistics = False
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
         self.register_buffer("running_mean", torch.zeros(features))
         self.register_buffer("running_var", torch.ones(features))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.estimate:
+        if self.uses_batch_statistics:
             return nn.functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias,
                 training=True, momentum=self.momentum, eps=self.eps,
@@ -704,16 +706,16 @@ class FixedBatchNorm(nn.Module):
 
 
 @contextmanager
-def estimating(module: nn.Module) -> Iterator[None]:
+def batch_statistics(module: nn.Module) -> Iterator[None]:
     """Let the fixed normalisations estimate their statistics, as BatchNorm does in training."""
     layers = [layer for layer in module.modules() if isinstance(layer, FixedBatchNorm)]
     for layer in layers:
-        layer.estimate = True
+        layer.uses_batch_statistics = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.estimate = False
+            layer.uses_batch_statistics = False
 
 
 def torchvision_classifier(
@@ -722,29 +724,29 @@ def torchvision_classifier(
     """torchvision.models' `architecture` with `classes` outputs, for (3, H, W) images."""
     if len(input_shape) != 3 or input_shape[0] != 3:
         raise ValueError(f"torchvision's classifiers take (3, H, W), got {tuple(input_shape)}")
-    known = torchvision("models").list_models(module=torchvision("models"))
+    known = import_torchvision("models").list_models(module=import_torchvision("models"))
     if architecture not in known:
         raise ValueError(f"architecture: unknown {architecture!r}; torchvision has {known}")
     options = {"init_weights": True} if architecture in ("googlenet", "inception_v3") else {}
-    network = torchvision("models").get_model(
+    network = import_torchvision("models").get_model(
         architecture, weights=None, num_classes=classes, **options
     )
-    return fixed(network)
+    return replace_batch_norm_and_dropout(network)
 
 
-def published_weights(architecture: str) -> tuple[dict[str, Tensor], str]:
+def download_weights(architecture: str) -> tuple[dict[str, Tensor], str]:
     """torchvision's default weights of an architecture, downloaded, and their name.
 
     Kept where torch.hub keeps its files; the download is compared with its checksum and nothing in
     it is executed. Raises ValueError when there are none, OSError or RuntimeError when they cannot
     be had.
     """
-    weights = torchvision("models").get_model_weights(architecture).DEFAULT
+    weights = import_torchvision("models").get_model_weights(architecture).DEFAULT
     tensors = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     return tensors, str(weights)
 
 
-def fixed(module: nn.Module) -> nn.Module:
+def replace_batch_norm_and_dropout(module: nn.Module) -> nn.Module:
     """Replace, in place, every BatchNorm2d by `FixedBatchNorm` and every dropout by nothing."""
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
@@ -757,5 +759,5 @@ def fixed(module: nn.Module) -> nn.Module:
         elif isinstance(child, _DROPOUT):
             setattr(module, name, nn.Identity())
         else:
-            fixed(child)
+            replace_batch_norm_and_dropout(child)
     return module

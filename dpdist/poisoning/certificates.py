@@ -57,11 +57,11 @@ from scipy.special import ndtr
 from dpdist.cluster import job_folder
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
-from dpdist.core.files import Column, check_shape, shown
+from dpdist.core.files import ColumnSpec, check_shape, quoted
 from dpdist.privacy import audit_bounds
-from dpdist.privacy.audit_bounds import Curve
+from dpdist.privacy.audit_bounds import TradeoffCurve
 from dpdist.privacy.plan import PrivacyPlan, group_pld
-from dpdist.randomness.keys import words
+from dpdist.randomness.keys import stream_words
 
 # --- the cost of changed records --------------------------------------------------------------
 
@@ -71,72 +71,72 @@ _LARGEST = 16  # of groups whose exact loss is computed, which takes time in pro
 _MOST_CHANGES = 1000  # changes that are looked for
 
 
-class Poisoned:
+class PrivatePoisoningBound:
     """The trade-off of one training by a plan.
 
     Raises ValueError where no trade-off curve is proved for it.
     """
 
     def __init__(self, plan: PrivacyPlan) -> None:
-        one = audit_bounds.of_plan(plan)
+        one = audit_bounds.plan_tradeoff(plan)
         if one is None:
             raise ValueError("no trade-off curve is proved of its training, so nothing of poison")
         self._plan, self._one = plan, one
         self._exact = plan.neighbours == "add-or-remove-one"
-        self._groups: dict[int, tuple[Curve, Curve] | None] = {}
+        self._groups: dict[int, tuple[TradeoffCurve, TradeoffCurve] | None] = {}
         self._needed: dict[float, list[float]] = {}
 
-    def needed(self, changes: int, target: float = 0.5) -> float:
+    def required_probability(self, changes: int, target: float = 0.5) -> float:
         """The probability from which on more than `target` is left after so many changes, or fewer;
         infinity where none is enough. Rounded up."""
         found = self._needed.setdefault(target, [target])
         while len(found) <= changes:
-            found.append(max(found[-1], self._after(len(found), found)))
+            found.append(max(found[-1], self._required_after(len(found), found)))
         return found[changes]
 
-    def changes(self, probability: float, target: float = 0.5) -> int:
+    def max_changes(self, probability: float, target: float = 0.5) -> int:
         """The largest number of changes, up to 1,000, after which an answer of at least this
         probability keeps more than `target`; -1 where it has no more than that to begin with."""
         if probability <= target:
             return -1
         most = 0
-        while most < _MOST_CHANGES and self.needed(most + 1, target) <= probability:
+        while most < _MOST_CHANGES and self.required_probability(most + 1, target) <= probability:
             most += 1
         return most
 
-    def _after(self, changes: int, fewer: list[float]) -> float:
+    def _required_after(self, changes: int, fewer: list[float]) -> float:
         """fewer: what 0 to changes - 1 need. One change, or a group, must keep what the others
         need."""
         stepwise, group = _inverse(self._one, fewer[-1]), min(changes, _LARGEST)
-        if self._both(group) is None:
+        if self._find_group_curves(group) is None:
             return stepwise
         worst = 0.0
         for removed in range(group + 1):
             kept = fewer[changes - group]
             if inserted := group - removed:
-                kept = _inverse(self._pair(inserted)[1], kept)
+                kept = _inverse(self._group_curves(inserted)[1], kept)
             if removed:
-                kept = _inverse(self._pair(removed)[0], kept)
+                kept = _inverse(self._group_curves(removed)[0], kept)
             worst = max(worst, kept)
         return min(stepwise, worst)
 
-    def _pair(self, size: int) -> tuple[Curve, Curve]:
-        found = self._both(size)
+    def _group_curves(self, size: int) -> tuple[TradeoffCurve, TradeoffCurve]:
+        found = self._find_group_curves(size)
         assert found is not None  # a phase has exact groups of all sizes, or of none
         return found
 
-    def _both(self, size: int) -> tuple[Curve, Curve] | None:
+    def _find_group_curves(self, size: int) -> tuple[TradeoffCurve, TradeoffCurve] | None:
         """Return the curves of so many removed records, and of so many inserted, or None.
 
         None where no exact ones are known.
         """
         if size not in self._groups:
             found = group_pld(self._plan, size) if self._exact else None
-            self._groups[size] = None if found is None else audit_bounds.by_direction(*found)
+            self._groups[size] = None if found is None else audit_bounds.directed_tradeoffs(*found)
         return self._groups[size]
 
 
-def _inverse(curve: Curve, target: float) -> float:
+def _inverse(curve: TradeoffCurve, target: float) -> float:
     """An x with curve(x) > target, above the least by rounding; infinity where there is none.
 
     Curves do not decrease, so whatever lies above x keeps more than the target as well.
@@ -151,9 +151,9 @@ def _inverse(curve: Curve, target: float) -> float:
     return high
 
 
-def cost_of_votes(plan: PrivacyPlan, models: int) -> PrivacyPlan:
+def compose_vote_plans(plan: PrivacyPlan, models: int) -> PrivacyPlan:
     """Return the plan of all votes of so many trainings together, queried or not."""
-    return replace(plan, phases=tuple(p for each in plan.phases for p in each.times(models)))
+    return replace(plan, phases=tuple(p for each in plan.phases for p in each.repeat(models)))
 
 
 # --- models on few records --------------------------------------------------------------------
@@ -162,47 +162,47 @@ def cost_of_votes(plan: PrivacyPlan, models: int) -> PrivacyPlan:
 _LOG_SUM_UP = 1 + 1e-10  # sums of as many logarithms as there are changes, rounded up
 
 
-def drawn(key: bytes, records: int, size: int) -> np.ndarray:
+def draw_subset(key: bytes, records: int, size: int) -> np.ndarray:
     """A subset of so many of the records, every one alike by the key: bool (N,)."""
     members = np.zeros(records, dtype=bool)
-    members[np.argsort(words(key, 0, records), kind="stable")[:size]] = True
+    members[np.argsort(stream_words(key, 0, records), kind="stable")[:size]] = True
     return members
 
 
-class Bagged:
+class BaggingPoisoningBound:
     """The trade-off of one training on `size` of `records` records."""
 
     def __init__(self, records: int, size: int) -> None:
         self._records, self._size = records, size
-        self._changes = lru_cache(maxsize=None)(self._most)
+        self._changes = lru_cache(maxsize=None)(self._search_max_changes)
 
-    def needed(self, changes: int, target: float = 0.5) -> float:
+    def required_probability(self, changes: int, target: float = 0.5) -> float:
         """The probability from which on more than `target` is left after so many changes, or fewer;
         infinity where none is enough. Rounded up."""
         if self._records - changes < self._size:  # nothing can be drawn
             return math.inf
         removed = np.arange(changes + 1)
-        left, share = changes - removed, self._shares(changes)
+        left, share = changes - removed, self._subset_ratios(changes)
         found = 1 - share[left] / _LOG_SUM_UP + target * share[2 * left] * _LOG_SUM_UP
         most = float(found.max()) * _LOG_SUM_UP
         return most if most < 1 else math.inf
 
-    def changes(self, probability: float, target: float = 0.5) -> int:
+    def max_changes(self, probability: float, target: float = 0.5) -> int:
         """The largest number of changes after which an answer of at least this probability keeps
         more than `target`; -1 where it has no more than that to begin with."""
         return self._changes(probability, target)
 
-    def _most(self, probability: float, target: float) -> int:
+    def _search_max_changes(self, probability: float, target: float) -> int:
         if probability <= target:
             return -1
-        low, high = 0, self._records + 1  # `needed` increases with the changes
+        low, high = 0, self._records + 1  # `required_probability` increases with the changes
         while high - low > 1:
             middle = (low + high) // 2
-            enough = self.needed(middle, target) <= probability
+            enough = self.required_probability(middle, target) <= probability
             low, high = (middle, high) if enough else (low, middle)
         return low
 
-    def _shares(self, changes: int) -> np.ndarray:
+    def _subset_ratios(self, changes: int) -> np.ndarray:
         """C(n + i, s) / C(n, s), i from -changes to changes. Of as many products, not of s each:
         bags may be large."""
         i = np.arange(changes)
@@ -230,7 +230,7 @@ SCHEMA = pa.schema(
         pa.field("vote", pa.int64(), nullable=False),
     ]
 )
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, ColumnSpec] = {
     "model": (int, 0), "index": (int, 0), "label": (int, 0), "vote": (int, NONE)
 }  # fmt: skip
 _SHAPE = {
@@ -243,14 +243,14 @@ _SHAPE = {
 class Votes:
     """about: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or NONE."""
 
-    about: dict[str, Any]
+    job_record: dict[str, Any]
     index: NDArray[np.int64]
     label: NDArray[np.int64]
     vote: NDArray[np.int64]
 
     @property
     def settings(self) -> dict[str, Any]:
-        result: dict[str, Any] = self.about.get("settings", {})
+        result: dict[str, Any] = self.job_record.get("settings", {})
         return result
 
     def counts(self, models: slice) -> NDArray[np.int64]:
@@ -262,7 +262,7 @@ class Votes:
 def read_votes(path: Path) -> Votes:
     """Raises UserError for a table that is damaged, or not of its settings."""
     table = job_folder.read_table(path, COLUMNS, KEY)
-    about = check_shape(job_folder.about_table(table, KEY, str(path)), str(path), _SHAPE)
+    about = check_shape(job_folder.read_job_record(table, KEY, str(path)), str(path), _SHAPE)
     if not isinstance(about["settings"].get("bag", 1), int):
         raise UserError(f"{path}: damaged: settings.bag must be int")
     model, index, label, vote = (table[name].to_numpy() for name in COLUMNS)
@@ -279,7 +279,7 @@ def read_votes(path: Path) -> Votes:
     if asked["models"] != models or not _is_range(asked["inputs"], index[:inputs]):
         raise UserError(
             f"{path}: damaged: {models:,} models vote on {inputs:,} inputs, its settings say "
-            f"{asked['models']:,} on the inputs {shown(asked['inputs'])}"
+            f"{asked['models']:,} on the inputs {quoted(asked['inputs'])}"
         )
     job_folder.check_labels(about, index, label, path)
     return Votes(about, index[:inputs], label[:inputs], vote.reshape(models, inputs))
@@ -299,17 +299,17 @@ _TARGET_UP = 1 + 1e-12  # a target is rounded up
 Sizes = NDArray[np.int64]
 
 
-class UnderPoison(Protocol):
+class PoisoningBound(Protocol):
     """The effect of changed records on an answer of one random training."""
 
-    def changes(self, probability: float, target: float = 0.5) -> int:
+    def max_changes(self, probability: float, target: float = 0.5) -> int:
         """The most after which an answer of at least this probability keeps more than `target`; -1
         where it has no more to begin with."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class Withstands:
+class PoisoningCertificates:
     """The numbers of changed records that the answers on N inputs withstand.
 
     answer (N,): the class, NONE where no model named one. changes: for each radius, the largest
@@ -318,22 +318,22 @@ class Withstands:
     alpha: of each; 0 where exact.
     """
 
-    answer: Sizes
-    changes: dict[float, Sizes]
-    models: int
+    prediction: Sizes
+    max_changes: dict[float, Sizes]
+    num_models: int
     alpha: float
 
-    def accuracy(self, label: Sizes, changes: int, radius: float = 0.0) -> float:
+    def certified_accuracy(self, label: Sizes, changes: int, radius: float = 0.0) -> float:
         """Share of inputs that are right and certified so far."""
-        return float(np.mean((self.answer == label) & (self.changes[radius] >= changes)))
+        return float(np.mean((self.prediction == label) & (self.max_changes[radius] >= changes)))
 
     @property
-    def most(self) -> int:
+    def largest_changes(self) -> int:
         """The largest number of changes that any input withstands."""
-        return int(max(found.max() for found in self.changes.values()))
+        return int(max(found.max() for found in self.max_changes.values()))
 
 
-def check(models: int, select: int, radii: Sequence[float], sigma: float | None) -> None:
+def check_options(models: int, select: int, radii: Sequence[float], sigma: float | None) -> None:
     """Raise UserError without models for both, or for a radius without noise."""
     if not 0 < select < models:
         raise UserError(f"--select: must leave some of the {models} models to count, got {select}")
@@ -341,51 +341,51 @@ def check(models: int, select: int, radii: Sequence[float], sigma: float | None)
         raise UserError("--radii: need --sigma, noise on the inputs of the votes")
 
 
-def by_keys(
+def certify_random_models(
     votes: Votes,
-    poisoned: UnderPoison,
+    poisoning_bound: PoisoningBound,
     *,
     select: int,
     alpha: float,
     radii: Sequence[float] = (0.0,),
     sigma: float | None = None,
-) -> Withstands:
+) -> PoisoningCertificates:
     """Return the certificate of models trained alike, by secret keys.
 
     poisoned: the effect of changed records on one model. select: how many of the models choose
-    the class. Raises as `check`.
+    the class. Raises as `check_options`.
     """
     total = len(votes.vote)
-    check(total, select, radii, sigma)
+    check_options(total, select, radii, sigma)
     chosen, counted = votes.counts(slice(0, select)), votes.counts(slice(select, total))
-    answer = _most_named(chosen)
+    answer = _majority_class(chosen)
     hits = np.where(answer == NONE, 0, np.take_along_axis(counted, answer[:, None], 1)[:, 0])
     sure = {int(k): float(clopper_pearson_lower(k, total - select, alpha)) for k in np.unique(hits)}
     found = {}
     for radius in dict.fromkeys(radii):
         target = 0.5 if radius == 0 else min(1.0, float(ndtr(radius / (sigma or 1.0))) * _TARGET_UP)
-        withstood = {k: poisoned.changes(p, target) for k, p in sure.items()}
+        withstood = {k: poisoning_bound.max_changes(p, target) for k, p in sure.items()}
         found[radius] = np.array([withstood[int(k)] for k in hits], dtype=np.int64)
-    return Withstands(answer, found, total - select, alpha)
+    return PoisoningCertificates(answer, found, total - select, alpha)
 
 
-def by_partitions(votes: Votes) -> Withstands:
+def certify_partitioned_models(votes: Votes) -> PoisoningCertificates:
     """Return the certificate of models on disjoint shards.
 
     The answer is the class most vote for, the smaller one of equals.
     """
     counts = votes.counts(slice(None))
     inputs, classes = counts.shape
-    answer = _most_named(counts)
+    answer = _majority_class(counts)
     rows, names = np.arange(inputs), np.arange(classes)
     rival = counts + (names < answer[:, None])  # which of equals wins
     rival[rows, answer] = -1
     lead = counts[rows, answer] - rival.max(1, initial=0)  # a class that nobody named may win too
     changes = np.where(answer == NONE, -1, lead // 2).astype(np.int64)
-    return Withstands(answer, {0.0: changes}, len(votes.vote), 0.0)
+    return PoisoningCertificates(answer, {0.0: changes}, len(votes.vote), 0.0)
 
 
-def _most_named(counts: Sizes) -> Sizes:
+def _majority_class(counts: Sizes) -> Sizes:
     """The class with the most votes, the first of equals, NONE where there are none: (N,), of
     counts (N, classes)."""
     return np.where(counts.max(1) > 0, counts.argmax(1), NONE)

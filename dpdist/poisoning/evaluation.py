@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MOST_MODELS, check_hex_key
+from dpdist.core.fields import MAX_MODELS, check_hex_key
 from dpdist.poisoning.certificates import MOST_VOTES, TABLE, Votes, read_votes
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe, resolve
+from dpdist.runs.recipe import Recipe, resolve_recipe
 
 if TYPE_CHECKING:
-    from dpdist.poisoning.job import VoterSetup, Voting
+    from dpdist.poisoning.job import VoterSetup, VotingJob
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Poisoning(Evaluation):
     name: ClassVar[str] = "poisoning"
     file: ClassVar[str] = TABLE
     private: ClassVar[bool] = True
-    of_trained: ClassVar[bool] = False
-    unit: ClassVar[str] = "models"
+    needs_trained_model: ClassVar[bool] = False
+    progress_unit: ClassVar[str] = "models"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.models <= MOST_MODELS:
-            raise UserError(f"--models: must be from 1 to {MOST_MODELS:,}, got {self.models:,}")
+        if not 1 <= self.models <= MAX_MODELS:
+            raise UserError(f"--models: must be from 1 to {MAX_MODELS:,}, got {self.models:,}")
         if self.partitions and self.sigma is not None:
             raise UserError("--sigma: goes with models that draw at random, not with --partitions")
         if self.partitions and self.bag is not None:
@@ -78,7 +78,7 @@ class Poisoning(Evaluation):
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
-    def chosen(self, count: int, name: str) -> range:
+    def choose_inputs(self, count: int, name: str) -> range:
         """Return which of `count` test inputs of recipe `name` are voted on. Raises UserError for
         none, and for more votes than are read back."""
         indices = self.indices(count)
@@ -91,54 +91,57 @@ class Poisoning(Evaluation):
             )
         return indices
 
-    def recipe_of(self, recipe: Recipe) -> Recipe:
+    def data_recipe(self, recipe: Recipe) -> Recipe:
         """Return the recipe that is trained: it leaves test records out. Raises UserError for one
         that cannot."""
         if recipe.data.drop_test_records:
             return recipe
         try:
-            return resolve(recipe, changes={"data.drop_test_records": True})
+            return resolve_recipe(recipe, changes={"data.drop_test_records": True})
         except UserError as error:
             raise UserError(
                 f"{recipe.name}: nothing is withstood: one inserted copy of a test input stops its "
                 f"training, which cannot leave such records out ({error})"
             ) from None
 
-    def training(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
+    def training_plan(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
         """Recipe and plan of every model; with partitions, of one of average size. records: how
         many there are.
 
         Raises UserError for a recipe whose models cannot be trained one by one.
         """
-        from dpdist.runs.recipe import make_plan, ordinary, refuse_answers, training_alone
+        from dpdist.runs.recipe import make_plan, refuse_answers, training_only, without_privacy
         from dpdist.training.ensembles import plan_of_shard
 
-        recipe = self.recipe_of(recipe)
+        recipe = self.data_recipe(recipe)
         for wrong, why in (
             (recipe.tune is not None, "a private search is no single training"),
-            (recipe.planted is not None, "audit.kind: canaries plants records in this training"),
-            (recipe.method.withheld is not None, recipe.method.withheld),
+            (
+                recipe.canary_audit is not None,
+                "audit.kind: canaries plants records in this training",
+            ),
+            (recipe.method.not_releasable_reason is not None, recipe.method.not_releasable_reason),
         ):
             if wrong:
                 raise UserError(f"{recipe.name}: nothing to vote: {why}")
         if self.bag is not None and self.bag > records:
             raise UserError(f"--bag: {recipe.name} has {records:,} records, got {self.bag}")
         if self.partitions or self.bag is not None:
-            plain = ordinary(recipe)
+            plain = without_privacy(recipe)
             return plain, plan_of_shard(plain, self.bag or max(1, records // self.models))[1]
-        alone = training_alone(recipe)
+        alone = training_only(recipe)
         plan = make_plan(alone, records, recipe.name)
         refuse_answers(plan, recipe.name)
         return alone, plan
 
-    def work(self, subject: Subject) -> Voting:
+    def job_spec(self, subject: EvaluatedModel) -> VotingJob:
         """Raises UserError for a recipe whose models cannot vote."""
-        from dpdist.poisoning.job import Voting
+        from dpdist.poisoning.job import VotingJob
 
-        records, test = subject.training(), subject.test
-        asked = self.recipe_of(subject.recipe)
-        recipe, plan = self.training(asked, len(records))
-        indices = self.chosen(len(test), recipe.name)
+        records, test = subject.load_training_data(), subject.test_data
+        asked = self.data_recipe(subject.recipe)
+        recipe, plan = self.training_plan(asked, len(records))
+        indices = self.choose_inputs(len(test), recipe.name)
         wanted = {
             "data": records.fingerprint,
             "test": test.fingerprint,
@@ -150,7 +153,7 @@ class Poisoning(Evaluation):
                 "inputs": [indices.start, indices.stop, indices.step],
                 "seed_given": self.seed is not None,
                 **({} if self.bag is None else {"bag": self.bag}),
-                **asked.of_model,
+                **asked.experiment_settings,
             },
         }
         labels = np.asarray(test.labels)[np.array(indices)]
@@ -163,13 +166,13 @@ class Poisoning(Evaluation):
                 indices, self.bag,
             )  # fmt: skip
 
-        return Voting(wanted, self.seed, share, labels)
+        return VotingJob(wanted, self.seed, share, labels)
 
     @classmethod
     def read(cls, path: Path) -> Votes:
         return read_votes(path)
 
     @classmethod
-    def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
+    def summary_rows(cls, results: Sequence[Any]) -> list[tuple[str, str]]:
         """Nothing for a report: it is private."""
         return []

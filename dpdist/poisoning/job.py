@@ -19,19 +19,19 @@ from safetensors.numpy import save
 from torch import nn
 
 from dpdist import models
-from dpdist.certification.inference import quiet_threads
-from dpdist.certification.worker import Randomness
+from dpdist.certification.inference import use_single_thread
+from dpdist.certification.worker import KeyedGenerator
 from dpdist.cluster import job_folder
-from dpdist.cluster.resumable_job import Row, Task, Work
+from dpdist.cluster.resumable_job import JobSpec, Row, WorkItems
 from dpdist.core.errors import UserError
-from dpdist.core.files import private_folder
-from dpdist.poisoning.certificates import COLUMNS, FILE, KEY, NONE, SCHEMA, TABLE, drawn
+from dpdist.core.files import make_private_folder
+from dpdist.poisoning.certificates import COLUMNS, FILE, KEY, NONE, SCHEMA, TABLE, draw_subset
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.randomness.keys import ESTIMATE, UnitSource, derive_key
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.keys import ESTIMATE, StreamKeys, derive_key
+from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.recipe import Recipe
-from dpdist.training.ensembles import ManyTrainings, plan_of_shard, shards_by_hash, trained_here
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.ensembles import TrainingItems, plan_of_shard, shards_by_hash, train_in_process
+from dpdist.training.records import data_source, records_with_canaries, test_records
 from dpdist.training.worker import Diverged
 
 # --- the worker -------------------------------------------------------------------------------
@@ -58,44 +58,47 @@ class VoterSetup:
     partitions: bool
     sigma: float | None
     indices: range
-    bag: int | None = None
+    bag_size: int | None = None
 
 
 class Voter:
     """Called with a model's number; returns its votes, by file."""
 
     def __init__(self, shared: VoterSetup) -> None:
-        quiet_threads()
+        use_single_thread()
         self._shared = shared
-        source = source_of(shared.recipe)
-        self._records = training_data(shared.recipe, source)
-        self._test = evaluation_data(shared.recipe, source)
+        source = data_source(shared.recipe)
+        self._records = records_with_canaries(shared.recipe, source)
+        self._test = test_records(shared.recipe, source)
         self._shards = None
-        self._kept: dict[Any, Any] | None = {}  # of models on the same records; in memory alone
+        # of models on the same records; in memory alone
+        self._shared_state: dict[Any, Any] | None = {}
         if shared.partitions:  # by a public key: who poisons may know which shard a record is in
             self._shards = shards_by_hash(self._records.hashes, b"", shared.models)
-        if shared.partitions or shared.bag is not None:
-            self._kept = None
+        if shared.partitions or shared.bag_size is not None:
+            self._shared_state = None
 
     def __call__(self, number: int) -> dict[str, bytes]:
         key = derive_key(self._shared.key, "voter", number)
         votes = np.full(len(self._shared.indices), NONE, np.int64)
-        recipe, plan, members = self._training(number, key)
+        recipe, plan, members = self._plan_training(number, key)
         if plan is not None:
             training = (recipe, plan, self._records, members, key)
             try:
-                with trained_here(*training, kept=self._kept) as folder:
+                with train_in_process(*training, shared_cache=self._shared_state) as folder:
                     model = models.load(folder, trusted_factory=recipe.model.name)
                 votes = self._votes(model, derive_key(key, "votes").hex())
             except Diverged:  # an answer of its own, which no class profits by
                 pass
         return {FILE: save({"votes": votes})}
 
-    def _training(self, number: int, key: bytes) -> tuple[Recipe, PrivacyPlan | None, np.ndarray]:
+    def _plan_training(
+        self, number: int, key: bytes
+    ) -> tuple[Recipe, PrivacyPlan | None, np.ndarray]:
         recipe, records = self._shared.recipe, len(self._records)
-        if self._shared.bag is not None:
-            members = drawn(derive_key(key, "bag"), records, self._shared.bag)
-            return *plan_of_shard(recipe, self._shared.bag), members
+        if self._shared.bag_size is not None:
+            members = draw_subset(derive_key(key, "bag"), records, self._shared.bag_size)
+            return *plan_of_shard(recipe, self._shared.bag_size), members
         if self._shards is None:
             every = np.ones(records, dtype=bool)
             return recipe, self._shared.plan, every
@@ -105,11 +108,11 @@ class Voter:
         return *plan_of_shard(recipe, int(members.sum())), members
 
     def _votes(self, model: nn.Module, seed: str) -> np.ndarray:
-        shared, place = self._shared, place_of(model)
+        shared, place = self._shared, find_noise_location(model)
         if shared.sigma is not None:
-            place = place.smoothed(shared.sigma)
+            place = place.with_input_noise(shared.sigma)
         shape = place.normals_shape(model, tuple(self._test.input_shape))
-        randomness = Randomness(UnitSource("vote", seed, "", "", "gaussian", 1.0))
+        randomness = KeyedGenerator(StreamKeys("vote", seed, "", "", "gaussian", 1.0))
         found = []
         for start in range(0, len(shared.indices), _BATCH):
             names = shared.indices[start : start + _BATCH]
@@ -126,38 +129,44 @@ class Voter:
 # --- the bulk job -----------------------------------------------------------------------------
 
 
-class Voting(Work):
+class VotingJob(JobSpec):
     """The votes on one recipe. wanted: see `dpdist.poisoning.evaluation`."""
 
-    kind = job_folder.Kind("set of votes", "training voters", secret=True)
-    file, key, schema, columns, order = TABLE, KEY, SCHEMA, COLUMNS, ("model", "index")
+    kind = job_folder.JobKind("set of votes", "training voters", is_seed_secret=True)
+    table_file, metadata_key, schema, columns, sort_columns = (
+        TABLE,
+        KEY,
+        SCHEMA,
+        COLUMNS,
+        ("model", "index"),
+    )
 
     def __init__(
         self,
-        wanted: dict[str, Any],
+        pinned: dict[str, Any],
         seed: str | None,
-        share: Callable[[str], VoterSetup],
+        build_setup: Callable[[str], VoterSetup],
         labels: np.ndarray,
     ) -> None:
         """share: what workers share, given the seed."""
-        self._wanted, self.seed, self._share = wanted, seed, share
+        self._wanted, self.seed, self._share = pinned, seed, build_setup
         self._labels = labels
 
     def identity(self) -> dict[str, Any]:
         return self._wanted
 
-    def begin(self, output: Path) -> dict[str, Any]:
-        private_folder(output)  # wherever it was asked for
+    def initial_record(self, output: Path) -> dict[str, Any]:
+        make_private_folder(output)  # wherever it was asked for
         indices = np.arange(*self._wanted["settings"]["inputs"])
         labels = job_folder.label_digest(indices, self._labels)
-        return {"seed": self.seed or secrets.token_hex(32), job_folder.LABELS: labels}
+        return {"seed": self.seed or secrets.token_hex(32), job_folder.LABEL_DIGEST_KEY: labels}
 
-    def open(self, about: dict[str, Any], output: Path) -> Task:
-        return _Voters(self._share(about["seed"]), output / "models", self._labels)
+    def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
+        return _VoterWorkItems(self._share(job_record["seed"]), output / "models", self._labels)
 
 
-class _Voters(ManyTrainings):
-    witness = FILE
+class _VoterWorkItems(TrainingItems):
+    checked_file = FILE
 
     def __init__(self, shared: VoterSetup, folder: Path, labels: np.ndarray) -> None:
 
@@ -166,17 +175,17 @@ class _Voters(ManyTrainings):
         super().__init__(shared.models, Voter, shared, folder, examples)
         self._indices, self._labels = list(shared.indices), labels
 
-    def found(self, raw: bytes, place: Path) -> dict[str, Any]:
+    def read_result(self, raw: bytes, folder: Path) -> dict[str, Any]:
         try:
             votes = load_tensors(raw)["votes"]
         except (SafetensorError, KeyError) as error:
-            raise UserError(f"{place}: damaged: {error}") from error
+            raise UserError(f"{folder}: damaged: {error}") from error
         if votes.shape != (len(self._indices),) or votes.dtype != np.int64 or votes.min() < NONE:
-            raise UserError(f"{place}: damaged: not one vote on each input")
+            raise UserError(f"{folder}: damaged: not one vote on each input")
         return {"votes": votes}
 
-    def rows(self, item: Any, partial: Any) -> list[Row]:
-        (whole,) = super().rows(item, partial)
+    def table_rows(self, item: Any, partial: Any) -> list[Row]:
+        (whole,) = super().table_rows(item, partial)
         each = zip(self._indices, self._labels.tolist(), whole["votes"].tolist(), strict=True)
         return [
             {"model": whole["model"], "index": index, "label": label, "vote": vote}

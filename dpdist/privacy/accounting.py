@@ -24,12 +24,12 @@ from dp_accounting.rdp import RdpAccountant
 from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.pld import (
     FINEST_GRID,
-    Loss,
     LossTooLarge,
-    Unsupported,
+    PrivacyLoss,
+    UnsupportedMechanismError,
     WorstOfDpEvent,
-    loss_of,
-    relation,
+    compute_privacy_loss,
+    library_relation,
 )
 from dpdist.privacy.selection import SelectionLaw
 
@@ -42,7 +42,7 @@ QUICK_ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256, 512)
 # --- Renyi differential privacy ---------------------------------------------------------------
 
 
-def _in_units_of(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
+def _rescale_noise(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
     """Return the event with noise in units of the relation's sensitivity, for the library's RDP."""
     if isinstance(event, dpa.GaussianDpEvent):
         return dpa.GaussianDpEvent(event.noise_multiplier / sensitivity)
@@ -51,24 +51,24 @@ def _in_units_of(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
             return dpa.NonPrivateDpEvent()
         return dpa.LaplaceDpEvent(event.noise_multiplier / sensitivity)
     if isinstance(event, dpa.SelfComposedDpEvent):
-        return dpa.SelfComposedDpEvent(_in_units_of(event.event, sensitivity), event.count)
+        return dpa.SelfComposedDpEvent(_rescale_noise(event.event, sensitivity), event.count)
     if isinstance(event, dpa.ComposedDpEvent):
-        return dpa.ComposedDpEvent([_in_units_of(part, sensitivity) for part in event.events])
+        return dpa.ComposedDpEvent([_rescale_noise(part, sensitivity) for part in event.events])
     if isinstance(event, RepeatAndSelectDpEvent):
-        inner = _in_units_of(event.event, sensitivity)
+        inner = _rescale_noise(event.event, sensitivity)
         return RepeatAndSelectDpEvent(inner, event.mean, event.shape)
     if isinstance(event, WorstOfDpEvent):
-        choices = [_in_units_of(choice, sensitivity) for choice in event.events]
+        choices = [_rescale_noise(choice, sensitivity) for choice in event.events]
         return WorstOfDpEvent(choices, event.floor)
     if sensitivity == 1 or isinstance(event, dpa.NoOpDpEvent | dpa.NonPrivateDpEvent):
         return event
-    raise Unsupported(
+    raise UnsupportedMechanismError(
         f"{type(event).__name__} has no Renyi bound under replace-one; "
         "use add-or-remove-one, or full batches"
     )
 
 
-class _Renyi(RdpAccountant):  # type: ignore[misc]
+class _ExtendedRdpAccountant(RdpAccountant):  # type: ignore[misc]
     """The library's accountant with pointwise maxima and negative shapes of a search's law."""
 
     def _maybe_compose(self, event: dpa.DpEvent, count: int, do_compose: bool) -> Any:
@@ -96,12 +96,12 @@ class _Renyi(RdpAccountant):  # type: ignore[misc]
         if isinstance(event, WorstOfDpEvent):
             curve = np.max(curves, axis=0)
         else:
-            curve = best_of_runs(self._orders, curves[0], event.mean, event.shape)
+            curve = selection_rdp(self._orders, curves[0], event.mean, event.shape)
         self._rdp = before + count * curve if do_compose else before
         return None
 
 
-def best_of_runs(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float) -> np.ndarray:
+def selection_rdp(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float) -> np.ndarray:
     """Return the Renyi curve of the best of K runs, K truncated negative binomial, any shape > -1.
 
     orders: > 1, ascending. rdp: of one run at these orders. Papernot and Steinke 2022, Theorem 2;
@@ -113,17 +113,21 @@ def best_of_runs(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float)
     return np.minimum.accumulate(curve[::-1])[::-1]
 
 
-def _hardly_more(event: dpa.DpEvent) -> dpa.DpEvent:
+def _add_negligible_releases(event: dpa.DpEvent) -> dpa.DpEvent:
     """Return the event with a very noisy release added to each run of a search: an upper bound."""
     if isinstance(event, RepeatAndSelectDpEvent):
-        inner = dpa.ComposedDpEvent([_hardly_more(event.event), dpa.GaussianDpEvent(1e6)])
+        inner = dpa.ComposedDpEvent(
+            [_add_negligible_releases(event.event), dpa.GaussianDpEvent(1e6)]
+        )
         return RepeatAndSelectDpEvent(inner, event.mean, event.shape)
     if isinstance(event, dpa.SelfComposedDpEvent):
-        return dpa.SelfComposedDpEvent(_hardly_more(event.event), event.count)
+        return dpa.SelfComposedDpEvent(_add_negligible_releases(event.event), event.count)
     if isinstance(event, dpa.ComposedDpEvent):
-        return dpa.ComposedDpEvent([_hardly_more(part) for part in event.events])
+        return dpa.ComposedDpEvent([_add_negligible_releases(part) for part in event.events])
     if isinstance(event, WorstOfDpEvent):
-        return WorstOfDpEvent([_hardly_more(choice) for choice in event.events], event.floor)
+        return WorstOfDpEvent(
+            [_add_negligible_releases(choice) for choice in event.events], event.floor
+        )
     return event
 
 
@@ -134,9 +138,9 @@ def compose_rdp(
 
     Raises Unsupported with the reason.
     """
-    relation(neighbours)
-    event = _in_units_of(event, 2.0 if neighbours == "replace-one" else 1.0)
-    accountant = _Renyi(orders)
+    library_relation(neighbours)
+    event = _rescale_noise(event, 2.0 if neighbours == "replace-one" else 1.0)
+    accountant = _ExtendedRdpAccountant(orders)
     absl = logging.getLogger("absl")
     level = absl.level
     absl.setLevel(logging.ERROR)  # it warns of each fractional order it leaves out: still a bound
@@ -144,10 +148,12 @@ def compose_rdp(
         try:
             accountant.compose(event)
         except ValueError:  # the library's logarithm of a search's divergence that rounds to zero
-            accountant = _Renyi(orders)
-            accountant.compose(_hardly_more(event))
+            accountant = _ExtendedRdpAccountant(orders)
+            accountant.compose(_add_negligible_releases(event))
     except dpa.UnsupportedEventError as error:
-        raise Unsupported(f"the RDP accountant refuses this event: {error}") from error
+        raise UnsupportedMechanismError(
+            f"the RDP accountant refuses this event: {error}"
+        ) from error
     finally:
         absl.setLevel(level)
     return accountant
@@ -156,7 +162,7 @@ def compose_rdp(
 # --- epsilon and delta ------------------------------------------------------------------------
 
 
-def grid_for(event: dpa.DpEvent, neighbours: Neighbours) -> float:
+def choose_grid(event: dpa.DpEvent, neighbours: Neighbours) -> float:
     """Return the finest grid on which the composed loss has a workable size.
 
     A grid is 1e-4 times a power of ten.
@@ -164,7 +170,9 @@ def grid_for(event: dpa.DpEvent, neighbours: Neighbours) -> float:
     A coarser grid stays an upper bound. It depends only on the event, so that a calibration and the
     guarantee it promised use the same one. Raises LossTooLarge above a loss of a million.
     """
-    span = compose_rdp(_untruncated(event), "add-or-remove-one", QUICK_ORDERS).get_epsilon(1e-10)
+    span = compose_rdp(_approximate_event(event), "add-or-remove-one", QUICK_ORDERS).get_epsilon(
+        1e-10
+    )
     if neighbours == "replace-one":
         span *= 4
     if span > _LARGEST_SPAN:
@@ -173,7 +181,7 @@ def grid_for(event: dpa.DpEvent, neighbours: Neighbours) -> float:
     return FINEST_GRID * 10.0 ** math.ceil(math.log10(excess))
 
 
-def _untruncated(event: dpa.DpEvent) -> dpa.DpEvent:
+def _approximate_event(event: dpa.DpEvent) -> dpa.DpEvent:
     """Return a similar event that has Renyi curves, without caps on the batch.
 
     It is no bound, only the order of magnitude of the losses.
@@ -184,44 +192,44 @@ def _untruncated(event: dpa.DpEvent) -> dpa.DpEvent:
     if isinstance(event, dpa.PoissonSampledDpEvent) and isinstance(event.event, dpa.LaplaceDpEvent):
         return event.event
     if isinstance(event, dpa.SelfComposedDpEvent):
-        return dpa.SelfComposedDpEvent(_untruncated(event.event), event.count)
+        return dpa.SelfComposedDpEvent(_approximate_event(event.event), event.count)
     if isinstance(event, dpa.ComposedDpEvent):
-        return dpa.ComposedDpEvent([_untruncated(part) for part in event.events])
+        return dpa.ComposedDpEvent([_approximate_event(part) for part in event.events])
     if isinstance(event, dpa.RandomizedResponseDpEvent):
         return dpa.NoOpDpEvent()
     if isinstance(event, WorstOfDpEvent):
-        return WorstOfDpEvent([_untruncated(part) for part in event.events])
+        return WorstOfDpEvent([_approximate_event(part) for part in event.events])
     if isinstance(event, RepeatAndSelectDpEvent):
         shape = event.shape if event.shape > -1 else math.inf
-        return RepeatAndSelectDpEvent(_untruncated(event.event), event.mean, shape)
+        return RepeatAndSelectDpEvent(_approximate_event(event.event), event.mean, shape)
     return event
 
 
-def _selects(event: dpa.DpEvent) -> bool:
+def _contains_selection(event: dpa.DpEvent) -> bool:
     """Return whether the event holds a search: neither bound of its price is always smaller."""
     if isinstance(event, RepeatAndSelectDpEvent):
         return True
     if isinstance(event, dpa.SelfComposedDpEvent):
-        return _selects(event.event)
+        return _contains_selection(event.event)
     if isinstance(event, dpa.ComposedDpEvent | WorstOfDpEvent):
-        return any(map(_selects, event.events))
+        return any(map(_contains_selection, event.events))
     return False
 
 
-def _worst(values: Sequence[float]) -> float:
+def _max_or_zero(values: Sequence[float]) -> float:
     return max(values, default=0.0)
 
 
 @dataclass(frozen=True)
-class _Paths:
+class _HashableEvents:
     """Hashable events: their printed form is the key, because events themselves have no hash."""
 
     text: str
     events: Sequence[dpa.DpEvent] = field(compare=False)
 
 
-def epsilon(
-    alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
+def compute_epsilon(
+    path_events: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> tuple[float, str]:
     """Return (epsilon, accountant's name) at `delta`: the worst of the paths a record may take.
 
@@ -230,125 +238,133 @@ def epsilon(
     the grid is coarse (losses in the hundreds), the delta is hardly above the rounding that a PLD
     is charged for, or a search is priced. Raises Unsupported when neither covers them.
     """
-    return _epsilon(_Paths(repr(list(alternatives)), alternatives), delta, neighbours)
+    return _epsilon(_HashableEvents(repr(list(path_events)), path_events), delta, neighbours)
 
 
 @lru_cache(maxsize=1000)  # a run asks for the price of its plan a dozen times
-def _epsilon(paths: _Paths, delta: float, neighbours: Neighbours) -> tuple[float, str]:
+def _epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours) -> tuple[float, str]:
     alternatives = paths.events
     try:
-        grids, losses = losses_of(alternatives, neighbours)
-    except Unsupported as no_pld:
+        grids, losses = compute_privacy_losses(alternatives, neighbours)
+    except UnsupportedMechanismError as no_pld:
         try:
-            return rdp_epsilon(alternatives, delta, neighbours), rdp_name()
-        except Unsupported as no_rdp:
+            return rdp_epsilon(alternatives, delta, neighbours), rdp_accountant_name()
+        except UnsupportedMechanismError as no_rdp:
             if isinstance(no_pld, LossTooLarge):
                 return math.inf, f"no finite bound ({no_pld})"
-            raise Unsupported(f"{no_rdp} (and {no_pld})") from no_rdp
-    value, grid = _worst([loss.epsilon(delta) for loss in losses]), max(grids, default=FINEST_GRID)
+            raise UnsupportedMechanismError(f"{no_rdp} (and {no_pld})") from no_rdp
+    value, grid = (
+        _max_or_zero([loss.epsilon(delta) for loss in losses]),
+        max(grids, default=FINEST_GRID),
+    )
     resolved = all(loss.resolves(delta) for loss in losses)
-    search = any(map(_selects, alternatives))
+    search = any(map(_contains_selection, alternatives))
     good = resolved and math.isfinite(value) and grid <= FINEST_GRID
     if good and not search:
-        return value, pld_name(grid)
+        return value, pld_accountant_name(grid)
     try:
         # Beside a search's own distribution, orders that are quick to compute are enough.
         orders = QUICK_ORDERS if good else None
         by_rdp = rdp_epsilon(alternatives, delta, neighbours, orders)
         if by_rdp < value:
-            return by_rdp, rdp_name()
-    except Unsupported:
+            return by_rdp, rdp_accountant_name()
+    except UnsupportedMechanismError:
         if math.isinf(value) and not resolved:
             return value, f"no finite bound (PLD does not resolve delta {delta:g})"
-    return value, pld_name(grid, search)
+    return value, pld_accountant_name(grid, search)
 
 
-def losses_of(
-    alternatives: Sequence[dpa.DpEvent], neighbours: Neighbours, coarser: int = 1
-) -> tuple[list[float], list[Loss]]:
+def compute_privacy_losses(
+    path_events: Sequence[dpa.DpEvent], neighbours: Neighbours, grid_factor: int = 1
+) -> tuple[list[float], list[PrivacyLoss]]:
     """Return grids and losses, one per alternative, from which a price is computed.
 
     Raises Unsupported.
 
     coarser: how many times the price's grid.
     """
-    grids = [coarser * grid_for(event, neighbours) for event in alternatives]
-    found = [loss_of(e, neighbours, grid) for e, grid in zip(alternatives, grids, strict=True)]
+    grids = [grid_factor * choose_grid(event, neighbours) for event in path_events]
+    found = [
+        compute_privacy_loss(e, neighbours, grid)
+        for e, grid in zip(path_events, grids, strict=True)
+    ]
     return grids, found
 
 
 def rdp_epsilon(
-    alternatives: Sequence[dpa.DpEvent],
+    path_events: Sequence[dpa.DpEvent],
     delta: float,
     neighbours: Neighbours,
     orders: Sequence[float] | None = None,
 ) -> float:
     """Return epsilon by RDP at these orders (None: all of the library's). Raises Unsupported."""
-    accountants = [compose_rdp(event, neighbours, orders) for event in alternatives]
-    return _worst([accountant.get_epsilon(delta) for accountant in accountants])
+    accountants = [compose_rdp(event, neighbours, orders) for event in path_events]
+    return _max_or_zero([accountant.get_epsilon(delta) for accountant in accountants])
 
 
-def near_epsilon(
-    alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
+def approximate_epsilon(
+    path_events: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> float:
     """Return an approximate epsilon, by Renyi orders that are quick, to start a search from.
 
-    It is no bound where the orders bound only a similar event (`_untruncated`), and infinity
+    It is no bound where the orders bound only a similar event (`_approximate_event`), and infinity
     where they do not apply.
     """
-    near = [_untruncated(event) for event in alternatives]
+    near = [_approximate_event(event) for event in path_events]
     try:
         return rdp_epsilon(near, delta, neighbours, QUICK_ORDERS)
-    except Unsupported:
+    except UnsupportedMechanismError:
         return math.inf
 
 
 def coarse_epsilon(
-    alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
+    path_events: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> float:
     """Return an upper bound on epsilon from a grid ten times coarser: for curves and searches.
 
     Raises Unsupported where there is no PLD or it does not resolve `delta`.
     """
-    return _coarse_epsilon(_Paths(repr(list(alternatives)), alternatives), delta, neighbours)
+    return _coarse_epsilon(_HashableEvents(repr(list(path_events)), path_events), delta, neighbours)
 
 
 @lru_cache(maxsize=1000)
-def _coarse_epsilon(paths: _Paths, delta: float, neighbours: Neighbours) -> float:
-    _, losses = losses_of(paths.events, neighbours, coarser=10)
+def _coarse_epsilon(paths: _HashableEvents, delta: float, neighbours: Neighbours) -> float:
+    _, losses = compute_privacy_losses(paths.events, neighbours, grid_factor=10)
     if not all(loss.resolves(delta) for loss in losses):
-        raise Unsupported(f"PLD does not resolve delta {delta:g}")
-    return _worst([loss.epsilon(delta) for loss in losses])
+        raise UnsupportedMechanismError(f"PLD does not resolve delta {delta:g}")
+    return _max_or_zero([loss.epsilon(delta) for loss in losses])
 
 
 def delta_profile(
-    alternatives: Sequence[dpa.DpEvent], neighbours: Neighbours
+    path_events: Sequence[dpa.DpEvent], neighbours: Neighbours
 ) -> Callable[[float], float]:
     """Return the function from epsilon to the smallest proved delta.
 
-    It uses the accountants that `epsilon` would use.
+    It uses the accountants that `compute_epsilon` would use.
     """
 
     @cache
     def accountants() -> list[RdpAccountant]:
-        return [compose_rdp(event, neighbours) for event in alternatives]
+        return [compose_rdp(event, neighbours) for event in path_events]
 
     def by_rdp(at: float) -> float:
-        return _worst([float(accountant.get_delta(at)) for accountant in accountants()])
+        return _max_or_zero([float(accountant.get_delta(at)) for accountant in accountants()])
 
     try:
-        _, losses = losses_of(alternatives, neighbours)
-    except Unsupported:
+        _, losses = compute_privacy_losses(path_events, neighbours)
+    except UnsupportedMechanismError:
         accountants()
         return by_rdp
 
     def profile(at: float) -> float:
-        value = _worst([loss.delta(at) for loss in losses])
-        if all(loss.resolves(value) for loss in losses) and not any(map(_selects, alternatives)):
+        value = _max_or_zero([loss.delta(at) for loss in losses])
+        if all(loss.resolves(value) for loss in losses) and not any(
+            map(_contains_selection, path_events)
+        ):
             return value
         try:
             return min(value, by_rdp(at))
-        except Unsupported:
+        except UnsupportedMechanismError:
             return value
 
     return profile
@@ -361,11 +377,11 @@ def library_version() -> str:
     return f"dp-accounting {version('dp-accounting')}"
 
 
-def pld_name(grid: float, search: bool = False) -> str:
+def pld_accountant_name(grid: float, has_selection: bool = False) -> str:
     """Return the accountant's name in a PLD result. search: the result is the best of K runs."""
-    return f"PLD{' of best-of-K' if search else ''} (grid {grid:g}, {library_version()})"
+    return f"PLD{' of best-of-K' if has_selection else ''} (grid {grid:g}, {library_version()})"
 
 
-def rdp_name() -> str:
+def rdp_accountant_name() -> str:
     """Return the accountant's name in an RDP result."""
     return f"RDP ({library_version()})"

@@ -8,9 +8,10 @@ least B(x). A lower curve says less, so rounding goes down.
 An audit tests the hypothesis that a mechanism satisfies a guarantee; a rejection is wrong with
 probability at most alpha. Two experiments, which must not be mixed:
 
-* `ManyRuns`: the mechanism runs anew for every trial, with the canary or without. Trials are
+* `ThresholdCounts`: the mechanism runs anew for every trial, with the canary or without. Trials are
   independent, so counts give Clopper-Pearson bounds (Jagielski, Ullman and Oprea 2020).
-* `OneRun`: many canaries in one run, each in or out by its own fair coin, and guesses of coins.
+* `OneRunGuesses`: many canaries in one run, each in or out by its own fair coin, and guesses of
+coins.
   Guesses in one run depend on each other: counts of them are no binomials, and only theorems about
   one run hold (Steinke, Nasr and Jagielski 2023; Mahloujifar, Melis and Chaudhuri 2025).
 
@@ -36,8 +37,8 @@ from scipy.special import bdtrc, expit, ndtr, ndtri
 
 from dpdist.core.binomial import check_alpha, clopper_pearson_lower, clopper_pearson_upper
 from dpdist.privacy.mechanisms import gaussian_epsilon
-from dpdist.privacy.plan import PrivacyPlan, lemma_delta
-from dpdist.privacy.profiles import Losses, directions
+from dpdist.privacy.plan import PrivacyPlan, group_delta_by_lemma
+from dpdist.privacy.profiles import LossPmf, loss_directions
 
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
 
 
 Array = NDArray[np.float64]
-Curve = Callable[[Array], Array]
+TradeoffCurve = Callable[[Array], Array]
 
 _LARGEST = 600.0  # losses beyond say nothing that a float64 could hold
 
 
-def gaussian_curve(mu: ArrayLike) -> Curve:
+def gaussian_tradeoff(mu: ArrayLike) -> TradeoffCurve:
     """Return the trade-off curve of mu-Gaussian DP: Phi(Phi^-1(x) - mu).
 
     mu >= 0, broadcast with x.
@@ -61,7 +62,7 @@ def gaussian_curve(mu: ArrayLike) -> Curve:
     return lambda x: ndtr(ndtri(np.clip(x, 0.0, 1.0)) - shift)
 
 
-def approximate_dp_curve(epsilon: ArrayLike, delta: ArrayLike = 0.0) -> Curve:
+def approximate_dp_tradeoff(epsilon: ArrayLike, delta: ArrayLike = 0.0) -> TradeoffCurve:
     """Return the trade-off curve of (epsilon, delta)-DP.
 
     It is the larger of e^-epsilon (x - delta) and 1 - delta - e^epsilon (1 - x), and at least
@@ -77,9 +78,9 @@ def approximate_dp_curve(epsilon: ArrayLike, delta: ArrayLike = 0.0) -> Curve:
     return curve
 
 
-def of_losses(
-    alternatives: Sequence[PrivacyLossDistribution], slack: float = 0.0, directed: bool = False
-) -> Curve:
+def pld_tradeoff(
+    losses: Sequence[PrivacyLossDistribution], slack: float = 0.0, one_direction: bool = False
+) -> TradeoffCurve:
     """Return the trade-off curve of a mechanism with one of these privacy losses.
 
     It holds in both directions. directed: with the record for P and without for Q only, which
@@ -90,27 +91,29 @@ def of_losses(
     of all alternatives and directions (conjugates turn maxima into hulls of minima). slack:
     added to every delta, what rounding may have lost. Raises ValueError for several grids.
     """
-    found = [one for loss in alternatives for one in directions(loss)[: 1 if directed else 2]]
-    return _below(found, slack)
+    found = [one for loss in losses for one in loss_directions(loss)[: 1 if one_direction else 2]]
+    return _convex_minorant(found, slack)
 
 
-def by_direction(loss: PrivacyLossDistribution, slack: float = 0.0) -> tuple[Curve, Curve]:
+def directed_tradeoffs(
+    loss: PrivacyLossDistribution, slack: float = 0.0
+) -> tuple[TradeoffCurve, TradeoffCurve]:
     """Return the two trade-off curves of a loss, one for each direction.
 
     The first is from data with the record (or group) to data without, the second the reverse.
-    slack: as in `of_losses`.
+    slack: as in `pld_tradeoff`.
     """
-    found = directions(loss)
-    return _below(found[:1], slack), _below(found[-1:], slack)
+    found = loss_directions(loss)
+    return _convex_minorant(found[:1], slack), _convex_minorant(found[-1:], slack)
 
 
-def _below(found: Sequence[Losses], slack: float) -> Curve:
+def _convex_minorant(losses: Sequence[LossPmf], slack: float) -> TradeoffCurve:
     """Return the greatest convex curve below all these. Raises ValueError for several grids."""
-    grid = found[0].grid
-    if any(one.grid != grid for one in found):
+    grid = losses[0].grid
+    if any(one.grid != grid for one in losses):
         raise ValueError("losses on one grid are needed")
-    steps = _steps(found, grid)
-    deltas = np.minimum(np.max([one.at(steps) for one in found], axis=0) + slack, 1.0)
+    steps = _steps(losses, grid)
+    deltas = np.minimum(np.max([one.profile_at(steps) for one in losses], axis=0) + slack, 1.0)
     slopes = np.exp(-steps * grid)
     # Tangents with falling slopes: where x grows, those of smaller losses are the highest ones.
     falls = -np.diff(slopes)
@@ -125,63 +128,67 @@ def _below(found: Sequence[Losses], slack: float) -> Curve:
     return curve
 
 
-def of_plan(plan: PrivacyPlan, directed: bool = False) -> Curve | None:
+def plan_tradeoff(plan: PrivacyPlan, one_direction: bool = False) -> TradeoffCurve | None:
     """Return the trade-off curve that the plan proves, or None.
 
     None where its loss has no distribution (no noise, or Renyi DP alone): there is no curve
     that an audit could refute.
     """
     from dpdist.privacy import accounting
-    from dpdist.privacy.pld import Unsupported, loss_of
+    from dpdist.privacy.pld import UnsupportedMechanismError, compute_privacy_loss
 
-    paths = plan.alternatives(plan.phases)
+    paths = plan.path_events(plan.phases)
     try:
         # Ten times coarser than the price: still below the true curve, by 1e-3 of epsilon at most.
-        grid = 10 * max(accounting.grid_for(path, plan.neighbours) for path in paths)
-        found = [loss_of(path, plan.neighbours, grid) for path in paths]
-    except Unsupported:
+        grid = 10 * max(accounting.choose_grid(path, plan.neighbours) for path in paths)
+        found = [compute_privacy_loss(path, plan.neighbours, grid) for path in paths]
+    except UnsupportedMechanismError:
         return None
     known = [loss.pld for loss in found if loss.pld is not None]
     if len(known) < len(found):
         return None
-    return of_losses(known, max(loss.rounding for loss in found), directed)
+    return pld_tradeoff(known, max(loss.rounding for loss in found), one_direction)
 
 
-def _steps(found: Sequence[Losses], grid: float) -> NDArray[np.int64]:
+def _steps(losses: Sequence[LossPmf], grid: float) -> NDArray[np.int64]:
     """Return all losses that occur, in steps of the grid, and their opposites."""
-    ends = [abs(end) for one in found for end in (one.first, one.first + len(one.probabilities))]
+    ends = [
+        abs(end)
+        for one in losses
+        for end in (one.lower_loss, one.lower_loss + len(one.probabilities))
+    ]
     most = min(max(1, *ends), math.floor(_LARGEST / grid))
     return np.arange(-most, most + 1)
 
 
-def of_group(curve: Curve, size: int) -> Curve:
-    """Return the trade-off curve of data sets that differ in up to `size` records.
+def group_tradeoff(curve: TradeoffCurve, group_size: int) -> TradeoffCurve:
+    """Return the trade-off curve of data sets that differ in up to `group_size` records.
 
-    It is the curve, composed `size` times.
+    It is the curve, composed `group_size` times.
     """
-    if size < 1:
-        raise ValueError(f"a group has at least one record, got {size}")
+    if group_size < 1:
+        raise ValueError(f"a group has at least one record, got {group_size}")
 
     def grouped(x: Array) -> Array:
-        for _ in range(size):
+        for _ in range(group_size):
             x = curve(x)
         return x
 
     return grouped
 
 
-def curve_ceiling(curve: Curve, false_positives: ArrayLike) -> Array:
+def max_true_positive_rate(curve: TradeoffCurve, false_positive_rates: ArrayLike) -> Array:
     """Return the largest true positive rate of any attack at these false positive rates."""
-    return 1 - curve(1 - np.asarray(false_positives, float))
+    return 1 - curve(1 - np.asarray(false_positive_rates, float))
 
 
 # --- tests of many runs and of one run --------------------------------------------------------
 
 
-_MOST = 64.0  # no count refutes a larger epsilon or mu
+_MAX_EPSILON = 64.0  # no count refutes a larger epsilon or mu
 
 
-def shared_alpha(alpha: float, audits: int) -> float:
+def bonferroni_alpha(alpha: float, audits: int) -> float:
     """Return the error of each of several audits of one run (Bonferroni).
 
     All together then err with probability alpha. An audit beyond those counted beforehand is
@@ -196,7 +203,7 @@ def shared_alpha(alpha: float, audits: int) -> float:
 
 
 @dataclass(frozen=True)
-class Trials:
+class CanaryScores:
     """Scores of many runs, one score a run.
 
     runs (n,): the runs' ids, all different; present (n,): whether the canary was in; scores
@@ -206,114 +213,115 @@ class Trials:
     into binomial bounds accuses correct code far more often than alpha.
     """
 
-    runs: np.ndarray
-    present: np.ndarray
+    run_ids: np.ndarray
+    has_canary: np.ndarray
     scores: np.ndarray
 
     def __post_init__(self) -> None:
-        shapes = {np.shape(self.runs), np.shape(self.present), np.shape(self.scores)}
+        shapes = {np.shape(self.run_ids), np.shape(self.has_canary), np.shape(self.scores)}
         if len(shapes) != 1 or np.ndim(self.scores) != 1:
             raise ValueError(f"runs, present and scores are vectors of one length, got {shapes}")
-        if len(np.unique(self.runs)) != len(self.runs):
+        if len(np.unique(self.run_ids)) != len(self.run_ids):
             raise ValueError(
                 "several scores of one run: canaries of one run are not independent trials; "
                 "audit them by the one-run bounds"
             )
         if not np.isfinite(self.scores).all():
             raise ValueError("scores must be finite")
-        if min(np.sum(self.present), np.sum(~np.asarray(self.present, bool))) < 2:
+        if min(np.sum(self.has_canary), np.sum(~np.asarray(self.has_canary, bool))) < 2:
             raise ValueError("at least two runs with and two without the canary are needed")
 
     @property
-    def sides(self) -> tuple[Array, Array]:
+    def scores_by_canary(self) -> tuple[Array, Array]:
         """Return the scores with the canary, and those without."""
-        present = np.asarray(self.present, bool)
+        present = np.asarray(self.has_canary, bool)
         return self.scores[present], self.scores[~present]
 
     @classmethod
-    def of(cls, inside: ArrayLike, outside: ArrayLike) -> Trials:
+    def from_scores(cls, with_canary: ArrayLike, without_canary: ArrayLike) -> CanaryScores:
         """Return the trials of runs that each made one score: with the canary, and without."""
-        scores = np.concatenate([np.asarray(inside, float), np.asarray(outside, float)])
-        present = np.arange(len(scores)) < np.size(inside)
+        scores = np.concatenate([np.asarray(with_canary, float), np.asarray(without_canary, float)])
+        present = np.arange(len(scores)) < np.size(with_canary)
         return cls(np.arange(len(scores)), present, scores)
 
 
 @dataclass(frozen=True)
-class ManyRuns:
+class ThresholdCounts:
     """Counts beyond a threshold that other runs had fixed.
 
-    hits of `inside` runs with the canary, false of `outside` runs without. Exact for independent
-    runs; the true rates are outside of the bounds with probability at most alpha in all.
+    hits of `num_with_canary` runs with the canary, false of `num_without_canary` runs without.
+    Exact for independent runs; the true rates are outside of the bounds with probability at most
+    alpha in all.
     """
 
-    hits: int
-    inside: int
-    false: int
-    outside: int
+    true_positives: int
+    num_with_canary: int
+    false_positives: int
+    num_without_canary: int
     alpha: float = 0.05
     threshold: float | None = None
 
     @classmethod
-    def of(
+    def from_scores(
         cls,
-        trials: Trials,
+        scores: CanaryScores,
         alpha: float = 0.05,
         delta: float | None = None,
-        fix: float = 0.5,
-        curve: Curve | None = None,
-        pilot: Trials | None = None,
-    ) -> ManyRuns:
+        threshold_fraction: float = 0.5,
+        curve: TradeoffCurve | None = None,
+        pilot: CanaryScores | None = None,
+    ) -> ThresholdCounts:
         """Return the counts, with a threshold that is fixed by runs that do not count.
 
-        These are the first `fix` of the runs of either kind; or a `pilot`, trials that are
-        none of these, and then all runs count.
+        These are the first `threshold_fraction` of the runs of either kind; or a `pilot`, trials
+        that are none of these, and then all runs count.
 
         It is the one that promises the largest epsilon at `delta`, to go farthest beyond a `curve`,
         or, without either, the largest mu. The order of the runs decides, which must not depend on
         their scores.
         """
-        inside, outside = trials.sides
+        inside, outside = scores.scores_by_canary
         if pilot is None:
-            first_in, inside = _split(inside, fix)
-            first_out, outside = _split(outside, fix)
+            first_in, inside = _split(inside, threshold_fraction)
+            first_out, outside = _split(outside, threshold_fraction)
             sizes = len(first_in), len(first_out)
         else:
-            first_in, first_out = pilot.sides
+            first_in, first_out = pilot.scores_by_canary
             sizes = len(inside), len(outside)
-        threshold = _threshold(first_in, first_out, sizes, alpha, delta, curve)
+        threshold = _choose_threshold(first_in, first_out, sizes, alpha, delta, curve)
         hits, false = int((inside > threshold).sum()), int((outside > threshold).sum())
         return cls(hits, len(inside), false, len(outside), alpha, threshold)
 
     @cached_property
-    def rates(self) -> tuple[float, float]:
+    def rate_bounds(self) -> tuple[float, float]:
         """Return a lower bound of the true positive rate and an upper bound of the false one."""
         half = self.alpha / 2
         return (
-            float(clopper_pearson_lower(self.hits, self.inside, half)),
-            float(clopper_pearson_upper(self.false, self.outside, half)),
+            float(clopper_pearson_lower(self.true_positives, self.num_with_canary, half)),
+            float(clopper_pearson_upper(self.false_positives, self.num_without_canary, half)),
         )
 
-    def rejects(self, curve: Curve) -> bool:
+    def rejects(self, curve: TradeoffCurve) -> bool:
         """Return whether the rates are impossible for a mechanism with this trade-off curve."""
-        low, high = self.rates
+        low, high = self.rate_bounds
         return bool(curve(np.asarray(low)) > high)
 
-    def epsilon(self, delta: float = 0.0, size: int = 1) -> float:
+    def epsilon(self, delta: float = 0.0, copies: int = 1) -> float:
         """Return the largest epsilon that is rejected with this delta; size: copies of the canary.
 
         For one copy max(ln((TPR - delta) / FPR), ln((1 - FPR - delta) / (1 - TPR))).
         """
-        rejects = lambda x: self.rejects(of_group(approximate_dp_curve(x, delta), size))  # noqa: E731
-        return float(_largest(rejects, 0.0, _MOST))
+        rejects = lambda x: self.rejects(group_tradeoff(approximate_dp_tradeoff(x, delta), copies))  # noqa: E731
+        return float(_bisect_largest(rejects, 0.0, _MAX_EPSILON))
 
-    def mu(self, size: int = 1) -> float:
+    def mu(self, copies: int = 1) -> float:
         """Return the largest rejected mu of Gaussian DP: (Phi^-1(TPR) - Phi^-1(FPR)) / size."""
-        low, high = self.rates
-        return max(0.0, float(ndtri(low) - ndtri(high)) / size) if low > 0 and high < 1 else 0.0
+        low, high = self.rate_bounds
+        return max(0.0, float(ndtri(low) - ndtri(high)) / copies) if low > 0 and high < 1 else 0.0
 
-    def gaussian_epsilon(self, delta: float, size: int = 1) -> float:
+    def gaussian_epsilon(self, delta: float, copies: int = 1) -> float:
         """Return epsilon at delta of the largest rejected mu; a bound for Gaussian mechanisms."""
-        return epsilon_of_mu(self.mu(size), delta)
+        return mu_to_epsilon(self.mu(copies), delta)
 
 
 def _split(scores: Array, fix: float) -> tuple[Array, Array]:
@@ -321,19 +329,20 @@ def _split(scores: Array, fix: float) -> tuple[Array, Array]:
     return scores[:first], scores[first:]
 
 
-def _threshold(
-    inside: Array,
-    outside: Array,
+def _choose_threshold(
+    with_canary: Array,
+    without_canary: Array,
     sizes: tuple[int, int],
     alpha: float,
     delta: float | None,
-    curve: Curve | None,
+    curve: TradeoffCurve | None,
 ) -> float:
     """Return the threshold for counts. sizes: number of runs of either kind behind the bounds."""
-    pooled = np.concatenate([inside, outside])
+    pooled = np.concatenate([with_canary, without_canary])
     candidates = np.unique(np.quantile(pooled, np.linspace(0, 1, 257), method="lower"))
     shares = [
-        1 - np.searchsorted(np.sort(s), candidates, "right") / len(s) for s in (inside, outside)
+        1 - np.searchsorted(np.sort(s), candidates, "right") / len(s)
+        for s in (with_canary, without_canary)
     ]
     hits = [np.rint(share * size) for share, size in zip(shares, sizes, strict=True)]
     low = np.asarray(clopper_pearson_lower(hits[0], sizes[0], alpha / 2))
@@ -355,7 +364,7 @@ def _threshold(
 
 
 @dataclass(frozen=True)
-class OneRun:
+class OneRunGuesses:
     """Guesses in one run.
 
     canaries m, each in or out by its own fair coin (or, of each of m pairs, one by its own fair
@@ -367,108 +376,110 @@ class OneRun:
 
     canaries: int
     guesses: int
-    right: int
+    correct: int
     alpha: float = 0.05
 
     def __post_init__(self) -> None:
         check_alpha(self.alpha)
-        if not 0 <= self.right <= self.guesses <= self.canaries or self.guesses < 1:
+        if not 0 <= self.correct <= self.guesses <= self.canaries or self.guesses < 1:
             raise ValueError(
-                f"0 <= right <= guesses <= canaries is needed, got {self.right}, {self.guesses} "
+                f"0 <= right <= guesses <= canaries is needed, got {self.correct}, {self.guesses} "
                 f"and {self.canaries}"
             )
 
     @classmethod
-    def of(cls, scores: ArrayLike, present: ArrayLike, guesses: int, alpha: float = 0.05) -> OneRun:
+    def from_scores(
+        cls, scores: ArrayLike, has_canary: ArrayLike, guesses: int, alpha: float = 0.05
+    ) -> OneRunGuesses:
         """Guess "in" for the guesses // 2 highest scores and "out" for as many of the lowest.
 
         scores, present (m,). Ties are broken by position, which must not depend on the coins.
         """
-        scores, present = np.asarray(scores, float), np.asarray(present, bool)
-        if scores.shape != present.shape or scores.ndim != 1 or not np.isfinite(scores).all():
+        scores, has_canary = np.asarray(scores, float), np.asarray(has_canary, bool)
+        if scores.shape != has_canary.shape or scores.ndim != 1 or not np.isfinite(scores).all():
             raise ValueError("scores and coins are vectors of one length, scores finite")
         each = guesses // 2
         if not 1 <= each <= len(scores) // 2:
             raise ValueError(f"guesses must be 2 to {len(scores)}, got {guesses}")
         order = np.argsort(scores, kind="stable")
-        right = int((~present[order[:each]]).sum() + present[order[-each:]].sum())
+        right = int((~has_canary[order[:each]]).sum() + has_canary[order[-each:]].sum())
         return cls(len(scores), 2 * each, right, alpha)
 
-    def epsilon(self, delta: float = 0.0, size: int = 1) -> float:
+    def epsilon(self, delta: float = 0.0, copies: int = 1) -> float:
         """Return the largest epsilon below which all are rejected by counting.
 
         No assumption about the mechanism is made. size: copies of each canary. Source:
         Steinke et al. 2023, Theorem 5.2.
         """
         low, step = 0.0, 0.05  # the p value need not rise everywhere: walk, then refine
-        while low < _MOST:
+        while low < _MAX_EPSILON:
             grid = low + step * np.arange(33)
-            kept = np.flatnonzero(self.p_values(grid, delta, size) > self.alpha)
+            kept = np.flatnonzero(self.p_values(grid, delta, copies) > self.alpha)
             if len(kept):
                 break
             low = float(grid[-1])
-        first = float(grid[kept[0]]) if len(kept) else _MOST
-        rejects = lambda x: self.p_values(x, delta, size)[0] <= self.alpha  # noqa: E731
-        return float(_largest(rejects, max(first - step, 0.0), first))
+        first = float(grid[kept[0]]) if len(kept) else _MAX_EPSILON
+        rejects = lambda x: self.p_values(x, delta, copies)[0] <= self.alpha  # noqa: E731
+        return float(_bisect_largest(rejects, max(first - step, 0.0), first))
 
-    def p_values(self, epsilon: ArrayLike, delta: float = 0.0, size: int = 1) -> Array:
+    def p_values(self, epsilon: ArrayLike, delta: float = 0.0, copies: int = 1) -> Array:
         """Return the largest probability of so many right guesses, for each epsilon (n,).
 
         Under (epsilon, delta)-DP it is Pr[X >= v] + 2 m delta max_i Pr[v - i <= X < v] / i,
         X ~ Bin(r, e^epsilon / (1 + e^epsilon)).
         """
-        each, v = np.ravel(epsilon), self.right
-        right = expit(size * each)
+        each, v = np.ravel(epsilon), self.correct
+        right = expit(copies * each)
         values = bdtrc(v - 1, self.guesses, right) if v else np.ones(len(each))
         if delta and v:
             i = np.arange(1, v + 1)
             between = np.cumsum(scipy.stats.binom.pmf(v - i, self.guesses, right[:, None]), axis=1)
-            lost = np.array([lemma_delta(one, delta, size) for one in each])
+            lost = np.array([group_delta_by_lemma(one, delta, copies) for one in each])
             values = values + 2 * self.canaries * lost * np.max(between / i, axis=1)
         return np.minimum(1.0, values)
 
-    def rejects(self, curve: Curve) -> bool:
+    def rejects(self, curve: TradeoffCurve) -> bool:
         """Return whether so many right guesses refute a mechanism with this trade-off curve.
 
         The confidence is 1 - alpha. Convex curves only: all of
         ``dpdist.privacy.audit_bounds``. Source: Mahloujifar et al. 2025, Algorithm 3.
         """
-        return bool(improbable(self.canaries, self.guesses, self.right, self.alpha, curve))
+        return bool(is_improbable(self.canaries, self.guesses, self.correct, self.alpha, curve))
 
-    def mu(self, size: int = 1) -> float:
+    def mu(self, copies: int = 1) -> float:
         """Return the largest rejected mu of Gaussian DP."""
-        return float(one_run_mu(self.canaries, self.guesses, self.right, self.alpha)) / size
+        return float(one_run_mu(self.canaries, self.guesses, self.correct, self.alpha)) / copies
 
-    def gaussian_epsilon(self, delta: float, size: int = 1) -> float:
+    def gaussian_epsilon(self, delta: float, copies: int = 1) -> float:
         """Return epsilon at delta of the largest rejected mu; a bound for Gaussian mechanisms."""
-        return epsilon_of_mu(self.mu(size), delta)
+        return mu_to_epsilon(self.mu(copies), delta)
 
 
-def one_run_mu(canaries: int, guesses: int, right: ArrayLike, alpha: float = 0.05) -> Array:
-    """Return `OneRun.mu` of many runs at once: right (n,) to (n,)."""
-    right = np.asarray(right)
-    rejects = lambda mu: improbable(canaries, guesses, right, alpha, gaussian_curve(mu))  # noqa: E731
-    return _largest(rejects, np.zeros(right.shape), np.full(right.shape, _MOST))
+def one_run_mu(canaries: int, guesses: int, correct: ArrayLike, alpha: float = 0.05) -> Array:
+    """Return `OneRunGuesses.mu` of many runs at once: right (n,) to (n,)."""
+    correct = np.asarray(correct)
+    rejects = lambda mu: is_improbable(canaries, guesses, correct, alpha, gaussian_tradeoff(mu))  # noqa: E731
+    return _bisect_largest(rejects, np.zeros(correct.shape), np.full(correct.shape, _MAX_EPSILON))
 
 
-def improbable(
-    canaries: int, guesses: int, right: ArrayLike, alpha: ArrayLike, curve: Curve
+def is_improbable(
+    canaries: int, guesses: int, correct: ArrayLike, alpha: ArrayLike, curve: TradeoffCurve
 ) -> np.ndarray:
-    """Return whether `right` or more right guesses have probability below alpha.
+    """Return whether `correct` or more right guesses have probability below alpha.
 
-    This is for every mechanism with this curve: bool, element by element of `right` (the
+    This is for every mechanism with this curve: bool, element by element of `correct` (the
     curve's own parameters broadcast with it).
 
     From above: r is the share of canaries guessed right, h of those guessed wrong, in runs with at
-    least i right ones, if alpha is the probability of `right` or more. The curve bounds h from
+    least i right ones, if alpha is the probability of `correct` or more. The curve bounds h from
     below by B(r), and counts bound how r grows with h; it is impossible when both exceed 1.
     """
-    right = np.asarray(right)
+    correct = np.asarray(correct)
     a = np.asarray(alpha, float)
-    r, h = a * right / canaries, a * (guesses - right) / canaries
-    for i in range(int(np.max(right)) - 1, -1, -1):
-        most = np.where(i < right, np.maximum(h, curve(r)), h)
-        if i < np.min(right) and np.array_equal(most, h):
+    r, h = a * correct / canaries, a * (guesses - correct) / canaries
+    for i in range(int(np.max(correct)) - 1, -1, -1):
+        most = np.where(i < correct, np.maximum(h, curve(r)), h)
+        if i < np.min(correct) and np.array_equal(most, h):
             break  # nor do the next ones change anything
         r, h = r + i / (guesses - i) * (most - h), most
     rejected: np.ndarray = r + h > guesses / canaries
@@ -493,12 +504,14 @@ def log_likelihood_ratio(sums: ArrayLike, sigma: float, rate: float) -> Array:
     return exponents
 
 
-def epsilon_of_mu(mu: float, delta: float) -> float:
+def mu_to_epsilon(mu: float, delta: float) -> float:
     """Return epsilon at delta of mu-Gaussian DP; 0 for mu 0."""
     return float(gaussian_epsilon(delta, 1.0, mu)) if mu > 0 else 0.0
 
 
-def _largest(rejects: Callable[[Array], ArrayLike], low: ArrayLike, high: ArrayLike) -> Array:
+def _bisect_largest(
+    rejects: Callable[[Array], ArrayLike], low: ArrayLike, high: ArrayLike
+) -> Array:
     """Return the largest rejected value where all below it are rejected, by bisection.
 
     Element by element; 0 where `low` is not rejected.
@@ -515,12 +528,14 @@ def _largest(rejects: Callable[[Array], ArrayLike], low: ArrayLike, high: ArrayL
 # --- the plan with another size of noise ------------------------------------------------------
 
 
-ASSUMED = "the run is the plan, but for the size of its noise"
+NOISE_SCALE_ASSUMPTION = "the run is the plan, but for the size of its noise"
 _RATIO = 1.01  # of neighbouring noises of the family
-_MOST_POWER, _LEAST_POWER = 350, -140  # powers of it: 32 times the noise, a quarter of it
+_MAX_POWER, _MIN_POWER = 350, -140  # powers of it: 32 times the noise, a quarter of it
 
 
-def noise_rejected(run: OneRun | ManyRuns, plan: PrivacyPlan, size: int = 1) -> float:
+def largest_rejected_epsilon(
+    run: OneRunGuesses | ThresholdCounts, plan: PrivacyPlan, copies: int = 1
+) -> float:
     """Return the largest epsilon of the plan with another noise that the run rejects.
 
     The run rejects its trade-off curve; the noise varies in steps of 1 %. 0 for none. size:
@@ -529,15 +544,15 @@ def noise_rejected(run: OneRun | ManyRuns, plan: PrivacyPlan, size: int = 1) -> 
 
     def rejects(power: int) -> bool:
         curve = _curve(plan, power)
-        return curve is not None and run.rejects(of_group(curve, size))
+        return curve is not None and run.rejects(group_tradeoff(curve, copies))
 
-    if not rejects(_MOST_POWER):
+    if not rejects(_MAX_POWER):
         return 0.0
-    low, high = -1, _MOST_POWER  # less noise is harder to reject
+    low, high = -1, _MAX_POWER  # less noise is harder to reject
     if rejects(0):
         low, high, width = -10, 0, 10
-        while rejects(low) and low > _LEAST_POWER:
-            low, high, width = max(low - 2 * width, _LEAST_POWER), low, 2 * width
+        while rejects(low) and low > _MIN_POWER:
+            low, high, width = max(low - 2 * width, _MIN_POWER), low, 2 * width
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if rejects(middle) else (middle, high)
@@ -545,24 +560,24 @@ def noise_rejected(run: OneRun | ManyRuns, plan: PrivacyPlan, size: int = 1) -> 
 
 
 @lru_cache(maxsize=512)
-def _curve(plan: PrivacyPlan, power: int) -> Curve | None:
-    return of_plan(_with_noise(plan, power))
+def _curve(plan: PrivacyPlan, power: int) -> TradeoffCurve | None:
+    return plan_tradeoff(_scale_plan_noise(plan, power))
 
 
 @lru_cache(maxsize=512)
 def _epsilon(plan: PrivacyPlan, power: int) -> float:
     """Return epsilon of the plan with this noise, rounded as the plan's own guarantee is."""
-    return _with_noise(plan, power).guarantee().epsilon
+    return _scale_plan_noise(plan, power).guarantee().epsilon
 
 
-def _with_noise(plan: PrivacyPlan, power: int) -> PrivacyPlan:
+def _scale_plan_noise(plan: PrivacyPlan, power: int) -> PrivacyPlan:
     """Return the plan with _RATIO^power of the noise on its steps."""
     factor = math.pow(_RATIO, power)
     return replace(
         plan,
         phases=tuple(
             phase
-            if (loop := phase.loop) is None
+            if (loop := phase.training_steps) is None
             else replace(loop, noise_multiplier=loop.noise_multiplier * factor)
             for phase in plan.phases
         ),

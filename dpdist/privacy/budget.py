@@ -38,17 +38,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dpdist.core.console import exact, percent
-from dpdist.core.files import make_folder, not_blocking
+from dpdist.core.console import format_exact, format_percent
+from dpdist.core.files import check_regular_or_missing, make_folder
 from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta, format_epsilon
-from dpdist.privacy.ledger import ChainedJournal, JournalError, OnJournal, anchor_path
+from dpdist.privacy.ledger import ChainedJournal, JournalBacked, JournalError, anchor_path
 from dpdist.privacy.phases import (
     NonPrivate,
     Phase,
-    compose_alternatives,
-    data_alternatives,
-    phases_from,
-    walk,
+    compose_path_events,
+    dataset_path_events,
+    phases_from_dicts,
+    walk_phases,
 )
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -67,7 +67,7 @@ class RenyiFilter:
 
     Feldman and Zrnic 2021 (individual accounting via a Renyi filter), with one order fixed in
     advance: "some order suffices" is no filter. The conversion is Canonne, Kamath and Steinke 2020,
-    Proposition 12. `fixed` chooses order and share.
+    Proposition 12. `for_ceiling` chooses order and share.
     """
 
     epsilon: float
@@ -77,7 +77,7 @@ class RenyiFilter:
     share: float
 
     @classmethod
-    def fixed(cls, epsilon: float, delta: float, neighbours: Neighbours) -> RenyiFilter:
+    def for_ceiling(cls, epsilon: float, delta: float, neighbours: Neighbours) -> RenyiFilter:
         """Return the filter of a ceiling, at the order where most Gaussian noise fits under it.
 
         Raises ValueError for a ceiling that no order reaches.
@@ -93,11 +93,11 @@ class RenyiFilter:
     def cost(self, phases: Sequence[Phase], records: int) -> float:
         """Return the Renyi divergence of phases at the filter's order, on a record's worst path.
 
-        Raises dpdist.privacy.accounting.Unsupported when no bound is known.
+        Raises dpdist.privacy.accounting.UnsupportedMechanismError when no bound is known.
         """
         return _divergence(tuple(phases), records, self.neighbours, self.order)
 
-    def epsilon_of(self, spent: float) -> float:
+    def epsilon_for_divergence(self, spent: float) -> float:
         """Return the epsilon that a sum fixed in advance at `spent` would promise."""
         return max(0.0, spent + _conversion(self.order, self.delta))
 
@@ -115,7 +115,7 @@ class RenyiFilter:
         if spent > self.share:
             lines.append("restarts, which carried the sum above its share, followed no result")
         return Guarantee(
-            self.epsilon if spent <= self.share else self.epsilon_of(spent),
+            self.epsilon if spent <= self.share else self.epsilon_for_divergence(spent),
             self.delta,
             self.neighbours,
             "proved",
@@ -138,10 +138,10 @@ def _divergence(
 ) -> float:
     from dpdist.privacy import accounting
 
-    several = any(phase.weighs_orders for phase in walk(phases))
+    several = any(phase.couples_orders for phase in walk_phases(phases))
     orders = sorted({*accounting.QUICK_ORDERS, order}) if several else [order]
     at = orders.index(order)
-    paths = data_alternatives(phases, records, neighbours)
+    paths = dataset_path_events(phases, records, neighbours)
     curves = [accounting.compose_rdp(path, neighbours, orders).rdp for path in paths]
     return max((float(curve[at]) for curve in curves), default=0.0)
 
@@ -154,7 +154,7 @@ def _conversion(order: int, delta: float) -> float:
 # --- the budget of one data set ---------------------------------------------------------------
 
 
-KIND, SUFFIX = "budget", ".budget.jsonl"
+BUDGET_KIND, BUDGET_SUFFIX = "budget", ".budget.jsonl"
 _FORMAT = 2
 Status = Literal["reserved", "settled"]
 
@@ -163,7 +163,7 @@ class BudgetExceeded(ValueError):
     """The run would carry the records above their ceiling, or cannot be accounted under it."""
 
 
-def run_id(key_name: str, plan: PrivacyPlan) -> str:
+def charge_id(key_name: str, plan: PrivacyPlan) -> str:
     """Return the id of a run's charges, made of its key's public name and its plan.
 
     The charge holds the releases of each process of the run, or of a copy of its folder
@@ -172,7 +172,8 @@ def run_id(key_name: str, plan: PrivacyPlan) -> str:
     return f"{key_name}-{plan.fingerprint()[:8]}"
 
 
-Counts = tuple[int, ...]  # units (`Phase.units`) of each of a plan's phases; 1: what has none
+# units (`Phase.num_units`) of each of a plan's phases; 1: what has none
+UnitCounts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -187,39 +188,45 @@ class Lineage:
 
     planned: tuple[Phase, ...]
     place: str
-    made: Mapping[str, Counts]
-    open: Mapping[str, tuple[Counts, str]]
+    made: Mapping[str, UnitCounts]
+    open: Mapping[str, tuple[UnitCounts, str]]
     alone: bool = False
 
     @classmethod
-    def of(
+    def from_ledger(
         cls,
         planned: tuple[Phase, ...],
-        place: Path,
-        made: Mapping[str, Counts],
-        going_on: str | None = None,
-        left: Counts = (),
-        alone: bool = False,
+        ledger_path: Path,
+        released: Mapping[str, UnitCounts],
+        active_nonce: str | None = None,
+        remaining: UnitCounts = (),
+        forbids_copies: bool = False,
     ) -> Lineage:
         """Return the lineage that one ledger records.
 
         going_on: the process that may release the rest; None when no process will.
         """
-        where = str(place.resolve())
-        still = {} if going_on is None or not any(left) else {going_on: (left, where)}
-        return cls(planned, where, made, still, alone)
+        where = str(ledger_path.resolve())
+        still = (
+            {} if active_nonce is None or not any(remaining) else {active_nonce: (remaining, where)}
+        )
+        return cls(planned, where, released, still, forbids_copies)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Return the charged phases: the plan's phases in their order."""
         counts = [*self.made.values(), *(left for left, _ in self.open.values())]
         units = [sum(each) for each in zip(*counts, strict=True)] or [0] * len(self.planned)
-        found = [at for phase, n in zip(self.planned, units, strict=True) for at in phase.at(n)]
+        found = [
+            at
+            for phase, n in zip(self.planned, units, strict=True)
+            for at in phase.executed_units(n)
+        ]
         if self.alone and len([made for made in self.made.values() if any(made)]) > 1:
             found.append(NonPrivate("two copies of a search shared one secret number of trials"))
         return tuple(found)
 
-    def joined(self, before: Lineage) -> Lineage:
+    def merge(self, recorded: Lineage) -> Lineage:
         """Return the union of the recorded lineage and the writer's own.
 
         A process that this ledger knows of has ended, unless it belongs to another copy of the
@@ -227,20 +234,20 @@ class Lineage:
         come one after the other, and a copy may have been made between two of them.
         """
         made = {
-            nonce: _larger(before.made.get(nonce), self.made.get(nonce))
-            for nonce in [*before.made, *(n for n in self.made if n not in before.made)]
+            nonce: _elementwise_max(recorded.made.get(nonce), self.made.get(nonce))
+            for nonce in [*recorded.made, *(n for n in self.made if n not in recorded.made)]
         }
         kept = {
             nonce: (left, place)
-            for nonce, (left, place) in before.open.items()
+            for nonce, (left, place) in recorded.open.items()
             if nonce not in self.made or (place != self.place and Path(place).exists())
         }
         return replace(self, made=made, open=kept | dict(self.open))
 
-    def foreign(self, own: Lineage) -> bool:
-        """Return whether processes unknown to `own` have released anything, or may."""
-        others = [made for nonce, made in self.made.items() if nonce not in own.made]
-        others += [left for nonce, (left, _) in self.open.items() if nonce not in own.open]
+    def has_unknown_processes(self, known: Lineage) -> bool:
+        """Return whether processes unknown to `known` have released anything, or may."""
+        others = [made for nonce, made in self.made.items() if nonce not in known.made]
+        others += [left for nonce, (left, _) in self.open.items() if nonce not in known.open]
         return any(map(any, others))
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,7 +264,7 @@ class Lineage:
     def from_dict(cls, record: dict[str, Any]) -> Lineage:
         """Return the lineage that `to_dict` wrote."""
         return cls(
-            phases_from(record["planned"]),
+            phases_from_dicts(record["planned"]),
             record["place"],
             {nonce: tuple(counts) for nonce, counts in record["made"].items()},
             {nonce: (tuple(left), place) for nonce, (left, place) in record["open"].items()},
@@ -265,7 +272,7 @@ class Lineage:
         )
 
 
-def _larger(one: Counts | None, other: Counts | None) -> Counts:
+def _elementwise_max(one: UnitCounts | None, other: UnitCounts | None) -> UnitCounts:
     if one is None or other is None:
         return one or other or ()
     return tuple(map(max, one, other))
@@ -288,7 +295,7 @@ class Charge:
     lineage: Lineage | None = None
 
     @classmethod
-    def of(
+    def for_plan(
         cls,
         run: str,
         name: str,
@@ -300,11 +307,11 @@ class Charge:
         phases = phases if lineage is None else lineage.phases
         return cls(run, name, plan.records, tuple(phases), "reserved", plan.nominal, lineage)
 
-    def joined(self, before: Charge | None) -> Charge:
+    def merge(self, recorded: Charge | None) -> Charge:
         """Return this charge beside what is on record for the same run."""
-        if before is None or before.lineage is None or self.lineage is None:
+        if recorded is None or recorded.lineage is None or self.lineage is None:
             return self
-        lineage = self.lineage.joined(before.lineage)
+        lineage = self.lineage.merge(recorded.lineage)
         return replace(self, lineage=lineage, phases=lineage.phases)
 
     def to_dict(self) -> dict[str, Any]:
@@ -324,14 +331,14 @@ class Charge:
     def from_dict(cls, record: dict[str, Any]) -> Charge:
         """Return the charge that `to_dict` wrote."""
         fields = dict(record)
-        fields["phases"] = phases_from(fields["phases"])
+        fields["phases"] = phases_from_dicts(fields["phases"])
         if "lineage" in fields:
             fields["lineage"] = Lineage.from_dict(fields["lineage"])
         return cls(**fields)
 
 
 @dataclass(frozen=True)
-class Terms:
+class BudgetTerms:
     """The rules by which a budget counts, fixed when it is opened.
 
     ceiling: None for plain composition.
@@ -344,12 +351,12 @@ class Terms:
         return {"ceiling": None if self.ceiling is None else self.ceiling.to_dict()}
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Terms:
+    def from_dict(cls, record: dict[str, Any]) -> BudgetTerms:
         """Return the terms that `to_dict` wrote."""
         ceiling = record["ceiling"]
         return cls(None if ceiling is None else RenyiFilter(**ceiling))
 
-    def same(self, other: Terms) -> bool:
+    def matches(self, other: BudgetTerms) -> bool:
         """Return whether both terms promise the same."""
         return str(self) == str(other)
 
@@ -364,15 +371,16 @@ def composed_guarantee(
 
     No charge may have been chosen by the results of another.
 
-    Raises dpdist.privacy.accounting.Unsupported when no theorem covers the composition.
+    Raises dpdist.privacy.accounting.UnsupportedMechanismError when no theorem covers the
+    composition.
     """
     from dpdist.privacy import accounting
 
     check_delta(delta)
-    paths = compose_alternatives(
-        [data_alternatives(charge.phases, charge.records, neighbours) for charge in charges]
+    paths = compose_path_events(
+        [dataset_path_events(charge.phases, charge.records, neighbours) for charge in charges]
     )
-    value, source = accounting.epsilon(paths, delta, neighbours)
+    value, source = accounting.compute_epsilon(paths, delta, neighbours)
     lines = ["every release of these records is on this budget", "each run was executed as planned"]
     if len(charges) > 1:
         lines.append("no run was chosen by looking at the results of an earlier one")
@@ -380,7 +388,7 @@ def composed_guarantee(
     return Guarantee(value, delta, neighbours, "proved", source, tuple(lines), public)
 
 
-class DataBudget(OnJournal):
+class DataBudget(JournalBacked):
     """One budget. `dpdist.privacy.budget` opens it to charge it, `read` only looks at it."""
 
     def __init__(self, journal: ChainedJournal) -> None:
@@ -392,32 +400,34 @@ class DataBudget(OnJournal):
                 "dpdist wrote it; name a new folder"
             )
         self.data_name: str = header["name"]
-        self.hashed: str = header["hashed"]
-        self.terms = Terms.from_dict(header["terms"])
+        self.hash_dtype: str = header["hashed"]
+        self.terms = BudgetTerms.from_dict(header["terms"])
         self.key_id: str | None = header.get("key")  # files made before it was written have none
         self._journal = journal
 
     @classmethod
-    def create(cls, folder: Path, name: str, terms: Terms, hashed: str, key_id: str) -> DataBudget:
+    def create(
+        cls, folder: Path, name: str, terms: BudgetTerms, hash_dtype: str, key_id: str
+    ) -> DataBudget:
         """Return a new budget, open for writing.
 
         name: a public name of the data. hashed: the type of its records' hashes. key_id: of
         the key under which they are kept.
         """
-        header = {"format": _FORMAT, "name": name, "terms": terms.to_dict(), "hashed": hashed}
+        header = {"format": _FORMAT, "name": name, "terms": terms.to_dict(), "hashed": hash_dtype}
         header["key"] = key_id
-        path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
-        return cls(ChainedJournal.open(path, KIND, header))
+        path = folder / f"{secrets.token_hex(8)}{BUDGET_SUFFIX}"
+        return cls(ChainedJournal.open(path, BUDGET_KIND, header))
 
     @classmethod
     def open(cls, path: Path) -> DataBudget:
         """Load an existing budget and hold its lock until `close`. Raises JournalError."""
-        return cls(ChainedJournal.open(path, KIND, {}))
+        return cls(ChainedJournal.open(path, BUDGET_KIND, {}))
 
     @classmethod
     def read(cls, path: str | Path) -> DataBudget:
         """Load a budget file without locking it. Raises JournalError."""
-        return cls(ChainedJournal.read(path, KIND))
+        return cls(ChainedJournal.read(path, BUDGET_KIND))
 
     @property
     def charges(self) -> list[Charge]:
@@ -473,20 +483,20 @@ class DataBudget(OnJournal):
             self._journal.append({"known": raw})
             self.__dict__.pop("known", None)
 
-    def charge_of(self, run: str) -> Charge | None:
+    def find_charge(self, run: str) -> Charge | None:
         """Return the recorded charge of this run or search, or None."""
         return next((charge for charge in self.charges if charge.run == run), None)
 
-    def record(self, charge: Charge) -> None:
+    def append_charge(self, charge: Charge) -> None:
         """Put a charge on record, durably, unless it is there already."""
-        mine = self.charge_of(charge.run)
+        mine = self.find_charge(charge.run)
         if mine is not None and charge in (mine, replace(mine, status="reserved")):
             return
         self._journal.append(charge.to_dict())
 
 
 def check_fits(
-    terms: Terms,
+    terms: BudgetTerms,
     charges: Sequence[Charge],
     new: Charge,
     neighbours: Neighbours,
@@ -494,7 +504,7 @@ def check_fits(
 ) -> None:
     """Raise BudgetExceeded when `new` does not fit beside the charges of other runs.
 
-    new: with what is on record for the same run (`Charge.joined`). limit: epsilon and delta of a
+    new: with what is on record for the same run (`Charge.merge`). limit: epsilon and delta of a
     composition without a filter.
     """
     others = [charge for charge in charges if charge.run != new.run]
@@ -507,21 +517,21 @@ def check_fits(
             spent = composed_guarantee(others, delta, neighbours).epsilon
             raise BudgetExceeded(
                 f"with {new.name!r} the records would have cost epsilon "
-                f"{format_epsilon(total.epsilon)} at delta {exact(delta)}, above their ceiling of "
-                f"{exact(epsilon)} (so far {format_epsilon(spent)})"
+                f"{format_epsilon(total.epsilon)} at delta {format_exact(delta)}, above their "
+                f"ceiling of {format_exact(epsilon)} (so far {format_epsilon(spent)})"
             )
 
 
 def _check_filter(
     ceiling: RenyiFilter, others: Sequence[Charge], new: Charge, neighbours: Neighbours
 ) -> None:
-    from dpdist.privacy.pld import Unsupported
+    from dpdist.privacy.pld import UnsupportedMechanismError
 
     if neighbours != ceiling.neighbours:
         raise BudgetExceeded(f"the budget counts {ceiling.neighbours}, this run {neighbours}")
     try:
         cost = ceiling.cost(new.phases, new.records)
-    except Unsupported as error:
+    except UnsupportedMechanismError as error:
         raise BudgetExceeded(
             f"{new.name!r} has no Renyi bound, which a ceiling over runs that follow each other's "
             f"results needs: {error}"
@@ -536,7 +546,7 @@ def _check_filter(
 
 
 def _percent(part: float, ceiling: RenyiFilter) -> str:
-    return f"{percent(part / ceiling.share, up=True)} %"
+    return f"{format_percent(part / ceiling.share, round_up=True)} %"
 
 
 # --- all budgets of a folder ------------------------------------------------------------------
@@ -546,7 +556,7 @@ _KEY = "records.key"
 _KEY_BYTES = 32
 
 
-def budgets_in(folder: str | Path) -> list[DataBudget]:
+def read_budgets(folder: str | Path) -> list[DataBudget]:
     """Return every budget in a folder, by file name. Raises JournalError if one is damaged."""
     return [DataBudget.read(path) for path in _files(Path(folder))]
 
@@ -555,7 +565,7 @@ def reserve(
     folder: str | Path,
     records: NDArray[np.integer] | None,
     charge: Charge,
-    terms: Terms,
+    terms: BudgetTerms,
     neighbours: Neighbours,
     *,
     name: str = "",
@@ -572,55 +582,55 @@ def reserve(
     Raises BudgetExceeded, and nothing was recorded, where the run does not fit; JournalError.
     enforce: False records what was done already, whatever it costs.
     """
-    with _opened(Path(folder)) as (key, budgets):
+    with _open_budgets(Path(folder)) as (key, budgets):
         if records is None:
-            _go_on(budgets, charge, neighbours, limit)
+            _continue_charge(budgets, charge, neighbours, limit)
             return
         hashed = records.dtype.str
-        other = [budget.path for budget in budgets if budget.hashed != hashed]
+        other = [budget.path for budget in budgets if budget.hash_dtype != hashed]
         if other and enforce:
             raise BudgetExceeded(
                 f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
                 "them, and cannot tell whether it holds these; name a new folder"
             )
-        known = _recognisable(key, records)
-        held = [budget for budget in budgets if _common(budget, known)]
+        known = _keyed_hashes(key, records)
+        held = [budget for budget in budgets if _shares_records(budget, known)]
         if enforce:
             for budget in held:
-                if not budget.terms.same(terms):
+                if not budget.terms.matches(terms):
                     raise BudgetExceeded(
                         f"{budget.path} holds some of these records under {budget.terms}, fixed "
                         f"before its first run; this run comes with {terms}"
                     )
-            _check_fits(held, terms, charge, neighbours, limit)
+            _check_charge_fits(held, terms, charge, neighbours, limit)
         if not held:
             held = [DataBudget.create(Path(folder), name, terms, hashed, _key_id(key))]
             budgets.append(held[0])  # is closed with the others
         for budget in held:
             budget.add_records(known)
-            budget.record(charge.joined(budget.charge_of(charge.run)))
+            budget.append_charge(charge.merge(budget.find_charge(charge.run)))
 
 
-def _go_on(
+def _continue_charge(
     budgets: Sequence[DataBudget],
     charge: Charge,
     neighbours: Neighbours,
     limit: tuple[float, float] | None,
 ) -> None:
-    held = [budget for budget in budgets if budget.charge_of(charge.run) is not None]
+    held = [budget for budget in budgets if budget.find_charge(charge.run) is not None]
     if not held:
         raise BudgetExceeded(
             f"{charge.name!r} is on no budget here; name the folder it was run with"
         )
     for budget in held:
-        _check_fits([budget], budget.terms, charge, neighbours, limit)
+        _check_charge_fits([budget], budget.terms, charge, neighbours, limit)
     for budget in held:
-        budget.record(charge.joined(budget.charge_of(charge.run)))
+        budget.append_charge(charge.merge(budget.find_charge(charge.run)))
 
 
-def _check_fits(
+def _check_charge_fits(
     held: Sequence[DataBudget],
-    terms: Terms,
+    terms: BudgetTerms,
     charge: Charge,
     neighbours: Neighbours,
     limit: tuple[float, float] | None,
@@ -629,8 +639,8 @@ def _check_fits(
     if not held:
         check_fits(terms, [], charge, neighbours, limit)
     for budget in held:
-        whole = charge.joined(budget.charge_of(charge.run))
-        if whole.lineage and charge.lineage and whole.lineage.foreign(charge.lineage):
+        whole = charge.merge(budget.find_charge(charge.run))
+        if whole.lineage and charge.lineage and whole.lineage.has_unknown_processes(charge.lineage):
             if whole.lineage.alone:
                 raise BudgetExceeded(
                     f"another copy of {charge.name!r} has gone on, or may: both have one secret "
@@ -644,32 +654,33 @@ def _check_fits(
 def settle(
     folder: str | Path, run: str, phases: Sequence[Phase], lineage: Lineage | None = None
 ) -> bool:
-    """Replace a reservation by the releases really made (`Ledger.phases`); may be repeated.
+    """Replace a reservation by the releases really made (`Ledger.released_phases`); may be
+    repeated.
 
     lineage: says by whom; what it has not in common with what is on record is added. False for a
     run that was never reserved. Raises JournalError.
     """
     found = False
-    with _opened(Path(folder)) as (_, budgets):
+    with _open_budgets(Path(folder)) as (_, budgets):
         for budget in budgets:
             for charge in budget.charges:
                 if charge.run == run:
                     made = replace(charge, phases=tuple(phases), status="settled", lineage=lineage)
-                    budget.record(made.joined(charge))
+                    budget.append_charge(made.merge(charge))
                     found = True
     return found
 
 
 def _files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob(f"*{SUFFIX}"))
+    found = sorted(folder.glob(f"*{BUDGET_SUFFIX}"))
     return [path for path in found if path.stat().st_size]  # a crash may leave one just created
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
+def _open_budgets(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
     """Yield the folder's key and all its budgets, for one process at a time."""
     make_folder(folder, 0o700)
-    not_blocking(folder / _KEY)
+    check_regular_or_missing(folder / _KEY)
     descriptor = os.open(folder / _KEY, os.O_RDWR | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "r+", errors="replace") as file, ExitStack() as stack:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -678,7 +689,7 @@ def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
         for path in _files(folder):
             budgets.append(DataBudget.open(path))
         left = {anchor_path(budget.path) for budget in budgets}
-        for anchor in sorted(folder.glob(f"*{anchor_path(Path(SUFFIX)).suffix}")):
+        for anchor in sorted(folder.glob(f"*{anchor_path(Path(BUDGET_SUFFIX)).suffix}")):
             if anchor not in left:
                 raise JournalError(f"{anchor}: the budget it belongs to is gone; bring it back")
         text = file.read()
@@ -715,7 +726,7 @@ def _close(budgets: list[DataBudget]) -> None:
         budget.close()
 
 
-def _recognisable(key: bytes, records: NDArray[np.integer]) -> NDArray[np.uint64]:
+def _keyed_hashes(key: bytes, records: NDArray[np.integer]) -> NDArray[np.uint64]:
     """Return keyed hashes of the records' own, sorted and each once: uint64."""
     if records.ndim != 1 or not len(records):
         raise ValueError(f"one hash for each record is needed, got shape {records.shape}")
@@ -728,5 +739,5 @@ def _recognisable(key: bytes, records: NDArray[np.integer]) -> NDArray[np.uint64
     return np.unique(np.frombuffer(digests, "<u8"))
 
 
-def _common(budget: DataBudget, known: NDArray[np.uint64]) -> bool:
+def _shares_records(budget: DataBudget, known: NDArray[np.uint64]) -> bool:
     return len(np.intersect1d(budget.known, known, assume_unique=True)) > 0

@@ -25,7 +25,7 @@ _NOISE_LIMITS = (1e-2, 1e6)
 _ROUNDS = 60
 
 
-class Unreachable(ValueError):
+class UnreachableTargetError(ValueError):
     """No value of the searched parameter meets the target."""
 
 
@@ -37,7 +37,7 @@ def _check_target(epsilon: float) -> None:
 Point = tuple[float, float]
 
 
-def _largest(
+def _largest_within_target(
     cost: Callable[[float], float],
     target: float,
     start: float,
@@ -65,7 +65,7 @@ def _largest(
             break
         if not whole and outside[0] / inside[0] - 1 < 1e-12:
             break
-        x = snap(_between(inside, outside, None if trial % 3 == 2 else target))
+        x = snap(_interpolate(inside, outside, None if trial % 3 == 2 else target))
         if x <= inside[0] or x >= outside[0]:
             x = snap((inside[0] + outside[0]) / 2)
             if x <= inside[0] or x >= outside[0]:
@@ -113,7 +113,7 @@ def _bracket(
     return inside, outside
 
 
-def _between(
+def _interpolate(
     inside: tuple[float, float], outside: tuple[float, float], target: float | None
 ) -> float:
     """Return an estimate of the value that costs the target, by a line through logarithms.
@@ -129,41 +129,42 @@ def _between(
 
 
 def _two_grids(
-    plan_with: Callable[[float], PrivacyPlan],
+    make_plan: Callable[[float], PrivacyPlan],
     target: float,
     start: float,
     limits: tuple[float, float],
     whole: bool,
 ) -> float | None:
-    """Return `_largest` on the plan's guarantee, searching mostly on a coarser, faster grid."""
+    """Return `_largest_within_target` on the plan's guarantee, searching mostly on a coarser,
+    faster grid."""
     from dpdist.privacy import accounting
 
     @cache
     def fine(x: float) -> float:
-        return plan_with(x).guarantee().epsilon
+        return make_plan(x).guarantee().epsilon
 
     def coarse(x: float) -> float:
-        plan = plan_with(x)
-        paths = plan.alternatives(plan.phases)
+        plan = make_plan(x)
+        paths = plan.path_events(plan.phases)
         return accounting.coarse_epsilon(paths, plan.delta, plan.neighbours)
 
     try:
-        near = _largest(coarse, target, start, limits, whole)
-    except accounting.Unsupported:  # no PLD: RDP is fast as it is
-        return _largest(fine, target, start, limits, whole)
+        near = _largest_within_target(coarse, target, start, limits, whole)
+    except accounting.UnsupportedMechanismError:  # no PLD: RDP is fast as it is
+        return _largest_within_target(fine, target, start, limits, whole)
     if near is None:
-        return _largest(fine, target, limits[0], limits, whole)
+        return _largest_within_target(fine, target, limits[0], limits, whole)
     value = fine(near)
     if near < limits[1] and 0 < value < (1 - _TOLERANCE) * target:
         # The coarse grid overstates by about the same factor a little further on.
         corrected = target * coarse(near) / value
-        near = _largest(coarse, corrected, near, limits, whole, stride=1.003) or near
+        near = _largest_within_target(coarse, corrected, near, limits, whole, stride=1.003) or near
     miss = max(target / fine(near), fine(near) / target) if fine(near) > 0 else 1.0
-    return _largest(fine, target, near, limits, whole, stride=min(1.2, 1.001 * miss))
+    return _largest_within_target(fine, target, near, limits, whole, stride=min(1.2, 1.001 * miss))
 
 
 def calibrate_noise(
-    plan_with: Callable[[float], PrivacyPlan], epsilon: float, start: float = 1.0
+    make_plan: Callable[[float], PrivacyPlan], epsilon: float, start: float = 1.0
 ) -> float:
     """Return the smallest noise multiplier s for which plan_with(s) is within `epsilon`.
 
@@ -173,23 +174,23 @@ def calibrate_noise(
     _check_target(epsilon)
     low, high = _NOISE_LIMITS
     limits = (1 / high, 1 / low)
-    inverse = _two_grids(lambda x: plan_with(1 / x), epsilon, 1 / start, limits, whole=False)
+    inverse = _two_grids(lambda x: make_plan(1 / x), epsilon, 1 / start, limits, whole=False)
     if inverse is None:
-        raise Unreachable(
+        raise UnreachableTargetError(
             f"no noise up to {high:g} reaches epsilon {epsilon:g}: the fixed parts of the plan "
             "alone cost more (or the accountant's resolution is exhausted)"
         )
     return 1 / inverse
 
 
-def _near_epsilon(plan: PrivacyPlan) -> float:
+def _approximate_epsilon(plan: PrivacyPlan) -> float:
     from dpdist.privacy import accounting
 
-    paths = plan.alternatives(plan.phases)
-    return accounting.near_epsilon(paths, plan.delta, plan.neighbours)
+    paths = plan.path_events(plan.phases)
+    return accounting.approximate_epsilon(paths, plan.delta, plan.neighbours)
 
 
-def least_noise(plan_with: Callable[[float], PrivacyPlan], epsilon: float) -> float:
+def calibrate_noise_multiplier(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -> float:
     """Return the smallest noise multiplier s at which plan_with(s) costs at most `epsilon`.
 
     Raises Unreachable, or what plan_with raises.
@@ -198,12 +199,12 @@ def least_noise(plan_with: Callable[[float], PrivacyPlan], epsilon: float) -> fl
     low, high = 0.1, 1e4
     for _ in range(9):  # to within 5 % in noise: the start only has to be near
         middle = math.sqrt(low * high)
-        if _near_epsilon(plan_with(middle)) > epsilon:
+        if _approximate_epsilon(make_plan(middle)) > epsilon:
             low = middle
         else:
             high = middle
     start = high if high < 1e4 else 1.0
-    return calibrate_noise(plan_with, epsilon, start)
+    return calibrate_noise(make_plan, epsilon, start)
 
 
 def noise_multiplier_for(
@@ -232,7 +233,7 @@ def noise_multiplier_for(
             batch_cap=batch_cap,
         )
 
-    return least_noise(plan_with, epsilon)
+    return calibrate_noise_multiplier(plan_with, epsilon)
 
 
 def steps_for(
@@ -244,9 +245,9 @@ def steps_for(
     delta: float,
     neighbours: Neighbours = "add-or-remove-one",
     batch_cap: int | None = None,
-    most: int = 10_000_000,
+    max_steps: int = 10_000_000,
 ) -> int:
-    """Return the largest number of steps <= `most` that cost at most `epsilon` (up to 0.1 %).
+    """Return the largest number of steps <= `max_steps` that cost at most `epsilon` (up to 0.1 %).
 
     Raises Unreachable when one step already costs more.
     """
@@ -264,12 +265,14 @@ def steps_for(
         )
 
     start = 1.0
-    while start < most and _near_epsilon(plan_with(2 * start)) <= epsilon:
+    while start < max_steps and _approximate_epsilon(plan_with(2 * start)) <= epsilon:
         start *= 2
-    answer = _two_grids(plan_with, epsilon, start, (1, most), whole=True)
+    answer = _two_grids(plan_with, epsilon, start, (1, max_steps), whole=True)
     if answer is None:
         one = plan_with(1).guarantee().epsilon
-        raise Unreachable(f"one step already costs epsilon {one:.3g}, more than {epsilon:g}")
+        raise UnreachableTargetError(
+            f"one step already costs epsilon {one:.3g}, more than {epsilon:g}"
+        )
     return int(answer)
 
 
@@ -299,12 +302,12 @@ def batch_size_for(
         )
 
     start = 1.0
-    while 2 * start <= records and _near_epsilon(plan_with(2 * start)) <= epsilon:
+    while 2 * start <= records and _approximate_epsilon(plan_with(2 * start)) <= epsilon:
         start *= 2
     answer = _two_grids(plan_with, epsilon, start, (1, records), whole=True)
     if answer is None:
         one = plan_with(1).guarantee().epsilon
-        raise Unreachable(
+        raise UnreachableTargetError(
             f"an expected batch of one record already costs epsilon {one:.3g}, above {epsilon:g}"
         )
     return int(answer)
@@ -313,7 +316,7 @@ def batch_size_for(
 # --- the best of several runs -----------------------------------------------------------------
 
 
-def repeated(
+def repeat_phases(
     phases: Sequence[Phase], law: SelectionLaw | None, runs: int | None
 ) -> tuple[Phase, ...]:
     """Return the phases of a search over trials that each execute the given ones.
@@ -327,10 +330,10 @@ def repeated(
         return (RepeatAndSelect(tuple(phases), law.mean, law.shape),)
     if runs is None:
         raise ValueError("a search has a law of its number of trials, or the number")
-    return tuple(again for phase in phases for again in phase.times(runs))
+    return tuple(again for phase in phases for again in phase.repeat(runs))
 
 
-def training_and_search(
+def combine_training_and_scoring(
     training: Sequence[Phase],
     scoring: Sequence[Phase],
     law: SelectionLaw | None,
@@ -345,11 +348,11 @@ def training_and_search(
         runs: the public number of trials.
     """
     if not scoring:
-        return repeated(training, law, runs)
+        return repeat_phases(training, law, runs)
     if law is None:
-        parts = (repeated(training, law, runs), repeated(scoring, law, runs))
+        parts = (repeat_phases(training, law, runs), repeat_phases(scoring, law, runs))
         return (ParallelParts(parts),)
-    return repeated((ParallelParts((tuple(training), tuple(scoring))),), law, runs)
+    return repeat_phases((ParallelParts((tuple(training), tuple(scoring))),), law, runs)
 
 
 def search_guarantee(
@@ -365,7 +368,7 @@ def search_guarantee(
     One is from the loss distribution of one run (`dpdist.privacy.pld`), the other by Renyi DP
     (Papernot and Steinke 2022, Theorems 2 and 6); the result's source says which.
 
-    Raises dpdist.privacy.accounting.Unsupported when a run has neither.
+    Raises dpdist.privacy.accounting.UnsupportedMechanismError when a run has neither.
     """
     search = RepeatAndSelect(tuple(phases), law.mean, law.shape)
     return PrivacyPlan(records, (search,), delta, neighbours=neighbours).guarantee()

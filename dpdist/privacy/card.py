@@ -15,27 +15,27 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpdist.core.console import exact
+from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
 from dpdist.core.files import check_shape, read_json, write_json
 from dpdist.privacy.guarantee import (
     POST_PROCESSED,
     Guarantee,
-    Kind,
+    GuaranteeKind,
     check_delta,
     format_delta,
     format_epsilon,
     shown_kind,
 )
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.phases import NOT_TRAINED_HERE, walk
-from dpdist.privacy.plan import PrivacyPlan, group_guarantee, plan_of
+from dpdist.privacy.phases import NOT_TRAINED_HERE, walk_phases
+from dpdist.privacy.plan import PrivacyPlan, group_guarantee, parse_plan
 
 # --- results of audits ------------------------------------------------------------------------
 
 
 CONSISTENT = "consistent"
-BUG = "exceeds proved: a bug"
+EXCEEDS_PROVED = "exceeds proved: a bug"
 REFUTED = "refutes the claim"
 
 _AUDIT_SHAPE = {
@@ -46,7 +46,7 @@ _AUDIT_SHAPE = {
 
 
 @dataclass(frozen=True)
-class Audited:
+class AuditFinding:
     """The result of an audit. epsilon: the lower bound at `delta`, wrong with probability <= alpha.
 
     kind: of audit; method: the theorem. view: what the adversary saw. neighbours: which data sets
@@ -83,41 +83,41 @@ class Audited:
             raise ValueError("what is proved and claimed is >= 0")
 
     @property
-    def bug(self) -> bool:
+    def exceeds_proved(self) -> bool:
         """Return whether the result contradicts the proved guarantee: code or proof is wrong."""
         return not self.exploratory and (self.curve_rejected or self.epsilon > self.proved)
 
     @property
     def verdict(self) -> str:
-        if self.bug:
-            return BUG
+        if self.exceeds_proved:
+            return EXCEEDS_PROVED
         refuted = self.claimed is not None and self.epsilon > self.claimed
         return REFUTED if refuted and not self.exploratory else CONSISTENT
 
     @property
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """Return the audit in one line."""
         verdict = "exploratory, no statement" if self.exploratory else self.verdict
         return (
             f"epsilon >= {format_epsilon(self.epsilon, lower_bound=True)} at delta = "
-            f"{exact(self.delta)}, confidence {100 * (1 - self.alpha):g} % ({self.method}; "
+            f"{format_exact(self.delta)}, confidence {100 * (1 - self.alpha):g} % ({self.method}; "
             f"{self.neighbours}; the adversary saw {self.view}; {self.trials:,} trials): {verdict}"
         )
 
     @property
-    def short(self) -> str:
+    def table_cell(self) -> str:
         """Return the bound and its method for a table, with a note if it contradicts the proof."""
         bound = format_epsilon(self.epsilon, lower_bound=True)
         wrong = "" if self.verdict == CONSISTENT else f": {self.verdict}"
         return f">= {bound} ({self.kind}){wrong}"
 
     @property
-    def three(self) -> str:
+    def comparison_line(self) -> str:
         """Return the claimed, proved and audited epsilon side by side."""
         claimed = "nothing" if self.claimed is None else format_epsilon(self.claimed)
         proved = "nothing" if math.isinf(self.proved) else format_epsilon(self.proved)
         audited = format_epsilon(self.epsilon, lower_bound=True)
-        at = f"at delta = {exact(self.delta)}"
+        at = f"at delta = {format_exact(self.delta)}"
         return f"claimed {claimed}, proved {proved}, audited >= {audited} {at}"
 
     def write(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class Audited:
         write_json(path, record)
 
     @classmethod
-    def read(cls, path: Path) -> Audited:
+    def read(cls, path: Path) -> AuditFinding:
         """Return the result in a JSON file.
 
         Raises UserError when it is damaged, or its verdict is not that of its numbers.
@@ -160,7 +160,7 @@ EVALUATION_UNPROTECTED = (
 )
 
 
-def card(
+def build_card(
     plan: PrivacyPlan,
     ledger: Ledger | None = None,
     *,
@@ -172,7 +172,7 @@ def card(
     assumptions: Sequence[str] = (),
     notes: Sequence[str] = (),
     extra: Mapping[str, Any] | None = None,
-    kind: Kind = "proved",
+    kind: GuaranteeKind = "proved",
 ) -> dict[str, Any]:
     """Return the privacy card as JSON types.
 
@@ -183,14 +183,14 @@ def card(
     set has cost in all runs. assumptions: what must hold besides. extra: further facts (library
     versions, model, recipe). kind: of the guarantee.
 
-    "accounted" are the phases that were released, as a plan: `recomputed` makes the card of it.
+    "accounted" are the phases that were released, as a plan: `recompute_card` makes the card of it.
     """
     from dpdist.privacy import accounting
 
-    phases = plan.phases if ledger is None else ledger.phases(plan)
+    phases = plan.phases if ledger is None else ledger.released_phases(plan)
     whole = replace(plan, phases=phases)
-    paths = whole.alternatives(phases)
-    main = replace(whole.guarantee_of(paths), kind=kind)
+    paths = whole.path_events(phases)
+    main = replace(whole.guarantee_for_events(paths), kind=kind)
     group = None if group_size == 1 else group_guarantee(whole, group_size)
     if group is not None:
         unit += f"; {group_size} records: epsilon {format_epsilon(group.epsilon)}"
@@ -198,7 +198,7 @@ def card(
         kept = tuple(line for line in main.assumptions if "is public" not in line)
         main = replace(main, assumptions=kept)
     deltas = sorted({plan.delta, *_DELTAS}, reverse=True)
-    profile = [whole.guarantee_of(paths, delta) for delta in deltas] if private else [main]
+    profile = [whole.guarantee_for_events(paths, delta) for delta in deltas] if private else [main]
     described = {
         "private": private,
         "guarantee": main.to_dict(),
@@ -211,12 +211,12 @@ def card(
         ],
         "accountant": main.source,
         "library": accounting.library_version(),
-        "mechanism": [_line(phase.words) for phase in phases],
-        "clip_norm": whole.clip_norm if whole.clips else "none",
+        "mechanism": [_line(phase.description) for phase in phases],
+        "clip_norm": whole.clip_norm if whole.relies_on_clipping else "none",
         "records": plan.records if show_records and not plan.trained_elsewhere else None,
         "records_are": "declared" if plan.nominal else "counted",
         "released_besides": [],  # of the format: nothing is released but the phases
-        "superseded_releases": 0 if ledger is None else ledger.superseded,
+        "superseded_releases": 0 if ledger is None else ledger.num_superseded,
         "data_set": None if data_set is None else data_set.to_dict(),
         # With the other entries at hand, the fingerprint would give N away to a search.
         "plan": plan.fingerprint() if show_records else None,
@@ -233,7 +233,7 @@ def _line(text: Any) -> Any:
 
 
 # Stated, and not to be had from the phases: of other runs, of the run's recipe and its faults.
-_STATED = ("data_set", "superseded_releases", "plan")
+_COPIED_KEYS = ("data_set", "superseded_releases", "plan")
 _CARD_SHAPE = {
     "private": bool, "unit": str, "relation": str, "accountant": str, "library": str,
     "guarantee.epsilon": float | str, "guarantee.delta": float, "guarantee.kind": str,
@@ -242,102 +242,102 @@ _CARD_SHAPE = {
     "superseded_releases": int, "assumptions": list, "notes": list, "extra": dict,
     "accounted": dict, **dict.fromkeys(("data_set", "group", "clip_norm", "records"), object),
 }  # fmt: skip
-_MOST_PHASES = 1000
-_ROUNDING = 1e-3  # relative: of what two accountants make of the same
+_MAX_PHASES = 1000
+_RELATIVE_TOLERANCE = 1e-3  # relative: of what two accountants make of the same
 
 
-def accounted(described: dict[str, Any], where: str) -> PrivacyPlan:
+def parse_card_plan(card_dict: dict[str, Any], context: str) -> PrivacyPlan:
     """Return the phases that a card from elsewhere names, as a plan.
 
     Raises UserError for a card that is damaged, or names none.
     """
-    check_shape(described, where, _CARD_SHAPE)
+    check_shape(card_dict, context, _CARD_SHAPE)
     for name in ("mechanism", "released_besides", "assumptions", "notes"):
-        if not all(isinstance(line, str) for line in described[name]):
-            raise UserError(f"{where}: damaged: {name} must be lines of text")
-    _check_stated(described, where)
-    plan = plan_of(described["accounted"], f"{where}: accounted")
-    if len(list(walk(plan.phases))) > _MOST_PHASES:
-        raise UserError(f"{where}: accounted: more than {_MOST_PHASES} phases")
+        if not all(isinstance(line, str) for line in card_dict[name]):
+            raise UserError(f"{context}: damaged: {name} must be lines of text")
+    _check_stated_guarantees(card_dict, context)
+    plan = parse_plan(card_dict["accounted"], f"{context}: accounted")
+    if len(list(walk_phases(plan.phases))) > _MAX_PHASES:
+        raise UserError(f"{context}: accounted: more than {_MAX_PHASES} phases")
     return plan
 
 
-def _check_stated(described: dict[str, Any], where: str) -> None:
+def _check_stated_guarantees(card_dict: dict[str, Any], context: str) -> None:
     """Raise UserError unless the numbers of a card are possible and consistent."""
-    own, delta = _stated(described, "guarantee", where)
-    if described["private"] and math.isinf(own):
-        raise UserError(f"{where}: calls private what has an infinite epsilon")
-    if (group := described["group"]) is not None:
-        size = check_shape({"group": group}, where, {"group.size": int})["group"]["size"]
+    own, delta = _parse_guarantee(card_dict, "guarantee", context)
+    if card_dict["private"] and math.isinf(own):
+        raise UserError(f"{context}: calls private what has an infinite epsilon")
+    if (group := card_dict["group"]) is not None:
+        size = check_shape({"group": group}, context, {"group.size": int})["group"]["size"]
         if not 1 < size <= 1000:
-            raise UserError(f"{where}: damaged: group.size must be 2 to 1000, got {size}")
-        check_shape(group, f"{where}: group", {"guarantee.neighbours": str})
-        _stated(group, "guarantee", f"{where}: group")
-    if described["data_set"] is not None:
-        total, at = _stated(described, "data_set", where)
-        if at == delta and total < own * (1 - _ROUNDING):
+            raise UserError(f"{context}: damaged: group.size must be 2 to 1000, got {size}")
+        check_shape(group, f"{context}: group", {"guarantee.neighbours": str})
+        _parse_guarantee(group, "guarantee", f"{context}: group")
+    if card_dict["data_set"] is not None:
+        total, at = _parse_guarantee(card_dict, "data_set", context)
+        if at == delta and total < own * (1 - _RELATIVE_TOLERANCE):
             raise UserError(
-                f"{where}: data_set: all runs on the data set, this one included, cannot cost "
+                f"{context}: data_set: all runs on the data set, this one included, cannot cost "
                 f"less than this one, epsilon {format_epsilon(own)}"
             )
 
 
-def _stated(described: dict[str, Any], name: str, where: str) -> tuple[float, float]:
+def _parse_guarantee(card_dict: dict[str, Any], name: str, context: str) -> tuple[float, float]:
     """Return epsilon and delta of a guarantee as stated. Raises UserError for invalid numbers."""
     shape = {f"{name}.epsilon": float | str, f"{name}.delta": float}
-    stated = check_shape(described, where, shape)[name]
+    stated = check_shape(card_dict, context, shape)[name]
     try:
         epsilon = float(stated["epsilon"])
     except ValueError:
         epsilon = math.nan
     if not (epsilon >= 0 and 0 <= stated["delta"] < 1):
         raise UserError(
-            f"{where}: damaged: {name}.epsilon must be a number >= 0, {name}.delta one below 1"
+            f"{context}: damaged: {name}.epsilon must be a number >= 0, {name}.delta one below 1"
         )
     return epsilon, float(stated["delta"])
 
 
-def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any]:
-    """Return the card again, from its phases (`accounted`), by this project's accounting.
+def recompute_card(stated_card: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any]:
+    """Return the card again, from its phases (`parse_card_plan`), by this project's accounting.
 
     What does not follow from them is taken from the card: whether the run key was fixed, what all
     runs on the data set cost, notes. Raises UserError when no theorem covers the phases.
     """
-    group = described["group"]
+    group = stated_card["group"]
     try:
-        again = card(
+        again = build_card(
             plan,
-            private=described["private"],
-            unit=described["unit"].partition("; ")[0],  # what follows is of a group
+            private=stated_card["private"],
+            unit=stated_card["unit"].partition("; ")[0],  # what follows is of a group
             group_size=1 if group is None else group["size"],
-            assumptions=described["assumptions"][len(plan.assumptions) :],
-            notes=described["notes"][1:],
-            extra=described["extra"],
-            kind=POST_PROCESSED if described["guarantee"]["kind"] == POST_PROCESSED else "proved",
+            assumptions=stated_card["assumptions"][len(plan.assumptions) :],
+            notes=stated_card["notes"][1:],
+            extra=stated_card["extra"],
+            kind=POST_PROCESSED if stated_card["guarantee"]["kind"] == POST_PROCESSED else "proved",
         )
     except (ValueError, OverflowError) as error:
         raise UserError(f"its phases cannot be accounted: {error}") from error
-    return again | {name: described[name] for name in _STATED}
+    return again | {name: stated_card[name] for name in _COPIED_KEYS}
 
 
-def _terms(described: Mapping[str, Any]) -> list[str]:
+def _summary_rows(card_dict: Mapping[str, Any]) -> list[str]:
     """Return the rows of the card's first table."""
     rows = {
-        "unit": described["unit"],
-        "neighbouring relation": described["relation"],
-        "clip norm": described["clip_norm"],
+        "unit": card_dict["unit"],
+        "neighbouring relation": card_dict["relation"],
+        "clip norm": card_dict["clip_norm"],
     }
-    if described["records"] is not None:
-        rows["records"] = f"{described['records']} ({described['records_are']})"
-    if (total := described["data_set"]) is not None:
+    if card_dict["records"] is not None:
+        rows["records"] = f"{card_dict['records']} ({card_dict['records_are']})"
+    if (total := card_dict["data_set"]) is not None:
         epsilon = format_epsilon(total["epsilon"])
         rows["all runs on this data set"] = (
             f"epsilon {epsilon} at delta {format_delta(total['delta'])}"
         )
-    rows["accounting library"] = described["library"]
-    rows["releases of superseded attempts, charged"] = described["superseded_releases"]
-    if described["plan"]:
-        rows["plan"] = f"`{described['plan'][:16]}`"
+    rows["accounting library"] = card_dict["library"]
+    rows["releases of superseded attempts, charged"] = card_dict["superseded_releases"]
+    if card_dict["plan"]:
+        rows["plan"] = f"`{card_dict['plan'][:16]}`"
     return [f"| {name} | {value} |" for name, value in rows.items()]
 
 
@@ -346,17 +346,17 @@ def no_epsilon(described: Mapping[str, Any]) -> str | None:
     return NOT_TRAINED_HERE if described["mechanism"] == [NOT_TRAINED_HERE] else None
 
 
-def card_markdown(described: Mapping[str, Any]) -> str:
+def card_markdown(card_dict: Mapping[str, Any]) -> str:
     """Return the card as a page of Markdown."""
-    guarantee = described["guarantee"]
+    guarantee = card_dict["guarantee"]
     lines = ["# Privacy card", ""]
-    if (why := no_epsilon(described)) is not None:
+    if (why := no_epsilon(card_dict)) is not None:
         lines += [f"**{why[0].upper()}{why[1:]}.** Nothing is known of the records that this "
                   "model was trained on, nor of how; it may give single ones away.", "",
-                  "## Notes", "", *[f"* {line}" for line in described["notes"]]]  # fmt: skip
-        lines += [f"* {key}: {value}" for key, value in sorted(described["extra"].items())]
+                  "## Notes", "", *[f"* {line}" for line in card_dict["notes"]]]  # fmt: skip
+        lines += [f"* {key}: {value}" for key, value in sorted(card_dict["extra"].items())]
         return "\n".join(lines) + "\n"
-    if not described["private"]:
+    if not card_dict["private"]:
         lines += [
             "**This model is NOT private.** Its run key was fixed or no noise was added; the "
             "figures below only describe the mechanism.",
@@ -365,15 +365,15 @@ def card_markdown(described: Mapping[str, Any]) -> str:
     lines += [
         f"({format_epsilon(guarantee['epsilon'])}, {format_delta(guarantee['delta'])})"
         "-differential privacy, "
-        f"{shown_kind(guarantee['kind'])} by {described['accountant']}.",
+        f"{shown_kind(guarantee['kind'])} by {card_dict['accountant']}.",
         "",
         "| | |",
         "|---|---|",
-        *_terms(described),
+        *_summary_rows(card_dict),
         "",
         "## Mechanism",
         "",
-        *[f"* {line}" for line in described["mechanism"]],
+        *[f"* {line}" for line in card_dict["mechanism"]],
         "",
         "## Epsilon at other deltas",
         "",
@@ -381,17 +381,17 @@ def card_markdown(described: Mapping[str, Any]) -> str:
         "|---|---|",
         *[
             f"| {format_delta(row['delta'])} | {format_epsilon(row['epsilon'])} |"
-            for row in described["epsilon_at_delta"]
+            for row in card_dict["epsilon_at_delta"]
         ],
         "",
         "## This holds if",
         "",
-        *[f"* {line}" for line in described["assumptions"]],
+        *[f"* {line}" for line in card_dict["assumptions"]],
         "",
         "## Notes",
         "",
-        *[f"* {line}" for line in described["notes"]],
+        *[f"* {line}" for line in card_dict["notes"]],
     ]
-    for key, value in sorted(described.get("extra", {}).items()):
+    for key, value in sorted(card_dict.get("extra", {}).items()):
         lines.append(f"* {key}: {value}")
     return "\n".join(lines) + "\n"

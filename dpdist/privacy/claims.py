@@ -21,7 +21,7 @@ from dpdist.privacy.plan import PrivacyPlan
 
 Verdict = Literal["sound", "sound if", "not sound"]
 
-LABELS_OPEN = "labels are public"
+PUBLIC_LABELS = "labels are public"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Claim:
         return f"{text} (prints {self.printed:.4g})"
 
     @property
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """Return the claim and its verdict in one line."""
         if self.claimed is None:
             return f"{self.claimed_text}: {self.verdict}: {self.reason}"
@@ -80,12 +80,14 @@ class Claim:
         }
 
 
-def unproved(delta: float, why: str, neighbours: Neighbours = "add-or-remove-one") -> Guarantee:
+def unproved_guarantee(
+    delta: float, reason: str, neighbours: Neighbours = "add-or-remove-one"
+) -> Guarantee:
     """Return a guarantee with epsilon infinity: nothing is proved, with the reason."""
-    return Guarantee(math.inf, delta, neighbours, "proved", f"none: {why}")
+    return Guarantee(math.inf, delta, neighbours, "proved", f"none: {reason}")
 
 
-def _claimed(
+def _claimed_guarantee(
     epsilon: float, delta: float, neighbours: Neighbours, source: str, assumptions: Sequence[str]
 ) -> Guarantee:
     return Guarantee(epsilon, delta, neighbours, "claimed", source, tuple(assumptions))
@@ -122,7 +124,7 @@ def dplis_claim(
 
     Source: PoPETs 2021.
     """
-    return _claimed(
+    return _claimed_guarantee(
         classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta),
         delta,
         "add-or-remove-one",
@@ -138,7 +140,7 @@ def secure_sgd_claim(
 
     Source: HGM, IJCAI 2019, Algorithm 1.
     """
-    return _claimed(
+    return _claimed_guarantee(
         classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta, 65),
         delta,
         "add-or-remove-one",
@@ -153,7 +155,7 @@ def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.
     It is the extended Gaussian at the weighted sensitivity.
     """
     value = mechanisms.extended_gaussian_epsilon(delta, noise_scale, weighted_sensitivity)
-    return _claimed(
+    return _claimed_guarantee(
         float(value), delta, "replace-one", "HGM Theorem 3", ("r > 0, fixed in advance",)
     )
 
@@ -178,7 +180,7 @@ def dpal_claim(epsilon_1: float, epsilon_2: float, gamma: float, gamma_x: float)
     """
     if min(epsilon_1, epsilon_2, gamma, gamma_x) <= 0:
         raise ValueError("epsilon_1, epsilon_2, gamma and gamma_x must be > 0")
-    return _claimed(
+    return _claimed_guarantee(
         epsilon_1 * (1 + 1 / gamma + 1 / gamma_x) + epsilon_2,
         0.0,
         "replace-one",
@@ -220,12 +222,12 @@ def residual_claim(
     input_noise: pi. residual_noise: gamma. input_norm: R. residual_norm: G. passes: T b / N.
     """
     cost = 2 * passes * max(input_norm / input_noise, residual_norm / residual_noise) ** 2
-    return _claimed(
+    return _claimed_guarantee(
         _smallest_residual_epsilon(cost, delta),
         delta,
         "replace-one",
         "Residual Perturbation Theorem 1",
-        (LABELS_OPEN, "inputs of norm <= R", "Gaussian residual outputs with mean norm <= G"),
+        (PUBLIC_LABELS, "inputs of norm <= R", "Gaussian residual outputs with mean norm <= G"),
     )
 
 
@@ -244,7 +246,7 @@ def residual_black_box_claim(
     floor: eta_0. blocks: M.
     """
     cost = 2 * blocks * max(loss_bound / (floor * residual_noise), weight_norm / output_noise) ** 2
-    return _claimed(
+    return _claimed_guarantee(
         _smallest_residual_epsilon(cost, delta),
         delta,
         "replace-one",
@@ -269,7 +271,7 @@ def residual_input_guarantee(
         "replace-one",
         "proved",
         "exact Gaussian profile of the noisy inputs",
-        (LABELS_OPEN, "inputs clipped to norm R", "every record passes exactly T b / N times"),
+        (PUBLIC_LABELS, "inputs clipped to norm R", "every record passes exactly T b / N times"),
     )
 
 
@@ -281,7 +283,7 @@ def transdenoiser_training_claim(
     The paper leaves c2 open; `constant` is our choice, the order of Abadi et al.'s.
     """
     value = constant * sample_rate * math.sqrt(steps * math.log(1 / delta)) / xi_up
-    return _claimed(
+    return _claimed_guarantee(
         value,
         delta,
         "add-or-remove-one",
@@ -317,7 +319,7 @@ def pate_claim(
     al. 2018.
     """
     rho = queries / (2 * threshold_std**2) + answers / vote_std**2
-    return _claimed(
+    return _claimed_guarantee(
         rho + 2 * math.sqrt(rho * math.log(1 / delta)),
         delta,
         "add-or-remove-one",
@@ -354,7 +356,7 @@ def _residual(data: str, pi: float, printed: float) -> Claim:
         f"pi {pi:g}, gamma {2 * pi:g}, R = G = 30, 100 passes",
         printed,
         residual_claim(pi, 2 * pi, 30, 30, 100),
-        unproved(1e-5, "labels enter gradients without noise", "replace-one"),
+        unproved_guarantee(1e-5, "labels enter gradients without noise", "replace-one"),
         "not sound",
         "labels unprotected, G unverifiable, printed budget does not follow; with labels public "
         f"and inputs clipped: {format_epsilon(every_pass.epsilon, 3)}; with noise drawn once "
@@ -385,7 +387,7 @@ def _dpal(data: str, total: float, epsilon_2: float, sensitivity: int, batch: in
         f"m {batch}, Delta_R {sensitivity}, epsilon_2 {epsilon_2:g}, weight norm 1 (our choice)",
         total,
         dpal_claim(epsilon_1, epsilon_2, gamma, gamma_x),
-        unproved(0.0, "one Laplace vector shared by all records cancels", "replace-one"),
+        unproved_guarantee(0.0, "one Laplace vector shared by all records cancels", "replace-one"),
         "not sound",
         "shared noise cancels between records, sensitivity is a ratio, noise reused every step",
     )
@@ -409,7 +411,7 @@ def _hgm() -> list[Claim]:
             f"N {secure[0]}, L {secure[1]}, sigma {secure[2]:g}, T {secure[3]} (our choice)",
             None,
             secure_sgd_claim(*secure),
-            unproved(1e-5, "r is computed from private records"),
+            unproved_guarantee(1e-5, "r is computed from private records"),
             "sound if",
             "r is public or private by itself and examples are clipped one by one (the code does "
             f"neither); then {format_epsilon(_dp_sgd(*secure).epsilon)} at our choice of 100 "
@@ -426,7 +428,7 @@ def _transdenoiser() -> list[Claim]:
             f"xi_up 2, B 128, N 60000, T {steps}",
             1.0,
             transdenoiser_training_claim(2.0, 128 / 60_000, steps),
-            unproved(1e-5, "the transformed noise depends on the record it should hide"),
+            unproved_guarantee(1e-5, "the transformed noise depends on the record it should hide"),
             "not sound",
             "data-dependent rank-deficient covariance (S_min = 0), factor T taken twice, no clip",
         ),
@@ -460,7 +462,7 @@ def _others() -> list[Claim]:
             "described only",
             None,
             None,
-            unproved(0.0, "the mechanism is not specified", "replace-one"),
+            unproved_guarantee(0.0, "the mechanism is not specified", "replace-one"),
             "not sound",
             "too little is specified to check; Laplace noise is reused while coefficients change",
         ),
@@ -488,7 +490,7 @@ def published_claims() -> list[Claim]:
             "pi 1, gamma 2, ||w|| <= 1, B 1, eta_0 0.1, 3 blocks (bounds are ours)",
             None,
             residual_black_box_claim(1.0, 2.0, 1.0, 1.0, 0.1, 3),
-            unproved(1e-5, "the model is not private and queries compose", "replace-one"),
+            unproved_guarantee(1e-5, "the model is not private and queries compose", "replace-one"),
             "not sound",
             "covers one prediction with fresh noise, any two models; k predictions cost k times",
         ),

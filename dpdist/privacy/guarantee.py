@@ -6,11 +6,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dpdist.core.console import significant
+from dpdist.core.console import format_significant
 
 Neighbours = Literal["add-or-remove-one", "replace-one"]
-Kind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
-POST_PROCESSED: Kind = "assumed: post-processing"
+GuaranteeKind = Literal["proved", "claimed", "audited", "assumed: post-processing"]
+POST_PROCESSED: GuaranteeKind = "assumed: post-processing"
 
 
 def check_delta(delta: float) -> None:
@@ -31,12 +31,12 @@ def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool =
         a text that, read as a float, is never below `epsilon` (never above a lower bound). What is
         written in so few digits stays as it is (`dpdist.core.console`).
     """
-    return significant(float(epsilon), digits, down=lower_bound)
+    return format_significant(float(epsilon), digits, round_down=lower_bound)
 
 
 def format_delta(delta: float) -> str:
     """Return a delta with six significant digits, rounded up: the guarantee holds for it, too."""
-    return significant(delta, 6)
+    return format_significant(delta, 6)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Guarantee:
     epsilon: float
     delta: float
     neighbours: Neighbours
-    kind: Kind
+    kind: GuaranteeKind
     source: str
     assumptions: tuple[str, ...] = ()
     size_public: bool = True
@@ -102,7 +102,7 @@ class Guarantee:
             record["epsilon"] = "inf"
         return record
 
-    def facts(self) -> dict[str, Any]:
+    def to_output_dict(self) -> dict[str, Any]:
         """Return the entries that a command prints as JSON."""
         return {
             "epsilon": self.epsilon,
@@ -116,7 +116,7 @@ class Guarantee:
         if math.isinf(self.epsilon):
             return f"not private: no finite epsilon is {self.kind} ({self.relation})"
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
-        pair = f"({epsilon}, {significant(self.delta, 3)})-DP"
+        pair = f"({epsilon}, {format_significant(self.delta, 3)})-DP"
         return f"{pair}, {self.relation}, {shown_kind(self.kind)} by {self.source}"
 
 

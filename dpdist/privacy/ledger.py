@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
-from dpdist.core.files import make_folder, not_blocking, sync
+from dpdist.core.files import check_regular_or_missing, fsync_path, make_folder
 from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
@@ -62,7 +62,7 @@ class JournalBusy(JournalError):
     """Another process is writing the file; it may end soon."""
 
 
-class JournalCut(JournalError):
+class JournalTruncated(JournalError):
     """The file lacks lines that were written to it."""
 
 
@@ -82,7 +82,7 @@ class Anchor:
             raise ValueError(f"not an anchor: {self.records!r}, {self.check!r}")
 
     @classmethod
-    def of(cls, raw: bytes) -> Anchor:
+    def from_journal_bytes(cls, raw: bytes) -> Anchor:
         """Return the anchor of a journal's whole lines."""
         return cls(raw.count(b"\n"), json.loads(raw.splitlines()[-1])["check"])
 
@@ -93,7 +93,7 @@ class Anchor:
         return cls(int(records), check)
 
     @property
-    def line(self) -> str:
+    def file_line(self) -> str:
         """Return the anchor's line of the file, always of one length, to be replaced in place."""
         return f"{self.records:012d} {self.check}\n"
 
@@ -146,14 +146,16 @@ def _parse(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], list[str], int
 
 def _read_anchor(path: Path) -> Anchor | None:
     where = anchor_path(path)
-    not_blocking(where)
+    check_regular_or_missing(where)
     try:
         line = where.read_text()
         return Anchor.from_line(line) if line else None  # a crash came before its first line
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise JournalCut(f"{where} is damaged: what {path.name} held cannot be told") from error
+        raise JournalTruncated(
+            f"{where} is damaged: what {path.name} held cannot be told"
+        ) from error
 
 
 def _check_anchor(
@@ -163,19 +165,19 @@ def _check_anchor(
     if anchor is None:
         # A crash may come between the first line and the anchor, and then nothing is recorded.
         if len(records) > 1:
-            raise JournalCut(
+            raise JournalTruncated(
                 f"{anchor_path(path)} is missing: without it nobody can tell whether {path.name} "
                 "still holds all that was recorded"
             )
-    elif not _reaches(checks, anchor):
-        raise JournalCut(
+    elif not _contains_anchor(checks, anchor):
+        raise JournalTruncated(
             f"{path} lacks records that were written to it ({anchor_path(path).name} knows of "
             f"{anchor.records} lines, {len(checks)} are there): it was cut, replaced, or is an "
             "old copy"
         )
 
 
-def _reaches(checks: list[str], anchor: Anchor) -> bool:
+def _contains_anchor(checks: list[str], anchor: Anchor) -> bool:
     return anchor.records <= len(checks) and checks[anchor.records - 1] == anchor.check
 
 
@@ -201,9 +203,9 @@ class ChainedJournal:
         """Return the anchor of the file's present state, for a reader that relies on it."""
         return Anchor(len(self._checks), self._checks[-1])
 
-    def reaches(self, anchor: Anchor) -> bool:
+    def contains_anchor(self, anchor: Anchor) -> bool:
         """Return whether the file still holds everything that it held when `anchor` was taken."""
-        return _reaches(self._checks, anchor)
+        return _contains_anchor(self._checks, anchor)
 
     @classmethod
     def open(cls, path: str | Path, kind: str, header: dict[str, Any]) -> ChainedJournal:
@@ -217,7 +219,7 @@ class ChainedJournal:
         make_folder(path.parent, 0o700)
         if not path.exists() and (anchor := _read_anchor(path)):
             _check_anchor(anchor, [], [], path)
-        not_blocking(path)
+        check_regular_or_missing(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         file = os.fdopen(descriptor, "r+b", buffering=0)
         journal = cls(path, [], [], file)
@@ -235,7 +237,7 @@ class ChainedJournal:
                 own = {"kind": kind, "version": _VERSION, "id": secrets.token_hex(8)}
                 journal.header = {**header, **own}
                 journal._write(journal.header)
-                sync(path.parent)
+                fsync_path(path.parent)
             journal._open_anchor()
             return journal
         except BaseException:
@@ -246,15 +248,15 @@ class ChainedJournal:
     def read(cls, path: str | Path, kind: str) -> ChainedJournal:
         """Load a file without locking it; it cannot be written. Raises JournalError, OSError."""
         path = Path(path)
-        not_blocking(path)
+        check_regular_or_missing(path)
         try:
-            return cls._look(path, kind)
-        except JournalCut:  # or an anchor that was being written at that moment
+            return cls._load(path, kind)
+        except JournalTruncated:  # or an anchor that was being written at that moment
             time.sleep(_TORN_READ_SECONDS)
-            return cls._look(path, kind)
+            return cls._load(path, kind)
 
     @classmethod
-    def _look(cls, path: Path, kind: str) -> ChainedJournal:
+    def _load(cls, path: Path, kind: str) -> ChainedJournal:
         anchor = _read_anchor(path)  # first: whoever writes meanwhile only makes the file longer
         records, checks, _ = _parse(path.read_bytes(), path)
         if not records:
@@ -302,7 +304,7 @@ class ChainedJournal:
         self._anchor_file = os.fdopen(descriptor, "r+b", buffering=0)
         self._write_anchor(self._anchor_file)
         os.fsync(descriptor)
-        sync(self.path.parent)
+        fsync_path(self.path.parent)
 
     def _write_anchor(self, file: IO[bytes]) -> None:
         """Write the anchor without a sync, because an anchor behind the file is lawful.
@@ -310,7 +312,7 @@ class ChainedJournal:
         A power cut may leave it behind.
         """
         try:
-            os.pwrite(file.fileno(), self.anchor.line.encode(), 0)
+            os.pwrite(file.fileno(), self.anchor.file_line.encode(), 0)
         except OSError as error:  # the line itself is durable: nothing is forgotten
             self.close()
             raise JournalError(f"{anchor_path(self.path)} could not be written: {error}") from error
@@ -323,7 +325,7 @@ class ChainedJournal:
         self._anchor_file = self._file = None
 
 
-class OnJournal:
+class JournalBacked:
     """Base of classes that keep records in a journal: a context manager that releases its lock."""
 
     _journal: ChainedJournal
@@ -344,7 +346,7 @@ def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
         raise JournalError(f"{path} is not a {kind} file of version {_VERSION}")
 
 
-def check_free(path: Path, seconds: float) -> None:
+def wait_until_unlocked(path: Path, seconds: float) -> None:
     """Wait until no other process is writing the journal at `path`; write nothing.
 
     Raises JournalBusy when one still is after so many seconds, OSError.
@@ -384,7 +386,7 @@ class ReplayConflict(LedgerError):
     """
 
 
-class NoAnswersLeft(LedgerError):
+class QueriesExhausted(LedgerError):
     """All answers that the plan pays for were given, or were begun and lost."""
 
 
@@ -393,7 +395,7 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-class Ledger(OnJournal):
+class Ledger(JournalBacked):
     """The record of all releases under one plan. Use `open` to write, `read` to look at it."""
 
     def __init__(self, journal: ChainedJournal) -> None:
@@ -406,9 +408,9 @@ class Ledger(OnJournal):
         self._nonces: list[str] = []  # of the processes that wrote here, the last one in force
         self._nonce: str | None = None  # of this process
         self._releases: dict[tuple[int, int], str] = {}
-        self._drawn: dict[tuple[int, int], str] = {}
-        self._per_step: Counter[int] = Counter()
-        self._asked: list[tuple[str, str]] = []  # question and nonce
+        self._release_nonces: dict[tuple[int, int], str] = {}
+        self._releases_per_step: Counter[int] = Counter()
+        self._query_nonces: list[tuple[str, str]] = []  # question and nonce
         self._answers: dict[str, list[float]] = {}
         self._changes: set[str] = set()
         for record in journal.records:
@@ -455,10 +457,10 @@ class Ledger(OnJournal):
         elif kind == "release":
             key = record["epoch"], record["step"]
             self._releases[key] = record["id"]
-            self._drawn[key] = self._nonces[-1]
-            self._per_step[record["step"]] += 1
+            self._release_nonces[key] = self._nonces[-1]
+            self._releases_per_step[record["step"]] += 1
         elif kind == "asked":
-            self._asked.append((record["id"], self._nonces[-1] if self._nonces else ""))
+            self._query_nonces.append((record["id"], self._nonces[-1] if self._nonces else ""))
         elif kind == "answered":
             self._answers[record["id"]] = record["values"]
         elif kind == "changed":
@@ -524,14 +526,16 @@ class Ledger(OnJournal):
             self._append({"kind": "process", "nonce": self.nonce})
         return self.nonce
 
-    def announced(self, first: int) -> list[tuple[int, int, str]]:
+    def announced_steps(self, first: int) -> list[tuple[int, int, str]]:
         """Return the steps from `first` on that the current attempt has announced.
 
         Such a step may have been seen: it is replayed under the nonce it was announced under, and
         only its own sum gets that noise. Returns (first step, end, nonce) of each run of steps.
         """
         found: list[tuple[int, int, str]] = []
-        drawn = {step: n for (epoch, step), n in self._drawn.items() if epoch == self._epoch}
+        drawn = {
+            step: n for (epoch, step), n in self._release_nonces.items() if epoch == self._epoch
+        }
         for step in sorted(step for step in drawn if step >= first):
             nonce = drawn[step]
             if found and found[-1][1:] == (step, nonce):
@@ -567,7 +571,7 @@ class Ledger(OnJournal):
         self._append({"kind": "release", "epoch": self._epoch, "step": step, "id": release_id})
         return "new"
 
-    def ask(self, question: str, plan: PrivacyPlan) -> int:
+    def record_query(self, query_id: str, plan: PrivacyPlan) -> int:
         """Count an answer before its noise is drawn and return its number, from 0.
 
         Durable on return, and counted whatever happens next. question: as an id in
@@ -576,37 +580,39 @@ class Ledger(OnJournal):
         Raises NoAnswersLeft, and counts nothing, beyond those that the plan pays for; LedgerError
         if it cannot be made durable.
         """
-        _check_id(question)
-        if self.asked >= plan.answers:
-            raise NoAnswersLeft(f"all {plan.answers:,} answers that epsilon pays for were given")
+        _check_id(query_id)
+        if self.num_queries >= plan.num_queries:
+            raise QueriesExhausted(
+                f"all {plan.num_queries:,} answers that epsilon pays for were given"
+            )
         self.announce_process()
-        self._append({"kind": "asked", "id": question})
-        return self.asked - 1
+        self._append({"kind": "asked", "id": query_id})
+        return self.num_queries - 1
 
-    def keep(self, question: str, values: Sequence[float]) -> None:
+    def record_answer(self, query_id: str, values: Sequence[float]) -> None:
         """Keep an answer that was counted, with its noise: to give it again costs nothing."""
-        self._append({"kind": "answered", "id": question, "values": list(values)})
+        self._append({"kind": "answered", "id": query_id, "values": list(values)})
 
     # --- reading
 
     @property
-    def asked(self) -> int:
+    def num_queries(self) -> int:
         """Return the number of counted answers."""
-        return len(self._asked)
+        return len(self._query_nonces)
 
-    def answer(self, question: str) -> list[float] | None:
+    def find_answer(self, query_id: str) -> list[float] | None:
         """Return the answer that was given to this question, or None."""
-        return self._answers.get(question)
+        return self._answers.get(query_id)
 
-    def asked_under(self, question: str) -> str | None:
+    def find_query_nonce(self, query_id: str) -> str | None:
         """Return the nonce under which an answer to this question was counted first, or None.
 
         The answer may be kept or lost.
         """
-        return next((nonce for asked, nonce in self._asked if asked == question), None)
+        return next((nonce for asked, nonce in self._query_nonces if asked == query_id), None)
 
     @property
-    def answers(self) -> tuple[list[float], ...]:
+    def recorded_answers(self) -> tuple[list[float], ...]:
         """Return the kept answers."""
         return tuple(self._answers.values())
 
@@ -615,9 +621,9 @@ class Ledger(OnJournal):
         """Return the anchor of everything on record, to be kept with results of these releases."""
         return self._journal.anchor
 
-    def reaches(self, anchor: Anchor) -> bool:
+    def contains_anchor(self, anchor: Anchor) -> bool:
         """Return whether everything on record when `anchor` was taken still is."""
-        return self._journal.reaches(anchor)
+        return self._journal.contains_anchor(anchor)
 
     @property
     def epoch(self) -> int | None:
@@ -630,88 +636,88 @@ class Ledger(OnJournal):
         return [dict(attempt) for attempt in self._attempts]
 
     @property
-    def releases(self) -> dict[int, int]:
+    def release_counts(self) -> dict[int, int]:
         """Return the number of distinct releases of each step, one per epoch that announced it."""
-        return dict(self._per_step)
+        return dict(self._releases_per_step)
 
-    def steps_of(self, epoch: int) -> set[int]:
+    def released_steps(self, epoch: int) -> set[int]:
         """Return the steps that were released in one attempt epoch."""
         return {step for of, step in self._releases if of == epoch}
 
-    def repeats(self, step: int, identity: dict[str, str] | None = None) -> int:
+    def count_repeated_steps(self, step: int, identity: dict[str, str] | None = None) -> int:
         """Return the number of recorded steps, from `step` on, that would be charged again.
 
         This is for an attempt of that identity (default: the current one); an exact replay
         is not charged again.
         """
-        later = {done for done in self._per_step if done >= step}
+        later = {done for done in self._releases_per_step if done >= step}
         if self._epoch is None or identity not in (None, self._identity):
             return len(later)
-        return len(later - self.steps_of(self._epoch))
+        return len(later - self.released_steps(self._epoch))
 
     @property
-    def processes(self) -> tuple[str, ...]:
+    def process_nonces(self) -> tuple[str, ...]:
         """Return the nonces of all processes that wrote here, in order, each once."""
         return tuple(dict.fromkeys(self._nonces))
 
-    def made(self, plan: PrivacyPlan) -> dict[str, tuple[int, ...]]:
+    def released_units(self, plan: PrivacyPlan) -> dict[str, tuple[int, ...]]:
         """Return the first releases of each process, by its nonce.
 
-        They are counted in units (`Phase.units`) of each of the plan's phases.
+        They are counted in units (`Phase.num_units`) of each of the plan's phases.
 
         What is charged at once is 1 for the process under whose nonce it was drawn: votes when they
         were counted, all else in the first attempt. Steps that are free behind it are not counted.
         """
-        found = {nonce: [0] * len(plan.phases) for nonce in self.processes}
-        for (_, step), nonce in self._drawn.items():
-            place = plan.place_of(step)
-            found[nonce][place] += plan.phases[place].units is not None
+        found = {nonce: [0] * len(plan.phases) for nonce in self.process_nonces}
+        for (_, step), nonce in self._release_nonces.items():
+            place = plan.phase_index(step)
+            found[nonce][place] += plan.phases[place].num_units is not None
         for place, phase in enumerate(plan.phases):
-            if phase.pays_for:
-                drawn = [nonce for _, nonce in self._asked if nonce in found]
+            if phase.num_queries:
+                drawn = [nonce for _, nonce in self._query_nonces if nonce in found]
             else:
                 drawn = [attempt["nonce"] for attempt in self._attempts]
-            if phase.units is None:
+            if phase.num_units is None:
                 for nonce in drawn[:1]:
                     found[nonce][place] = 1
-            elif phase.pays_for:
+            elif phase.num_queries:
                 for nonce in drawn:
                     found[nonce][place] += 1
         return {nonce: tuple(counts) for nonce, counts in found.items()}
 
-    def left(self, plan: PrivacyPlan) -> tuple[int, ...]:
+    def remaining_units(self, plan: PrivacyPlan) -> tuple[int, ...]:
         """Return the number of units of each of the plan's phases that are not released yet."""
-        done = [sum(counts) for counts in zip(*self.made(plan).values(), strict=True)]
+        done = [sum(counts) for counts in zip(*self.released_units(plan).values(), strict=True)]
         done = done or [0] * len(plan.phases)
-        for step, releases in self._per_step.items():
-            place = plan.place_of(step)
-            done[place] -= (releases - 1) * (plan.phases[place].units is not None)
-        planned = (1 if phase.units is None else phase.units for phase in plan.phases)
+        for step, releases in self._releases_per_step.items():
+            place = plan.phase_index(step)
+            done[place] -= (releases - 1) * (plan.phases[place].num_units is not None)
+        planned = (1 if phase.num_units is None else phase.num_units for phase in plan.phases)
         return tuple(units - gone for units, gone in zip(planned, done, strict=True))
 
     @property
-    def superseded(self) -> int:
+    def num_superseded(self) -> int:
         """Return the number of releases charged beyond the first of each step."""
-        return sum(self._per_step.values()) - len(self._per_step)
+        return sum(self._releases_per_step.values()) - len(self._releases_per_step)
 
-    def phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
+    def released_phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
         """Return the releases as phases: the plan's with their real counts.
 
         Raises LedgerError if the ledger was written under another plan.
         """
         if plan.fingerprint() != self.plan_fingerprint:
             raise LedgerError(f"{self.path} was not written under this plan")
-        counts = [0 for _ in plan.counts()]
-        for step, releases in self._per_step.items():
-            counts[plan.phase_of(step)] += releases
-        return plan.with_counts(counts)
+        counts = [0 for _ in plan.step_counts()]
+        for step, releases in self._releases_per_step.items():
+            counts[plan.training_phase_index(step)] += releases
+        return plan.executed_phases(counts)
 
     def event(self, plan: PrivacyPlan) -> dpa.DpEvent:
         """Return the dp_accounting event of everything on record.
 
         It is that of the worst path, with parallel parts.
         """
-        return plan.worst_of(plan.alternatives(self.phases(plan)))
+        return plan.worst_event(plan.path_events(self.released_phases(plan)))
 
     def guarantee(self, plan: PrivacyPlan, delta: float | None = None) -> Guarantee:
         """Return the proved guarantee of everything on record, superseded attempts included.
@@ -720,7 +726,7 @@ class Ledger(OnJournal):
         plan.guarantee(steps=n) after n undisturbed steps. Its kind is "assumed: post-processing"
         where other code changed the training between steps.
         """
-        found = plan.guarantee_of(plan.alternatives(self.phases(plan)), delta)
+        found = plan.guarantee_for_events(plan.path_events(self.released_phases(plan)), delta)
         return replace(found, kind=POST_PROCESSED) if self._changes else found
 
 

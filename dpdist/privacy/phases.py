@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # --- the base class ---------------------------------------------------------------------------
 
 
-Sequences = tuple[tuple["Phase", ...], ...]
-Reader = Callable[[Sequence[dict[str, Any]]], tuple["Phase", ...]]
+PhaseSequences = tuple[tuple["Phase", ...], ...]
+PhaseReader = Callable[[Sequence[dict[str, Any]]], tuple["Phase", ...]]
 
 
 class Phase(ABC):
@@ -41,7 +41,7 @@ class Phase(ABC):
     """
 
     kind: ClassVar[str]
-    weighs_orders: ClassVar[bool] = False
+    couples_orders: ClassVar[bool] = False
     reads_records: ClassVar[bool] = True
 
     # --- its price
@@ -51,12 +51,12 @@ class Phase(ABC):
         """Return one event per path of a record through the phase, in a data set of `records`."""
 
     @property
-    def inner(self) -> Sequences:
+    def inner_sequences(self) -> PhaseSequences:
         """Return the sequences of phases that the phase is made of, if any."""
         return ()
 
     @property
-    def settings(self) -> Sequences:
+    def alternative_sequences(self) -> PhaseSequences:
         """Return the sequences of which one is run in its place.
 
         Most phases are their only setting.
@@ -64,11 +64,11 @@ class Phase(ABC):
         return ((self,),)
 
     @property
-    def capped(self) -> bool:
+    def has_batch_cap(self) -> bool:
         return False
 
     @property
-    def priced_by_profile(self) -> bool:
+    def uses_only_profile(self) -> bool:
         """Return whether the price depends on the hockey-stick profile alone.
 
         It then covers every mechanism whose profile does not rise above.
@@ -76,20 +76,20 @@ class Phase(ABC):
         return False
 
     @property
-    def loop(self) -> GaussianSteps | None:
+    def training_steps(self) -> GaussianSteps | None:
         """Return the part that the training loop executes, or None.
 
         A phase without such a part is charged in full from the start.
         """
         return None
 
-    def taken(self, steps: int) -> tuple[Phase, ...]:
+    def executed(self, steps: int) -> tuple[Phase, ...]:
         """Return the released part when the training loop took so many of its steps."""
-        loop = self.loop
+        loop = self.training_steps
         return (replace(loop, steps=steps),) if loop is not None and steps else ()
 
     @property
-    def pays_for(self) -> int:
+    def num_queries(self) -> int:
         """Return the number of answers that the phase pays for beside the loop, one at a time.
 
         These are votes before it, or questions after it: the ledger counts each before its
@@ -98,31 +98,31 @@ class Phase(ABC):
         return 0
 
     @property
-    def units(self) -> int | None:
+    def num_units(self) -> int | None:
         """Return the number of planned releases that are charged one by one.
 
         None: the phase is charged at once.
         """
         return None
 
-    def at(self, units: int) -> tuple[Phase, ...]:
+    def executed_units(self, units: int) -> tuple[Phase, ...]:
         """Return the released part: so many units, or all of the phase so many times."""
-        return self.times(units) if units else ()
+        return self.repeat(units) if units else ()
 
     @property
-    def unproved(self) -> str | None:
+    def unproved_reason(self) -> str | None:
         """Return the reason why no theorem covers the phase; None where one does."""
         return None
 
-    def refused(self, neighbours: Neighbours) -> str | None:
+    def unsupported_reason(self, neighbours: Neighbours) -> str | None:
         """Return the reason why this relation cannot be accounted; None where it can."""
         return None
 
-    def times(self, runs: int) -> tuple[Phase, ...]:
+    def repeat(self, runs: int) -> tuple[Phase, ...]:
         """Return the phase `runs` times over."""
         return (self,) * runs
 
-    def at_most(self, other: Phase) -> bool:
+    def dominated_by(self, other: Phase) -> bool:
         """Return whether the phase is a post-processing of `other`.
 
         Every accountant then agrees that it costs no more.
@@ -141,7 +141,7 @@ class Phase(ABC):
 
     @property
     @abstractmethod
-    def words(self) -> str:
+    def description(self) -> str:
         """Return the phase in a sentence, for readers of a card, without anything secret."""
 
     @property
@@ -156,11 +156,11 @@ class Phase(ABC):
 
         Infinity becomes "inf".
         """
-        values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        values = {field.name: _to_json(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
         return {"kind": self.kind, **values}
 
     @classmethod
-    def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
+    def from_fields(cls, values: dict[str, Any], read_phases: PhaseReader) -> Phase:
         """Return the phase from its fields in JSON. phases: reads a list of phases.
 
         Raises ValueError, TypeError or KeyError.
@@ -168,54 +168,61 @@ class Phase(ABC):
         return cls(**values)
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Phase):
         return value.to_dict()
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     return "inf" if value == math.inf else value
 
 
 # --- sequences --------------------------------------------------------------------------------
 
 
-def walk(phases: Sequence[Phase]) -> Iterator[Phase]:
+def walk_phases(phases: Sequence[Phase]) -> Iterator[Phase]:
     """Yield every phase, after the phases that it is made of."""
     for phase in phases:
-        for sequence in phase.inner:
-            yield from walk(sequence)
+        for sequence in phase.inner_sequences:
+            yield from walk_phases(sequence)
         yield phase
 
 
-def sequence_alternatives(phases: Sequence[Phase], records: int) -> list[dpa.DpEvent]:
+def sequence_path_events(phases: Sequence[Phase], records: int) -> list[dpa.DpEvent]:
     """Return the paths through phases that run one after the other on the same data.
 
     The composition is adaptive.
     """
-    return compose_alternatives([phase.events(records) for phase in phases])
+    return compose_path_events([phase.events(records) for phase in phases])
 
 
-def data_alternatives(
+def dataset_path_events(
     phases: Sequence[Phase], records: int, neighbours: Neighbours
 ) -> list[dpa.DpEvent]:
     """Return the paths through phases for `records` records and every neighbour of the data set.
 
     The loss of a capped batch depends on the number of OTHER records: one fewer than `records` when
-    a record is removed, all of them when one is added. Raises dpdist.privacy.pld.Unsupported for
-    a phase that cannot be accounted under the relation, whoever charged it under which.
+    a record is removed, all of them when one is added. Raises
+    dpdist.privacy.pld.UnsupportedMechanismError for a phase that cannot be accounted under the
+    relation, whoever charged it under which.
     """
-    refused = [why for phase in walk(phases) if (why := phase.refused(neighbours)) is not None]
+    refused = [
+        why
+        for phase in walk_phases(phases)
+        if (why := phase.unsupported_reason(neighbours)) is not None
+    ]
     if refused:
-        from dpdist.privacy.pld import Unsupported
+        from dpdist.privacy.pld import UnsupportedMechanismError
 
-        raise Unsupported(refused[0])
-    paths = sequence_alternatives(phases, records)
-    if neighbours == "add-or-remove-one" and any(phase.capped for phase in walk(phases)):
-        paths += sequence_alternatives(phases, records + 1)
+        raise UnsupportedMechanismError(refused[0])
+    paths = sequence_path_events(phases, records)
+    if neighbours == "add-or-remove-one" and any(
+        phase.has_batch_cap for phase in walk_phases(phases)
+    ):
+        paths += sequence_path_events(phases, records + 1)
     return paths
 
 
-def compose_alternatives(choices: Sequence[Sequence[dpa.DpEvent]]) -> list[dpa.DpEvent]:
+def compose_path_events(choices: Sequence[Sequence[dpa.DpEvent]]) -> list[dpa.DpEvent]:
     """Return every way of choosing one event per entry, each composed in order."""
     import dp_accounting as dpa
 
@@ -288,26 +295,26 @@ class GaussianSteps(Phase):
         return [dpa.SelfComposedDpEvent(one, self.steps)]
 
     @property
-    def capped(self) -> bool:
+    def has_batch_cap(self) -> bool:
         return self.batch_cap is not None
 
     @property
-    def loop(self) -> GaussianSteps:
+    def training_steps(self) -> GaussianSteps:
         return self
 
     @property
-    def units(self) -> int:
+    def num_units(self) -> int:
         return self.steps
 
-    def at(self, units: int) -> tuple[Phase, ...]:
-        return self.taken(units)
+    def executed_units(self, units: int) -> tuple[Phase, ...]:
+        return self.executed(units)
 
-    def times(self, runs: int) -> tuple[Phase, ...]:
+    def repeat(self, runs: int) -> tuple[Phase, ...]:
         return (replace(self, steps=self.steps * runs),)
 
-    def at_most(self, other: Phase) -> bool:
+    def dominated_by(self, other: Phase) -> bool:
         """Return whether the steps are no more, joined no more often, with no less noise."""
-        if not isinstance(other, GaussianSteps) or self.capped or other.capped:
+        if not isinstance(other, GaussianSteps) or self.has_batch_cap or other.has_batch_cap:
             return self == other
         return (
             self.steps <= other.steps
@@ -323,7 +330,7 @@ class GaussianSteps(Phase):
         from dp_accounting.pld import privacy_loss_distribution as library
         from scipy.stats import binom
 
-        if self.capped or self.noise_multiplier == 0:
+        if self.has_batch_cap or self.noise_multiplier == 0:
             return None
         if self.sample_rate == 1.0:
             one = library.from_gaussian_mechanism(
@@ -340,7 +347,7 @@ class GaussianSteps(Phase):
         return one.self_compose(self.steps), self.steps
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         steps = "step" if self.steps == 1 else "steps"
         noise = f"{self.steps} {steps} WITHOUT noise"
         if self.noise_multiplier:
@@ -354,7 +361,11 @@ class GaussianSteps(Phase):
     @property
     def assumptions(self) -> tuple[str, ...]:
         sampled = (_POISSON,) if self.sample_rate < 1 else ()
-        cut = ("a batch above the cap is cut to a uniformly random subset",) if self.capped else ()
+        cut = (
+            ("a batch above the cap is cut to a uniformly random subset",)
+            if self.has_batch_cap
+            else ()
+        )
         return sampled + cut
 
 
@@ -365,33 +376,37 @@ class _Releases(Phase):
     noise_multiplier: float
     count: int = 1
     sample_rate: float = 1.0
-    noun: ClassVar[str]
-    bounded: ClassVar[str]
+    release_name: ClassVar[str]
+    bound_assumption: ClassVar[str]
 
     def __post_init__(self) -> None:
         check_count("count", self.count)
         check_release(self.noise_multiplier, self.sample_rate)
 
     @abstractmethod
-    def _one(self) -> dpa.DpEvent:
+    def _single_event(self) -> dpa.DpEvent:
         """Return the event of a release without sampling."""
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         import dp_accounting as dpa
 
-        return [dpa.SelfComposedDpEvent(_sampled(self._one(), self.sample_rate), self.count)]
+        return [
+            dpa.SelfComposedDpEvent(_sampled(self._single_event(), self.sample_rate), self.count)
+        ]
 
-    def times(self, runs: int) -> tuple[Phase, ...]:
+    def repeat(self, runs: int) -> tuple[Phase, ...]:
         return (replace(self, count=self.count * runs),)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         rate = "" if self.sample_rate == 1 else f", Poisson sampling at {self.sample_rate:.6g}"
-        return f"{self.count} {self.noun}, noise multiplier {self.noise_multiplier:.6g}{rate}"
+        return (
+            f"{self.count} {self.release_name}, noise multiplier {self.noise_multiplier:.6g}{rate}"
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return (self.bounded, *((_POISSON,) if self.sample_rate < 1 else ()))
+        return (self.bound_assumption, *((_POISSON,) if self.sample_rate < 1 else ()))
 
 
 @dataclass(frozen=True)
@@ -399,10 +414,10 @@ class LaplaceReleases(_Releases):
     """`count` releases with Laplace noise of scale noise_multiplier * (L1 bound of one record)."""
 
     kind: ClassVar[str] = "laplace-releases"
-    noun: ClassVar[str] = "Laplace releases"
-    bounded: ClassVar[str] = "Laplace parts bound a record's contribution in L1 norm"
+    release_name: ClassVar[str] = "Laplace releases"
+    bound_assumption: ClassVar[str] = "Laplace parts bound a record's contribution in L1 norm"
 
-    def _one(self) -> dpa.DpEvent:
+    def _single_event(self) -> dpa.DpEvent:
         import dp_accounting as dpa
 
         return dpa.LaplaceDpEvent(self.noise_multiplier)
@@ -426,10 +441,12 @@ class GaussianReleases(_Releases):
     """
 
     kind: ClassVar[str] = "gaussian-releases"
-    noun: ClassVar[str] = "Gaussian sum beside the training"
-    bounded: ClassVar[str] = "what is released beside the steps is clipped per record as well"
+    release_name: ClassVar[str] = "Gaussian sum beside the training"
+    bound_assumption: ClassVar[str] = (
+        "what is released beside the steps is clipped per record as well"
+    )
 
-    def _one(self) -> dpa.DpEvent:
+    def _single_event(self) -> dpa.DpEvent:
         import dp_accounting as dpa
 
         return dpa.GaussianDpEvent(self.noise_multiplier)
@@ -445,21 +462,23 @@ class GaussianAnswers(GaussianReleases):
     """
 
     kind: ClassVar[str] = "gaussian-answers"
-    noun: ClassVar[str] = "answers at most, each a noisy mean over models of disjoint shards"
-    bounded: ClassVar[str] = (
+    release_name: ClassVar[str] = (
+        "answers at most, each a noisy mean over models of disjoint shards"
+    )
+    bound_assumption: ClassVar[str] = (
         "models are trained on disjoint shards by keyed hash and never released; one model's part "
         "in an answer is bounded"
     )
 
     @property
-    def pays_for(self) -> int:
+    def num_queries(self) -> int:
         return self.count
 
     @property
-    def units(self) -> int:
+    def num_units(self) -> int:
         return self.count
 
-    def at(self, units: int) -> tuple[Phase, ...]:
+    def executed_units(self, units: int) -> tuple[Phase, ...]:
         return (replace(self, count=units),) if units else ()
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
@@ -474,7 +493,7 @@ class GaussianAnswers(GaussianReleases):
         return one.self_compose(self.count), self.count
 
 
-class AtOnce(Phase):
+class UpfrontPhase(Phase):
     """A phase whose `steps` steps have no noise of their own.
 
     All of it is charged from the beginning, and no more for steps that were taken again.
@@ -485,15 +504,15 @@ class AtOnce(Phase):
     batch_cap: int | None = None
 
     @property
-    def loop(self) -> GaussianSteps:
+    def training_steps(self) -> GaussianSteps:
         return GaussianSteps(self.steps, 0.0, self.sample_rate, self.batch_cap)
 
-    def taken(self, steps: int) -> tuple[Phase, ...]:
+    def executed(self, steps: int) -> tuple[Phase, ...]:
         return (self,)
 
 
 @dataclass(frozen=True)
-class NoisyRecords(AtOnce):
+class NoisyRecords(UpfrontPhase):
     """Every record released once, with noise of its own, before `steps` steps on these alone.
 
     An input is clipped to some L2 norm c and gets Gaussian noise of noise_multiplier * c; a label
@@ -519,13 +538,13 @@ class NoisyRecords(AtOnce):
         label = dpa.RandomizedResponseDpEvent(2 / (math.exp(self.label_epsilon) + 1), 2)
         return [dpa.ComposedDpEvent([dpa.GaussianDpEvent(self.noise_multiplier), label])]
 
-    def refused(self, neighbours: Neighbours) -> str | None:
+    def unsupported_reason(self, neighbours: Neighbours) -> str | None:
         if neighbours == "replace-one":
             return None
         return "noisy records are released one by one: replace-one is what can be proved"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return (
             f"every record released once: its input with noise multiplier "
             f"{self.noise_multiplier:.6g}, its label by randomised response of epsilon "
@@ -556,16 +575,16 @@ class NonPrivate(Phase):
         return [dpa.NonPrivateDpEvent()]
 
     @property
-    def unproved(self) -> str:
+    def unproved_reason(self) -> str:
         return self.reason
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"NOT PRIVATE: {self.reason}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return (self.words,)
+        return (self.description,)
 
 
 NOT_TRAINED_HERE = "not trained by dpdist: no epsilon"
@@ -586,16 +605,16 @@ class TrainedElsewhere(Phase):
         return NonPrivate(NOT_TRAINED_HERE).events(records)
 
     @property
-    def unproved(self) -> str:
+    def unproved_reason(self) -> str:
         return NOT_TRAINED_HERE
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return NOT_TRAINED_HERE
 
 
 @dataclass(frozen=True)
-class FixedBatches(AtOnce):
+class FixedBatches(UpfrontPhase):
     """`steps` steps on disjoint batches that stay the same: epsilon is infinite.
 
     Each batch is a share sample_rate of the records; no theorem covers the steps.
@@ -614,16 +633,16 @@ class FixedBatches(AtOnce):
         return NonPrivate(self.reason).events(records)
 
     @property
-    def unproved(self) -> str:
+    def unproved_reason(self) -> str:
         return self.reason
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"NOT PRIVATE: {self.steps} steps on fixed disjoint batches: {self.reason}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return (self.words,)
+        return (self.description,)
 
 
 # --- phases made of phases --------------------------------------------------------------------
@@ -638,20 +657,20 @@ class ParallelParts(Phase):
     """
 
     kind: ClassVar[str] = "parallel-parts"
-    parts: Sequences
+    parts: PhaseSequences
 
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("ParallelParts needs at least one part")
 
     def events(self, records: int) -> list[dpa.DpEvent]:
-        return [path for part in self.parts for path in sequence_alternatives(part, records)]
+        return [path for part in self.parts for path in sequence_path_events(part, records)]
 
     @property
-    def inner(self) -> Sequences:
+    def inner_sequences(self) -> PhaseSequences:
         return self.parts
 
-    def refused(self, neighbours: Neighbours) -> str | None:
+    def unsupported_reason(self, neighbours: Neighbours) -> str | None:
         if neighbours == "add-or-remove-one":
             return None
         return (
@@ -660,16 +679,16 @@ class ParallelParts(Phase):
         )
 
     @property
-    def words(self) -> str:
-        return f"on disjoint parts of the data: {_either(self.parts)}"
+    def description(self) -> str:
+        return f"on disjoint parts of the data: {_describe_sequences(self.parts)}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         return ("every record lies in one part only, whatever the other records are",)
 
     @classmethod
-    def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
-        return cls(tuple(map(phases, values["parts"])))
+    def from_fields(cls, values: dict[str, Any], read_phases: PhaseReader) -> Phase:
+        return cls(tuple(map(read_phases, values["parts"])))
 
 
 @dataclass(frozen=True)
@@ -681,7 +700,7 @@ class RepeatAndSelect(Phase):
     """
 
     kind: ClassVar[str] = "repeat-and-select"
-    weighs_orders: ClassVar[bool] = True
+    couples_orders: ClassVar[bool] = True
     phases: tuple[Phase, ...]
     mean: float
     shape: float
@@ -692,26 +711,29 @@ class RepeatAndSelect(Phase):
     def events(self, records: int) -> list[dpa.DpEvent]:
         from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
-        paths = sequence_alternatives(self.phases, records)
+        paths = sequence_path_events(self.phases, records)
         return [RepeatAndSelectDpEvent(path, self.mean, self.shape) for path in paths]
 
     @property
-    def inner(self) -> Sequences:
+    def inner_sequences(self) -> PhaseSequences:
         return (self.phases,)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Return the search in a sentence with its law; the number of runs itself stays secret."""
         law = SelectionLaw(self.mean, self.shape).describe()
-        return f"the best of a secret random number of runs ({law}) of: {_either(self.inner)}"
+        return (
+            f"the best of a secret random number of runs ({law}) of: "
+            f"{_describe_sequences(self.inner_sequences)}"
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         return ("the number of runs and all unselected runs stay secret",)
 
     @classmethod
-    def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
-        return cls(phases(values["phases"]), float(values["mean"]), float(values["shape"]))
+    def from_fields(cls, values: dict[str, Any], read_phases: PhaseReader) -> Phase:
+        return cls(read_phases(values["phases"]), float(values["mean"]), float(values["shape"]))
 
 
 @dataclass(frozen=True)
@@ -724,7 +746,7 @@ class WorstOf(Phase):
     """
 
     kind: ClassVar[str] = "worst-of"
-    choices: Sequences
+    choices: PhaseSequences
     floor: float = 0.0
 
     def __post_init__(self) -> None:
@@ -734,50 +756,55 @@ class WorstOf(Phase):
             raise ValueError(f"floor must be in [0, 1), got {self.floor}")
 
     @property
-    def priced_by_profile(self) -> bool:
+    def uses_only_profile(self) -> bool:
         return self.floor > 0
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         from dpdist.privacy.pld import WorstOfDpEvent
 
-        choices = [sequence_alternatives(choice, records) for choice in self.choices]
+        choices = [sequence_path_events(choice, records) for choice in self.choices]
         return [WorstOfDpEvent(list(path), self.floor) for path in itertools.product(*choices)]
 
     @property
-    def inner(self) -> Sequences:
+    def inner_sequences(self) -> PhaseSequences:
         return self.choices
 
     @property
-    def settings(self) -> Sequences:
+    def alternative_sequences(self) -> PhaseSequences:
         return self.choices
 
     @property
-    def words(self) -> str:
-        return f"a setting chosen without the data that costs at most: {_either(self.choices)}"
+    def description(self) -> str:
+        return (
+            "a setting chosen without the data that costs at most: "
+            f"{_describe_sequences(self.choices)}"
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         return ("every setting that was tried costs at most as much as the one described",)
 
     @classmethod
-    def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
+    def from_fields(cls, values: dict[str, Any], read_phases: PhaseReader) -> Phase:
         if "max_order" in values:
             raise ValueError(
                 "its search was priced by Renyi curves, which do not order what its trials cost; "
                 "repeat it under another name"
             )
-        return cls(tuple(map(phases, values["choices"])), values["floor"])
+        return cls(tuple(map(read_phases, values["choices"])), values["floor"])
 
 
-def _either(sequences: Sequences) -> str:
-    return "; or ".join(" then ".join(phase.words for phase in phases) for phases in sequences)
+def _describe_sequences(sequences: PhaseSequences) -> str:
+    return "; or ".join(
+        " then ".join(phase.description for phase in phases) for phases in sequences
+    )
 
 
 # --- noisy votes ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class NoisyVotes(AtOnce):
+class NoisyVotes(UpfrontPhase):
     """Votes of unreleased models, released once, before `steps` steps on these alone.
 
     The models are trained on disjoint shards, and each has at most one vote on each of `queries`
@@ -826,10 +853,10 @@ class NoisyVotes(AtOnce):
         return [dpa.GaussianDpEvent(self.noise_multiplier)]
 
     @property
-    def pays_for(self) -> int:
+    def num_queries(self) -> int:
         return 1
 
-    def at_most(self, other: Phase) -> bool:
+    def dominated_by(self, other: Phase) -> bool:
         """Return whether the noise is no less, however it is split."""
         return isinstance(other, NoisyVotes) and self.noise_multiplier >= other.noise_multiplier
 
@@ -843,7 +870,7 @@ class NoisyVotes(AtOnce):
         return library.from_gaussian_mechanism(noise, value_discretization_interval=grid), 1
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         screened = ""
         if self.screening:
             screened = (
@@ -893,11 +920,11 @@ def phase_from_dict(record: dict[str, Any]) -> Phase:
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind of phase: {kind!r}")
     try:
-        return KINDS[kind].read(values, phases_from)
+        return KINDS[kind].from_fields(values, phases_from_dicts)
     except (TypeError, KeyError) as error:
         raise ValueError(f"a {kind} phase is incomplete: {error}") from error
 
 
-def phases_from(records: Sequence[dict[str, Any]]) -> tuple[Phase, ...]:
+def phases_from_dicts(records: Sequence[dict[str, Any]]) -> tuple[Phase, ...]:
     """Return the phases that `Phase.to_dict` wrote, in order."""
     return tuple(map(phase_from_dict, records))

@@ -19,15 +19,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import reason
+from dpdist.core.files import error_text
 from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta
 from dpdist.privacy.phases import (
     GaussianSteps,
     Phase,
     check_count,
-    data_alternatives,
-    phases_from,
-    walk,
+    dataset_path_events,
+    phases_from_dicts,
+    walk_phases,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class PrivacyPlan:
 
     Args:
         records: number of training records N, treated as public.
-        phases: run in order; the training loop executes the steps (`Phase.loop`), other phases are
+        phases: run in order; the training loop executes the steps (`Phase.training_steps`), other
+            phases are
             charged in full from the beginning.
         delta: the delta at which `guarantee` is stated.
         clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It
@@ -95,16 +96,16 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         check_count("records", self.records)
-        if self.nominal and any(phase.capped for phase in walk(self.phases)):
+        if self.nominal and any(phase.has_batch_cap for phase in walk_phases(self.phases)):
             raise ValueError("what a capped batch costs depends on the true number of records")
         check_delta(self.delta)
-        noisy = any(phase.noise_multiplier for phase in self._loops)
+        noisy = any(phase.noise_multiplier for phase in self._training_phases)
         if not self.clip_norm > 0 or (math.isinf(self.clip_norm) and noisy):
             raise ValueError(f"clip_norm must be > 0 and finite, got {self.clip_norm}")
         if self.neighbours not in ("add-or-remove-one", "replace-one"):
             raise ValueError(f"unknown neighbouring relation {self.neighbours!r}")
-        for phase in walk(self.phases):
-            if (why := phase.refused(self.neighbours)) is not None:
+        for phase in walk_phases(self.phases):
+            if (why := phase.unsupported_reason(self.neighbours)) is not None:
                 raise ValueError(why)
 
     @classmethod
@@ -146,44 +147,46 @@ class PrivacyPlan:
         return cls(records, (phase,), delta, clip_norm, neighbours)
 
     @property
-    def _loops(self) -> list[GaussianSteps]:
-        return [loop for phase in self.phases if (loop := phase.loop) is not None]
+    def _training_phases(self) -> list[GaussianSteps]:
+        return [loop for phase in self.phases if (loop := phase.training_steps) is not None]
 
     @property
     def steps(self) -> int:
         """Return the number of steps that the training loop executes."""
-        return sum(phase.steps for phase in self._loops)
+        return sum(phase.steps for phase in self._training_phases)
 
     @property
-    def answers(self) -> int:
+    def num_queries(self) -> int:
         """Return the number of answers that may be given beside the loop."""
-        return sum(phase.pays_for for phase in self.phases)
+        return sum(phase.num_queries for phase in self.phases)
 
     @property
-    def clips(self) -> bool:
+    def relies_on_clipping(self) -> bool:
         """Return whether a price rests on clipped contributions of records to steps."""
-        loops = (phase.loop for phase in walk(self.phases))
+        loops = (phase.training_steps for phase in walk_phases(self.phases))
         steps = any(loop is not None and loop.noise_multiplier > 0 for loop in loops)
         return steps and math.isfinite(self.clip_norm)
 
-    def phase_of(self, step: int) -> int:
+    def training_phase_index(self, step: int) -> int:
         """Return the index of a step's phase among those of the loop, 0 <= step < steps."""
         if step >= 0:
             end = 0
-            for index, phase in enumerate(self._loops):
+            for index, phase in enumerate(self._training_phases):
                 end += phase.steps
                 if step < end:
                     return index
         raise ValueError(f"the plan has steps 0 to {self.steps - 1}, got step {step}")
 
-    def place_of(self, step: int) -> int:
+    def phase_index(self, step: int) -> int:
         """Return the index of a step's phase among all phases, 0 <= step < steps."""
-        places = [place for place, phase in enumerate(self.phases) if phase.loop is not None]
-        return places[self.phase_of(step)]
+        places = [
+            place for place, phase in enumerate(self.phases) if phase.training_steps is not None
+        ]
+        return places[self.training_phase_index(step)]
 
     def step(self, t: int) -> StepPlan:
         """Return the settings of step t, 0 <= t < steps. Raises ValueError outside that range."""
-        phase = self._loops[self.phase_of(t)]
+        phase = self._training_phases[self.training_phase_index(t)]
         return StepPlan(
             noise_multiplier=phase.noise_multiplier,
             sample_rate=phase.sample_rate,
@@ -193,9 +196,9 @@ class PrivacyPlan:
         )
 
     @property
-    def largest_batch(self) -> float:
+    def max_expected_batch(self) -> float:
         """Return the largest expected batch of any step; 0 without steps."""
-        return max(map(self._expected_batch, self._loops), default=0.0)
+        return max(map(self._expected_batch, self._training_phases), default=0.0)
 
     def _expected_batch(self, phase: GaussianSteps) -> float:
         expected = phase.sample_rate * self.records
@@ -204,46 +207,48 @@ class PrivacyPlan:
 
     # --- accounting
 
-    def counts(self, steps: int | None = None) -> list[int]:
+    def step_counts(self, steps: int | None = None) -> list[int]:
         """Return the executed steps of each phase of the loop after `steps` (default: all)."""
         left = self.steps if steps is None else steps
         if not 0 <= left <= self.steps:
             raise ValueError(f"steps must be between 0 and {self.steps}, got {steps}")
         counts = []
-        for phase in self._loops:
+        for phase in self._training_phases:
             counts.append(min(left, phase.steps))
             left -= counts[-1]
         return counts
 
-    def with_counts(self, counts: Sequence[int]) -> tuple[Phase, ...]:
+    def executed_phases(self, counts: Sequence[int]) -> tuple[Phase, ...]:
         """Return the phases as released with counts[j] steps taken of the j-th one of the loop."""
         given = iter(counts)
         phases: list[Phase] = []
         for phase in self.phases:
-            phases += (phase,) if phase.loop is None else phase.taken(next(given))
+            phases += (phase,) if phase.training_steps is None else phase.executed(next(given))
         return tuple(phases)
 
-    def alternatives(self, phases: Sequence[Phase]) -> list[dpa.DpEvent]:
+    def path_events(self, phases: Sequence[Phase]) -> list[dpa.DpEvent]:
         """Return one event per path of a record through phases run on this plan's data."""
-        return data_alternatives(phases, self.records, self.neighbours)
+        return dataset_path_events(phases, self.records, self.neighbours)
 
-    def _first(self, steps: int | None) -> list[dpa.DpEvent]:
-        return self.alternatives(self.with_counts(self.counts(steps)))
+    def _events_of_first(self, steps: int | None) -> list[dpa.DpEvent]:
+        return self.path_events(self.executed_phases(self.step_counts(steps)))
 
     def event(self, steps: int | None = None) -> dpa.DpEvent:
         """Return the dp_accounting event of the first `steps` steps (default: all).
 
         With parallel parts, the event of the part that costs most at the plan's delta.
         """
-        return self.worst_of(self._first(steps))
+        return self.worst_event(self._events_of_first(steps))
 
-    def worst_of(self, paths: Sequence[dpa.DpEvent]) -> dpa.DpEvent:
+    def worst_event(self, paths: Sequence[dpa.DpEvent]) -> dpa.DpEvent:
         """Return the path that costs most at the plan's delta."""
         from dpdist.privacy import accounting
 
         if len(paths) == 1:
             return paths[0]
-        costs = [accounting.epsilon([path], self.delta, self.neighbours)[0] for path in paths]
+        costs = [
+            accounting.compute_epsilon([path], self.delta, self.neighbours)[0] for path in paths
+        ]
         return paths[costs.index(max(costs))]
 
     def guarantee(self, steps: int | None = None, delta: float | None = None) -> Guarantee:
@@ -260,18 +265,21 @@ class PrivacyPlan:
         Raises:
             ValueError: there are fewer steps than asked for.
         """
-        return self.guarantee_of(self._first(steps), delta)
+        return self.guarantee_for_events(self._events_of_first(steps), delta)
 
-    def guarantee_of(self, paths: Sequence[dpa.DpEvent], delta: float | None = None) -> Guarantee:
+    def guarantee_for_events(
+        self, paths: Sequence[dpa.DpEvent], delta: float | None = None
+    ) -> Guarantee:
         """Return the guarantee of given paths under this plan's neighbouring relation.
 
-        Raises dpdist.privacy.accounting.Unsupported when no implemented theorem covers them.
+        Raises dpdist.privacy.accounting.UnsupportedMechanismError when no implemented theorem
+        covers them.
         """
         from dpdist.privacy import accounting
 
         delta = self.delta if delta is None else delta
         check_delta(delta)
-        value, name = accounting.epsilon(list(paths), delta, self.neighbours)
+        value, name = accounting.compute_epsilon(list(paths), delta, self.neighbours)
         return Guarantee(
             value, delta, self.neighbours, "proved", name, self.assumptions, not self.nominal
         )
@@ -282,9 +290,9 @@ class PrivacyPlan:
         if self.trained_elsewhere:
             return ()
         lines = []
-        if self.clips:
+        if self.relies_on_clipping:
             lines.append(f"every record's contribution is clipped to L2 norm {self.clip_norm:g}")
-        lines += [line for phase in walk(self.phases) for line in phase.assumptions]
+        lines += [line for phase in walk_phases(self.phases) for line in phase.assumptions]
         if self.nominal:
             lines.append(f"{self.records} records were declared without looking at the data")
         else:
@@ -297,9 +305,11 @@ class PrivacyPlan:
         return bool(self.phases) and not any(phase.reads_records for phase in self.phases)
 
     @property
-    def unproved(self) -> list[str]:
+    def unproved_reasons(self) -> list[str]:
         """Return the reasons why no theorem covers the plan; empty where one does."""
-        return [why for phase in walk(self.phases) if (why := phase.unproved) is not None]
+        return [
+            why for phase in walk_phases(self.phases) if (why := phase.unproved_reason) is not None
+        ]
 
     def epsilon_curve(self, points: int = 50) -> list[tuple[int, float]]:
         """Return (step, epsilon at the plan's delta) at up to `points` step counts, ending at all.
@@ -316,11 +326,11 @@ class PrivacyPlan:
         final = self.guarantee().epsilon
         curve, highest = [], 0.0
         for mark in marks[:-1]:
-            paths = self._first(mark)
+            paths = self._events_of_first(mark)
             try:
                 value = accounting.coarse_epsilon(paths, self.delta, self.neighbours)
-            except accounting.Unsupported:
-                value = accounting.epsilon(paths, self.delta, self.neighbours)[0]
+            except accounting.UnsupportedMechanismError:
+                value = accounting.compute_epsilon(paths, self.delta, self.neighbours)[0]
             highest = max(highest, min(value, final))
             curve.append((mark, highest))
         return [*curve, (self.steps, final)]
@@ -347,7 +357,7 @@ class PrivacyPlan:
         """Return the plan that `to_dict` wrote. Raises ValueError on unknown or missing fields."""
         fields = dict(record)
         try:
-            phases = phases_from(fields.pop("phases"))
+            phases = phases_from_dicts(fields.pop("phases"))
             clip_norm = float(fields.pop("clip_norm"))  # "inf" when nothing is clipped
             return cls(phases=phases, clip_norm=clip_norm, **fields)
         except (TypeError, KeyError) as error:
@@ -359,12 +369,12 @@ class PrivacyPlan:
         return hashlib.blake2b(text.encode(), digest_size=32, person=b"dpdist.plan").hexdigest()
 
 
-def plan_of(record: Any, where: str) -> PrivacyPlan:
+def parse_plan(record: Any, context: str) -> PrivacyPlan:
     """Return the plan of a JSON form. Raises UserError for a form that is none."""
     try:
         return PrivacyPlan.from_dict(record)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise UserError(f"{where}: damaged: {reason(error)}") from error
+        raise UserError(f"{context}: damaged: {error_text(error)}") from error
 
 
 # --- groups of records ------------------------------------------------------------------------
@@ -373,18 +383,20 @@ def plan_of(record: Any, where: str) -> PrivacyPlan:
 _GROUP_GRID = 1e-3  # the library builds mixtures point by point
 
 
-def lemma_delta(epsilon: float, delta: float, size: int) -> float:
+def group_delta_by_lemma(epsilon: float, delta: float, group_size: int) -> float:
     """Return delta of k-record groups at k epsilon: delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
     if epsilon == 0:
-        return size * delta
-    exponent = (size - 1) * epsilon
+        return group_size * delta
+    exponent = (group_size - 1) * epsilon
     if exponent > 700:
         return 1.0
-    ratio = math.exp(exponent) * -math.expm1(-size * epsilon) / -math.expm1(-epsilon)
+    ratio = math.exp(exponent) * -math.expm1(-group_size * epsilon) / -math.expm1(-epsilon)
     return min(1.0, delta * ratio)
 
 
-def lemma_epsilon(record_delta: Callable[[float], float], delta: float, size: int) -> float:
+def group_epsilon_by_lemma(
+    record_delta: Callable[[float], float], delta: float, group_size: int
+) -> float:
     """Return k * epsilon for the smallest record-level epsilon with a group delta at most `delta`.
 
     record_delta: epsilon -> delta of one record. Infinity if no epsilon up to 50 will do (the
@@ -395,60 +407,63 @@ def lemma_epsilon(record_delta: Callable[[float], float], delta: float, size: in
     low, step = 0.0, 0.01
     while low <= 50:
         high = low + step
-        if lemma_delta(high, record_delta(high), size) <= delta:
+        if group_delta_by_lemma(high, record_delta(high), group_size) <= delta:
             for _ in range(20):
                 middle = (low + high) / 2
-                hit = lemma_delta(middle, record_delta(middle), size) <= delta
+                hit = group_delta_by_lemma(middle, record_delta(middle), group_size) <= delta
                 low, high = (low, middle) if hit else (middle, high)
-            return size * high
+            return group_size * high
         low, step = high, max(step, 0.01 * high)
     return math.inf
 
 
 @lru_cache(maxsize=100)  # facts, card and whoever verifies the card ask for it
-def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) -> Guarantee:
-    """Return the plan's guarantee for groups of up to `size` records; size 1 is plan.guarantee().
+def group_guarantee(plan: PrivacyPlan, group_size: int, delta: float | None = None) -> Guarantee:
+    """Return the plan's guarantee for groups of up to `group_size` records; size 1 is
+    plan.guarantee().
 
     Exact for Poisson-sampled and full-batch Gaussian steps and full Laplace releases under
     add-or-remove, where the k records join or leave together. By the lemma otherwise.
     Raises ValueError for size < 1.
     """
-    if size < 1:
-        raise ValueError(f"a group has at least one record, got {size}")
+    if group_size < 1:
+        raise ValueError(f"a group has at least one record, got {group_size}")
     delta = plan.delta if delta is None else delta
-    if size == 1:
+    if group_size == 1:
         return plan.guarantee(delta=delta)
-    from dpdist.privacy.pld import Loss
+    from dpdist.privacy.pld import PrivacyLoss
 
-    unit = f"the unit is a group of up to {size} records"
+    unit = f"the unit is a group of up to {group_size} records"
     value, source = None, "PLD of mixtures of Gaussians"
     if plan.neighbours == "add-or-remove-one":
-        found = group_pld(plan, size)
-        value = None if found is None else Loss(*found).epsilon(delta)
+        found = group_pld(plan, group_size)
+        value = None if found is None else PrivacyLoss(*found).epsilon(delta)
     if value is None or math.isinf(value):
         from dpdist.privacy import accounting
 
-        paths = plan.alternatives(plan.phases)
-        value = lemma_epsilon(accounting.delta_profile(paths, plan.neighbours), delta, size)
+        paths = plan.path_events(plan.phases)
+        value = group_epsilon_by_lemma(
+            accounting.delta_profile(paths, plan.neighbours), delta, group_size
+        )
         source = "group-privacy lemma on the record's profile"
     assumptions = (*plan.assumptions, unit)
     return Guarantee(value, delta, plan.neighbours, "proved", source, assumptions, not plan.nominal)
 
 
-def group_pld(plan: PrivacyPlan, size: int) -> tuple[PrivacyLossDistribution, float] | None:
-    """Return the exact loss of `size` records that come or go together, or None.
+def group_pld(plan: PrivacyPlan, group_size: int) -> tuple[PrivacyLossDistribution, float] | None:
+    """Return the exact loss of `group_size` records that come or go together, or None.
 
     It is given in both directions, with the delta that rounding may have lost. None where a
     phase has no exact loss, or nothing is private.
     """
     from dp_accounting.pld import privacy_loss_distribution as library
 
-    from dpdist.privacy.pld import rounding
+    from dpdist.privacy.pld import rounding_delta
 
     total, releases = library.identity(value_discretization_interval=_GROUP_GRID), 0
     for phase in plan.phases:
-        if (found := phase.group_loss(size, _GROUP_GRID)) is None:
+        if (found := phase.group_loss(group_size, _GROUP_GRID)) is None:
             return None
         loss, count = found
         total, releases = total.compose(loss), releases + count
-    return total, rounding(releases)
+    return total, rounding_delta(releases)

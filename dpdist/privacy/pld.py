@@ -37,7 +37,13 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPriv
 from scipy import fft, stats
 
 from dpdist.privacy.guarantee import Neighbours
-from dpdist.privacy.profiles import Losses, directions, from_profiles, maximum, upper_hull
+from dpdist.privacy.profiles import (
+    LossPmf,
+    loss_directions,
+    pld_from_profiles,
+    pointwise_maximum,
+    upper_hull,
+)
 from dpdist.privacy.selection import SelectionLaw
 
 # --- events that the library lacks ------------------------------------------------------------
@@ -74,15 +80,15 @@ _ROUNDING = 1e-15
 _LARGEST_EXPONENT = 700.0  # of e, in a float64
 
 
-class Unsupported(ValueError):
+class UnsupportedMechanismError(ValueError):
     """No implemented theorem covers this event under this accountant and neighbouring relation."""
 
 
-class LossTooLarge(Unsupported):
+class LossTooLarge(UnsupportedMechanismError):
     """The privacy loss is so large (little or no noise) that no PLD is computed."""
 
 
-def relation(neighbours: Neighbours) -> dpa.NeighboringRelation:
+def library_relation(neighbours: Neighbours) -> dpa.NeighboringRelation:
     """Return the library's name of the relation. Raises ValueError for an unknown one."""
     if neighbours not in _RELATIONS:
         raise ValueError(f"neighbours must be one of {sorted(_RELATIONS)}, got {neighbours!r}")
@@ -90,7 +96,7 @@ def relation(neighbours: Neighbours) -> dpa.NeighboringRelation:
 
 
 @dataclass(frozen=True)
-class Loss:
+class PrivacyLoss:
     """The privacy loss of an event. pld: None if it is not private.
 
     rounding: the error of its deltas, which is charged; a delta within ten times of it is
@@ -116,30 +122,30 @@ class Loss:
         return delta > 10 * self.rounding
 
 
-def loss_of(event: dpa.DpEvent, neighbours: Neighbours, grid: float) -> Loss:
+def compute_privacy_loss(event: dpa.DpEvent, neighbours: Neighbours, grid: float) -> PrivacyLoss:
     """Return the loss of one run of `event`, pessimistic at every grid width.
 
     Raises Unsupported.
     """
-    return Loss(compose_pld(event, neighbours, grid), rounding(_releases(event)))
+    return PrivacyLoss(compose_pld(event, neighbours, grid), rounding_delta(_count_releases(event)))
 
 
-def rounding(releases: int) -> float:
+def rounding_delta(releases: int) -> float:
     """Return the delta that is charged for the rounding of so many composed releases."""
     return _ROUNDING * releases
 
 
-def _releases(event: dpa.DpEvent) -> int:
+def _count_releases(event: dpa.DpEvent) -> int:
     """Return the number of composed releases."""
     if isinstance(event, dpa.SelfComposedDpEvent):
         in_one = isinstance(event.event, dpa.GaussianDpEvent)  # see `compose_pld`
-        return 1 if in_one else event.count * _releases(event.event)
+        return 1 if in_one else event.count * _count_releases(event.event)
     if isinstance(event, dpa.ComposedDpEvent):
-        return sum(map(_releases, event.events))
+        return sum(map(_count_releases, event.events))
     if isinstance(event, WorstOfDpEvent):
-        return max(map(_releases, event.events))
+        return max(map(_count_releases, event.events))
     if isinstance(event, RepeatAndSelectDpEvent):  # an error of one run's delta counts E[K] times
-        releases: int = math.ceil(event.mean * _releases(event.event))
+        releases: int = math.ceil(event.mean * _count_releases(event.event))
         return releases
     return 1
 
@@ -170,7 +176,9 @@ def _laplace_pld(
 ) -> PrivacyLossDistribution:
     if neighbours == "replace-one":
         if sample_rate < 1.0:
-            raise Unsupported("subsampled Laplace noise is not supported under replace-one")
+            raise UnsupportedMechanismError(
+                "subsampled Laplace noise is not supported under replace-one"
+            )
         noise_multiplier = noise_multiplier / 2
     if sample_rate < 1.0 and 1 / noise_multiplier > _LARGEST_EXPONENT:
         raise LossTooLarge(f"a sampled Laplace release with noise {noise_multiplier:g}")
@@ -188,7 +196,8 @@ def compose_pld(
 
     Pessimistic at every grid width. Raises Unsupported where no PLD is known to us.
     """
-    relation(neighbours)  # ValueError for another, which would be priced as add-or-remove-one
+    # ValueError for another, which would be priced as add-or-remove-one
+    library_relation(neighbours)
     identity = pld_library.identity(value_discretization_interval=grid)
     if count == 0 or isinstance(event, dpa.NoOpDpEvent):
         return identity
@@ -205,40 +214,42 @@ def compose_pld(
             total = total.compose(piece)
         return total
     if isinstance(event, RepeatAndSelectDpEvent):
-        searched = _searched(_Named(event), neighbours, grid)
-        return None if searched is None else _repeated(searched, count)
+        searched = _cached_selection_pld(_HashableEvent(event), neighbours, grid)
+        return None if searched is None else _self_compose_or_none(searched, count)
     if isinstance(event, WorstOfDpEvent):
         found = [compose_pld(choice, neighbours, grid) for choice in event.events]
         known = [loss for loss in found if loss is not None]
         if len(known) < len(found):
             return None
-        return _repeated(maximum(known, event.floor), count)
+        return _self_compose_or_none(pointwise_maximum(known, event.floor), count)
     return _mechanism_pld(event, neighbours, grid, count)
 
 
-class _Named:
+class _HashableEvent:
     """An event by its text: events that hold lists have no hash."""
 
     def __init__(self, event: RepeatAndSelectDpEvent) -> None:
         self.event, self.text = event, repr(event)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Named) and self.text == other.text
+        return isinstance(other, _HashableEvent) and self.text == other.text
 
     def __hash__(self) -> int:
         return hash(self.text)
 
 
 @lru_cache(maxsize=32)  # small: a search's distribution has a few thousand losses
-def _searched(
-    search: _Named, neighbours: Neighbours, grid: float
+def _cached_selection_pld(
+    search: _HashableEvent, neighbours: Neighbours, grid: float
 ) -> PrivacyLossDistribution | None:
     one = compose_pld(search.event.event, neighbours, grid)
     law = SelectionLaw(search.event.mean, search.event.shape)
-    return None if one is None else best_of(one, law)
+    return None if one is None else selection_pld(one, law)
 
 
-def _repeated(loss: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution | None:
+def _self_compose_or_none(
+    loss: PrivacyLossDistribution, count: int
+) -> PrivacyLossDistribution | None:
     """Return the distribution composed `count` times, or None.
 
     None where hardly anything finite is left, which the library cannot compose.
@@ -315,7 +326,9 @@ def _mechanism_pld(
         return self_compose(_truncated_pld(event, neighbours, grid), count)
     if isinstance(event, dpa.RandomizedResponseDpEvent):
         if neighbours != "replace-one":
-            raise Unsupported("randomized response is accounted under replace-one only")
+            raise UnsupportedMechanismError(
+                "randomized response is accounted under replace-one only"
+            )
         if event.noise_parameter == 0 and event.num_buckets > 1:
             return None
         if event.num_buckets == 1:
@@ -324,15 +337,17 @@ def _mechanism_pld(
             noise_parameter=event.noise_parameter,
             num_buckets=event.num_buckets,
             value_discretization_interval=grid,
-            neighboring_relation=relation(neighbours),
+            neighboring_relation=library_relation(neighbours),
         ).self_compose(count)
-    raise Unsupported(f"no privacy loss distribution is known for {type(event).__name__}")
+    raise UnsupportedMechanismError(
+        f"no privacy loss distribution is known for {type(event).__name__}"
+    )
 
 
 # --- one sampled step -------------------------------------------------------------------------
 
 
-def _amplified(epsilon: np.ndarray, sample_rate: float) -> np.ndarray:
+def _loss_before_sampling(epsilon: np.ndarray, sample_rate: float) -> np.ndarray:
     """Return log(1 + (e^epsilon - 1) / q), the loss without subsampling.
 
     Needs epsilon > log(1 - q).
@@ -381,15 +396,17 @@ class _SampledGaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
             cutoff = _replace_cutoff(epsilons, q, sigma)
         elif self.adjacency_type == AdjacencyType.REMOVE:
             inner, outside = epsilons > -edge, -np.expm1(np.minimum(epsilons, 0.0))
-            cutoff = -0.5 - sigma**2 * _amplified(np.where(inner, epsilons, 0.0), q)
+            cutoff = -0.5 - sigma**2 * _loss_before_sampling(np.where(inner, epsilons, 0.0), q)
         else:
             inner, outside = epsilons < edge, np.zeros_like(epsilons)
-            cutoff = 0.5 + sigma**2 * _amplified(np.where(inner, -epsilons, 0.0), q)
+            cutoff = 0.5 + sigma**2 * _loss_before_sampling(np.where(inner, -epsilons, 0.0), q)
         delta = self.mu_upper_cdf(cutoff) - np.exp(epsilons + self.mu_lower_log_cdf(cutoff))
         return np.clip(np.where(inner, delta, outside), 0.0, 1.0)
 
 
-def _pmf(sigma: float, sample_rate: float, adjacency: AdjacencyType, grid: float) -> pld_pmf.PLDPmf:
+def _sampled_gaussian_pmf(
+    sigma: float, sample_rate: float, adjacency: AdjacencyType, grid: float
+) -> pld_pmf.PLDPmf:
     loss = _SampledGaussianLoss(sigma, sampling_prob=sample_rate, adjacency_type=adjacency)
     bounds = loss.connect_dots_bounds()
     low, high = math.floor(bounds.epsilon_lower / grid), math.ceil(bounds.epsilon_upper / grid)
@@ -415,13 +432,15 @@ def sampled_gaussian_pld(
     """
     if neighbours == "replace-one":
         return PrivacyLossDistribution(
-            _pmf(noise_multiplier, sample_rate, AdjacencyType.REPLACE, grid)
+            _sampled_gaussian_pmf(noise_multiplier, sample_rate, AdjacencyType.REPLACE, grid)
         )
     if sample_rate == 1:
-        return PrivacyLossDistribution(_pmf(noise_multiplier, 1.0, AdjacencyType.REMOVE, grid))
+        return PrivacyLossDistribution(
+            _sampled_gaussian_pmf(noise_multiplier, 1.0, AdjacencyType.REMOVE, grid)
+        )
     return PrivacyLossDistribution(
-        _pmf(noise_multiplier, sample_rate, AdjacencyType.REMOVE, grid),
-        _pmf(noise_multiplier, sample_rate, AdjacencyType.ADD, grid),
+        _sampled_gaussian_pmf(noise_multiplier, sample_rate, AdjacencyType.REMOVE, grid),
+        _sampled_gaussian_pmf(noise_multiplier, sample_rate, AdjacencyType.ADD, grid),
     )
 
 
@@ -445,7 +464,7 @@ def truncated_gaussian_pld(
     if others_fill == 0.0:
         return plain
     kept = float(stats.binom.sf(batch_cap, records, sample_rate)) * batch_cap / records
-    displaced = _pmf(
+    displaced = _sampled_gaussian_pmf(
         noise_multiplier / 2, min(1.0, kept / others_fill), AdjacencyType.REPLACE, grid
     )
     return PrivacyLossDistribution(displaced).compute_mixture(plain, others_fill)
@@ -461,22 +480,22 @@ _SLACK = 1e-13  # relative, for what rounding may take from the highest lines
 _NEGLIGIBLE = 1e-15  # deltas below the accuracy of a composed distribution
 
 
-def best_of(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLossDistribution:
+def selection_pld(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLossDistribution:
     """Return the loss of releasing the best of K runs, each with this loss; an upper bound."""
-    sides = directions(loss)
+    sides = loss_directions(loss)
     times = math.ceil(max(len(side.probabilities) for side in sides) / _LOSSES)
-    prices = [_Price(side.coarser(times), law) for side in sides]
+    prices = [_SelectionProfile(side.coarsen(times), law) for side in sides]
     top = max(price.top() for price in prices)
     apart = max(1, -(-top // _SUPPORT))
     steps = apart * np.arange(0, top // apart + 2)
     deltas = [price.deltas(steps) for price in prices]
-    return from_profiles(sides[0].grid, times * steps, deltas)
+    return pld_from_profiles(sides[0].grid, times * steps, deltas)
 
 
-class _Price:
+class _SelectionProfile:
     """The bound for one direction: sum_i p_i H(e^(epsilon - l_i)) + E[K] P(L infinite)."""
 
-    def __init__(self, losses: Losses, law: SelectionLaw) -> None:
+    def __init__(self, losses: LossPmf, law: SelectionLaw) -> None:
         self.grid, self.law, self.losses = losses.grid, law, losses
         self._heights, self._slopes = _envelope(losses, law)
         with np.errstate(divide="ignore"):
@@ -484,7 +503,7 @@ class _Price:
 
     def deltas(self, steps: np.ndarray) -> np.ndarray:
         """Return the bound at epsilon = steps * grid >= 0, not cut at 1: float64, as steps."""
-        p, first = self.losses.probabilities, self.losses.first
+        p, first = self.losses.probabilities, self.losses.lower_loss
         low = int(steps[0]) - first - len(p) + 1
         # H at every difference epsilon - loss that occurs.
         gaps = np.arange(low, int(steps[-1]) - first + 1)
@@ -493,12 +512,12 @@ class _Price:
         worst = np.maximum(self._heights[line] - c * self._slopes[line], 0.0)[::-1]
         begin = len(worst) - (steps - first - low) - 1
         found = np.array([p @ worst[b : b + len(p)] for b in begin])
-        return found + self.losses.infinite * self.law.mean
+        return found + self.losses.infinity_mass * self.law.mean
 
     def top(self) -> int:
         """Return the steps of an epsilon beyond which delta hardly falls."""
-        floor = self.losses.infinite * self.law.mean * (1 + 1e-9) + _NEGLIGIBLE
-        last = self.losses.first + len(self.losses.probabilities)
+        floor = self.losses.infinity_mass * self.law.mean * (1 + 1e-9) + _NEGLIGIBLE
+        last = self.losses.lower_loss + len(self.losses.probabilities)
         with np.errstate(divide="ignore"):
             spread = np.log((self._heights / self._slopes).max())  # beyond it H is zero
         end = max(self.grid, last * self.grid + spread)
@@ -507,24 +526,24 @@ class _Price:
         return int(steps[np.argmax(low)] if low.any() else steps[-1])
 
 
-def _envelope(losses: Losses, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray]:
+def _envelope(losses: LossPmf, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray]:
     """Return lines a - c b whose maximum bounds phi'(1 - t) - c phi'(1 - G(t)), all t and c >= 0.
 
     Between two points t < u the first term is at most phi'(1 - t), the second at least
     c phi'(1 - G(u)): the values at the points alone would be too small. Only lines that are the
     highest somewhere are kept; heights a and slopes b both ascend.
     """
-    deficit = max(0.0, 1.0 - losses.other.sum())
+    deficit = max(0.0, 1.0 - losses.reverse_probabilities.sum())
     # Neyman-Pearson: the least losses first, where Q' has most. Linear in between: randomised.
     size = np.minimum(np.concatenate([[0.0], np.cumsum(losses.probabilities), [1.0]]), 1.0)
-    power = np.concatenate([[deficit], deficit + np.cumsum(losses.other), [1.0]])
+    power = np.concatenate([[deficit], deficit + np.cumsum(losses.reverse_probabilities), [1.0]])
     power = np.minimum(power, 1.0)
     fine = _evenly_tilted(law)
     t = np.unique(np.concatenate([fine, np.interp(fine, power, size)]))
     g = np.interp(t, size, power)
     # In ascending order, also where rounding says otherwise (heights too large, slopes too small).
-    heights = np.maximum.accumulate(law.tilt(t[:-1])[::-1])
-    slopes = np.minimum.accumulate(law.tilt(g[1:]))[::-1]
+    heights = np.maximum.accumulate(law.pgf_derivative(t[:-1])[::-1])
+    slopes = np.minimum.accumulate(law.pgf_derivative(g[1:]))[::-1]
     last = np.append(np.diff(slopes) > 0, True)  # of equal slopes the highest
     heights, slopes = heights[last], slopes[last]
     kept = upper_hull(slopes, heights)
@@ -534,6 +553,6 @@ def _envelope(losses: Losses, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray
 def _evenly_tilted(law: SelectionLaw) -> np.ndarray:
     """Return points from 0 to 1 between which phi'(1 - t) falls by about the same ratio."""
     rough = np.concatenate([[0.0], np.logspace(-15, 0, 2_000)])
-    fallen = -np.log(np.maximum(law.tilt(rough), 1e-9))
+    fallen = -np.log(np.maximum(law.pgf_derivative(rough), 1e-9))
     points = np.interp(np.linspace(fallen[0], fallen[-1], _POINTS), fallen, rough)
     return np.concatenate([points, [0.0, 1.0]])

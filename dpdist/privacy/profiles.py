@@ -28,7 +28,7 @@ _FEW = 5_000  # losses that are listed; more are an array
 
 
 @dataclass(frozen=True)
-class Losses:
+class LossPmf:
     """One direction of a privacy loss distribution.
 
     first: the least loss, in steps of `grid`. probabilities (n,): of the losses first * grid,
@@ -36,36 +36,36 @@ class Losses:
     """
 
     grid: float
-    first: int
+    lower_loss: int
     probabilities: np.ndarray
-    infinite: float
+    infinity_mass: float
 
     @property
     def steps(self) -> np.ndarray:
         """Return the losses in steps of the grid: int64 (n,)."""
-        return np.arange(self.first, self.first + len(self.probabilities))
+        return np.arange(self.lower_loss, self.lower_loss + len(self.probabilities))
 
     @cached_property
-    def other(self) -> np.ndarray:
+    def reverse_probabilities(self) -> np.ndarray:
         """Return the probabilities of the same losses under Q': float64 (n,).
 
         They may add up to less than 1: the deficit lies where Q has nothing.
         """
         return self.probabilities * np.exp(-np.clip(self.steps * self.grid, -700, 700))
 
-    def coarser(self, times: int) -> Losses:
+    def coarsen(self, factor: int) -> LossPmf:
         """Return the losses on a grid so many times as wide, of a pair that dominates this one.
 
         Each probability goes to the two nearest losses so that Q and Q' keep their mass: the
         profile stays where it is there, and between them becomes the chord in e^epsilon.
         """
-        before = self.first % times
-        after = -(before + len(self.probabilities)) % times
+        before = self.lower_loss % factor
+        after = -(before + len(self.probabilities)) % factor
         # One more cell, empty, for what the last one sends upwards.
-        cells = np.pad(self.probabilities, (before, after + times)).reshape(-1, times)
-        up = np.expm1(-self.grid * np.arange(times)) / math.expm1(-self.grid * times)
+        cells = np.pad(self.probabilities, (before, after + factor)).reshape(-1, factor)
+        up = np.expm1(-self.grid * np.arange(factor)) / math.expm1(-self.grid * factor)
         kept = cells @ (1 - up) + np.append(0.0, (cells @ up)[:-1])
-        return Losses(self.grid * times, self.first // times, kept, self.infinite)
+        return LossPmf(self.grid * factor, self.lower_loss // factor, kept, self.infinity_mass)
 
     def profile(self) -> np.ndarray:
         """Return the profile at every one of the losses: float64 (n,)."""
@@ -75,21 +75,27 @@ class Losses:
 
         shrink = math.exp(-self.grid)
         terms = -math.expm1(-self.grid) * above
-        values = self.infinite + lfilter([1.0], [1.0, -shrink], terms[::-1])[::-1]
+        values = self.infinity_mass + lfilter([1.0], [1.0, -shrink], terms[::-1])[::-1]
         profile: np.ndarray = np.minimum(values, 1.0)
         return profile
 
-    def at(self, steps: np.ndarray) -> np.ndarray:
+    def profile_at(self, steps: np.ndarray) -> np.ndarray:
         """Return the profile at losses steps * grid, also outside of its own: float64 (m,)."""
-        index = steps - self.first
+        index = steps - self.lower_loss
         inside = np.clip(index, 0, len(self.probabilities) - 1)
-        values = np.where(index >= len(self.probabilities), self.infinite, self.profile()[inside])
+        values = np.where(
+            index >= len(self.probabilities), self.infinity_mass, self.profile()[inside]
+        )
         # Below the least loss every outcome counts: Q - e^epsilon Q' of everything.
-        below = 1.0 - np.exp(np.minimum(steps, self.first) * self.grid) * self.other.sum()
+        below = (
+            1.0
+            - np.exp(np.minimum(steps, self.lower_loss) * self.grid)
+            * self.reverse_probabilities.sum()
+        )
         return np.where(index < 0, np.clip(below, 0.0, 1.0), values)
 
 
-def directions(loss: PrivacyLossDistribution) -> list[Losses]:
+def loss_directions(loss: PrivacyLossDistribution) -> list[LossPmf]:
     """Return the loss of a removal and, when it differs, that of an addition."""
     found = [loss._pmf_remove]
     if loss._pmf_add is not loss._pmf_remove:
@@ -109,7 +115,7 @@ def _dense(pmf: pld_pmf.PLDPmf) -> pld_pmf.DensePLDPmf:
     return pmf.to_dense_pmf()
 
 
-def _losses(pmf: pld_pmf.DensePLDPmf) -> Losses:
+def _losses(pmf: pld_pmf.DensePLDPmf) -> LossPmf:
     # Rounding in Fourier transforms leaves a mass a little above 1. What is too much is taken from
     # the lowest losses: the profile stays where it was above them and becomes the chord to (0, 1)
     # below, which no convex profile exceeds.
@@ -122,10 +128,10 @@ def _losses(pmf: pld_pmf.DensePLDPmf) -> Losses:
         last = min(int(np.searchsorted(mass, excess)), len(kept) - 1)
         kept[:last] = 0.0
         kept[last] = max(mass[last] - excess, 0.0)
-    return Losses(pmf._discretization, pmf._lower_loss, kept, infinite)
+    return LossPmf(pmf._discretization, pmf._lower_loss, kept, infinite)
 
 
-def from_profiles(
+def pld_from_profiles(
     grid: float, steps: np.ndarray, sides: Sequence[np.ndarray]
 ) -> PrivacyLossDistribution:
     """Return the distribution with these profiles, one for each direction, made convex from below.
@@ -144,11 +150,11 @@ def from_profiles(
         below = 1 - x[: len(steps) - 1] * (1 - np.minimum(other, 1.0)[:0:-1])
         falling = np.minimum.accumulate(np.minimum(np.concatenate([below, own]), 1.0))
         kept = upper_hull(np.append(0.0, x), np.append(-1.0, -falling))[1:] - 1
-        made.append(_connected(grid, mirrored[kept], falling[kept]))
+        made.append(_pmf_from_profile(grid, mirrored[kept], falling[kept]))
     return PrivacyLossDistribution(*made)
 
 
-def _connected(grid: float, steps: np.ndarray, values: np.ndarray) -> pld_pmf.PLDPmf:
+def _pmf_from_profile(grid: float, steps: np.ndarray, values: np.ndarray) -> pld_pmf.PLDPmf:
     """Return the distribution whose profile these values at steps * grid are.
 
     Between them it follows their chords in e^epsilon. Source: Doroshenko et al. 2022, Algorithm
@@ -194,25 +200,26 @@ def upper_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return kept
 
 
-def maximum(
+def pointwise_maximum(
     losses: Sequence[PrivacyLossDistribution], floor: float = 0.0
 ) -> PrivacyLossDistribution:
     """Return the loss whose profiles are the pointwise maxima of these and of `floor`.
 
     It dominates a mechanism that runs any one of them, chosen without the data (the profile of the
-    mixture lies below the mixture of the profiles), and any that does not exceed it (`exceeds`).
-    All on one grid.
+    mixture lies below the mixture of the profiles), and any that does not exceed it
+    (`profile_exceeds`). All on one grid.
     """
-    sides = [_both(loss) for loss in losses]
+    sides = [_both_directions(loss) for loss in losses]
     grid = sides[0][0].grid
     steps = _common_steps(sides)[: math.ceil(_LARGEST / grid) + 1]
     highest = [
-        np.maximum(np.max([side[way].at(steps) for side in sides], axis=0), floor) for way in (0, 1)
+        np.maximum(np.max([side[way].profile_at(steps) for side in sides], axis=0), floor)
+        for way in (0, 1)
     ]
-    return from_profiles(grid, steps, highest)
+    return pld_from_profiles(grid, steps, highest)
 
 
-def exceeds(
+def profile_exceeds(
     loss: PrivacyLossDistribution, limit: PrivacyLossDistribution, margin: float = 0.0
 ) -> bool:
     """Return whether a profile rises above that of `limit`, less a margin, anywhere in a direction.
@@ -221,17 +228,19 @@ def exceeds(
     e^epsilon between the points of their one grid, so they are compared at these points; below
     zero each direction is told by the other one.
     """
-    sides = [_both(loss), _both(limit)]
+    sides = [_both_directions(loss), _both_directions(limit)]
     steps = _common_steps(sides)
     own, bound = sides
-    return any((own[way].at(steps) + margin > bound[way].at(steps)).any() for way in (0, 1))
+    return any(
+        (own[way].profile_at(steps) + margin > bound[way].profile_at(steps)).any() for way in (0, 1)
+    )
 
 
-def _both(loss: PrivacyLossDistribution) -> tuple[Losses, Losses]:
-    found = directions(loss)
+def _both_directions(loss: PrivacyLossDistribution) -> tuple[LossPmf, LossPmf]:
+    found = loss_directions(loss)
     return found[0], found[-1]
 
 
-def _common_steps(sides: Sequence[tuple[Losses, Losses]]) -> np.ndarray:
-    ends = [one.first + len(one.probabilities) for side in sides for one in side]
+def _common_steps(sides: Sequence[tuple[LossPmf, LossPmf]]) -> np.ndarray:
+    ends = [one.lower_loss + len(one.probabilities) for side in sides for one in side]
     return np.arange(0, max([2, *ends]))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def mean_of(shape: float, log_gamma: float) -> float:
+def truncated_nb_mean(shape: float, log_gamma: float) -> float:
     """Return E[K] of the truncated negative binomial with ln(gamma) < 0 (Definition 1 there)."""
     if shape == 0:
         return math.expm1(-log_gamma) / -log_gamma
@@ -40,19 +40,19 @@ class SelectionLaw:
             )
         if not (math.isfinite(self.mean) and self.mean >= 1):
             raise ValueError(f"mean number of runs must be >= 1 and finite, got {self.mean}")
-        if self.chances is not None and self.mean > self.chances:
-            raise ValueError(f"{self.chances} chances cannot have the mean {self.mean}")
+        if self.max_runs is not None and self.mean > self.max_runs:
+            raise ValueError(f"{self.max_runs} chances cannot have the mean {self.mean}")
 
     @property
-    def chances(self) -> int | None:
+    def max_runs(self) -> int | None:
         """Return the largest K of a binomial law; None for the others."""
         return int(-self.shape) if self.shape <= -1 else None
 
     @property
-    def none(self) -> float:
+    def zero_probability(self) -> float:
         """Return P(K = 0)."""
-        if self.chances is not None:
-            return (1 - self.mean / self.chances) ** self.chances
+        if self.max_runs is not None:
+            return (1 - self.mean / self.max_runs) ** self.max_runs
         return math.exp(-self.mean) if math.isinf(self.shape) else 0.0
 
     @cached_property
@@ -61,7 +61,7 @@ class SelectionLaw:
 
         Shapes eta > -1 only.
         """
-        if math.isinf(self.shape) or self.chances is not None:
+        if math.isinf(self.shape) or self.max_runs is not None:
             raise ValueError("only truncated negative binomial laws have a gamma")
         if self.mean == 1:
             return 0.0
@@ -70,7 +70,7 @@ class SelectionLaw:
         from scipy.optimize import brentq
 
         def excess(log_gamma: float) -> float:
-            return math.log(mean_of(self.shape, log_gamma) / self.mean)
+            return math.log(truncated_nb_mean(self.shape, log_gamma) / self.mean)
 
         # E[K] falls from infinity to 1 as gamma rises from 0 to 1; at 1 - 1e-17 it rounds to 1.
         low = math.log(1e-300) if self.shape >= 0 else math.log(1e-100)
@@ -81,7 +81,7 @@ class SelectionLaw:
         """Return the parameter gamma, rounded: 1 - gamma is exact only by `log_gamma`."""
         return math.exp(self.log_gamma)
 
-    def tilt(self, t: np.ndarray) -> np.ndarray:
+    def pgf_derivative(self, t: np.ndarray) -> np.ndarray:
         """Return phi'(1 - t) at 0 <= t <= 1, phi the generating function of K: falls from the mean.
 
         The density of the best of K runs is that of one run times the tilt at the probability of
@@ -91,19 +91,19 @@ class SelectionLaw:
 
         if math.isinf(self.shape):
             return self.mean * np.exp(-self.mean * t)
-        if self.chances is not None:
-            missed = np.maximum(1 - self.mean / self.chances * t, 0.0)
-            return self.mean * missed ** (self.chances - 1)
+        if self.max_runs is not None:
+            missed = np.maximum(1 - self.mean / self.max_runs * t, 0.0)
+            return self.mean * missed ** (self.max_runs - 1)
         return self.mean * (1 + math.expm1(-self.log_gamma) * t) ** -(1 + self.shape)
 
     def log_pmf(self, runs: int) -> float:
         """Return ln P(K = runs)."""
         from scipy.special import gammaln
 
-        if self.chances is not None:
+        if self.max_runs is not None:
             from scipy.stats import binom
 
-            return float(binom.logpmf(runs, self.chances, self.mean / self.chances))
+            return float(binom.logpmf(runs, self.max_runs, self.mean / self.max_runs))
         if math.isinf(self.shape):
             if runs < 0:
                 return -math.inf
@@ -121,12 +121,12 @@ class SelectionLaw:
         log_norm = math.log(abs(math.expm1(-self.shape * self.log_gamma)))
         return float(log_rest + ways - log_norm)
 
-    def at_least(self, runs: int) -> float:
+    def tail_probability(self, runs: int) -> float:
         """Return P(K >= runs)."""
-        if self.chances is not None:
+        if self.max_runs is not None:
             from scipy.stats import binom
 
-            return float(binom.sf(runs - 1, self.chances, self.mean / self.chances))
+            return float(binom.sf(runs - 1, self.max_runs, self.mean / self.max_runs))
         if math.isinf(self.shape):
             from scipy.special import pdtrc
 
@@ -168,12 +168,12 @@ class SelectionLaw:
         if not 0 <= probability < 1:
             raise ValueError(f"probability must be in [0, 1), got {probability}")
         high = 1
-        while 1 - self.at_least(high + 1) < probability:
+        while 1 - self.tail_probability(high + 1) < probability:
             high *= 2
-        low = -1 if self.none else 0  # P(K <= low) = 0
+        low = -1 if self.zero_probability else 0  # P(K <= low) = 0
         while high - low > 1:
             middle = (low + high) // 2
-            if 1 - self.at_least(middle + 1) >= probability:
+            if 1 - self.tail_probability(middle + 1) >= probability:
                 high = middle
             else:
                 low = middle
@@ -181,15 +181,15 @@ class SelectionLaw:
 
     def describe(self) -> str:
         """Return the law in words."""
-        if self.mean == self.chances:
-            return f"fixed, unshown, {self.chances}"
-        among = "" if self.chances is None else f" of {self.chances} chances"
+        if self.mean == self.max_runs:
+            return f"fixed, unshown, {self.max_runs}"
+        among = "" if self.max_runs is None else f" of {self.max_runs} chances"
         return f"{self.family}{among}, mean {self.mean:g}"
 
     @property
     def family(self) -> str:
         """Return the name of all laws of this shape."""
-        if self.chances is not None:
+        if self.max_runs is not None:
             return "binomial"
         names = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}
         return names.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")

@@ -6,8 +6,8 @@ Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy 
 2011) passes the batteries of statistical tests and is no cipher: an adversary that sees words can
 search for the key. It is good for noise that is counted and whose seed is published with the
 counts, not for noise that protects records. ChaCha20 (RFC 8439, section 2.3) is for that: its
-words are those of `dpdist.randomness.keys.words`, bit for bit, with the same counter and a key of
-256 bits. A CPU has a faster cipher there; this one is for GPUs, where no word crosses over.
+words are those of `dpdist.randomness.keys.stream_words`, bit for bit, with the same counter and a
+key of 256 bits. A CPU has a faster cipher there; this one is for GPUs, where no word crosses over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dpdist.core.errors import UserError
-from dpdist.randomness.keys import KEY_BYTES, words
+from dpdist.randomness.keys import KEY_BYTES, stream_words
 
 # --- Philox -----------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ _ROUNDS = 10
 _FACTORS = 0xD2511F53, 0xCD9E8D57
 _STEPS = 0x9E3779B9, 0xBB67AE85
 # The vectors that the authors publish with Random123: counter, key, words.
-KNOWN = (
+PHILOX_TEST_VECTORS = (
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((_WORD,) * 4, (_WORD,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
@@ -64,7 +64,7 @@ def _product(word: Any, which: int) -> tuple[Any, Any]:
     return (product >> 32) + word, product & _WORD
 
 
-def words_on(key: bytes, first: int, count: int, device: torch.device) -> tuple[Tensor, ...]:
+def philox_words(key: bytes, first: int, count: int, device: torch.device) -> tuple[Tensor, ...]:
     """Return four words, int64 (count,) each, of the places from `first` in the key's stream.
 
     A stream has 2^32 places. Keys that differ in `KEY_BYTES` have streams without a place in
@@ -80,7 +80,7 @@ def words_on(key: bytes, first: int, count: int, device: torch.device) -> tuple[
 @cache
 def check_philox(device: torch.device) -> None:
     """Raise UserError unless the device gives the published words."""
-    for counter, key, known in KNOWN:
+    for counter, key, known in PHILOX_TEST_VECTORS:
         made = philox(tuple(torch.tensor([word], device=device) for word in counter), key)
         if tuple(int(word) for word in made) != known:
             raise UserError(f"{device} multiplies integers otherwise: its noise cannot be used")
@@ -98,7 +98,7 @@ _DOUBLE_ROUNDS = 10
 _CHECKED = (0, 1037), (_SIGN - 3, 7), (_BLOCKS - 2, 2)  # first block and how many
 
 
-class KeyBlocks:
+class ChaChaBlocks:
     """Buffers on a device for so many blocks of words, and for intermediate results."""
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -163,13 +163,13 @@ def _rotated(row: Tensor, left: int, out: Tensor) -> Tensor:
 
 
 @cache
-def check_aes(device: torch.device) -> None:
+def check_chacha20(device: torch.device) -> None:
     """Raise UserError unless the device gives the words that the CPU's cipher gives.
 
     They are compared at the beginning, in the middle and at the end of a stream.
     """
     key = bytes(range(KEY_BYTES))
     for first, count in _CHECKED:
-        made = KeyBlocks(count, device).fill(key, first).T.contiguous().cpu().numpy()
-        if made.tobytes() != words(key, first * WORDS // 2, count * WORDS // 2).tobytes():
+        made = ChaChaBlocks(count, device).fill(key, first).T.contiguous().cpu().numpy()
+        if made.tobytes() != stream_words(key, first * WORDS // 2, count * WORDS // 2).tobytes():
             raise UserError(f"{device} computes integers otherwise: its noise cannot be used")

@@ -56,7 +56,7 @@ def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
     return mac.digest()
 
 
-def words(key: bytes, start: int, count: int) -> np.ndarray:
+def stream_words(key: bytes, start: int, count: int) -> np.ndarray:
     """Return words number `start` to `start + count - 1` of the key's stream: uint64, (count,).
 
     Every key is used for one stream only, so the nonce is constant. A stream ends after 2**35 words
@@ -70,14 +70,14 @@ def words(key: bytes, start: int, count: int) -> np.ndarray:
 class WordReader:
     """A reader of words `start` to `start + count - 1` of the key's stream, in order.
 
-    It reads at most `most` at once, into one buffer.
+    It reads at most `max_words` at once, into one buffer.
     """
 
-    def __init__(self, key: bytes, start: int, count: int, most: int) -> None:
+    def __init__(self, key: bytes, start: int, count: int, max_words: int) -> None:
         self._left, self._stream = count, _stream(key, start)
-        self._zeros = memoryview(bytes(most * 8))
-        self._raw = bytearray(most * 8 + _BLOCK)
-        self._words = np.frombuffer(self._raw, dtype="<u8", count=most)
+        self._zeros = memoryview(bytes(max_words * 8))
+        self._raw = bytearray(max_words * 8 + _BLOCK)
+        self._words = np.frombuffer(self._raw, dtype="<u8", count=max_words)
 
     def read(self) -> np.ndarray:
         """Return the next words: uint64; overwritten by the next call."""
@@ -107,7 +107,7 @@ _ZEROS = memoryview(bytes(1 << 16))  # what is enciphered at a time; it stays in
 
 
 @dataclass(frozen=True)
-class UnitSource:
+class StreamKeys:
     """Keys of the random units of one run. seed: drawn after the model was frozen, any string."""
 
     purpose: str
@@ -136,7 +136,7 @@ class UnitSource:
         return digest.digest()
 
 
-class RandomWords:
+class AesWords:
     """Streams of 32-byte keys as int32 words, in a buffer that is used again."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ normals, independent for every record, and every user makes it in the same way: 
 attacks by `logits`, certificates and counts by `cut`. Input noise followed by noise further inside
 is randomised smoothing of the input at `sigma`: what follows is post-processing. Noise on
 parameters belongs to training alone (`dpdist.gradients.perturbations`). A new location is a class
-in `PLACES`.
+in `NOISE_LOCATIONS`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NoiseCut:
+class NoiseSplit:
     """A network split at its noise: one draw is rest(first(x) + std * normals).
 
     first: None where the noise is on the input itself. std: one number, or float32 of the shape of
     one example's noise.
     """
 
-    first: nn.Module | None
-    rest: nn.Module
+    before_noise: nn.Module | None
+    after_noise: nn.Module
     std: float | Tensor
 
 
-class Place:
+class NoiseLocation:
     """The location of a classifier's noise at prediction.
 
     kind: names it in tables and keys. certified_as: the kind of the place that a certificate of the
@@ -47,20 +47,20 @@ class Place:
     """
 
     kind: ClassVar[str]
-    certified_as: ClassVar[str]
-    random: ClassVar[bool] = True
-    deeper: ClassVar[bool] = False
-    votes: ClassVar[bool] = True
+    certified_kind: ClassVar[str]
+    is_random: ClassVar[bool] = True
+    has_inner_noise: ClassVar[bool] = False
+    predicts_by_vote: ClassVar[bool] = True
 
     @property
-    def smoothing(self) -> float | None:
+    def smoothing_sigma(self) -> float | None:
         return None
 
-    def smoothed(self, sigma: float) -> Place:
+    def with_input_noise(self, sigma: float) -> NoiseLocation:
         """Return the location with Gaussian noise of that sigma on the input, replacing its own."""
-        return OnInput(sigma)
+        return InputNoise(sigma)
 
-    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
+    def split(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSplit:
         """Return the model split at its noise.
 
         Raises UserError for a model without such a location.
@@ -87,15 +87,17 @@ class Place:
         """
         return {"kind": self.kind}
 
-    def in_modules(self) -> Several:
+    def as_module_noise(self) -> ModuleNoise:
         """Return the same noise as noise of the input and of modules."""
-        return Several({}, input_std=self.smoothing or 0.0)
+        return ModuleNoise({}, input_std=self.smoothing_sigma or 0.0)
 
-    def behind_first(self) -> BehindLayer:
+    def as_first_layer_noise(self) -> HiddenNoise:
         """Return the noise behind the first layer alone. Raises UserError where it is elsewhere."""
         raise UserError("the model has no noise of its own; give the sigma of input noise")
 
-    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
+    def first_affine_noise(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> HiddenNoise | None:
         """Return the noise on the outputs of the model's first affine layer, or None.
 
         None unless every component gets some noise, and all that follows sees the input
@@ -107,19 +109,19 @@ class Place:
         """Make this the model's own noise. Raises UserError for a model without such a location."""
 
     @classmethod
-    def words(cls, sigma: float | None) -> str:
+    def describe_classifier(cls, sigma: float | None) -> str:
         """Return the kind of classifier that this noise makes of a network, in words."""
         raise NotImplementedError
 
 
-class Nowhere(Place):
+class NoNoise(NoiseLocation):
     """The network itself."""
 
-    kind = certified_as = "none"
-    random = False
+    kind = certified_kind = "none"
+    is_random = False
 
-    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
-        return NoiseCut(None, model, 0.0)
+    def split(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSplit:
+        return NoiseSplit(None, model, 0.0)
 
     def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> None:
         return None
@@ -129,23 +131,23 @@ class Nowhere(Place):
         return logits
 
     @classmethod
-    def words(cls, sigma: float | None) -> str:
+    def describe_classifier(cls, sigma: float | None) -> str:
         return "the network itself"
 
 
 @dataclass(frozen=True)
-class OnInput(Place):
+class InputNoise(NoiseLocation):
     """N(0, sigma^2) on every number of the input (randomised smoothing). sigma in input units."""
 
     sigma: float
-    kind = certified_as = "input"
+    kind = certified_kind = "input"
 
     @property
-    def smoothing(self) -> float:
+    def smoothing_sigma(self) -> float:
         return self.sigma
 
-    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
-        return NoiseCut(None, model, self.sigma)
+    def split(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSplit:
+        return NoiseSplit(None, model, self.sigma)
 
     def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(input_shape)
@@ -163,45 +165,45 @@ class OnInput(Place):
         attach_block_noise(model, BlockNoise(()), [], self.sigma)
 
     @classmethod
-    def words(cls, sigma: float | None) -> str:
+    def describe_classifier(cls, sigma: float | None) -> str:
         return f"smoothed, sigma {sigma:g}"
 
 
 @dataclass(frozen=True)
-class BehindLayer(Place):
+class HiddenNoise(NoiseLocation):
     """N(0, std^2) on every component of one module's output.
 
     Used by PixelDP, HGM-PixelDP and Secure-SGD.
 
-    module: its name in ``model.named_modules()``; `cut` takes it to be the first affine layer.
+    module: its name in ``model.named_modules()``; `split` takes it to be the first affine layer.
     std: float32, the shape of one example's output.
     """
 
     module: str
     std: Tensor
-    kind = certified_as = "hidden"
-    votes = False
+    kind = certified_kind = "hidden"
+    predicts_by_vote = False
 
     @property
-    def scale(self) -> float:
+    def rms_std(self) -> float:
         """Return the root mean square sigma_r of the deviations; std is sigma_r sqrt(K r)."""
         return float(self.std.double().square().mean().sqrt())
 
     @property
-    def shares(self) -> Tensor:
+    def relative_variances(self) -> Tensor:
         """Return K r, float64, mean 1: every component's variance relative to the mean."""
         squares = self.std.double().square()
         return squares / squares.mean()
 
-    def smoothed(self, sigma: float) -> Place:
+    def with_input_noise(self, sigma: float) -> NoiseLocation:
         """Return the location with both noises: its own stays."""
-        return replace(self.in_modules(), input_std=sigma)
+        return replace(self.as_module_noise(), input_std=sigma)
 
-    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
+    def split(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSplit:
         from dpdist.models import require_split
 
         split = require_split(model)
-        return NoiseCut(split.first, split.rest, self.std)
+        return NoiseSplit(split.first, split.rest, self.std)
 
     def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         from dpdist.randomness.noisy_modules import output_shapes
@@ -210,28 +212,30 @@ class BehindLayer(Place):
         return shape
 
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
-        from dpdist.randomness.noisy_modules import changed
+        from dpdist.randomness.noisy_modules import override_outputs
 
         logits: Tensor
         if normals is None:
             logits = model(x)
             return logits
         std = self.std.to(x.device)
-        with changed(model, {self.module: lambda output: output + std * normals}):
+        with override_outputs(model, {self.module: lambda output: output + std * normals}):
             logits = model(x)
             return logits
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": self.kind, "module": self.module, **_described(self.std)}
+        return {"kind": self.kind, "module": self.module, **_describe_std(self.std)}
 
-    def behind_first(self) -> BehindLayer:
+    def as_first_layer_noise(self) -> HiddenNoise:
         return self
 
-    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
-        return self.in_modules().behind_affine(model, input_shape)
+    def first_affine_noise(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> HiddenNoise | None:
+        return self.as_module_noise().first_affine_noise(model, input_shape)
 
-    def in_modules(self) -> Several:
-        return Several({self.module: self.std})
+    def as_module_noise(self) -> ModuleNoise:
+        return ModuleNoise({self.module: self.std})
 
     def attach(self, model: nn.Module) -> None:
         from dpdist.models import attach_noise
@@ -239,12 +243,12 @@ class BehindLayer(Place):
         attach_noise(model, self.std)
 
     @classmethod
-    def words(cls, sigma: float | None) -> str:
+    def describe_classifier(cls, sigma: float | None) -> str:
         return "noise in the first hidden layer"
 
 
 @dataclass(frozen=True)
-class Several(Place):
+class ModuleNoise(NoiseLocation):
     """Noise on the input and on the outputs of modules, in one draw.
 
     Used by residual perturbation and sound StoBatch.
@@ -261,8 +265,8 @@ class Several(Place):
     input_std: float = 0.0
     floor: float = 0.0
     kind = "several"
-    certified_as = "input"
-    deeper = True
+    certified_kind = "input"
+    has_inner_noise = True
 
     def __post_init__(self) -> None:
         from dpdist.randomness.noisy_modules import MODES
@@ -276,20 +280,20 @@ class Several(Place):
                 raise UserError(f"noise on {where}: must be a finite number >= 0, got {std}")
 
     @property
-    def smoothing(self) -> float | None:
+    def smoothing_sigma(self) -> float | None:
         return self.input_std or None
 
-    def smoothed(self, sigma: float) -> Place:
+    def with_input_noise(self, sigma: float) -> NoiseLocation:
         return replace(self, input_std=sigma)
 
-    def in_modules(self) -> Several:
+    def as_module_noise(self) -> ModuleNoise:
         return self
 
-    def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
-        from dpdist.randomness.noisy_modules import cut_several
+    def split(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSplit:
+        from dpdist.randomness.noisy_modules import split_at_module_noise
 
         noise = (self.stds, self.mode, self.floor, self.input_std)
-        return NoiseCut(*cut_several(model, *noise, input_shape))
+        return NoiseSplit(*split_at_module_noise(model, *noise, input_shape))
 
     def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         from dpdist.randomness.noisy_modules import output_shapes
@@ -302,32 +306,34 @@ class Several(Place):
         if normals is None:
             logits = model(x)
             return logits
-        cut = self.cut(model, tuple(x.shape[1:]))
-        assert cut.first is not None
-        logits = cut.rest(cut.first(x) + cut.std * normals)
+        cut = self.split(model, tuple(x.shape[1:]))
+        assert cut.before_noise is not None
+        logits = cut.after_noise(cut.before_noise(x) + cut.std * normals)
         return logits
 
     def describe(self) -> dict[str, Any]:
         stds = {
-            name: std if isinstance(std, float | int) else _described(std)
+            name: std if isinstance(std, float | int) else _describe_std(std)
             for name, std in self.stds.items()
         }
         noise = {"modules": stds, "mode": self.mode, "floor": self.floor}
-        return {"kind": self.kind, "sigma": self.smoothing, **noise}
+        return {"kind": self.kind, "sigma": self.smoothing_sigma, **noise}
 
-    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
+    def first_affine_noise(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> HiddenNoise | None:
         import torch
 
-        from dpdist.models import split_first
+        from dpdist.models import split_after_first_layer
 
-        split = split_first(model)
+        split = split_after_first_layer(model)
         if split is None or split.name not in self.stds or self.mode != "additive":
             return None
         std = torch.as_tensor(self.stds[split.name], dtype=torch.float64)
         std = std.expand(split.hidden_shape(input_shape))
-        return BehindLayer(split.name, std) if bool((std > 0).all()) else None
+        return HiddenNoise(split.name, std) if bool((std > 0).all()) else None
 
-    def behind_first(self) -> BehindLayer:
+    def as_first_layer_noise(self) -> HiddenNoise:
         raise UserError(
             "the model's own noise is not behind its first layer alone; give the sigma of input "
             "noise"
@@ -343,44 +349,44 @@ class Several(Place):
         attach_block_noise(model, noise, stds, self.input_std)
 
     @classmethod
-    def words(cls, sigma: float | None) -> str:
+    def describe_classifier(cls, sigma: float | None) -> str:
         return "noise inside" + (f" and on the input, sigma {sigma:g}" if sigma else "")
 
 
-PLACES: dict[str, type[Place]] = {
-    place.kind: place for place in (Nowhere, OnInput, BehindLayer, Several)
+NOISE_LOCATIONS: dict[str, type[NoiseLocation]] = {
+    place.kind: place for place in (NoNoise, InputNoise, HiddenNoise, ModuleNoise)
 }
 
 
-def place_of(model: nn.Module) -> Place:
+def find_noise_location(model: nn.Module) -> NoiseLocation:
     """Return the location of the noise that a model carries."""
     from dpdist.models import noise as hidden
     from dpdist.models import require_split
 
-    std = getattr(model, hidden.HIDDEN, None)
+    std = getattr(model, hidden.HIDDEN_STD, None)
     if std is not None:
-        return BehindLayer(require_split(model).name, std)
-    noise = getattr(model, hidden.BLOCK_NOISE, None)
+        return HiddenNoise(require_split(model).name, std)
+    noise = getattr(model, hidden.BLOCK_NOISE_ATTRIBUTE, None)
     if noise is None:
-        return Nowhere()
-    stds = getattr(model, hidden.BLOCKS).tolist()
-    sigma = float(getattr(model, hidden.INPUT))
+        return NoNoise()
+    stds = getattr(model, hidden.BLOCK_STDS).tolist()
+    sigma = float(getattr(model, hidden.INPUT_STD))
     if stds:
         by_name = dict(zip(noise.modules, stds, strict=True))
-        return Several(by_name, noise.mode, sigma, noise.floor)
-    return OnInput(sigma) if sigma else Nowhere()
+        return ModuleNoise(by_name, noise.mode, sigma, noise.floor)
+    return InputNoise(sigma) if sigma else NoNoise()
 
 
-def smoothing_of(model: nn.Module, sigma: float | None, where: object) -> float | None:
+def resolve_smoothing_sigma(model: nn.Module, sigma: float | None, context: object) -> float | None:
     """Return the input noise to smooth with: the requested one, or the model's own.
 
-    None for a model that is random elsewhere. Raises UserError, which names `where`, when there
+    None for a model that is random elsewhere. Raises UserError, which names `context`, when there
     is no noise at all.
     """
-    place = place_of(model)
-    if sigma is None and not place.random:
-        raise UserError(f"{where}: nothing says with what noise to certify; give --sigma")
-    return place.smoothing if sigma is None else sigma
+    place = find_noise_location(model)
+    if sigma is None and not place.is_random:
+        raise UserError(f"{context}: nothing says with what noise to certify; give --sigma")
+    return place.smoothing_sigma if sigma is None else sigma
 
 
 def _usable(std: Any) -> bool:
@@ -389,7 +395,7 @@ def _usable(std: Any) -> bool:
     return bool((std.isfinite() & (std >= 0)).all())
 
 
-def _described(std: Any) -> dict[str, Any]:
+def _describe_std(std: Any) -> dict[str, Any]:
     """Return a tensor of deviations as JSON, by its root mean square and digest."""
     raw = std.detach().float().cpu().contiguous().numpy().tobytes()
     digest = hashlib.blake2b(raw, digest_size=8).hexdigest()

@@ -44,7 +44,9 @@ MODES: dict[str, Callable[[Tensor, Tensor, Std, float], Tensor]] = {
 }
 
 
-def perturbed(output: Tensor, normals: Tensor, std: Std, mode: str, floor: float = 0.0) -> Tensor:
+def perturb_output(
+    output: Tensor, normals: Tensor, std: Std, mode: str, floor: float = 0.0
+) -> Tensor:
     """Return outputs (B, ...) with noise in one of `MODES`; row b depends on row b alone."""
     own = std.to(output) if isinstance(std, Tensor) else std
     return MODES[mode](output, normals, own, floor)
@@ -59,10 +61,12 @@ def require_modules(model: nn.Module, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def changed(model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+def override_outputs(
+    model: nn.Module, overrides: Mapping[str, Callable[[Tensor], Tensor]]
+) -> Iterator[None]:
     """Change the outputs of these modules inside the context, before any other hook sees them."""
     with ExitStack() as stack:
-        for name, change in changes.items():
+        for name, change in overrides.items():
             hook = model.get_submodule(name).register_forward_hook(
                 lambda module, inputs, output, change=change: change(output), prepend=True
             )
@@ -87,7 +91,7 @@ def output_shapes(
 
         return note
 
-    with changed(model, {name: watch(name) for name in names}), torch.inference_mode():
+    with override_outputs(model, {name: watch(name) for name in names}), torch.inference_mode():
         model(torch.zeros(1, *input_shape, device=device_of(model)))
     for name, found in shapes.items():
         if len(found) != 1:
@@ -95,7 +99,7 @@ def output_shapes(
     return [shapes[name][0] for name in names]
 
 
-def cut_several(
+def split_at_module_noise(
     model: nn.Module,
     stds: Mapping[str, Std],
     mode: str,
@@ -103,32 +107,32 @@ def cut_several(
     input_std: float,
     input_shape: tuple[int, ...],
 ) -> tuple[nn.Module, nn.Module, Tensor]:
-    """Return a `dpdist.randomness.noise_location.NoiseCut` whose noise is one row.
+    """Return a `dpdist.randomness.noise_location.NoiseSplit` whose noise is one row.
 
     The row holds the noise of the input, then of each module in turn.
     """
     shapes = output_shapes(model, tuple(stds), input_shape)
     device = device_of(model)
     there = {n: std.to(device) if isinstance(std, Tensor) else std for n, std in stds.items()}
-    rest = _Inside(model, input_shape, there, shapes, mode, floor)
+    rest = _FlatNoiseNetwork(model, input_shape, there, shapes, mode, floor)
     numbers, room = math.prod(input_shape), sum(math.prod(shape) for shape in shapes)
     std = torch.ones(numbers + room, device=device)
     std[:numbers] = input_std
-    return _WithRoom(room), rest, std
+    return _FlattenWithZeros(room), rest, std
 
 
-class _WithRoom(nn.Module):
+class _FlattenWithZeros(nn.Module):
     """Inputs (B, ...) as rows, with zeros in place of the modules' normals."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, num_zeros: int) -> None:
         super().__init__()
-        self.room = room
+        self.num_zeros = num_zeros
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x.flatten(1), x.new_zeros(len(x), self.room)], 1)
+        return torch.cat([x.flatten(1), x.new_zeros(len(x), self.num_zeros)], 1)
 
 
-class _Inside(nn.Module):
+class _FlatNoiseNetwork(nn.Module):
     """The network as a function of rows that hold an input and the normals of its modules."""
 
     def __init__(
@@ -153,12 +157,12 @@ class _Inside(nn.Module):
         )
 
         def noise(own: Tensor, std: Std) -> Callable[[Tensor], Tensor]:
-            return lambda output: perturbed(output, own, std, self.mode, self.floor)
+            return lambda output: perturb_output(output, own, std, self.mode, self.floor)
 
         changes = {
             name: noise(own, std)
             for (name, std), own in zip(self.stds.items(), normals, strict=True)
         }
-        with changed(self.model, changes):
+        with override_outputs(self.model, changes):
             output: Tensor = self.model(x)
             return output

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
-from dpdist.certification.predict import Predictor, as_input
+from dpdist.certification.predict import Predictor, to_model_input
 from dpdist.certification.registry import AnyCertificate
 from dpdist.config.data import DataRecipe
 from dpdist.core.errors import UserError
@@ -38,26 +38,26 @@ from dpdist.core.fields import (
     Count,
     JsonObject,
     Licence,
-    Line,
     NotNegative,
-    Number,
     Probability,
+    RejectBool,
     RunName,
     Section,
-    rule_of,
+    SingleLine,
+    validation_message,
 )
 from dpdist.core.files import (
-    is_file,
+    check_regular_file,
+    error_text,
+    exists_as_non_folder,
+    json_equal,
+    quoted,
     read_bytes,
     read_json,
     read_text,
-    reason,
-    regular_file,
-    same_json,
-    shown,
-    usable_path,
+    validate_path,
 )
-from dpdist.privacy.card import accounted, no_epsilon
+from dpdist.privacy.card import no_epsilon, parse_card_plan
 from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -71,17 +71,24 @@ if TYPE_CHECKING:
 # --- files, checksums and signature -----------------------------------------------------------
 
 
-CARD, CARD_TEXT, DESCRIPTION, PAGE = (
+PRIVACY_CARD, PRIVACY_CARD_TEXT, DESCRIPTION, MODEL_CARD = (
     "privacy_card.json", "privacy_card.md", "release.json", "README.md",
 )  # fmt: skip
 WEIGHTS, ARCHITECTURE = "model.safetensors", "model.json"
-SUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
-SUMMED = (PAGE, ARCHITECTURE, WEIGHTS, CARD, CARD_TEXT, DESCRIPTION)
-RELEASED = (*SUMMED, SUMS)
+CHECKSUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
+CHECKSUMMED_FILES = (
+    MODEL_CARD,
+    ARCHITECTURE,
+    WEIGHTS,
+    PRIVACY_CARD,
+    PRIVACY_CARD_TEXT,
+    DESCRIPTION,
+)
+REQUIRED_FILES = (*CHECKSUMMED_FILES, CHECKSUMS)
 """What is in every release; beside it, `table_name(1)`, `table_name(2)`, ... where it certifies."""
 
 _TABLE = re.compile(r"certificates-([1-9][0-9]{0,2})\.parquet")
-_MOST = 2**20  # bytes of a file of sums, of a key
+_MAX_BYTES = 2**20  # bytes of a file of sums, of a key
 
 
 class ReleaseError(UserError):
@@ -93,12 +100,12 @@ def table_name(number: int) -> str:
     return f"certificates-{number}.parquet"
 
 
-def is_released(name: str) -> bool:
+def is_release_file(name: str) -> bool:
     """Return whether a file of this name may lie in a release."""
-    return name in (*RELEASED, SIGNATURE) or _TABLE.fullmatch(name) is not None
+    return name in (*REQUIRED_FILES, SIGNATURE) or _TABLE.fullmatch(name) is not None
 
 
-def tables_in(names: Iterable[str]) -> list[str]:
+def list_table_names(names: Iterable[str]) -> list[str]:
     """Return the names that are of tables of certificates, in the order of their numbers.
 
     Raises:
@@ -112,16 +119,18 @@ def tables_in(names: Iterable[str]) -> list[str]:
 
 def is_release(folder: Path) -> bool:
     """Return whether a folder is meant as a release, whole or not."""
-    return is_file(folder / SUMS) or (is_file(folder / DESCRIPTION) and is_file(folder / CARD))
+    return exists_as_non_folder(folder / CHECKSUMS) or (
+        exists_as_non_folder(folder / DESCRIPTION) and exists_as_non_folder(folder / PRIVACY_CARD)
+    )
 
 
-def sums_of(folder: Path) -> str:
+def compute_checksums(folder: Path) -> str:
     """Return the text of SHA256SUMS for the files in `folder`."""
-    tables = tables_in(path.name for path in folder.iterdir())
-    return "".join(f"{_digest(folder / name)}  {name}\n" for name in (*SUMMED, *tables))
+    tables = list_table_names(path.name for path in folder.iterdir())
+    return "".join(f"{_digest(folder / name)}  {name}\n" for name in (*CHECKSUMMED_FILES, *tables))
 
 
-def check_sums(folder: Path) -> dict[str, str]:
+def verify_checksums(folder: Path) -> dict[str, str]:
     """Return the checksums by name, checked against the files.
 
     Raises ReleaseError unless the files of a release lie there, no others, each with its sum.
@@ -132,30 +141,30 @@ def check_sums(folder: Path) -> dict[str, str]:
     try:
         found = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be read: {reason(error)}") from None
+        raise UserError(f"{folder}: cannot be read: {error_text(error)}") from None
     shown = [entry for entry in found if not entry.name.startswith(".")]
     for entry in shown:
-        if not is_released(entry.name):
+        if not is_release_file(entry.name):
             raise ReleaseError(f"{folder}: holds {entry.name!r}, which is not of a release")
         if not entry.is_file(follow_symlinks=False):
             raise ReleaseError(f"{entry.path}: must be a file of its own, no link and no folder")
-    missing = set(RELEASED) - {entry.name for entry in shown}
+    missing = set(REQUIRED_FILES) - {entry.name for entry in shown}
     if missing:
         raise ReleaseError(f"{folder}: lacks {', '.join(sorted(missing))}: no whole release")
-    stated = _stated(folder / SUMS, [entry.name for entry in shown])
+    stated = _read_checksums(folder / CHECKSUMS, [entry.name for entry in shown])
     for name in stated:
         if _digest(folder / name) != stated[name]:
-            raise ReleaseError(f"{folder / name}: was changed: its sum is not that of {SUMS}")
+            raise ReleaseError(f"{folder / name}: was changed: its sum is not that of {CHECKSUMS}")
     return stated
 
 
-def _stated(path: Path, there: list[str]) -> dict[str, str]:
+def _read_checksums(path: Path, present_names: list[str]) -> dict[str, str]:
     """Return the sums by name, of exactly the files that have one.
 
     Every line ends with a line feed alone, as `sha256sum -c` needs it.
     """
-    names = (*SUMMED, *tables_in(there))
-    *lines, rest = read_text(path, _MOST).split("\n")
+    names = (*CHECKSUMMED_FILES, *list_table_names(present_names))
+    *lines, rest = read_text(path, _MAX_BYTES).split("\n")
     read = [re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)", line) for line in lines]
     stated = {match[2]: match[1] for match in read if match}
     if rest or len(stated) != len(lines) or stated.keys() != set(names):
@@ -167,11 +176,11 @@ def _stated(path: Path, there: list[str]) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    with regular_file(path).open("rb") as file:
+    with check_regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def signature(key: Path, sums: bytes) -> bytes:
+def sign_checksums(key: Path, checksums: bytes) -> bytes:
     """Return the signature of 64 bytes, by an Ed25519 private key in PEM without a password.
 
     Raises UserError.
@@ -180,18 +189,18 @@ def signature(key: Path, sums: bytes) -> bytes:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
-        found = load_pem_private_key(read_bytes(key, _MOST), password=None)
+        found = load_pem_private_key(read_bytes(key, _MAX_BYTES), password=None)
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{key}: no private key in PEM without a password: {reason(error)}"
+            f"{key}: no private key in PEM without a password: {error_text(error)}"
         ) from None
     if not isinstance(found, Ed25519PrivateKey):
         raise UserError(f"{key}: must be an Ed25519 key (openssl genpkey -algorithm ed25519)")
-    return found.sign(sums)
+    return found.sign(checksums)
 
 
-def check_signature(folder: Path, public: Path) -> None:
-    """Raise ReleaseError unless the release is signed by the private key of `public` (PEM).
+def verify_signature(folder: Path, public_key: Path) -> None:
+    """Raise ReleaseError unless the release is signed by the private key of `public_key` (PEM).
 
     Raises UserError when that is no Ed25519 public key.
     """
@@ -200,17 +209,19 @@ def check_signature(folder: Path, public: Path) -> None:
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     try:
-        key = load_pem_public_key(read_bytes(public, _MOST))
+        key = load_pem_public_key(read_bytes(public_key, _MAX_BYTES))
     except ValueError as error:
-        raise UserError(f"{public}: no public key in PEM: {reason(error)}") from None
+        raise UserError(f"{public_key}: no public key in PEM: {error_text(error)}") from None
     if not isinstance(key, Ed25519PublicKey):
-        raise UserError(f"{public}: must be an Ed25519 public key (openssl pkey -pubout)")
-    if not is_file(folder / SIGNATURE):
+        raise UserError(f"{public_key}: must be an Ed25519 public key (openssl pkey -pubout)")
+    if not exists_as_non_folder(folder / SIGNATURE):
         raise ReleaseError(f"{folder}: is not signed: no {SIGNATURE}")
     try:
-        key.verify(read_bytes(folder / SIGNATURE, _MOST), read_bytes(folder / SUMS, _MOST))
+        key.verify(
+            read_bytes(folder / SIGNATURE, _MAX_BYTES), read_bytes(folder / CHECKSUMS, _MAX_BYTES)
+        )
     except InvalidSignature:
-        raise ReleaseError(f"{folder}: is not signed by the key of {public}") from None
+        raise ReleaseError(f"{folder}: is not signed by the key of {public_key}") from None
 
 
 # --- release.json -----------------------------------------------------------------------------
@@ -218,30 +229,30 @@ def check_signature(folder: Path, public: Path) -> None:
 
 FORMAT = 2  # 1 had no tables of certificates
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
-OF_ONE_CERTIFICATION = {"seed", "start", "every", "max_inputs", "batch", "form"}
+PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "form"}
 
-Ratio = Annotated[float, Number, Field(ge=0, le=1)]
+Ratio = Annotated[float, RejectBool, Field(ge=0, le=1)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class Tested(Section):
+class CleanAccuracy(Section):
     """Clean accuracy on named test data: the publisher's word."""
 
-    data: Line
+    data: SingleLine
     inputs: Count
     accuracy: Ratio
 
 
-class Certified(Section):
+class CertifiedAccuracy(Section):
     """Certified accuracy of one certification of test data, as its table states it.
 
-    See `certified_of`.
+    See `certified_accuracy_record`.
 
     accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
     of `norm`. alpha: the error of each certificate. sigma: of its noise.
     """
 
-    title: Line
+    title: SingleLine
     norm: Literal["l1", "l2", "linf"]
     sigma: NotNegative
     alpha: Probability
@@ -251,26 +262,26 @@ class Certified(Section):
     accuracy: tuple[Ratio, ...]
 
     @model_validator(mode="after")
-    def _one_for_each(self) -> Certified:
+    def _check_accuracies(self) -> CertifiedAccuracy:
         if len(self.accuracy) != len(self.radii):
             raise ValueError(f"accuracy must be one for each of {len(self.radii)} radii")
         if list(self.radii) != sorted(set(self.radii)):
             raise ValueError("radii must rise")
         if list(self.accuracy) != sorted(self.accuracy, reverse=True):
             raise ValueError("accuracy must not rise with the radius")
-        if not all(is_share(accuracy, self.inputs) for accuracy in self.accuracy):
+        if not all(is_count_ratio(accuracy, self.inputs) for accuracy in self.accuracy):
             raise ValueError(f"accuracy must be a share of {self.inputs} inputs")
         return self
 
 
-def is_share(accuracy: float, inputs: int) -> bool:
+def is_count_ratio(accuracy: float, inputs: int) -> bool:
     """Return whether a share is that of a whole number of the inputs."""
     return round(accuracy * inputs) / inputs == accuracy
 
 
-def certified_of(table: CertificateTable) -> dict[str, Any]:
-    """Return the entry of release.json for a table of certificates (`Certified`)."""
-    radii = table.shown_radii
+def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
+    """Return the entry of release.json for a table of certificates (`CertifiedAccuracy`)."""
+    radii = table.reported_radii
     return {
         "title": table.title,
         "norm": table.norm,
@@ -283,32 +294,33 @@ def certified_of(table: CertificateTable) -> dict[str, Any]:
     }
 
 
-class Description(Section):
+class ReleaseDescription(Section):
     """The content of release.json.
 
     model: hash of weights and architecture. tokens: whether inputs are tokens of text. classes:
     their names, in the order of the logits. noise: where the model is random by itself
-    (`Place.describe`). certificate: the settings it is meant to be certified with; None where
-    nothing was certified. data: of the test split; where it lies is everybody's own. licence: an
-    SPDX identifier; None where the publisher gave none. certified: of each table, in their order.
+    (`NoiseLocation.describe`). certificate: the settings it is meant to be certified with; None
+    where nothing was certified. data: of the test split; where it lies is everybody's own.
+    licence: an SPDX identifier; None where the publisher gave none. certified: of each table, in
+        their order.
     """
 
     format: Literal[2]
     dpdist: Annotated[str, Field(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.+]{0,30}$")]
     name: RunName
-    method: Line
+    method: SingleLine
     model: Digest
     tokens: bool
-    classes: Annotated[tuple[Line, ...], Field(min_length=1, max_length=100_000)]
+    classes: Annotated[tuple[SingleLine, ...], Field(min_length=1, max_length=100_000)]
     noise: JsonObject
     certificate: AnyCertificate | None
     data: DataRecipe
-    tested: Tested | None
-    certified: Annotated[tuple[Certified, ...], Field(max_length=999)]
+    tested: CleanAccuracy | None
+    certified: Annotated[tuple[CertifiedAccuracy, ...], Field(max_length=999)]
     licence: Licence | None
 
     @model_validator(mode="after")
-    def _of_everybody(self) -> Description:
+    def _check_consistency(self) -> ReleaseDescription:
         if self.data.root is not None:
             raise ValueError("data.root must be left out: it is a place of the reader's")
         if list(self.classes) != self.data.class_names:
@@ -316,15 +328,19 @@ class Description(Section):
         if self.tokens and (self.certified or self.certificate is not None):
             raise ValueError("tokens of text have no certificate")
         tested = self.tested
-        if tested is not None and not self.tokens and not is_share(tested.accuracy, tested.inputs):
+        if (
+            tested is not None
+            and not self.tokens
+            and not is_count_ratio(tested.accuracy, tested.inputs)
+        ):
             raise ValueError(f"tested.accuracy must be a share of {tested.inputs} inputs")
-        of_one = self.certificate and self.certificate.model_fields_set & OF_ONE_CERTIFICATION
+        of_one = self.certificate and self.certificate.model_fields_set & PER_CERTIFICATION_FIELDS
         if of_one:
             raise ValueError(f"certificate.{min(of_one)} must be left out: the reader chooses it")
         return self
 
 
-def description_of(record: dict[str, Any], where: str) -> Description:
+def parse_description(record: dict[str, Any], context: str) -> ReleaseDescription:
     """Return the checked content of release.json.
 
     Raises UserError, in one line, for invalid content.
@@ -332,22 +348,22 @@ def description_of(record: dict[str, Any], where: str) -> Description:
     version = record.get("format")
     if isinstance(version, int) and version > FORMAT:
         raise UserError(
-            f"{where}: written by a newer dpdist (format {version}); upgrade to read it"
+            f"{context}: written by a newer dpdist (format {version}); upgrade to read it"
         )
     if version == 1 and not isinstance(version, bool):
         raise UserError(
-            f"{where}: of a release without the counts of its certificates; make it again with "
+            f"{context}: of a release without the counts of its certificates; make it again with "
             "`dpdist release`"
         )
     try:
-        return Description.model_validate(record)
+        return ReleaseDescription.model_validate(record)
     except ValidationError as error:
         said = []
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"])
-            got = "" if isinstance(item["input"], dict) else f", got {shown(item['input'])}"
-            said.append(f"{key and key + ': '}{rule_of(item)}{got}")
-        raise UserError(f"{where}: damaged: {'; '.join(said[:3])}") from None
+            got = "" if isinstance(item["input"], dict) else f", got {quoted(item['input'])}"
+            said.append(f"{key and key + ': '}{validation_message(item)}{got}")
+        raise UserError(f"{context}: damaged: {'; '.join(said[:3])}") from None
 
 
 # --- answers ----------------------------------------------------------------------------------
@@ -401,12 +417,12 @@ class Answerer:
         image: of the model's input shape, uint8 or numbers in [0, 1]. Raises ValueError for
         anything else.
         """
-        verdict = self._predictor.certify(as_input(image, self._release.spec.input_shape))
+        verdict = self._predictor.certify(to_model_input(image, self._release.spec.input_shape))
         label = int(verdict.prediction)
         settings = self._settings
         return Answer(
             label,
-            None if label == -1 else self._release.about.classes[label],
+            None if label == -1 else self._release.description.classes[label],
             float(verdict.radius),
             getattr(settings, "norm", "l2"),
             settings.sigma,
@@ -423,10 +439,10 @@ class Release:
 
     Args:
         path: the release's folder.
-        about: the content of release.json.
+        description: the content of release.json.
         card: the privacy card, as stated.
         plan: the phases that the card names.
-        sums: checksums of its files, by name: they tell it from any other release.
+        checksums: checksums of its files, by name: they tell it from any other release.
         trusted_factory: see `load`.
 
     Example:
@@ -441,16 +457,16 @@ class Release:
     """
 
     path: Path
-    about: Description
+    description: ReleaseDescription
     card: dict[str, Any]
     plan: PrivacyPlan
-    sums: dict[str, str]
+    checksums: dict[str, str]
     trusted_factory: str | None = None
 
     @property
     def name(self) -> str:
         """Return the name that the publisher gave the release."""
-        return self.about.name
+        return self.description.name
 
     @property
     def epsilon(self) -> float:
@@ -475,13 +491,13 @@ class Release:
         """
         from dpdist import models
 
-        with of_release():
+        with as_release_errors():
             spec = models.read_spec(self.path)
         models.check_trusted(spec, self.trusted_factory, self.path)
-        if spec.classes != len(self.about.classes):
+        if spec.classes != len(self.description.classes):
             raise ReleaseError(
                 f"{self.path}: its model tells {spec.classes} classes, {DESCRIPTION} names "
-                f"{len(self.about.classes)}"
+                f"{len(self.description.classes)}"
             )
         return spec
 
@@ -493,32 +509,32 @@ class Release:
         in its forward pass (`dpdist.randomness.noise_location`). Raises as `spec`.
         """
         from dpdist import models
-        from dpdist.randomness.noise_location import place_of
+        from dpdist.randomness.noise_location import find_noise_location
 
         spec = self.spec
-        with of_release():
-            if models.model_hash(self.path) != self.about.model:
+        with as_release_errors():
+            if models.model_hash(self.path) != self.description.model:
                 raise UserError(f"{self.path}: its model is not the one that {DESCRIPTION} names")
             module = models.load(self.path, trusted_factory=self.trusted_factory)
             models.check_outputs(module, spec)
         for name, tensor in module.state_dict().items():
             if not bool(tensor.isfinite().all()):
                 raise ReleaseError(f"{self.path}: {name} holds numbers that are not finite")
-        if not same_json(place_of(module).describe(), self.about.noise):
+        if not json_equal(find_noise_location(module).describe(), self.description.noise):
             raise ReleaseError(f"{self.path}: its model has other noise than {DESCRIPTION} says")
         return module
 
-    def need_numbers(self) -> None:
+    def require_numeric_inputs(self) -> None:
         """Raise UserError where inputs are tokens, which nothing certifies."""
-        if self.about.tokens:
+        if self.description.tokens:
             raise UserError(f"{self.path}: takes tokens of text, which have no certificate")
 
     def need_label(self) -> None:
         """Raise UserError where outputs are no classes, which nothing certifies."""
-        if (why := self.about.data.without_label(str(self.path))) is not None:
+        if (why := self.description.data.single_label_error(str(self.path))) is not None:
             raise UserError(f"{why}; take `dpdist predict`, or call its `model`")
 
-    def settings(
+    def certificate_settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Certificate:
         """Return the certificate of one input with noise `sigma`, n draws and error alpha.
@@ -530,13 +546,13 @@ class Release:
         Raises UserError where there is no noise at all.
         """
         from dpdist.certification.registry import settings_of
-        from dpdist.randomness.noise_location import smoothing_of
+        from dpdist.randomness.noise_location import resolve_smoothing_sigma
 
-        self.need_numbers()
+        self.require_numeric_inputs()
         self.need_label()
-        if sigma is None and self.about.certificate is not None:
-            sigma = self.about.certificate.sigma
-        sigma = smoothing_of(self.model, sigma, self.path)
+        if sigma is None and self.description.certificate is not None:
+            sigma = self.description.certificate.sigma
+        sigma = resolve_smoothing_sigma(self.model, sigma, self.path)
         return settings_of({"sigma": sigma, "n": n, "alpha": alpha})
 
     def answerer(
@@ -544,9 +560,9 @@ class Release:
     ) -> Answerer:
         """Return an answerer: class and certified radius, or ABSTAIN, of one image after another.
 
-        The noise is fresh and secret. Raises as `settings`.
+        The noise is fresh and secret. Raises as `certificate_settings`.
         """
-        return Answerer(self, self.settings(sigma, n, alpha))
+        return Answerer(self, self.certificate_settings(sigma, n, alpha))
 
 
 def load(
@@ -576,24 +592,24 @@ def load(
         >>> release.name, release.epsilon <= 3
         ('small', True)
     """
-    path = usable_path(folder)
+    path = validate_path(folder)
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
     if not is_release(path):
         inside = path / "release"
         other = f"take {inside}" if is_release(inside) else "`dpdist release RUN` makes one"
         raise UserError(f"{path}: no release there ({other})")
-    sums = check_sums(path)
+    sums = verify_checksums(path)
     if signer is not None:
-        check_signature(path, usable_path(signer))
-    with of_release():
-        about = description_of(read_json(path / DESCRIPTION), str(path / DESCRIPTION))
-        card = read_json(path / CARD)
-        plan = accounted(card, str(path / CARD))
+        verify_signature(path, validate_path(signer))
+    with as_release_errors():
+        about = parse_description(read_json(path / DESCRIPTION), str(path / DESCRIPTION))
+        card = read_json(path / PRIVACY_CARD)
+        plan = parse_card_plan(card, str(path / PRIVACY_CARD))
         if card["guarantee"]["delta"] != plan.delta:
-            raise UserError(f"{path / CARD}: states a delta that is not that of its phases")
-        _check_same(card, about, path)
-        if (tables := len(tables_in(sums))) != len(about.certified):
+            raise UserError(f"{path / PRIVACY_CARD}: states a delta that is not that of its phases")
+        _check_card_matches_description(card, about, path)
+        if (tables := len(list_table_names(sums))) != len(about.certified):
             raise UserError(
                 f"{path}: has {tables} tables of certificates, {DESCRIPTION} names "
                 f"{len(about.certified)}"
@@ -601,27 +617,29 @@ def load(
     return Release(path, about, card, plan, sums, trusted_factory)
 
 
-def _check_same(card: dict[str, Any], about: Description, path: Path) -> None:
+def _check_card_matches_description(
+    card: dict[str, Any], description: ReleaseDescription, path: Path
+) -> None:
     """Check that the privacy card describes the model that release.json describes."""
     elsewhere = no_epsilon(card) is not None
-    extra, trained_on = card["extra"], UNKNOWN_DATA if elsewhere else about.data.name
+    extra, trained_on = card["extra"], UNKNOWN_DATA if elsewhere else description.data.name
     same = {
-        "model hash": (extra.get("model hash", about.model), about.model),
-        "method": (extra.get("method"), about.method),
+        "model hash": (extra.get("model hash", description.model), description.model),
+        "method": (extra.get("method"), description.method),
         "training data": (extra.get("training data"), trained_on),
-        "dpdist": (extra.get("dpdist"), about.dpdist),
+        "dpdist": (extra.get("dpdist"), description.dpdist),
     }
     for name, (stated, described) in same.items():
         if stated != described:
             what = "model" if name == "model hash" else name
             raise UserError(
-                f"{path / CARD}: speaks of another {what} than {DESCRIPTION} ({shown(stated)}, "
-                f"{shown(described)})"
+                f"{path / PRIVACY_CARD}: speaks of another {what} than {DESCRIPTION} "
+                f"({quoted(stated)}, {quoted(described)})"
             )
 
 
 @contextmanager
-def of_release() -> Iterator[None]:
+def as_release_errors() -> Iterator[None]:
     """Turn every UserError inside into a ReleaseError of one line."""
     try:
         yield

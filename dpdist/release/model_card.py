@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpdist.core.console import bound, exact, percent, significant
-from dpdist.core.fields import averaged
+from dpdist.core.console import format_bound, format_exact, format_percent, format_significant
+from dpdist.core.fields import describe_averaging
 from dpdist.privacy.card import no_epsilon
 from dpdist.privacy.guarantee import format_delta, format_epsilon, shown_kind
 from dpdist.release.bundle import (
     ARCHITECTURE,
-    CARD,
-    CARD_TEXT,
+    CHECKSUMS,
     DESCRIPTION,
-    SUMS,
+    PRIVACY_CARD,
+    PRIVACY_CARD_TEXT,
     WEIGHTS,
-    Certified,
-    Description,
+    CertifiedAccuracy,
+    ReleaseDescription,
 )
 
 if TYPE_CHECKING:
@@ -33,32 +33,34 @@ if TYPE_CHECKING:
 _TAGS = ["differential-privacy", "certified-robustness", "safetensors"]
 
 
-def model_card(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> str:
+def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec) -> str:
     """Markdown, behind a block of YAML."""
     size = " x ".join(map(str, spec.input_shape))
     kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
-    kind = "tokens" if about.tokens else f"{kind}, in [0, 1]"
+    kind = "tokens" if description.tokens else f"{kind}, in [0, 1]"
     sections = [
-        f"---\n{yaml.safe_dump(_metadata(about, card, spec), sort_keys=False)}---",
-        f"# {about.name}",
-        _origin(about, card, spec),
-        _USE,
+        f"---\n{yaml.safe_dump(_metadata(description, card, spec), sort_keys=False)}---",
+        f"# {description.name}",
+        _origin(description, card, spec),
+        _USAGE,
         f"Inputs: {size} {kind}"
         + (", or of 8 bits. " if len(spec.input_shape) == 3 else ". ")
-        + f"Classes: {_listed(about.classes)}.",
+        + f"Classes: {_format_classes(description.classes)}.",
         "## Privacy",
-        _privacy(card),
+        _privacy_section(card),
         "## Robustness",
-        _robustness(about),
+        _robustness_section(description),
         "## Limits",
         _LIMITS,
         "## Licence",
-        f"{about.licence} (SPDX)." if about.licence else "The publisher named none: ask first.",
+        f"{description.licence} (SPDX)."
+        if description.licence
+        else "The publisher named none: ask first.",
     ]
     return "\n\n".join(sections) + "\n"
 
 
-_USE = f"""\
+_USAGE = f"""\
 ```
 dpdist verify FOLDER               # sums, and epsilon computed again
 dpdist predict FOLDER image.png    # class and certified radius, or ABSTAIN
@@ -73,8 +75,8 @@ answer(image)                      # an array of the input's shape
 ```
 
 Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`: weights and network; `{DESCRIPTION}`:
-classes, noise, certificate; `{CARD}`, `{CARD_TEXT}`: what is proved of privacy; `{SUMS}`: sums
-(`sha256sum -c`)."""
+classes, noise, certificate; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is proved of privacy; `{CHECKSUMS}`: sums
+(`sha256sum -c`)."""  # noqa: E501
 
 _LIMITS = """\
 * The privacy guarantee is about single training records, under the assumptions of the privacy card.
@@ -88,57 +90,61 @@ _LIMITS = """\
   tests."""
 
 
-def _origin(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> str:
+def _origin(about: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec) -> str:
     """Say in a sentence or two which model this is, who trained it, and how private it is."""
     if no_epsilon(card) is not None:
         return (
-            f"A {_what(spec)} tested on {about.data.name}, published with dpdist {about.dpdist}. "
-            f"{_private(card)}"
+            f"A {_model_kind(spec)} tested on {about.data.name}, published with dpdist "
+            f"{about.dpdist}. {_privacy_sentence(card)}"
         )
     return (
-        f"A {_what(spec)} of {about.data.name}, trained by method {about.method} with dpdist "
-        f"{about.dpdist}. {_private(card)}"
+        f"A {_model_kind(spec)} of {about.data.name}, trained by method {about.method} with dpdist "
+        f"{about.dpdist}. {_privacy_sentence(card)}"
     )
 
 
-def _what(spec: ModelSpec) -> str:
+def _model_kind(spec: ModelSpec) -> str:
     if spec.following:
         return "predictor of the next token"
-    found = averaged("classifier", spec.shifts, spec.mirrored)
-    return f"{found}," if spec.averages else found
+    found = describe_averaging("classifier", spec.shifts, spec.mirrored)
+    return f"{found}," if spec.averages_views else found
 
 
-def _metadata(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+def _metadata(
+    description: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec
+) -> dict[str, Any]:
     kind = "image-classification" if len(spec.input_shape) == 3 else "tabular-classification"
-    if about.tokens:
+    if description.tokens:
         kind = "text-generation" if spec.following else "text-classification"
     tags = _TAGS if no_epsilon(card) is None else _TAGS[1:]
     found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": tags}
-    if about.licence is not None:
-        found["license"] = about.licence.lower()
-    if about.tested is None:
+    if description.licence is not None:
+        found["license"] = description.licence.lower()
+    if description.tested is None:
         return found
-    metrics = [_metric("accuracy", "clean accuracy", about.tested.accuracy)]
-    for table in about.certified:
+    metrics = [_metric("accuracy", "clean accuracy", description.tested.accuracy)]
+    for table in description.certified:
         metrics += [
             _metric(
-                "certified-accuracy", f"{table.title}, {table.norm} radius {exact(radius)}", share
+                "certified-accuracy",
+                f"{table.title}, {table.norm} radius {format_exact(radius)}",
+                share,
             )
             for radius, share in zip(table.radii, table.accuracy, strict=True)
         ]
     result = {
         "task": {"type": kind},
-        "dataset": {"type": about.data.name, "name": about.tested.data},
+        "dataset": {"type": description.data.name, "name": description.tested.data},
         "metrics": metrics,
     }
-    return found | {"model-index": [{"name": about.name, "results": [result]}]}
+    return found | {"model-index": [{"name": description.name, "results": [result]}]}
 
 
 def _metric(kind: str, name: str, share: float) -> dict[str, Any]:
-    return {"type": kind, "name": name, "value": float(bound(share, 6))}
+    return {"type": kind, "name": name, "value": float(format_bound(share, 6))}
 
 
-def _private(card: Mapping[str, Any]) -> str:
+def _privacy_sentence(card: Mapping[str, Any]) -> str:
     guarantee = card["guarantee"]
     if (why := no_epsilon(card)) is not None:
         return f"**{why[0].upper()}{why[1:]}.**"
@@ -151,56 +157,62 @@ def _private(card: Mapping[str, Any]) -> str:
     )
 
 
-def _privacy(card: Mapping[str, Any]) -> str:
+def _privacy_section(card: Mapping[str, Any]) -> str:
     guarantee = card["guarantee"]
     epsilon = float(guarantee["epsilon"])
     if (why := no_epsilon(card)) is not None:
         return f"None is known: {why}. It may give single training records away."
     if not card["private"]:
-        return f"None: the run key was fixed, or nothing is proved. See `{CARD_TEXT}`."
+        return f"None: the run key was fixed, or nothing is proved. See `{PRIVACY_CARD_TEXT}`."
     lines = [
         f"({format_epsilon(epsilon)}, {format_delta(guarantee['delta'])})-differential privacy, "
         f"{shown_kind(guarantee['kind'])} by {card['accountant']}; neighbours: {card['relation']}.",
         f"Whatever test is made on the model: if it calls a record that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
-        f"+ delta (e^epsilon = {significant(math.exp(min(epsilon, 700)), 3)}).",
-        f"`{CARD_TEXT}` has the mechanism, epsilon at other deltas, and what must hold.",
+        f"+ delta (e^epsilon = {format_significant(math.exp(min(epsilon, 700)), 3)}).",
+        f"`{PRIVACY_CARD_TEXT}` has the mechanism, epsilon at other deltas, and what must hold.",
     ]
     return "\n\n".join(lines)
 
 
-def _robustness(about: Description) -> str:
-    if about.certificate is None and not about.certified:
+def _robustness_section(description: ReleaseDescription) -> str:
+    if description.certificate is None and not description.certified:
         noise = "Released without certificate settings; `--sigma` chooses the noise."
-        return noise if about.tested is None else f"{noise} {_clean(about)}"
-    parts = [] if about.tested is None else [_clean(about)]
-    if about.certificate is not None:
-        parts.append(f"Meant to be certified as: {about.certificate.folder_name}.")
-    if about.certified:
+        return (
+            noise
+            if description.tested is None
+            else f"{noise} {_clean_accuracy_sentence(description)}"
+        )
+    parts = [] if description.tested is None else [_clean_accuracy_sentence(description)]
+    if description.certificate is not None:
+        parts.append(f"Meant to be certified as: {description.certificate.folder_name}.")
+    if description.certified:
         parts.append("Share of inputs that are right and certified at the radius at least:")
-    parts += [_table(table) for table in about.certified]
+    parts += [_certified_accuracy_table(table) for table in description.certified]
     return "\n\n".join(parts)
 
 
-def _clean(about: Description) -> str:
-    tested = about.tested
+def _clean_accuracy_sentence(description: ReleaseDescription) -> str:
+    tested = description.tested
     assert tested is not None
-    return f"Accuracy {percent(tested.accuracy)} % of {tested.inputs:,} inputs ({tested.data})."
+    return (
+        f"Accuracy {format_percent(tested.accuracy)} % of {tested.inputs:,} inputs ({tested.data})."
+    )
 
 
-def _table(table: Certified) -> str:
+def _certified_accuracy_table(table: CertifiedAccuracy) -> str:
     head = (
         f"{table.title}: {table.inputs:,} inputs, at most {table.draws:,} draws, alpha "
         f"{table.alpha:g} each"
     )
     rows = [
-        f"| {exact(radius)} | {percent(share)} % |"
+        f"| {format_exact(radius)} | {format_percent(share)} % |"
         for radius, share in zip(table.radii, table.accuracy, strict=True)
     ]
     return "\n".join([head, "", f"| {table.norm} radius | certified |", "|---|---|", *rows])
 
 
-def _listed(classes: tuple[str, ...]) -> str:
+def _format_classes(classes: tuple[str, ...]) -> str:
     if len(classes) <= 20:
         return ", ".join(classes)
     return f"{', '.join(classes[:10])}, ... ({len(classes)} in all, in `{DESCRIPTION}`)"

@@ -1,7 +1,7 @@
 """Tables of certificates in a release, held against its model and against each other.
 
 Every radius is computed again from its counts by the reader of tables
-(`dpdist.certification.table_reader`). That cannot show that the counts were drawn: `count_again`
+(`dpdist.certification.table_reader`). That cannot show that the counts were drawn: `redraw_counts`
 executes inputs again, by the noise that the table names.
 """
 
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from dpdist.certification import table_reader
 from dpdist.certification.certificate import Certificate, CertificateTable
 from dpdist.core.errors import UserError
-from dpdist.core.files import check_shape, count_values, open_parquet, same_json, shown
+from dpdist.core.files import check_shape, count_values, json_equal, open_parquet, quoted
 from dpdist.release.bundle import ReleaseError
 
 if TYPE_CHECKING:
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from dpdist.models import ModelSpec
 
 _FORMAT = 1  # of what a table says of itself
-_MOST_VALUES = 2**27  # in one table: a small file may name more than any memory holds
-_ABOUT = {
+_MAX_VALUES = 2**27  # in one table: a small file may name more than any memory holds
+_METADATA_SHAPE = {
     "format": int, "model": str, "data": str, "seed": str, "classes": int, "inputs": int,
     "settings": dict,
     "classifier": dict, "classifier.generator": str, "classifier.form": str,
     "classifier.batch": int, "classifier.device": str, "classifier.torch_version": str,
     "classifier.machine": str, "classifier.notes": list,
 }  # fmt: skip
-_UNSAID = {"device": "cpu", "generator": "aes", "notes": [], "check": ""}
+_CLASSIFIER_DEFAULTS = {"device": "cpu", "generator": "aes", "notes": [], "check": ""}
 # Of counts, what rounding on another machine may change, and no more.
-_OF_ROUNDING = 1e-4
-_MEASURED = {"hidden", "sensitivity"}  # of the model, as its place's identity says it
-_NO_COUNTS = {"index", "prediction", "n0", "cap"}
-_DECIDED = ("prediction", "radius")  # by the counts, and what is not kept of the draws
-_NEAR = 1e-9  # what other machines may round otherwise
+_ROUNDING_TOLERANCE = 1e-4
+_MODEL_PROPERTIES = {"hidden", "sensitivity"}  # of the model, as its place's identity says it
+_NON_COUNT_COLUMNS = {"index", "prediction", "n0", "cap"}
+_DERIVED_COLUMNS = ("prediction", "radius")  # by the counts, and what is not kept of the draws
+_FLOAT_TOLERANCE = 1e-9  # what other machines may round otherwise
 
 
-class Data(Protocol):
+class DatasetLike(Protocol):
     """The part of a data set that is read here: ``dpdist.data.Dataset`` has it."""
 
     @property
@@ -68,99 +68,102 @@ def read_table(path: Path) -> CertificateTable:
         UserError: it is damaged, incomplete, or larger than any memory.
     """
     values = count_values(open_parquet(path))
-    if values > _MOST_VALUES:
-        raise UserError(f"{path}: holds {values:,} values, at most {_MOST_VALUES:,} are read")
+    if values > _MAX_VALUES:
+        raise UserError(f"{path}: holds {values:,} values, at most {_MAX_VALUES:,} are read")
     return table_reader.read(path)
 
 
-def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: ModelSpec) -> None:
+def check_table(
+    table: CertificateTable, model_digest: str, model: nn.Module, spec: ModelSpec
+) -> None:
     """Check that a table says how it was made, and that it was made with this model.
 
     Args:
-        found: the table.
-        digest: hash of the model's weights and architecture.
+        table: the table.
+        model_digest: hash of the model's weights and architecture.
         model: the model.
         spec: its architecture.
 
     Raises:
-        UserError: the table does not say what `count_again` needs, is of another model or of other
+        UserError: the table does not say what `redraw_counts` needs, is of another model or of
+            other
             classes, or states another noise or sensitivity than the model has.
     """
-    about, where = found.about, found.path
+    about, where = table.job_record, table.path
     said = {"classifier": {}, **about}
     if isinstance(said["classifier"], dict):
-        said["classifier"] = _UNSAID | said["classifier"]
-    from dpdist.certification.inference import stated_form
+        said["classifier"] = _CLASSIFIER_DEFAULTS | said["classifier"]
+    from dpdist.certification.inference import read_classifier_spec
 
-    check_shape(said, str(where), _ABOUT)
+    check_shape(said, str(where), _METADATA_SHAPE)
     if about["format"] != _FORMAT:
         raise UserError(f"{where}: damaged: format must be {_FORMAT}, got {about['format']}")
-    if about["model"] != digest:
+    if about["model"] != model_digest:
         raise UserError(f"{where}: of another model than this one")
     if about["classes"] != spec.classes:
         raise UserError(f"{where}: of {about['classes']} classes, the model has {spec.classes}")
-    _check_rows(found)
-    rows = [int(found.table[name].to_numpy().max()) for name in ("label", "prediction", "selected")]
+    _check_rows(table)
+    rows = [int(table.table[name].to_numpy().max()) for name in ("label", "prediction", "selected")]
     if max(rows) >= spec.classes:
         raise UserError(f"{where}: damaged: names class {max(rows)} of {spec.classes}")
-    settings, executed = _settings_of(found), stated_form(found.about, found.path)
+    settings, executed = _table_settings(table), read_classifier_spec(table.job_record, table.path)
     executed.check_memory(spec.input_shape, where)
-    measured = settings.place(model, tuple(spec.input_shape)).identity
-    for name in measured.keys() | (_MEASURED & about.keys()):
+    measured = settings.build_sampler(model, tuple(spec.input_shape)).identity
+    for name in measured.keys() | (_MODEL_PROPERTIES & about.keys()):
         value = measured.get(name)
-        if not same_json(about.get(name), value):
+        if not json_equal(about.get(name), value):
             raise UserError(
-                f"{where}: {name} is not that of the model: it says {shown(about.get(name))}, "
-                f"computed again {shown(value)}"
+                f"{where}: {name} is not that of the model: it says {quoted(about.get(name))}, "
+                f"computed again {quoted(value)}"
             )
 
 
-def _check_rows(found: CertificateTable) -> None:
+def _check_rows(table: CertificateTable) -> None:
     """Check that every row follows from its counts: certified again at its own error, it is the
     same row. Results of early stopping are decided while they are counted, and have no counts that
     say all of it."""
-    counted, stopped = found.table.to_pylist(), "histogram" not in found.table.column_names
+    counted, stopped = table.table.to_pylist(), "histogram" not in table.table.column_names
     for row in counted:
         votes = row.get("histogram")
-        if votes is not None and len(votes) != found.about["classes"]:
+        if votes is not None and len(votes) != table.job_record["classes"]:
             raise UserError(
-                f"{found.path}: damaged: input {row['index']}: counts {len(votes)} classes of "
-                f"{found.about['classes']}"
+                f"{table.path}: damaged: input {row['index']}: counts {len(votes)} classes of "
+                f"{table.job_record['classes']}"
             )
         stopped |= votes is None
     try:
-        again, _ = found.kind.rebound(found.table, found.alpha)
+        again, _ = table.certificate_class.recertify(table.table, table.alpha)
     except UserError:
         if stopped:
             return
         raise
     for row, other in zip(counted, again, strict=True):
-        if not same_json(row, other):
-            key = next(key for key in row if not same_json(row[key], other.get(key)))
+        if not json_equal(row, other):
+            key = next(key for key in row if not json_equal(row[key], other.get(key)))
             raise UserError(
-                f"{found.path}: damaged: input {row['index']}: {key} does not follow from its "
-                f"counts: it says {shown(row[key])}, computed again {shown(other.get(key))}"
+                f"{table.path}: damaged: input {row['index']}: {key} does not follow from its "
+                f"counts: it says {quoted(row[key])}, computed again {quoted(other.get(key))}"
             )
 
 
-def _settings_of(found: CertificateTable) -> Certificate:
+def _table_settings(table: CertificateTable) -> Certificate:
     """Return the settings by which a table says that it was made."""
-    settings = {**found.about["settings"], "seed": found.about["seed"]}
-    mode = settings.pop("mode", found.mode)
-    if mode != found.mode:
-        raise UserError(f"{found.path}: damaged: its settings are of mode {shown(mode)}")
-    if "mode" in found.kind.model_fields:
+    settings = {**table.job_record["settings"], "seed": table.job_record["seed"]}
+    mode = settings.pop("mode", table.mode)
+    if mode != table.mode:
+        raise UserError(f"{table.path}: damaged: its settings are of mode {quoted(mode)}")
+    if "mode" in table.certificate_class.model_fields:
         settings["mode"] = mode
     try:
-        return found.kind.model_validate(settings)
+        return table.certificate_class.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{found.path}: damaged: settings.{key}: {first['msg']}") from None
+        raise UserError(f"{table.path}: damaged: settings.{key}: {first['msg']}") from None
 
 
-def count_again(
-    found: CertificateTable, model: nn.Module, spec: ModelSpec, data: Data, inputs: int
+def redraw_counts(
+    table: CertificateTable, model: nn.Module, spec: ModelSpec, data: DatasetLike, num_inputs: int
 ) -> tuple[int, int]:
     """Count inputs of a table again, by the noise of its seed, and compare.
 
@@ -168,10 +171,10 @@ def count_again(
     with false counts in a share f of its rows passes with probability at most (1 - f)^inputs.
 
     Args:
-        found: the table, as `check_table` left it.
+        table: the table, as `check_table` left it.
         model: the released model; spec: its architecture.
         data: the test data by whose inputs it was made, brought by the reader.
-        inputs: how many to count again; all where the table has fewer.
+        num_inputs: how many to count again; all where the table has fewer.
 
     Returns:
         How many inputs were counted again, and how many of them differ by what rounding on
@@ -180,110 +183,126 @@ def count_again(
     Raises:
         ReleaseError: a count is another one, or the table is of other data.
     """
-    about, where = found.about, found.path
+    about, where = table.job_record, table.path
     if data.fingerprint != about["data"] or len(data.labels) != about["inputs"]:
         raise ReleaseError(f"{where}: was not made of these data ({data.name}), or not of all")
-    if not np.array_equal(np.asarray(data.labels)[found.index], found.label):
+    if not np.array_equal(np.asarray(data.labels)[table.index], table.label):
         raise ReleaseError(f"{where}: its labels are not those of {data.name}")
-    chosen = secrets.SystemRandom().sample(range(len(found.index)), min(inputs, len(found.index)))
-    counters = [_Counting(found, model, spec, data, seed) for seed in _seeds(found)]
+    chosen = secrets.SystemRandom().sample(
+        range(len(table.index)), min(num_inputs, len(table.index))
+    )
+    counters = [_InputRecounter(table, model, spec, data, seed) for seed in _table_seeds(table)]
     differing = 0
     for row in chosen:
-        stated = found.table.slice(row, 1).to_pylist()[0]
+        stated = table.table.slice(row, 1).to_pylist()[0]
         answers = [counting(stated["index"]) for counting in counters]
-        off = min(count_difference(stated, answer, found.table.schema) for answer in answers)
-        most = _OF_ROUNDING if counters[0].elsewhere else 0.0
+        off = min(count_difference(stated, answer, table.table.schema) for answer in answers)
+        most = _ROUNDING_TOLERANCE if counters[0].hardware_note else 0.0
         if off > most:
             raise ReleaseError(
                 f"{where}: the counts of input {stated['index']} are not those of its noise: "
-                f"{100 * off:.2g} % of the draws fell otherwise{counters[0].elsewhere}"
+                f"{100 * off:.2g} % of the draws fell otherwise{counters[0].hardware_note}"
             )
         differing += off > 0
     return len(chosen), differing
 
 
-def _seeds(found: CertificateTable) -> list[str]:
+def _table_seeds(table: CertificateTable) -> list[str]:
     """Return the seeds of a table: of several, which is whose is not said."""
-    seeds = found.about.get("seeds", [found.about["seed"]])
+    seeds = table.job_record.get("seeds", [table.job_record["seed"]])
     if not isinstance(seeds, list) or not all(isinstance(seed, str) for seed in seeds) or not seeds:
-        raise ReleaseError(f"{found.path}: damaged: seeds must be texts")
+        raise ReleaseError(f"{table.path}: damaged: seeds must be texts")
     return list(seeds)
 
 
-class _Counting:
+class _InputRecounter:
     """Counts inputs as those of a table were counted. elsewhere: says where that was, if not on a
     machine like this one."""
 
     def __init__(
-        self, found: CertificateTable, model: nn.Module, spec: ModelSpec, data: Data, seed: str
+        self,
+        table: CertificateTable,
+        model: nn.Module,
+        spec: ModelSpec,
+        data: DatasetLike,
+        seed: str,
     ) -> None:
         import torch
 
         from dpdist.certification import inference
-        from dpdist.certification.inference import stated_form
+        from dpdist.certification.inference import read_classifier_spec
         from dpdist.certification.worker import Assignment
-        from dpdist.randomness.keys import UnitSource
+        from dpdist.randomness.keys import StreamKeys
 
-        settings, executed = _settings_of(found), stated_form(found.about, found.path)
+        settings, executed = (
+            _table_settings(table),
+            read_classifier_spec(table.job_record, table.path),
+        )
         self._device = torch.device(executed.device if torch.cuda.is_available() else "cpu")
-        here = inference.name(self._device)
-        self.elsewhere = ""
+        here = inference.device_name(self._device)
+        self.hardware_note = ""
         if (executed.machine, executed.torch_version) != (here, torch.__version__):
-            self.elsewhere = (
+            self.hardware_note = (
                 f" (counted on {executed.machine} with torch {executed.torch_version}, here on "
-                f"{here} with {torch.__version__}: rounding explains {100 * _OF_ROUNDING:g} %)"
+                f"{here} with {torch.__version__}: rounding explains "
+                f"{100 * _ROUNDING_TOLERANCE:g} %)"
             )
         shape = tuple(spec.input_shape)
-        place = settings.place(model, shape).pinned(found.about)
-        source = UnitSource(
-            "certify", seed, found.about["model"], data.fingerprint, settings.noise, place.sigma
+        place = settings.build_sampler(model, shape).with_pinned(table.job_record)
+        source = StreamKeys(
+            "certify",
+            seed,
+            table.job_record["model"],
+            data.fingerprint,
+            settings.noise,
+            place.sigma,
         )
-        some = data.batch(np.sort(found.index)[:64]).numpy()
+        some = data.batch(np.sort(table.index)[:64]).numpy()
         executed = replace(executed, device=self._device.type)
         assignment = Assignment(
             model, settings, place, source, spec.classes, shape, some, executed,
             self._device.type, 1.0 if self._device.type == "cuda" else 0.0,
-        ).placed()  # fmt: skip
-        self._assignment, self._data, self._found = assignment, data, found
+        ).on_device()  # fmt: skip
+        self._assignment, self._data, self._table = assignment, data, table
         # The answers to the check batch are not compared: the counts themselves are.
-        self._sampler, _ = place.sampler(assignment, executed)
+        self._sampler, _ = place.build_counter(assignment, executed)
 
     def __call__(self, index: int) -> dict[str, Any]:
         """Return the row of one input."""
         import torch
 
         assignment = self._assignment
-        settings, batch = assignment.settings, assignment.executed.batch
+        settings, batch = assignment.settings, assignment.executed_spec.batch
         (values,) = self._data.batch(np.asarray([index])).numpy()
         x = torch.from_numpy(np.array(values)).to(self._device)
-        partial = settings.work(
-            self._sampler, x, index, 0, assignment.units, batch, assignment.place
+        partial = settings.sample(
+            self._sampler, x, index, 0, assignment.num_units, batch, assignment.sampler
         )
         label = int(self._data.labels[index])
-        return settings.row(index, label, assignment.verdict(partial), assignment.place)
+        return settings.row(index, label, assignment.decide(partial), assignment.sampler)
 
 
-def count_difference(stated: dict[str, Any], drawn: dict[str, Any], schema: pa.Schema) -> float:
+def count_difference(stated: dict[str, Any], redrawn: dict[str, Any], schema: pa.Schema) -> float:
     """Return the largest share by which the counts of two rows of one input differ; 1 where equal
     counts certify something else, as a test of scores may whose scores are not kept."""
     largest = 0.0
     for field in schema:
         kind = field.type.value_type if pa.types.is_list(field.type) else field.type
-        if field.name in _NO_COUNTS or not pa.types.is_integer(kind):
+        if field.name in _NON_COUNT_COLUMNS or not pa.types.is_integer(kind):
             continue
-        one, other = (np.atleast_1d(_numbers(row[field.name])) for row in (stated, drawn))
+        one, other = (np.atleast_1d(_float_array(row[field.name])) for row in (stated, redrawn))
         if one.shape != other.shape:
             return 1.0
         apart = float(np.abs(one - other).sum())
         if field.name in ("label", "selected", "looks"):
             apart = float(apart > 0) * max(1.0, float(np.abs(one).sum()))
         largest = max(largest, apart / max(1.0, float(np.abs(one).sum())))
-    same_error = stated["alpha"] == drawn["alpha"]  # else certified again, at another one
+    same_error = stated["alpha"] == redrawn["alpha"]  # else certified again, at another one
     if largest == 0 and same_error:
-        near = (abs(stated[name] - drawn[name]) <= _NEAR for name in _DECIDED)
+        near = (abs(stated[name] - redrawn[name]) <= _FLOAT_TOLERANCE for name in _DERIVED_COLUMNS)
         return 0.0 if all(near) else 1.0
     return largest
 
 
-def _numbers(value: int | Sequence[int] | None) -> np.ndarray:
+def _float_array(value: int | Sequence[int] | None) -> np.ndarray:
     return np.asarray([] if value is None else value, dtype=np.float64)

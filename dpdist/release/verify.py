@@ -1,7 +1,7 @@
 """Verify a release: its files, its signature, its model, and the statements of its cards.
 
-`PUBLISHERS_WORD` lists the statements that this cannot verify; a signature tells whose word they
-are.
+`UNVERIFIABLE_FIELDS` lists the statements that this cannot verify; a signature tells whose word
+they are.
 """
 
 from __future__ import annotations
@@ -13,35 +13,41 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import numbers_in, read_text, same_json, shown, without_words
+from dpdist.core.files import (
+    extract_numbers,
+    json_equal,
+    quoted,
+    read_text,
+    replace_text_by_numbers,
+)
 from dpdist.core.version import __version__
 from dpdist.privacy.accounting import library_version
-from dpdist.privacy.card import card_markdown, recomputed
+from dpdist.privacy.card import card_markdown, recompute_card
 from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.release.bundle import (
-    CARD,
-    CARD_TEXT,
     DESCRIPTION,
-    PAGE,
+    MODEL_CARD,
+    PRIVACY_CARD,
+    PRIVACY_CARD_TEXT,
     SIGNATURE,
     Release,
     ReleaseError,
-    certified_of,
+    as_release_errors,
+    certified_accuracy_record,
+    list_table_names,
     load,
-    of_release,
     table_name,
-    tables_in,
 )
 from dpdist.release.model_card import model_card
-from dpdist.release.tables import Data, check_table, count_again, read_table
+from dpdist.release.tables import DatasetLike, check_table, read_table, redraw_counts
 
-_SUGGESTED = "a suggestion: the reader chooses how to certify"
-_DRAWN = "until --redraw counts inputs again"
-_SHOWN = "which radii are shown, each computed from the counts"
-_DATA = "where the reader finds test data: --redraw loads them and compares"
-_OF_OTHERS = "of other runs and of faults, which the publisher's ledger holds"
-_FREE = "texts and assumptions that no phase implies"
-PUBLISHERS_WORD: dict[str, dict[str, str]] = {
+_REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
+_REASON_COUNTS = "until --redraw counts inputs again"
+_REASON_RADII = "which radii are shown, each computed from the counts"
+_REASON_TEST_DATA = "where the reader finds test data: --redraw loads them and compares"
+_REASON_OTHER_RUNS = "of other runs and of faults, which the publisher's ledger holds"
+_REASON_FREE_TEXT = "texts and assumptions that no phase implies"
+UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
     DESCRIPTION: {
         **dict.fromkeys(
             (
@@ -49,10 +55,11 @@ PUBLISHERS_WORD: dict[str, dict[str, str]] = {
                 "certificate.noise_bank", "certificate.radii", "certificate.radii.*",
                 "certificate.sigma",
             ),
-            _SUGGESTED,
+            _REASON_SUGGESTION,
         ),
         **dict.fromkeys(
-            ("data.columns.group", "data.columns.image", "data.columns.label", "data.test"), _DATA
+            ("data.columns.group", "data.columns.image", "data.columns.label", "data.test"),
+            _REASON_TEST_DATA
         ),
         "licence": "a decision",
         "name": "a name",
@@ -61,9 +68,10 @@ PUBLISHERS_WORD: dict[str, dict[str, str]] = {
             "clean accuracy, which no file holds the answers of",
         ),
     },
-    CARD: {
-        **dict.fromkeys(("assumptions", "extra.model", "notes", "notes.*", "unit"), _FREE),
-        **dict.fromkeys(("plan", "superseded_releases"), _OF_OTHERS),
+    PRIVACY_CARD: {
+        **dict.fromkeys(("assumptions", "extra.model", "notes", "notes.*", "unit"),
+            _REASON_FREE_TEXT),
+        **dict.fromkeys(("plan", "superseded_releases"), _REASON_OTHER_RUNS),
     },
     "model.json": {},
     table_name(1): {
@@ -73,9 +81,9 @@ PUBLISHERS_WORD: dict[str, dict[str, str]] = {
                 "about.seed", "about.settings.batch", "about.settings.noise_bank", "histogram",
                 "label",
             ),
-            _DRAWN,
+            _REASON_COUNTS,
         ),
-        **dict.fromkeys(("about.settings.radii", "about.settings.radii.*"), _SHOWN),
+        **dict.fromkeys(("about.settings.radii", "about.settings.radii.*"), _REASON_RADII),
         **dict.fromkeys(
             ("about.classifier.machine", "about.classifier.torch_version"), "where it was counted"
         ),
@@ -84,16 +92,16 @@ PUBLISHERS_WORD: dict[str, dict[str, str]] = {
 """By file: fields of which a single edit passes (pages and sums made again), and why."""
 
 
-_WORD = "how the model was trained, clean accuracy, names, notes, licence"
+_UNVERIFIABLE_SUMMARY = "how the model was trained, clean accuracy, names, notes, licence"
 
 
-def verify(
+def verify_release(
     folder: Path,
     *,
     trusted_factory: str | None = None,
     signer: Path | None = None,
-    redraw: int = 0,
-    data: Callable[[Release], Data] | None = None,
+    num_redrawn_inputs: int = 0,
+    load_data: Callable[[Release], DatasetLike] | None = None,
 ) -> list[tuple[str, str]]:
     """Return what was found to hold: name and value.
 
@@ -101,15 +109,15 @@ def verify(
         folder: of the release.
         trusted_factory: "package.module:factory" that may be imported to build the model.
         signer: the public key that must have signed it.
-        redraw: how many inputs of each table of certificates to count again; 0: none.
-        data: brings the test data that a release names; needed to count again.
+        num_redrawn_inputs: how many inputs of each table of certificates to count again; 0: none.
+        load_data: brings the test data that a release names; needed to count again.
 
     Raises:
         ReleaseError: in one line, the first thing that does not hold.
         UserError: there is no release, no such key, a factory that nobody trusted, or no data.
     """
     release = load(folder, trusted_factory=trusted_factory, signer=signer)
-    rows = [("files", f"{len(release.sums)}, each with its SHA-256 sum")]
+    rows = [("files", f"{len(release.checksums)}, each with its SHA-256 sum")]
     if signer is not None:
         rows.append(("signature", f"of the key of {signer}"))
     elif (release.path / SIGNATURE).exists():
@@ -121,42 +129,51 @@ def verify(
         ("model", f"{release.spec.name}, {parameters:,} parameters; its noise is as described")
     )
     rows.append(("epsilon, computed again", _check_card(release)))
-    rows += _check_tables(release, redraw, data)
+    rows += _check_tables(release, num_redrawn_inputs, load_data)
     rows.append(("pages", _check_pages(release)))
-    rows.append(("the publisher's word", _WORD if redraw else f"{_WORD}, the counts"))
+    rows.append(
+        (
+            "the publisher's word",
+            _UNVERIFIABLE_SUMMARY if num_redrawn_inputs else f"{_UNVERIFIABLE_SUMMARY}, the counts",
+        )
+    )
     return rows
 
 
 def _check_tables(
-    release: Release, inputs: int, data: Callable[[Release], Data] | None
+    release: Release, num_redrawn_inputs: int, load_data: Callable[[Release], DatasetLike] | None
 ) -> list[tuple[str, str]]:
     """Compute certified accuracy again from the tables; count some inputs again where asked to."""
-    if not release.about.certified:
+    if not release.description.certified:
         return []
     found = []
-    for name, stated in zip(tables_in(release.sums), release.about.certified, strict=True):
-        with of_release():
+    for name, stated in zip(
+        list_table_names(release.checksums), release.description.certified, strict=True
+    ):
+        with as_release_errors():
             table = read_table(release.path / name)
-            check_table(table, release.about.model, release.model, release.spec)
-        for key, value in certified_of(table).items():
+            check_table(table, release.description.model, release.model, release.spec)
+        for key, value in certified_accuracy_record(table).items():
             said = getattr(stated, key)
-            if not same_json(json.loads(json.dumps(said)), value):
+            if not json_equal(json.loads(json.dumps(said)), value):
                 raise ReleaseError(
                     f"{release.path / DESCRIPTION}: certified {table.title}: {key} does not follow "
-                    f"from {name}: it says {shown(said)}, computed again {shown(value)}"
+                    f"from {name}: it says {quoted(said)}, computed again {quoted(value)}"
                 )
         found.append(table)
-    if len({(table.about["data"], table.about["inputs"]) for table in found}) > 1:
+    if len({(table.job_record["data"], table.job_record["inputs"]) for table in found}) > 1:
         raise ReleaseError(f"{release.path}: its tables of certificates are of several data sets")
     tables = f"{len(found)} tables" if len(found) > 1 else "1 table"
     rows = [("certified accuracy, computed again", f"from the counts of every input, {tables}")]
-    if not inputs:
+    if not num_redrawn_inputs:
         return [*rows, ("counts", "not re-drawn: --redraw K counts K inputs of each table again")]
-    if data is None:
+    if load_data is None:
         raise ValueError("counting again needs data")
-    dataset, again, rounded = data(release), 0, 0
+    dataset, again, rounded = load_data(release), 0, 0
     for table in found:
-        done, differing = count_again(table, release.model, release.spec, dataset, inputs)
+        done, differing = redraw_counts(
+            table, release.model, release.spec, dataset, num_redrawn_inputs
+        )
         again, rounded = again + done, rounded + differing
     words = f"re-drawn for {again:,} inputs of {dataset.name}, chosen now: as stated"
     if rounded:
@@ -166,24 +183,27 @@ def _check_tables(
 
 def _check_card(release: Release) -> str:
     """Hold the card against its phases. Of another version's texts the numbers are compared."""
-    where = release.path / CARD
+    where = release.path / PRIVACY_CARD
     try:
-        again = recomputed(release.card, release.plan)
+        again = recompute_card(release.card, release.plan)
     except UserError as error:
         raise ReleaseError(f"{where}: {error}") from None
-    stated = _in_this_library(release.card)
+    stated = _with_local_library_version(release.card)
     again = json.loads(json.dumps(again))
     if stated.keys() != again.keys():
         other = ", ".join(sorted(stated.keys() ^ again.keys()))
-        raise ReleaseError(f"{where}: has not the entries of a card ({other}){_hint(release)}")
+        raise ReleaseError(
+            f"{where}: has not the entries of a card ({other}){_version_hint(release)}"
+        )
     for name, value in again.items():
         said = stated[name]
-        if not _is_ours(release):
-            said, value = without_words(said), without_words(value)
-        if not same_json(said, value):
+        if not _is_same_version(release):
+            said, value = replace_text_by_numbers(said), replace_text_by_numbers(value)
+        if not json_equal(said, value):
             raise ReleaseError(
                 f"{where}: {name} does not follow from the phases that it names: it says "
-                f"{shown(stated[name])}, computed again {shown(again[name])}{_hint(release)}"
+                f"{quoted(stated[name])}, computed again "
+                f"{quoted(again[name])}{_version_hint(release)}"
             )
     guarantee = again["guarantee"]
     if (why := release.no_epsilon) is not None:
@@ -196,22 +216,22 @@ def _check_card(release: Release) -> str:
     return words
 
 
-def _is_ours(release: Release) -> bool:
-    return release.about.dpdist == __version__
+def _is_same_version(release: Release) -> bool:
+    return release.description.dpdist == __version__
 
 
-def _hint(release: Release) -> str:
+def _version_hint(release: Release) -> str:
     """Return how to check the words of a release that another version wrote."""
-    version = release.about.dpdist
-    if _is_ours(release):
+    version = release.description.dpdist
+    if _is_same_version(release):
         return ""
     return f"; dpdist {version} wrote it, this is {__version__}: verify it with dpdist {version}"
 
 
-def _in_this_library(card: dict[str, Any]) -> dict[str, Any]:
+def _with_local_library_version(card: dict[str, Any]) -> dict[str, Any]:
     """The card as the accounting library of this machine would be named in it."""
     if not re.fullmatch(r"dp-accounting [\w.+-]{1,30}", card["library"]):
-        raise ReleaseError(f"the card names {shown(card['library'])}, no library that is known")
+        raise ReleaseError(f"the card names {quoted(card['library'])}, no library that is known")
     result: dict[str, Any] = json.loads(
         json.dumps(card).replace(card["library"], library_version())
     )
@@ -222,19 +242,24 @@ def _check_pages(release: Release) -> str:
     """Check that the pages say what the other files say: word for word, and where another version
     worded them, by the same numbers in the same order."""
     pages = {
-        PAGE: model_card(release.about, release.card, release.spec),
-        CARD_TEXT: card_markdown(release.card),
+        MODEL_CARD: model_card(release.description, release.card, release.spec),
+        PRIVACY_CARD_TEXT: card_markdown(release.card),
     }
     for name, text in pages.items():
         stated = read_text(release.path / name)
-        same = stated == text if _is_ours(release) else numbers_in(stated) == numbers_in(text)
+        same = (
+            stated == text
+            if _is_same_version(release)
+            else extract_numbers(stated) == extract_numbers(text)
+        )
         if not same:
             raise ReleaseError(
-                f"{release.path / name}: does not say what the files beside it say{_hint(release)}"
+                f"{release.path / name}: does not say what the files beside it "
+                f"say{_version_hint(release)}"
             )
-    if _is_ours(release):
-        return f"{PAGE} and {CARD_TEXT} say what the other files say"
+    if _is_same_version(release):
+        return f"{MODEL_CARD} and {PRIVACY_CARD_TEXT} say what the other files say"
     return (
-        f"{PAGE} and {CARD_TEXT} name the numbers of the other files; the words are those of "
-        f"dpdist {release.about.dpdist}, this is {__version__}"
+        f"{MODEL_CARD} and {PRIVACY_CARD_TEXT} name the numbers of the other files; the words are "
+        f"those of dpdist {release.description.dpdist}, this is {__version__}"
     )

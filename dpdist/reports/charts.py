@@ -1,9 +1,9 @@
 """Line charts as SVG, and the report's own: certified accuracy, attacks, epsilon against step.
 
 A chart is small, readable by machines, and in the reader's own colours, light or dark. A picture
-inside a page takes its colours from the page (`style`); one that stands alone carries them. Lines
-differ by dashes as well as by colour. The grid of attacks shows right, abstained and wrong answers
-against size, beside the certified ones.
+inside a page takes its colours from the page (`stylesheet`); one that stands alone carries them.
+Lines differ by dashes as well as by colour. The grid of attacks shows right, abstained and wrong
+answers against size, beside the certified ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 
 from dpdist.attacks.table import NONE, AttackTable
 from dpdist.certification.certificate import CertificateTable
-from dpdist.certification.noise import ball_factor, norm_name
-from dpdist.core.console import exact, percent
+from dpdist.certification.noise import norm_equivalence_factor, norm_name
+from dpdist.core.console import format_exact, format_percent
 from dpdist.privacy.guarantee import format_epsilon
 
 # --- line charts ------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ PALETTE = {
     "line3": ("#7048a0", "#c3a0f0"),
     "line4": ("#7a5c00", "#e0c060"),
 }
-_COLOURS, _DASHES = 5, ("", "7 3", "2 3", "9 3 2 3", "4 2")
+_NUM_COLOURS, _DASHES = 5, ("", "7 3", "2 3", "9 3 2 3", "4 2")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 360, 190, 46, 10, 42
 _LINE = 15  # of text
 
@@ -56,10 +56,10 @@ class Line:
 
     label: str
     points: Sequence[tuple[float, float]]
-    quiet: bool = False
-    steps: bool = False
-    dots: bool = False
-    below: Sequence[float] | None = None
+    muted: bool = False
+    is_step: bool = False
+    show_markers: bool = False
+    fill_down_to: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Axis:
         if self.begin is not None and not 0 < self.begin < self.end:
             raise ValueError(f"an axis by doublings from {self.begin} to {self.end}")
 
-    def share(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """How far along it a value lies, from 0 to 1; one beyond an end lies at the end."""
         if self.begin is None:
             return max(0.0, min(value, self.end)) / self.end
@@ -88,13 +88,13 @@ class Axis:
         return [self.begin * 2**i for i in range(doublings + 1)]
 
 
-def style() -> str:
+def stylesheet() -> str:
     """The palette as CSS, in light and in dark, and how charts use it."""
     light, dark = (
         " ".join(f"--{name}: {shades[mode]};" for name, shades in PALETTE.items())
         for mode in (0, 1)
     )
-    colours = {f"c{i}": f"line{i}" for i in range(_COLOURS)} | {"q": "quiet"}
+    colours = {f"c{i}": f"line{i}" for i in range(_NUM_COLOURS)} | {"q": "quiet"}
     drawn = "".join(
         f".{name} {{ stroke: var(--{of}); fill: var(--{of}); }} " for name, of in colours.items()
     )
@@ -110,34 +110,36 @@ def style() -> str:
     )
 
 
-def chart(lines: Sequence[Line], x: Axis, y: Axis, *, about: str, name: str, title: str) -> str:
-    """An <svg> element for a page that has `style`. about: what it shows, for those who do not see
-    it. name: of letters and digits, one of its own within the page."""
+def chart(
+    lines: Sequence[Line], x: Axis, y: Axis, *, description: str, element_id: str, title: str
+) -> str:
+    """An <svg> element for a page that has `stylesheet`. about: what it shows, for those who do
+    not see it. name: of letters and digits, one of its own within the page."""
     legend, top = _legend(lines)
     body = [*legend, *_axes(x, y, top), *_curves(lines, x, y, top)]
     height = top + _HEIGHT + _BELOW
     return (
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-labelledby="{name}-title {name}-about">'
-        f'<title id="{name}-title">{escape(title)}</title>'
-        f'<desc id="{name}-about">{escape(about)}</desc>{"".join(body)}</svg>'
+        f'aria-labelledby="{element_id}-title {element_id}-about">'
+        f'<title id="{element_id}-title">{escape(title)}</title>'
+        f'<desc id="{element_id}-about">{escape(description)}</desc>{"".join(body)}</svg>'
     )
 
 
-def alone(drawn: str, heading: str) -> str:
+def standalone_svg(chart_svg: str, heading: str) -> str:
     """A chart as a file of its own, with a heading."""
     rows = textwrap.wrap(heading, 48)
     high = 10 + _LINE * len(rows)
-    view = drawn.split('viewBox="', 1)[1].split('"', 1)[0]
+    view = chart_svg.split('viewBox="', 1)[1].split('"', 1)[0]
     _, _, width, height = view.split()
     texts = "".join(
         f'<text x="10" y="{_LINE * (i + 1) + 3}">{escape(row)}</text>' for i, row in enumerate(rows)
     )
-    inner = drawn.replace("<svg ", f'<svg y="{high}" width="{width}" height="{height}" ', 1)
+    inner = chart_svg.replace("<svg ", f'<svg y="{high}" width="{width}" height="{height}" ', 1)
     whole = int(height) + high
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {whole}" '
-        f'width="{2 * int(width)}" height="{2 * whole}">\n<style>\n{style()}</style>\n'
+        f'width="{2 * int(width)}" height="{2 * whole}">\n<style>\n{stylesheet()}</style>\n'
         f'<rect class="ground" width="{width}" height="{whole}"/>{texts}\n{inner}\n</svg>\n'
     )
 
@@ -158,11 +160,11 @@ def _axes(x: Axis, y: Axis, top: int) -> list[str]:
     right, bottom = _WIDTH - _RIGHT, top + _HEIGHT
     found = []
     for value in y.ticks():
-        at = bottom - _HEIGHT * y.share(value)
+        at = bottom - _HEIGHT * y.position(value)
         found.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{right}"/>')
         found.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:g}</text>')
     for value in x.ticks():
-        at = _LEFT + (right - _LEFT) * x.share(value)
+        at = _LEFT + (right - _LEFT) * x.position(value)
         found.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
     middle = (_LEFT + right) / 2
     found.append(
@@ -179,38 +181,41 @@ def _axes(x: Axis, y: Axis, top: int) -> list[str]:
 def _curves(lines: Sequence[Line], x: Axis, y: Axis, top: int) -> list[str]:
     wide, bottom = _WIDTH - _RIGHT - _LEFT, top + _HEIGHT
 
-    def place(point: tuple[float, float]) -> tuple[float, float]:
-        across, up = x.share(point[0]), y.share(point[1])
+    def to_pixels(point: tuple[float, float]) -> tuple[float, float]:
+        across, up = x.position(point[0]), y.position(point[1])
         return round(_LEFT + wide * across, 1), round(bottom - _HEIGHT * up, 1)
 
     found = []
     for number, line in enumerate(lines):
-        points = [place(point) for point in line.points]
-        if line.below is not None:
-            lower = [place((p[0], low)) for p, low in zip(line.points, line.below, strict=True)]
+        points = [to_pixels(point) for point in line.points]
+        if line.fill_down_to is not None:
+            lower = [
+                to_pixels((p[0], low))
+                for p, low in zip(line.points, line.fill_down_to, strict=True)
+            ]
             outline = " ".join(f"{a:g},{b:g}" for a, b in [*points, *reversed(lower)])
             found.append(f'<polygon class="area" points="{outline}"/>')
             continue
         path = f"M{points[0][0]:g} {points[0][1]:g}"
         for across, up in points[1:]:
-            path += f"V{up:g}H{across:g}" if line.steps else f"L{across:g} {up:g}"
+            path += f"V{up:g}H{across:g}" if line.is_step else f"L{across:g} {up:g}"
         found.append(_stroke(line, number, path))
-        if line.dots:
-            dot = f'<circle class="{_shade(line, number)}" r="2.6"'
+        if line.show_markers:
+            dot = f'<circle class="{_colour_class(line, number)}" r="2.6"'
             found += [f'{dot} cx="{across:g}" cy="{up:g}"/>' for across, up in points]
     return found
 
 
-def _shade(line: Line, number: int) -> str:
-    return "q" if line.quiet else f"c{number % _COLOURS}"
+def _colour_class(line: Line, number: int) -> str:
+    return "q" if line.muted else f"c{number % _NUM_COLOURS}"
 
 
 def _stroke(line: Line, number: int, path: str) -> str:
-    if line.below is not None:  # its legend is a block
+    if line.fill_down_to is not None:  # its legend is a block
         return f'<path class="grid block" d="{path}"/>'
-    dash = "3 3" if line.quiet else _DASHES[number % len(_DASHES)]
+    dash = "3 3" if line.muted else _DASHES[number % len(_DASHES)]
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<path class="{_shade(line, number)}" d="{path}"{dashed}/>'
+    return f'<path class="{_colour_class(line, number)}" d="{path}"{dashed}/>'
 
 
 def ticks(end: float) -> list[float]:
@@ -225,7 +230,7 @@ def ticks(end: float) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Grid:
+class TextTable:
     """A table to show: the header and rows of text, percentages without their sign."""
 
     header: list[str]
@@ -233,11 +238,11 @@ class Grid:
     notes: list[str]
 
 
-def grid(
+def attack_outcome_table(
     table: AttackTable,
     certificates: Sequence[CertificateTable],
-    called: Callable[[CertificateTable], str] = attrgetter("name"),
-) -> Grid:
+    label_of: Callable[[CertificateTable], str] = attrgetter("name"),
+) -> TextTable:
     """Return the outcomes of the inputs, in %, by size and attack.
 
     A row for each size and attack, and one for all attacks.
@@ -245,62 +250,73 @@ def grid(
     Certified columns are of the same model and data, at the least radius that contains the attack's
     ball, on the inputs that both tables have. called: what a certification is called.
     """
-    beside = [(other, _common(table, other)) for other in certificates if _same(table, other)]
+    beside = [
+        (other, _in_both_tables(table, other))
+        for other in certificates
+        if _same_model_and_data(table, other)
+    ]
     beside = [(other, common) for other, common in beside if common.any()]
     header = [f"{table.norm} size", "attack", "right", "abstained", "wrong"]
-    header += [f"certified {called(other)}" for other, _ in beside]
+    header += [f"certified {label_of(other)}" for other, _ in beside]
 
     def certified(size: float) -> list[str]:
         shares = []
         for other, common in beside:
-            radius = size * ball_factor(other.norm, table.norm, table.numbers)
-            shares.append(percent(float(np.mean((other.certified() >= radius)[common]))))
+            radius = size * norm_equivalence_factor(other.norm, table.norm, table.dimension)
+            shares.append(
+                format_percent(float(np.mean((other.size_if_correct() >= radius)[common])))
+            )
         return shares
 
-    rows = [["0", NONE, *table.shares(NONE, 0.0).percent(), *certified(0.0)]]
+    rows = [["0", NONE, *table.outcome_shares(NONE, 0.0).percent(), *certified(0.0)]]
     for size in table.sizes:
         done = [name for name in table.attacks if table.has(name, size)]
-        found = [(name, table.shares(name, size)) for name in done]
+        found = [(name, table.outcome_shares(name, size)) for name in done]
         if len(done) > 1:
             found.append(("all of them", table.worst(size)))
-        rows += [[exact(size), name, *s.percent(), *certified(size)] for name, s in found]
-    notes = [f"certified {called(o)}: {_note(table, o, int(c.sum()))}" for o, c in beside]
-    return Grid(header, rows, notes)
+        rows += [[format_exact(size), name, *s.percent(), *certified(size)] for name, s in found]
+    notes = [
+        f"certified {label_of(o)}: {_comparison_note(table, o, int(c.sum()))}" for o, c in beside
+    ]
+    return TextTable(header, rows, notes)
 
 
-def _common(table: AttackTable, other: CertificateTable) -> np.ndarray:
+def _in_both_tables(table: AttackTable, other: CertificateTable) -> np.ndarray:
     return np.isin(other.index, table.index)
 
 
-def _same(table: AttackTable, other: CertificateTable) -> bool:
+def _same_model_and_data(table: AttackTable, other: CertificateTable) -> bool:
     """Whether both are of one model and one data set, so that an index names one input."""
-    return (other.about.get("model"), other.about.get("data")) == (table.model, table.data)
+    return (other.job_record.get("model"), other.job_record.get("data")) == (
+        table.model,
+        table.data,
+    )
 
 
-def same_classifier(table: AttackTable, other: CertificateTable) -> bool:
+def is_same_classifier(table: AttackTable, other: CertificateTable) -> bool:
     """Whether the attacked classifier is the certified one: model, data, kind of noise and scale,
     and whether it answers by votes of draws or by their mean scores.
 
     Attacks smooth by Gaussian noise, and take a model's own noise, which is part of it.
     """
-    if not _same(table, other):
+    if not _same_model_and_data(table, other):
         return False
-    return _same_noise(table, other) and table.votes == other.by_votes
+    return _has_same_noise(table, other) and table.predicts_by_vote == other.predicts_by_vote
 
 
-def _same_noise(table: AttackTable, other: CertificateTable) -> bool:
-    return table.certified_as == other.attacked_as
+def _has_same_noise(table: AttackTable, other: CertificateTable) -> bool:
+    return table.certificate_noise == other.attack_noise
 
 
-def _note(table: AttackTable, other: CertificateTable, common: int) -> str:
+def _comparison_note(table: AttackTable, other: CertificateTable, common: int) -> str:
     note = f"{common:,} of these inputs"
     if other.norm != table.norm:
-        factor = ball_factor(other.norm, table.norm, table.numbers)
+        factor = norm_equivalence_factor(other.norm, table.norm, table.dimension)
         note += f", {table.norm} size s by {other.norm} radius {factor:.4g} s"
-    if not same_classifier(table, other):
+    if not is_same_classifier(table, other):
         by = "smoothed by that noise"
-        if _same_noise(table, other):
-            by = "that answers by " + ("votes" if other.by_votes else "mean scores")
+        if _has_same_noise(table, other):
+            by = "that answers by " + ("votes" if other.predicts_by_vote else "mean scores")
         note += f"; of another classifier than the attacked one ({by})"
     return note
 
@@ -308,47 +324,49 @@ def _note(table: AttackTable, other: CertificateTable, common: int) -> str:
 # --- charts of the report ---------------------------------------------------------------------
 
 
-_SHARE = "of test inputs, %"
-_FINE = 180  # a step is drawn no finer than this part of the width
+_PERCENT_TITLE = "of test inputs, %"
+_MAX_CURVE_POINTS = 180  # a step is drawn no finer than this part of the width
 
 
-def certified_accuracy(
-    tables: Sequence[CertificateTable], clean: float | None, name: str = "certified"
+def certified_accuracy_chart(
+    tables: Sequence[CertificateTable], clean_accuracy: float | None, element_id: str = "certified"
 ) -> str:
     """Certified accuracy against radius, a line for each certification; clean accuracy dashed."""
-    widest = max((float(table.certified().max()) for table in tables), default=0.0)
+    widest = max((float(table.size_if_correct().max()) for table in tables), default=0.0)
     end = 1.05 * widest if widest > 0 else 1.0
-    lines = [Line(table.words, _steps(table, end), steps=True) for table in tables]
-    if clean is not None:
-        share = 100 * clean
-        lines.append(Line("right without noise or attack", [(0, share), (end, share)], quiet=True))
+    lines = [
+        Line(table.description, _certified_steps(table, end), is_step=True) for table in tables
+    ]
+    if clean_accuracy is not None:
+        share = 100 * clean_accuracy
+        lines.append(Line("right without noise or attack", [(0, share), (end, share)], muted=True))
     norms, said = sorted({norm_name(table.norm) for table in tables}), []
     for table in tables:
-        at = [(r, table.certified_accuracy(r)) for r in table.shown_radii]
-        shares = ", ".join(f"{percent(share, 1)} % at {exact(r)}" for r, share in at)
-        said.append(f"{table.words}: {shares}")
+        at = [(r, table.certified_accuracy(r)) for r in table.reported_radii]
+        shares = ", ".join(f"{format_percent(share, 1)} % at {format_exact(r)}" for r, share in at)
+        said.append(f"{table.description}: {shares}")
     return chart(
         lines,
         Axis(f"{' or '.join(norms)} radius, in units of the input", end),
-        Axis(_SHARE, 100.0),
-        about=f"The larger the radius, the fewer inputs are certified. {'; '.join(said)}.",
-        name=name,
+        Axis(_PERCENT_TITLE, 100.0),
+        description=f"The larger the radius, the fewer inputs are certified. {'; '.join(said)}.",
+        element_id=element_id,
         title="Right and certified, against radius",
     )
 
 
-def _steps(table: CertificateTable, end: float) -> list[tuple[float, float]]:
+def _certified_steps(table: CertificateTable, end: float) -> list[tuple[float, float]]:
     """Return the certified shares at so many radii: between two of them at least the second's."""
-    held = table.certified()
+    held = table.size_if_correct()
     radii = np.unique(np.concatenate([[0.0], held[held > 0]]))
-    if len(radii) > _FINE:
-        radii = np.linspace(0.0, float(radii[-1]), _FINE)
+    if len(radii) > _MAX_CURVE_POINTS:
+        radii = np.linspace(0.0, float(radii[-1]), _MAX_CURVE_POINTS)
     shares = [100 * float(np.mean(held >= radius)) for radius in radii]
     return [*zip(radii.tolist(), shares, strict=True), (float(radii[-1]), 0.0)]
 
 
-def attacked_accuracy(
-    table: AttackTable, certificates: Sequence[CertificateTable], name: str = "attacked"
+def attacked_accuracy_chart(
+    table: AttackTable, certificates: Sequence[CertificateTable], element_id: str = "attacked"
 ) -> str:
     """Draw the share that can still be right against attack size.
 
@@ -357,35 +375,39 @@ def attacked_accuracy(
     The lines are 1 - wrong: an abstention refutes nothing. Filled down to what was answered rightly
     under all attacks.
     """
-    clean, lines, said = table.shares("none", 0.0), [], []
+    clean, lines, said = table.outcome_shares("none", 0.0), [], []
     for attack in table.attacks:
-        found = [(s, table.shares(attack, s)) for s in table.sizes if table.has(attack, s)]
+        found = [(s, table.outcome_shares(attack, s)) for s in table.sizes if table.has(attack, s)]
         left = [(s, 1 - shares.wrong) for s, shares in [(0.0, clean), *found]]
         points = [(s, 100 * share) for s, share in left]
-        lines.append(Line(attack, points, dots=True))
-        percents = [f"{percent(share, 1, up=True)} % at {exact(s)}" for s, share in left]
+        lines.append(Line(attack, points, show_markers=True))
+        percents = [
+            f"{format_percent(share, 1, round_up=True)} % at {format_exact(s)}" for s, share in left
+        ]
         said.append(f"{attack}: {', '.join(percents)}")
-    if table.place.random:
+    if table.location_class.is_random:
         worst = [(0.0, clean), *((size, table.worst(size)) for size in table.sizes)]
         upper = [(size, 100 * (1 - shares.wrong)) for size, shares in worst]
-        below = [100 * shares.right for _, shares in worst]
-        lines.insert(0, Line("not answered, under one of them at least", upper, below=below))
-    shown = grid(table, certificates, attrgetter("words"))
+        below = [100 * shares.correct for _, shares in worst]
+        lines.insert(0, Line("not answered, under one of them at least", upper, fill_down_to=below))
+    shown = attack_outcome_table(table, certificates, attrgetter("description"))
     for place, column in enumerate(shown.header[5:], start=5):
         at = {float(row[0]): float(row[place]) for row in shown.rows}
-        lines.append(Line(column, list(at.items()), quiet=True, dots=True))
+        lines.append(Line(column, list(at.items()), muted=True, show_markers=True))
     end = 1.05 * max(table.sizes, default=1.0)
     return chart(
         lines,
         Axis(f"{norm_name(table.norm)} size of the attack", end),
-        Axis(_SHARE, 100.0),
-        about=f"Not refuted under attack. {'; '.join(said)}.",
-        name=name,
+        Axis(_PERCENT_TITLE, 100.0),
+        description=f"Not refuted under attack. {'; '.join(said)}.",
+        element_id=element_id,
         title="Not refuted under attack, against its size",
     )
 
 
-def privacy_spent(curve: Sequence[tuple[int, float]], delta: float, name: str = "spent") -> str:
+def epsilon_chart(
+    curve: Sequence[tuple[int, float]], delta: float, element_id: str = "spent"
+) -> str:
     """Epsilon against training step. curve: finite, ends above 0."""
     points = [(0.0, 0.0), *((float(step), epsilon) for step, epsilon in curve)]
     steps, last = points[-1]
@@ -393,7 +415,7 @@ def privacy_spent(curve: Sequence[tuple[int, float]], delta: float, name: str = 
         [Line(f"epsilon at delta = {delta:g}", points)],
         Axis("step", steps),
         Axis("epsilon", 1.05 * last),
-        about=f"Rises with every step, to {format_epsilon(last)} after {steps:,.0f} steps.",
-        name=name,
+        description=f"Rises with every step, to {format_epsilon(last)} after {steps:,.0f} steps.",
+        element_id=element_id,
         title="Privacy spent, against step",
     )

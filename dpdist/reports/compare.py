@@ -30,13 +30,13 @@ from dpdist.certification.statistics import (
     difference_interval,
     holm,
 )
-from dpdist.core.console import bound, exact, percent
+from dpdist.core.console import format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import check_run_name
-from dpdist.core.files import NoSuchFile, read_json, write_json, write_result
+from dpdist.core.files import MissingFileError, read_json, write_json, write_result
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.phases import NOT_TRAINED_HERE
-from dpdist.reports.facts import MOST_INPUTS, Facts, read_facts
+from dpdist.reports.facts import MAX_INPUTS, Facts, read_facts
 from dpdist.runs.folder import RunFolder
 
 # --- side by side -----------------------------------------------------------------------------
@@ -48,7 +48,7 @@ _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
 
 
 @dataclass(frozen=True)
-class Curve:
+class CertifiedCurve:
     """Certified sizes of a run's inputs by one certificate, 0 where the answer is wrong.
 
     title: what is certified by what. sizes: (N,) in input units. line: how it is drawn, if at all.
@@ -58,33 +58,34 @@ class Curve:
     title: str
     norm: str
     sizes: np.ndarray
-    line: str | None
+    line_style: str | None
 
-    def accuracy(self, size: float) -> float:
+    def certified_accuracy(self, size: float) -> float:
         """Certified accuracy at a size above 0."""
         return float(np.mean(self.sizes >= size))
 
 
-def curves(facts: Facts) -> list[Curve]:
+def certified_curves(facts: Facts) -> list[CertifiedCurve]:
     """Every certificate of a run in both norms, from its finished tables."""
     return [
-        Curve(
+        CertifiedCurve(
             facts.folder.name, found.title, norm,
-            np.maximum(found.certified(table.label), 0.0), found.line,
+            np.maximum(found.size_if_correct(table.label), 0.0), found.line_style,
         )
         for table in facts.tables
         for norm in NORMS
-        for found in table.kind.sizes_in(table.table, norm, math.prod(facts.input_shape))
+        for found in table.certificate_class.sizes_in_norm(table.table, norm,
+            math.prod(facts.input_shape))
     ]  # fmt: skip
 
 
-def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
+def privacy_rows(runs: Sequence[Facts]) -> list[list[str]]:
     """Header and one row for each run: clean accuracy, epsilon claimed, proved and audited (the
     largest lower bound), verdict."""
     header = ["run", "clean, %", "claimed epsilon", "proved epsilon", "audited epsilon", "verdict"]
     rows = [header]
     for facts in runs:
-        clean = "" if facts.accuracy is None else percent(facts.accuracy)
+        clean = "" if facts.accuracy is None else format_percent(facts.accuracy)
         claim = facts.claim
         claimed, verdict = "none", "nothing claimed"
         if claim is not None and claim.claimed is not None:
@@ -97,23 +98,25 @@ def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
             proved, verdict = "none", NOT_TRAINED_HERE
         audits = [audited for audited in facts.audits if not audited.exploratory]
         strongest = max(audits, key=lambda audited: audited.epsilon, default=None)
-        audited = "none" if strongest is None else strongest.short
+        audited = "none" if strongest is None else strongest.table_cell
         rows.append([facts.folder.name, clean, claimed, proved, audited, verdict])
     return rows
 
 
-def certified_grid(runs: Sequence[Facts], norm: str, sizes: Sequence[float]) -> list[list[str]]:
+def certified_accuracy_rows(
+    runs: Sequence[Facts], norm: str, sizes: Sequence[float]
+) -> list[list[str]]:
     """Header and rows: certified accuracy in % of each run by each certificate at the sizes."""
-    rows = [["run", f"certificate, {NORMS[norm]}", *map(exact, sizes)]]
+    rows = [["run", f"certificate, {NORMS[norm]}", *map(format_exact, sizes)]]
     for facts in runs:
-        for curve in curves(facts):
+        for curve in certified_curves(facts):
             if curve.norm == norm:
-                shares = [percent(curve.accuracy(size), 1) for size in sizes]
+                shares = [format_percent(curve.certified_accuracy(size), 1) for size in sizes]
                 rows.append([curve.run, curve.title, *shares])
     return rows
 
 
-def attacked_grid(runs: Sequence[Facts], norm: str) -> list[list[str]]:
+def attacked_accuracy_rows(runs: Sequence[Facts], norm: str) -> list[list[str]]:
     """Header and rows in %: what became of each run's inputs at each size, under all its attacks.
 
     right: under each of them; wrong: another class under one at least; abstained: the others.
@@ -123,37 +126,41 @@ def attacked_grid(runs: Sequence[Facts], norm: str) -> list[list[str]]:
         for table in facts.attacks:
             if table.norm != norm:
                 continue
-            name, of = facts.folder.name, table.classifier
-            rows.append([name, of, "0", "none", *table.shares("none", 0.0).percent()])
+            name, of = facts.folder.name, table.description
+            rows.append([name, of, "0", "none", *table.outcome_shares("none", 0.0).percent()])
             for size in table.sizes:
                 done = ", ".join(a for a in table.attacks if table.has(a, size))
-                rows.append([name, of, exact(size), done, *table.worst(size).percent()])
+                rows.append([name, of, format_exact(size), done, *table.worst(size).percent()])
     return rows
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """A grid as a table of Markdown."""
     head, *body = rows
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def picture(runs: Sequence[Facts]) -> bytes:
+def comparison_png(runs: Sequence[Facts]) -> bytes:
     """PNG, a panel for each norm: certified accuracy (lines) and accuracy under attack (dots)."""
-    from dpdist.reports.figures import axes_of, png
+    from dpdist.reports.figures import make_panels, render_figure
 
-    figure, panels = axes_of(len(NORMS))
+    figure, panels = make_panels(len(NORMS))
     for axes, (norm, title) in zip(panels, NORMS.items(), strict=True):
         widest = 0.0
         for facts, colour in zip(runs, _COLOURS * len(runs), strict=False):
-            mine = [curve for curve in curves(facts) if curve.norm == norm and curve.line]
-            for curve in {curve.line: curve for curve in mine}.values():
+            mine = [
+                curve
+                for curve in certified_curves(facts)
+                if curve.norm == norm and curve.line_style
+            ]
+            for curve in {curve.line_style: curve for curve in mine}.values():
                 sizes = np.sort(curve.sizes[curve.sizes > 0])
                 if len(sizes) == 0:
                     continue
                 shares = 100 * np.arange(len(sizes), 0, -1) / len(curve.sizes)
                 axes.plot(
-                    sizes, shares, curve.line or "", color=colour, linewidth=1.4,
+                    sizes, shares, curve.line_style or "", color=colour, linewidth=1.4,
                     label=f"{facts.folder.name}, {curve.title}",
                 )  # fmt: skip
                 widest = max(widest, float(sizes[-1]))
@@ -167,13 +174,13 @@ def picture(runs: Sequence[Facts]) -> bytes:
         axes.set_xlabel(f"{title} size (input units)")
     panels[0].set_ylabel("certified (lines), not refuted by attack (dots), %")
     panels[-1].legend(frameon=False, fontsize=6)
-    return png(figure)
+    return render_figure(figure)
 
 
-def write_picture(runs: Sequence[Facts], path: Path) -> None:
-    """`picture` into a file."""
+def write_comparison_png(runs: Sequence[Facts], path: Path) -> None:
+    """`comparison_png` into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_result(path, picture(runs))
+    write_result(path, comparison_png(runs))
 
 
 # --- against the first run --------------------------------------------------------------------
@@ -186,13 +193,13 @@ _HEADER = (
 
 
 @dataclass(frozen=True)
-class Difference:
+class AccuracyDifference:
     """A later run against the first: what was compared, at which size ("" for plain accuracy)."""
 
     run: str
-    what: str
+    quantity: str
     size: str
-    found: Comparison
+    comparison: Comparison
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,69 +208,90 @@ class PairedSizes:
     answer is wrong. what: by which certificate, in which norm."""
 
     run: str
-    what: str
+    certificate: str
     norm: str
     first: np.ndarray
     later: np.ndarray
 
 
-def differences(
+def accuracy_differences(
     runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
-) -> tuple[list[Difference], list[str]]:
+) -> tuple[list[AccuracyDifference], list[str]]:
     """Every later run against the first, in plain accuracy and at the sizes of each norm.
 
     Also what could not be compared, in words. Raises UserError for runs of which no inputs, no data
     set or no terms of certification are the same.
     """
-    rows: list[Difference] = []
+    rows: list[AccuracyDifference] = []
     notes: list[str] = []
     for later in runs[1:]:
-        rows += _plain(runs[0], later, notes)
-        for two in _certified(runs[0], later, notes):
+        rows += _plain_accuracy_difference(runs[0], later, notes)
+        for two in _paired_sizes(runs[0], later, notes):
             for size in sizes[two.norm]:
                 found = compare(two.first >= size, two.later >= size)
-                rows.append(Difference(two.run, two.what, exact(size), found))
+                rows.append(AccuracyDifference(two.run, two.certificate, format_exact(size), found))
     return rows, notes
 
 
-def whole_curves(
+def curve_differences(
     runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
 ) -> list[tuple[PairedSizes, CurveDifference]]:
     """Every later run against the first, at every size up to the largest listed one: all sizes,
     certificates and runs together."""
-    pairs = [two for later in runs[1:] for two in _certified(runs[0], later, []) if sizes[two.norm]]
+    pairs = [
+        two for later in runs[1:] for two in _paired_sizes(runs[0], later, []) if sizes[two.norm]
+    ]
     return [
         (two, curve_difference(two.first, two.later, max(sizes[two.norm]), ERROR / len(pairs)))
         for two in pairs
     ]
 
 
-def curves_grid(curves: Sequence[tuple[PairedSizes, CurveDifference]]) -> list[list[str]]:
+def curve_difference_rows(
+    differences: Sequence[tuple[PairedSizes, CurveDifference]],
+) -> list[list[str]]:
     """Header and rows of text, rounded so that no more is said than holds."""
     shown = [["run", "what", "sizes", "better", "worse", "difference, everywhere"]]
-    for two, found in curves:
-        everywhere = _interval(float(found.low.min()), float(found.high.max()))
+    for two, found in differences:
+        everywhere = _format_interval(float(found.low.min()), float(found.high.max()))
         upto = f"up to {found.knots[-1]:.12g}"
-        shown.append([two.run, two.what, upto, _at(found.ahead), _at(found.behind), everywhere])
+        shown.append(
+            [
+                two.run,
+                two.certificate,
+                upto,
+                _format_stretches(found.better_ranges),
+                _format_stretches(found.worse_ranges),
+                everywhere,
+            ]
+        )
     return shown
 
 
-def _at(stretches: Sequence[tuple[float, float]]) -> str:
-    inside = ((float(bound(a, 5, up=True)), float(bound(b, 5))) for a, b in stretches)
+def _format_stretches(stretches: Sequence[tuple[float, float]]) -> str:
+    inside = (
+        (float(format_bound(a, 5, round_up=True)), float(format_bound(b, 5))) for a, b in stretches
+    )
     return ", ".join(f"above {a:.12g} to {b:.12g}" for a, b in inside) or "nowhere"
 
 
-def differences_grid(first: str, rows: Sequence[Difference]) -> list[list[str]]:
+def accuracy_difference_rows(
+    first: str, differences: Sequence[AccuracyDifference]
+) -> list[list[str]]:
     """Header and rows of text; differences and intervals in percentage points, rounded outwards."""
     shown = [[name.format(first=first) for name in _HEADER]]
-    for row, corrected in zip(rows, holm([row.found.p_value for row in rows]), strict=True):
-        it = row.found
-        every = difference_interval(it.only_first, it.only_second, it.inputs, ERROR / len(rows))
+    for row, corrected in zip(
+        differences, holm([row.comparison.p_value for row in differences]), strict=True
+    ):
+        it = row.comparison
+        every = difference_interval(
+            it.only_first, it.only_second, it.inputs, ERROR / len(differences)
+        )
         shown.append(
             [
-                row.run, row.what, row.size, f"{it.inputs:,}", percent(it.first),
-                percent(it.second), f"{100 * it.difference:+.2f}",
-                _interval(it.low, it.high), _interval(*every),
+                row.run, row.quantity, row.size, f"{it.inputs:,}", format_percent(it.first),
+                format_percent(it.second), f"{100 * it.difference:+.2f}",
+                _format_interval(it.low, it.high), _format_interval(*every),
                 f"{it.only_first} : {it.only_second}",
                 *(f"{p:.2g}" for p in (it.p_value, corrected, it.anytime)),
             ]
@@ -271,19 +299,21 @@ def differences_grid(first: str, rows: Sequence[Difference]) -> list[list[str]]:
     return shown
 
 
-def _interval(low: float, high: float) -> str:
-    ends = float(percent(low)) + 0.0, float(percent(high, up=True)) + 0.0  # + 0.0: never -0
+def _format_interval(low: float, high: float) -> str:
+    # + 0.0: never -0
+    ends = float(format_percent(low)) + 0.0, float(format_percent(high, round_up=True)) + 0.0
     return f"{ends[0]:+.2f} to {ends[1]:+.2f}"
 
 
 def differences_section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> list[str]:
-    """Paragraphs of Markdown: `differences` as a table, what it claims, what it leaves out."""
-    rows, notes = differences(runs, sizes)
+    """Paragraphs of Markdown: `accuracy_differences` as a table, what it claims, what it leaves
+    out."""
+    rows, notes = accuracy_differences(runs, sizes)
     first = runs[0].folder.name
     if not rows:
         return notes
     return [
-        markdown(differences_grid(first, rows)),
+        markdown_table(accuracy_difference_rows(first, rows)),
         f"Each run less {first}, on the inputs of both, in percentage points. Interval: wrong with "
         f"probability at most {100 * ERROR:g} % (exact binomial bounds, conservative); all "
         f"intervals: any of the {len(rows)} with probability at most that, so a curve over sizes, "
@@ -301,18 +331,20 @@ def differences_section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[floa
 def _curves_section(
     runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]], first: str
 ) -> list[str]:
-    curves = whole_curves(runs, sizes)
+    curves = curve_differences(runs, sizes)
     if not curves:
         return []
     return [
-        markdown(curves_grid(curves)),
+        markdown_table(curve_difference_rows(curves)),
         f"Whole curves: each run less {first} at every size, between those listed too. Any of this "
         f"table is wrong with probability at most {100 * ERROR:g} %: all sizes, certificates and "
         "runs together.",
     ]
 
 
-def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
+def _plain_accuracy_difference(
+    first: Facts, later: Facts, notes: list[str]
+) -> list[AccuracyDifference]:
     two = []
     for facts in (first, later):
         if not facts.evaluation or "measures" in facts.evaluation:
@@ -323,19 +355,19 @@ def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
                 "document are not independent; repeat the runs and compare perplexities."
             )
             return []
-        two.append(_right(facts))
+        two.append(_correct_inputs(facts))
     if first.evaluation["fingerprint"] != later.evaluation["fingerprint"]:  # type: ignore[index]
-        _refuse(first, later, "they were evaluated on different data")
-    return [Difference(later.folder.name, "plain accuracy", "", compare(two[0], two[1]))]
+        _raise_not_comparable(first, later, "they were evaluated on different data")
+    return [AccuracyDifference(later.folder.name, "plain accuracy", "", compare(two[0], two[1]))]
 
 
-def _right(facts: Facts) -> np.ndarray:
+def _correct_inputs(facts: Facts) -> np.ndarray:
     """Whether each input was answered rightly, bool (N,). Raises UserError when damaged."""
     about = facts.evaluation or {}
     inputs = about["inputs"]
     try:
         wrong = sorted({int(index) for index in about["wrong"].split()})
-        sound = 1 <= inputs <= MOST_INPUTS and about["accuracy"] == (inputs - len(wrong)) / inputs
+        sound = 1 <= inputs <= MAX_INPUTS and about["accuracy"] == (inputs - len(wrong)) / inputs
         sound = sound and all(0 <= index < inputs for index in wrong[:1] + wrong[-1:])
     except (AttributeError, KeyError, ValueError):
         sound = False
@@ -346,22 +378,22 @@ def _right(facts: Facts) -> np.ndarray:
     return right
 
 
-def _pairs(
+def _comparable_tables(
     first: Facts, later: Facts, notes: list[str]
 ) -> Iterator[tuple[CertificateTable, CertificateTable]]:
     """Yield the two tables with the most common inputs, for each terms in both runs."""
     matched = set()
     for mine in first.tables:
-        others = [other for other in later.tables if other.terms == mine.terms]
-        rivals = [table for table in first.tables if table.terms == mine.terms]
+        others = [other for other in later.tables if other.comparison_key == mine.comparison_key]
+        rivals = [table for table in first.tables if table.comparison_key == mine.comparison_key]
         if not others or mine is not rivals[0]:
             continue
-        found = max(itertools.product(rivals, others), key=lambda two: len(_common(*two)[0]))
+        found = max(itertools.product(rivals, others), key=lambda two: len(_common_rows(*two)[0]))
         matched |= {id(table) for table in (*rivals, *others)}
         yield found
     if first.tables and later.tables and not matched:
-        closest = min((_differing(a, b) for a in first.tables for b in later.tables), key=len)
-        _refuse(first, later, f"their certificates differ in {', '.join(closest)}")
+        closest = min((_differing_terms(a, b) for a in first.tables for b in later.tables), key=len)
+        _raise_not_comparable(first, later, f"their certificates differ in {', '.join(closest)}")
     for facts in (first, later):
         names = [table.name for table in facts.tables if id(table) not in matched]
         if names:
@@ -371,8 +403,8 @@ def _pairs(
             )
 
 
-def _differing(mine: CertificateTable, other: CertificateTable) -> list[str]:
-    terms, others = mine.terms, other.terms
+def _differing_terms(first: CertificateTable, second: CertificateTable) -> list[str]:
+    terms, others = first.comparison_key, second.comparison_key
     return [
         f"{name} ({terms.get(name)} and {others.get(name)})"
         for name in {**terms, **others}
@@ -380,23 +412,25 @@ def _differing(mine: CertificateTable, other: CertificateTable) -> list[str]:
     ]
 
 
-def _common(mine: CertificateTable, other: CertificateTable) -> tuple[np.ndarray, np.ndarray]:
+def _common_rows(
+    first: CertificateTable, second: CertificateTable
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the inputs that both tables have, by index, in its order; none of other data."""
-    data = mine.about.get("data")
-    if data is None or data != other.about.get("data"):
+    data = first.job_record.get("data")
+    if data is None or data != second.job_record.get("data"):
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    _, own, others = np.intersect1d(mine.index, other.index, return_indices=True)
+    _, own, others = np.intersect1d(first.index, second.index, return_indices=True)
     return own, others
 
 
-def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedSizes]:
+def _paired_sizes(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedSizes]:
     """Yield the sizes that both runs certify of the same inputs, on the same terms."""
-    for mine, other in _pairs(first, later, notes):
-        if mine.terms["noise_bank"]:
+    for mine, other in _comparable_tables(first, later, notes):
+        if mine.comparison_key["noise_bank"]:
             raise UserError(
                 f"{mine.path}: its inputs share one noise bank: they are no independent sample"
             )
-        own, others = _common(mine, other)
+        own, others = _common_rows(mine, other)
         if not len(own):
             raise UserError(
                 f"{mine.path} and {other.path}: no input in common, or not of the same data set"
@@ -405,10 +439,13 @@ def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedS
             raise UserError(f"{mine.path} and {other.path}: different labels for the same inputs")
         numbers = math.prod(later.input_shape)
         for norm, printed in NORMS.items():
-            two = [table.kind.sizes_in(table.table, norm, numbers) for table in (mine, other)]
+            two = [
+                table.certificate_class.sizes_in_norm(table.table, norm, numbers)
+                for table in (mine, other)
+            ]
             by_name = {theirs.name: theirs for theirs in two[1]}
             for ours in two[0]:
-                if not ours.holds:
+                if not ours.is_valid:
                     continue
                 if (theirs := by_name.get(ours.name)) is None:
                     continue
@@ -416,14 +453,14 @@ def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedS
                     later.folder.name,
                     f"{ours.title}, {printed}",
                     norm,
-                    ours.certified(mine.label)[own],
-                    theirs.certified(other.label)[others],
+                    ours.size_if_correct(mine.label)[own],
+                    theirs.size_if_correct(other.label)[others],
                 )
 
 
-def _refuse(first: Facts, later: Facts, why: str) -> None:
+def _raise_not_comparable(first: Facts, later: Facts, reason: str) -> None:
     raise UserError(
-        f"{first.folder.name} and {later.folder.name}: no difference can be stated: {why}"
+        f"{first.folder.name} and {later.folder.name}: no difference can be stated: {reason}"
     )
 
 
@@ -431,76 +468,89 @@ def _refuse(first: Facts, later: Facts, why: str) -> None:
 
 
 # What makes the training of a recipe one without privacy.
-OPEN = {"privacy.epsilon": "null", "privacy.noise_multiplier": "0", "privacy.clipping": "none",
+NON_PRIVATE_SETTINGS = {"privacy.epsilon": "null", "privacy.noise_multiplier": "0",
+"privacy.clipping": "none",
         "privacy.budget": "null", "privacy.budget_ceiling": "null", "tune": "null"}  # fmt: skip
-_OWN = (*OPEN, "name", "certify.seed")  # of the keys in which two such recipes may differ
+# of the keys in which two such recipes may differ
+_IGNORED_KEYS = (*NON_PRIVATE_SETTINGS, "name", "certify.seed")
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """rows: of `differences.grid`, the run less the baseline, the header first; empty where nothing
-    is comparable. notes: why. changed: what is different in the recipes beside privacy."""
+    """rows: of `accuracy_differences.grid`, the run less the baseline, the header first; empty
+    where nothing is comparable. notes: why. changed: what is different in the recipes beside
+    privacy."""
 
     name: str
     rows: list[list[str]]
     notes: list[str]
-    changed: list[str]
+    changed_keys: list[str]
 
 
-def link(folder: RunFolder, other: RunFolder) -> None:
+def set_baseline(folder: RunFolder, baseline: RunFolder) -> None:
     """Name the baseline of a run, for this report and later ones: a run beside it.
 
     Raises UserError for a run elsewhere, one that is private, or one of other data.
     """
-    if other.path.resolve().parent != folder.path.resolve().parent or other.name == folder.name:
-        raise UserError(f"--baseline: must be another run beside {folder.name}, got {other.path}")
-    _compared(read_facts(folder), read_facts(other))
-    write_json(folder.baseline, {"run": other.name})
+    if (
+        baseline.path.resolve().parent != folder.path.resolve().parent
+        or baseline.name == folder.name
+    ):
+        raise UserError(
+            f"--baseline: must be another run beside {folder.name}, got {baseline.path}"
+        )
+    _make_baseline(read_facts(folder), read_facts(baseline))
+    write_json(folder.baseline, {"run": baseline.name})
 
 
-def making(folder: RunFolder) -> str:
+def baseline_command(folder: RunFolder) -> str:
     """The command that trains a baseline of this run."""
     said = folder.read_recipe().model_dump(mode="json")
     said |= {f"privacy.{key}": value for key, value in said["privacy"].items()}
-    needed = (key for key, value in OPEN.items() if value != "null" or said[key] is not None)
-    changes = (word for key in needed for word in ("--set", f"{key}={OPEN[key]}"))
+    needed = (
+        key
+        for key, value in NON_PRIVATE_SETTINGS.items()
+        if value != "null" or said[key] is not None
+    )
+    changes = (word for key in needed for word in ("--set", f"{key}={NON_PRIVATE_SETTINGS[key]}"))
     recipe = str(folder.path / "recipe.yaml")
     return shlex.join(["dpdist", "run", recipe, "--name", f"{folder.name}-open", *changes])
 
 
-def beside(facts: Facts) -> Baseline | None:
+def compare_with_baseline(facts: Facts) -> Baseline | None:
     """The baseline that was named for a run, None where none was; one that is gone, or that is no
     baseline any more, with the reason in its notes."""
     try:
         name = str(read_json(facts.folder.baseline, {"run": str})["run"])
-    except NoSuchFile:
+    except MissingFileError:
         return None
     try:
         check_run_name(name)
-        return _compared(facts, read_facts(RunFolder(facts.folder.path.parent / name)))
+        return _make_baseline(facts, read_facts(RunFolder(facts.folder.path.parent / name)))
     except (UserError, ValueError) as error:
         return Baseline(name, [], [f"{str(error).splitlines()[0]}."], [])
 
 
-def _compared(facts: Facts, other: Facts) -> Baseline:
-    if not math.isinf(other.guarantee.epsilon):
+def _make_baseline(facts: Facts, baseline: Facts) -> Baseline:
+    if not math.isinf(baseline.guarantee.epsilon):
         raise UserError(
-            f"{other.folder.name}: is private (epsilon {format_epsilon(other.guarantee.epsilon)}), "
-            "so it is no baseline; `dpdist compare` puts any two runs side by side"
+            f"{baseline.folder.name}: is private (epsilon "
+            f"{format_epsilon(baseline.guarantee.epsilon)}), so it is no baseline; `dpdist "
+            "compare` puts any two runs side by side"
         )
-    rows, notes = differences([other, facts], _sizes(facts))
+    rows, notes = accuracy_differences([baseline, facts], _compared_sizes(facts))
     changed = [
-        key for key in other.recipe.same_experiment(facts.recipe)
-        if not any(key == own or key.startswith(f"{own}.") for own in _OWN)
+        key for key in baseline.recipe.differing_keys(facts.recipe)
+        if not any(key == own or key.startswith(f"{own}.") for own in _IGNORED_KEYS)
     ]  # fmt: skip
-    found = differences_grid(other.folder.name, rows) if rows else []
-    return Baseline(other.folder.name, found, notes, changed)
+    found = accuracy_difference_rows(baseline.folder.name, rows) if rows else []
+    return Baseline(baseline.folder.name, found, notes, changed)
 
 
-def _sizes(facts: Facts) -> dict[str, tuple[float, ...]]:
+def _compared_sizes(facts: Facts) -> dict[str, tuple[float, ...]]:
     """The radii that the report shows anyway; in a norm of which it shows none, the usual ones."""
     shown = {
-        norm: {r for table in facts.tables if table.norm == norm for r in table.shown_radii if r}
+        norm: {r for table in facts.tables if table.norm == norm for r in table.reported_radii if r}
         for norm in SIZES
     }
     return {norm: tuple(sorted(radii)) or SIZES[norm] for norm, radii in shown.items()}

@@ -13,34 +13,41 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.attacks.settings import AttackSettings, CheckSettings
-from dpdist.attacks.table import AttackTable, numbers_of
+from dpdist.attacks.table import AttackTable, input_dimension
 from dpdist.audits import registry
 from dpdist.audits.target import AuditResult
 from dpdist.certification import statistics, table_reader
 from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.evaluation import Evaluation, refuse_decisions
 from dpdist.config.search import TuneRecipe
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import INDEPENDENCE, MEASURES, SCREENED, weakest
 from dpdist.core.files import check_shape, read_json
 from dpdist.core.version import __version__
-from dpdist.privacy.budget import budgets_in, run_id
-from dpdist.privacy.calibration import training_and_search
-from dpdist.privacy.card import Audited, card
+from dpdist.privacy.budget import charge_id, read_budgets
+from dpdist.privacy.calibration import combine_training_and_scoring
+from dpdist.privacy.card import AuditFinding, build_card
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee, format_delta, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA, GaussianSteps, Phase
-from dpdist.privacy.plan import PrivacyPlan, group_guarantee, plan_of
+from dpdist.privacy.plan import PrivacyPlan, group_guarantee, parse_plan
 from dpdist.randomness.keys import key_id
-from dpdist.runs.folder import BEGUN_WITH, SEARCHED_BY, RunFolder, open_run, read_released
+from dpdist.runs.folder import (
+    RECIPE_IDENTITY,
+    SEARCH_IDENTITY,
+    RunFolder,
+    open_run,
+    read_verified_ledger,
+)
 from dpdist.runs.recipe import Recipe
 
 # --- terms of a private search ----------------------------------------------------------------
 
 
-_TERMS = {"plan": dict, "charge": str, "assumed": list}  # what else it says is made again
+# what else it says is made again
+_SEARCH_RECORD_SHAPE = {"plan": dict, "charge": str, "assumed": list}
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,15 @@ class SearchTerms:
     fields: tuple[str, ...]
     objective: str
     scored_on: str
-    one_training: float
-    charge: str
-    assumed: tuple[str, ...] = ()
+    one_training_epsilon: float
+    charge_id: str
+    assumptions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
             f"{', '.join(self.fields)} by {self.objective} on {self.scored_on}; number of trials: "
             f"{self.law}; epsilon covers training and search (one such training alone: "
-            f"{format_epsilon(self.one_training)})"
+            f"{format_epsilon(self.one_training_epsilon)})"
         )
 
 
@@ -76,47 +83,50 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
     one of its trials, and when they are lost: the ledger alone would prove too small an epsilon,
     that of one trial.
     """
-    if (whole := folder.holder) is not None:
+    if (whole := folder.parent_run) is not None:
         raise UserError(
             f"{folder.path}: is part of run {whole.name}, and nothing is stated or released of it "
             f"alone: it is paid for together with all else that was tried; name {whole.path}"
         )
-    if not folder.search.exists():
-        if folder.asked.exists():
+    if not folder.search_record.exists():
+        if folder.search_recipe_file.exists():
             raise UserError(
-                f"{folder.search}: missing: a search chose this run, and epsilon cannot be stated "
-                "without what the search cost; bring it back"
+                f"{folder.search_record}: missing: a search chose this run, and epsilon cannot be "
+                "stated without what the search cost; bring it back"
             )
         return None
-    record, fixed = read_json(folder.search, _TERMS), folder.read_search_terms()
-    tune = folder.read_asked().tune
+    record = read_json(folder.search_record, _SEARCH_RECORD_SHAPE)
+    fixed = folder.read_search_terms()
+    tune = folder.read_search_recipe().tune
     if tune is None:
-        raise UserError(f"{folder.asked}: tune: must be the section of the search, got none")
-    trial = plan_of(fixed["trial"], f"{folder.search_terms}: trial")
-    plan = _plan_of_search(trial, tune, fixed["score_noise"], folder)
-    stated = plan_of(record["plan"], f"{folder.search}: plan")
+        raise UserError(
+            f"{folder.search_recipe_file}: tune: must be the section of the search, got none"
+        )
+    trial = parse_plan(fixed["trial"], f"{folder.search_terms}: trial")
+    plan = _search_plan(trial, tune, fixed["score_noise"], folder)
+    stated = parse_plan(record["plan"], f"{folder.search_record}: plan")
     wrong = [name for name in ("charge", "assumed") if record[name] != fixed[name]]
-    if not stated == plan_of(fixed["plan"], f"{folder.search_terms}: plan") == plan:
+    if not stated == parse_plan(fixed["plan"], f"{folder.search_terms}: plan") == plan:
         wrong.append("plan")
     if wrong:
         raise UserError(
-            f"{folder.search}: {' and '.join(wrong)}: must be what the search was fixed to before "
-            f"its first trial, by {folder.asked} and {folder.search_terms}; put back the files "
-            "that the search wrote"
+            f"{folder.search_record}: {' and '.join(wrong)}: must be what the search was fixed to "
+            f"before its first trial, by {folder.search_recipe_file} and {folder.search_terms}; "
+            "put back the files that the search wrote"
         )
     return SearchTerms(
         plan=plan,
-        law=tune.law.in_full,
-        fields=tune.searched,
+        law=tune.law.full_description,
+        fields=tune.searched_fields,
         objective=tune.score.describe(),
-        scored_on=tune.score.scored_on,
-        one_training=trial.guarantee().epsilon,
-        charge=record["charge"],
-        assumed=tuple(map(str, record["assumed"])),
+        scored_on=tune.score.scored_records,
+        one_training_epsilon=trial.guarantee().epsilon,
+        charge_id=record["charge"],
+        assumptions=tuple(map(str, record["assumed"])),
     )
 
 
-def _plan_of_search(
+def _search_plan(
     trial: PrivacyPlan, tune: TuneRecipe, score_noise: float | None, folder: RunFolder
 ) -> PrivacyPlan:
     """Return the plan of training and search together.
@@ -135,15 +145,15 @@ def _plan_of_search(
     if not fits or (asked is not None and score_noise != asked):
         raise UserError(
             f"{folder.search_terms}: score_noise: must be the noise of the scores that "
-            f"{folder.asked} asks for, got {score_noise}"
+            f"{folder.search_recipe_file} asks for, got {score_noise}"
         )
     scoring = tune.scoring_phases(score_noise)
-    phases = training_and_search(trial.phases, scoring, tune.law.secret, tune.law.runs)
+    phases = combine_training_and_scoring(trial.phases, scoring, tune.law.secret_law, tune.law.runs)
     return replace(trial, phases=phases)
 
 
-def described(
-    search: SearchTerms | None, folder: RunFolder, whole: Guarantee
+def describe_search(
+    search: SearchTerms | None, folder: RunFolder, guarantee: Guarantee
 ) -> list[tuple[str, str]]:
     """Return name and value of the searched fields and the search's cost; nothing without a search.
 
@@ -151,28 +161,31 @@ def described(
     """
     if search is None:
         return []
-    tune = folder.read_asked().tune
+    tune = folder.read_search_recipe().tune
     space = {} if tune is None else tune.space
     rows = [
-        (field, space[field].in_words if field in space else "searched") for field in search.fields
+        (field, space[field].description if field in space else "searched")
+        for field in search.fields
     ]
-    alone = format_epsilon(search.one_training)
+    alone = format_epsilon(search.one_training_epsilon)
     return [
         *rows,
         ("judged by", f"{search.objective} on {search.scored_on}"),
         ("number of trials", search.law),
-        ("cost", f"epsilon {format_epsilon(whole.epsilon)} in all; one such training, nothing "
+        ("cost", f"epsilon {format_epsilon(guarantee.epsilon)} in all; one such training, nothing "
          f"searched: {alone}"),
     ]  # fmt: skip
 
 
-def released(search: SearchTerms, plan: PrivacyPlan, ledger: Ledger) -> PrivacyPlan:
+def plan_with_superseded_releases(
+    search: SearchTerms, plan: PrivacyPlan, ledger: Ledger
+) -> PrivacyPlan:
     """Return the search's plan with the superseded releases of the winner's ledger.
 
     plan: of the winner's training, which the search covers once.
     """
     others: list[Phase] = []
-    for step, releases in ledger.releases.items():
+    for step, releases in ledger.release_counts.items():
         if releases > 1:
             todo = plan.step(step)
             others.append(
@@ -186,7 +199,7 @@ def released(search: SearchTerms, plan: PrivacyPlan, ledger: Ledger) -> PrivacyP
 
 _EVALUATION = {"accuracy": float, "inputs": int, "correct": int, "data": str, "fingerprint": str}
 _MEASURED = {"measures": dict, "inputs": int, "data": str, "fingerprint": str}
-MOST_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
+MAX_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
 _TABLES = "*/certificates.parquet"
 
 
@@ -214,9 +227,9 @@ class Facts:
     guarantee: Guarantee
     ledger: Ledger
     search: SearchTerms | None
-    group: Guarantee | None
-    data_set: Guarantee | None
-    trained: dict[str, Any]
+    group_guarantee: Guarantee | None
+    data_set_guarantee: Guarantee | None
+    training_summary: dict[str, Any]
     evaluation: dict[str, Any] | None
     tables: list[CertificateTable]
     evaluations: dict[type[Evaluation], list[Any]]  # but for private ones: reports are published
@@ -227,44 +240,44 @@ class Facts:
         return self.evaluations[AttackSettings]
 
     @property
-    def checks(self) -> list[dict[str, Any]]:
+    def certificate_checks(self) -> list[dict[str, Any]]:
         """Return the verdicts of attacks on certificates."""
         return self.evaluations[CheckSettings]
 
     @property
-    def audits(self) -> list[Audited]:
+    def audits(self) -> list[AuditFinding]:
         """Return the results of privacy audits."""
         return self.evaluations[AuditResult]
 
     @property
-    def audited_run(self) -> str | None:
+    def canary_notice(self) -> str | None:
         """Return a note that the run has an audit's canaries and is not for release, or None."""
-        planted = self.recipe.planted
-        return None if planted is None else planted.words(self.plan.records)
+        planted = self.recipe.canary_audit
+        return None if planted is None else planted.report_note(self.plan.records)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Return the input shape of the model."""
-        path = self.folder.model / "model.json"
+        path = self.folder.model_folder / "model.json"
         shape = read_json(path, {"input_shape": list})["input_shape"]
-        numbers_of(shape, path)
+        input_dimension(shape, path)
         return tuple(shape)
 
     @property
-    def fixed_key(self) -> bool:
+    def has_fixed_key(self) -> bool:
         """Return whether the run key is fixed in the recipe, which is for tests only."""
-        return self.recipe.privacy.run_key is not None or self.folder.fixed_key.exists()
+        return self.recipe.privacy.run_key is not None or self.folder.fixed_key_marker.exists()
 
     @property
-    def privacy_line(self) -> str:
+    def privacy_statement(self) -> str:
         """Return the guarantee in one line, or why the run is not private."""
-        if self.fixed_key:
+        if self.has_fixed_key:
             return "NOT PRIVATE: fixed run key (for tests only)"
         guarantee = self.guarantee
         if self.plan.trained_elsewhere:
             return NOT_TRAINED_HERE
         if math.isinf(guarantee.epsilon):
-            return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self.why_not})"
+            return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self.unproved_reason})"
         return (
             f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = "
             f"{format_delta(guarantee.delta)}, {guarantee.relation} ({guarantee.kind}, "
@@ -272,7 +285,7 @@ class Facts:
         )
 
     @property
-    def times_hidden(self) -> bool:
+    def is_duration_secret(self) -> bool:
         """Return whether the run's duration must stay hidden.
 
         A search's trials keep it secret; it may also tell the number of records. Of a model from
@@ -281,16 +294,16 @@ class Facts:
         return self.search is not None or self.plan.nominal or self.plan.trained_elsewhere
 
     @property
-    def budget_lost(self) -> str | None:
+    def budget_problem(self) -> str | None:
         """Return why nothing can be said of all runs on the data set, or None."""
-        if self.recipe.privacy.budget is None or self.data_set is not None:
+        if self.recipe.privacy.budget is None or self.data_set_guarantee is not None:
             return None
         return "epsilon unknown, the budget that the recipe names is gone or has lost this run"
 
     @property
-    def why_not(self) -> str:
+    def unproved_reason(self) -> str:
         """Return why nothing is proved; empty where a guarantee is."""
-        reasons = self.plan.unproved
+        reasons = self.plan.unproved_reasons
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
             reasons.append(f"method {self.recipe.method.name}, trained without gradient privacy")
         return "; ".join(reasons) or "too little noise"
@@ -301,19 +314,19 @@ class Facts:
         return self.recipe.method.claim(self.plan, self.guarantee)
 
     @property
-    def measured(self) -> list[tuple[str, str]]:
+    def reported_values(self) -> list[tuple[str, str]]:
         """Return name and value of the method's measurements of its own assumptions."""
-        return self.recipe.method.measured(self.folder.private)
+        return self.recipe.method.reported_values(self.folder.private)
 
     @property
-    def parts(self) -> dict[str, str]:
+    def training_data_by_part(self) -> dict[str, str]:
         """Return the data that each pretrained part saw; empty when all of it began at random."""
-        if not self.folder.pretrained.exists():
+        if not self.folder.pretraining_record.exists():
             return {}
-        about = read_json(self.folder.pretrained, {"part": str, "saw": str})
+        about = read_json(self.folder.pretraining_record, {"part": str, "saw": str})
         frozen = about["part"]
         if frozen == "initial":
-            check_shape(about, str(self.folder.pretrained), {"denoiser": bool})
+            check_shape(about, str(self.folder.pretraining_record), {"denoiser": bool})
             began = {"initial weights trained on": about["saw"]}
             came = {"frozen denoiser": "came with the initial weights"}
             return began | came if about["denoiser"] else began
@@ -325,28 +338,36 @@ class Facts:
         return saw | ({"put together": about["joined"]} if "joined" in about else {})
 
     @property
-    def independence(self) -> str:
+    def record_independence(self) -> str:
         """Return how sure it is that the model treats each record alone, in all starts of the run.
 
         Empty where no noisy step rests on it.
         """
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
             return ""
-        return weakest([self.trained.get("independence", SCREENED)])
+        return weakest([self.training_summary.get("independence", SCREENED)])
 
     @property
-    def _frozen(self) -> dict[str, str]:
-        count = self.trained.get("frozen_parameters", 0)
+    def _frozen_parameters(self) -> dict[str, str]:
+        count = self.training_summary.get("frozen_parameters", 0)
         return {"frozen": f"{count:,} parameters, public: no step changes them"} if count else {}
 
     @property
-    def assumed(self) -> list[str]:
+    def assumptions(self) -> list[str]:
         """Return the assumptions of the guarantee that nobody could check."""
-        about = read_json(self.folder.pretrained) if self.folder.pretrained.exists() else {}
+        about = (
+            read_json(self.folder.pretraining_record)
+            if self.folder.pretraining_record.exists()
+            else {}
+        )
         lines = [about["assumed"]] if about.get("assumed") else []
-        lines += [line for line in self.search.assumed if line not in lines] if self.search else []
-        lines += self.recipe.data.assumed + self.recipe.method.assumed(self.recipe)
-        if self.independence == SCREENED:
+        lines += (
+            [line for line in self.search.assumptions if line not in lines] if self.search else []
+        )
+        lines += self.recipe.data.unverified_assumptions + self.recipe.method.assumptions(
+            self.recipe
+        )
+        if self.record_independence == SCREENED:
             lines.append("the model treats each record alone")
         if self.recipe.by_script is not None:
             lines += self.recipe.by_script.assumed
@@ -378,48 +399,52 @@ class Facts:
             notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
         return notes
 
-    def card(self) -> dict[str, Any]:
+    def privacy_card(self) -> dict[str, Any]:
         """Return the privacy card, as JSON types."""
         plan = self.plan
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
         if self.search is not None:
-            plan = released(self.search, plan, self.ledger)
+            plan = plan_with_superseded_releases(self.search, plan, self.ledger)
             notes = ["The search over the fields named is counted; any other choice is not."]
             searched = {"searched": str(self.search)}
-        if self.budget_lost:
-            notes.append(f"All runs on this data set: {self.budget_lost}.")
+        if self.budget_problem:
+            notes.append(f"All runs on this data set: {self.budget_problem}.")
         if self.plan.trained_elsewhere:
-            notes = [f"Model: {self.recipe.method.words(plan)}."]
+            notes = [f"Model: {self.recipe.method.describe(plan)}."]
         elif math.isinf(self.guarantee.epsilon):
-            notes.append(f"Nothing is proved about training records: {self.why_not}.")
-        if how := self.independence:
+            notes.append(f"Nothing is proved about training records: {self.unproved_reason}.")
+        if how := self.record_independence:
             notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
         notes += self._own_code
         if self.claim is not None:
-            notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
-        notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.measured]
-        if self.audited_run is not None:
-            notes.append(f"Audited run: {self.audited_run}.")
-        notes += [f"Audited ({audited.kind}): {audited.line}." for audited in self.audits]
-        return card(
+            notes.append(f"Claimed by the paper, not the guarantee: {self.claim.summary_line}.")
+        notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.reported_values]
+        if self.canary_notice is not None:
+            notes.append(f"Audited run: {self.canary_notice}.")
+        notes += [f"Audited ({audited.kind}): {audited.summary_line}." for audited in self.audits]
+        return build_card(
             plan,
             self.ledger if self.search is None else None,
-            private=not self.fixed_key and math.isfinite(self.guarantee.epsilon),
-            unit=self.recipe.data.unit,
+            private=not self.has_fixed_key and math.isfinite(self.guarantee.epsilon),
+            unit=self.recipe.data.privacy_unit,
             group_size=self.recipe.privacy.group_size,
-            data_set=self.data_set,
-            assumptions=self.assumed,
+            data_set=self.data_set_guarantee,
+            assumptions=self.assumptions,
             notes=notes,
             extra={
                 "training data": (
                     UNKNOWN_DATA if self.plan.trained_elsewhere else self.recipe.data.name
                 ),
-                "model": self.recipe.model.title,
-                **({"model hash": self.trained["model"]} if "model" in self.trained else {}),
+                "model": self.recipe.model.display_name,
+                **(
+                    {"model hash": self.training_summary["model"]}
+                    if "model" in self.training_summary
+                    else {}
+                ),
                 "method": self.recipe.method.name,
-                **self.parts,
-                **self._frozen,
+                **self.training_data_by_part,
+                **self._frozen_parameters,
                 "dpdist": __version__,
                 **searched,
             },
@@ -442,62 +467,77 @@ class Facts:
         shares = kind == "labels"
         return {
             name: "not finite" if value is None
-            else f"{percent(value)} %" if shares else f"{value:.4g}"
+            else f"{format_percent(value)} %" if shares else f"{value:.4g}"
             for name, value in found.items()
         }  # fmt: skip
 
     @property
-    def next_tokens(self) -> int | None:
+    def next_token_count(self) -> int | None:
         """Return the number of next tokens that the evaluation asked for; None for labels."""
         return (self.evaluation or {}).get("next_tokens")
 
     @property
-    def asked(self) -> str:
+    def evaluation_scope(self) -> str:
         """Return the subject of the evaluation; the bracket is left open."""
         about = self.evaluation or {}
         inputs = f"{about['inputs']:,} ({about['data']}"
         return (
-            inputs if self.next_tokens is None else f"{self.next_tokens:,} next tokens of {inputs}"
+            inputs
+            if self.next_token_count is None
+            else f"{self.next_token_count:,} next tokens of {inputs}"
         )
 
     def summary(self) -> list[tuple[str, str]]:
         """Return name and value of each line that a run prints at its end."""
-        rows = [("privacy", self.privacy_line)]
+        rows = [("privacy", self.privacy_statement)]
         if self.claim is not None:
-            rows.append(("claimed, not proved", self.claim.line))
-        rows += self.measured
+            rows.append(("claimed, not proved", self.claim.summary_line))
+        rows += self.reported_values
         if self.search is not None:
             rows.append(("private search", str(self.search)))
             chosen = self.recipe.model_dump(mode="json")
-            found = [f"{field} {_shown(chosen, field)}" for field in self.search.fields]
+            found = [f"{field} {_format_field(chosen, field)}" for field in self.search.fields]
             rows.append(("chosen", ", ".join(found)))
-        for title, other in (("privacy of a group", self.group), ("data set", self.data_set)):
+        for title, other in (
+            ("privacy of a group", self.group_guarantee),
+            ("data set", self.data_set_guarantee),
+        ):
             if other is not None:
                 rows.append((title, f"epsilon = {format_epsilon(other.epsilon)} ({other.source})"))
-        if self.budget_lost:
-            rows.append(("data set", self.budget_lost))
-        took = "" if self.times_hidden else f", {self.trained['seconds']:.0f} s"
-        if self.audited_run is not None:
-            rows.append(("audited run", self.audited_run))
-        rows.append(("training", self.recipe.method.words(self.plan) + took))
-        rows += self.parts.items()
-        if self.trained["fallback_layers"]:
-            rows.append(("layers without a rule", ", ".join(self.trained["fallback_layers"])))
+        if self.budget_problem:
+            rows.append(("data set", self.budget_problem))
+        took = "" if self.is_duration_secret else f", {self.training_summary['seconds']:.0f} s"
+        if self.canary_notice is not None:
+            rows.append(("audited run", self.canary_notice))
+        rows.append(("training", self.recipe.method.describe(self.plan) + took))
+        rows += self.training_data_by_part.items()
+        if self.training_summary["fallback_layers"]:
+            rows.append(
+                ("layers without a rule", ", ".join(self.training_summary["fallback_layers"]))
+            )
         if self.evaluation is not None:
             draws = self.evaluation.get("noise_draws")
             how = f", mean scores of {draws} draws of its noise" if draws else ""
             if self.accuracy is not None:
-                said = f"{percent(self.accuracy)} % of {self.asked}{how})"
+                said = f"{format_percent(self.accuracy)} % of {self.evaluation_scope}{how})"
                 rows.append(("clean accuracy", said))
-            rows += [(name, f"{said} on {self.asked})") for name, said in self.measures.items()]
-            if self.next_tokens is not None:
-                rows.append(("perplexity", f"{self.evaluation['perplexity']:.2f} of {self.asked})"))
+            rows += [
+                (name, f"{said} on {self.evaluation_scope})")
+                for name, said in self.measures.items()
+            ]
+            if self.next_token_count is not None:
+                rows.append(
+                    (
+                        "perplexity",
+                        f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope})",
+                    )
+                )
         for table in self.tables:
-            rows += [_certified_row(table), statistics.line(table)]
+            rows += [_certified_row(table), statistics.population_summary_row(table)]
         for kind, found in self.evaluations.items():
-            rows += kind.lines(found)
-        if self.folder.report.exists():
-            rows.append(("report", str(self.folder.report)))
+            rows += kind.summary_rows(found)
+        if self.folder.report_file.exists():
+            rows.append(("report", str(self.folder.report_file)))
         return rows
 
     def __repr__(self) -> str:
@@ -520,8 +560,8 @@ class Facts:
 
 def _certified_row(table: CertificateTable) -> tuple[str, str]:
     at = ", ".join(
-        f"{percent(table.certified_accuracy(radius))} % at {exact(radius)}"
-        for radius in table.shown_radii
+        f"{format_percent(table.certified_accuracy(radius))} % at {format_exact(radius)}"
+        for radius in table.reported_radii
     )
     about = f"{table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each"
     return f"certified, {table.title}", f"{at} ({about})"
@@ -552,30 +592,30 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     trained, search = folder.require_trained(), read_search(folder)
     recipe = folder.read_recipe()
     if search is None:  # a search keeps its durations secret
-        check_shape(trained, str(folder.trained), {"seconds": float})
-    if recipe.method.withheld is None:
-        check_shape(trained, str(folder.trained), {"model": str})
-    by_run = read_released(folder)
+        check_shape(trained, str(folder.training_summary), {"seconds": float})
+    if recipe.method.not_releasable_reason is None:
+        check_shape(trained, str(folder.training_summary), {"model": str})
+    by_run = read_verified_ledger(folder)
     plan, ledger = by_run.plan, by_run.ledger
-    _check_trained_by(folder, ledger)
+    _check_identities(folder, ledger)
     evaluation = None
     if folder.evaluation.exists():
         evaluation = _read_evaluation(folder.evaluation, recipe.data.targets)
-    whole = dataclasses.replace(plan, phases=ledger.phases(plan))
+    whole = dataclasses.replace(plan, phases=ledger.released_phases(plan))
     if search is not None:
-        whole = released(search, plan, ledger)
+        whole = plan_with_superseded_releases(search, plan, ledger)
     refuse_decisions(folder)
     tables = [table_reader.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
     public = [kind for kind in registry.EVALUATIONS if not kind.private]
-    evaluations = {kind: kind.results(folder) for kind in public}
+    evaluations = {kind: kind.read_all(folder) for kind in public}
     found = [each for some in evaluations.values() for each in some if hasattr(each, "model")]
     if evaluation is not None:
-        _check_models(trained, [(folder.evaluation, evaluation.get("model"))])
-    _check_models(trained, [(t.path, t.about.get("model")) for t in tables])
-    _check_models(trained, [(each.path, each.model) for each in found])
+        _check_same_model(trained, [(folder.evaluation, evaluation.get("model"))])
+    _check_same_model(trained, [(t.path, t.job_record.get("model")) for t in tables])
+    _check_same_model(trained, [(each.path, each.model) for each in found])
     guarantee = ledger.guarantee(plan) if search is None else whole.guarantee()
     checks = evaluations[CheckSettings]
-    _check_models(trained, [(each["path"], each["model"]) for each in checks])
+    _check_same_model(trained, [(each["path"], each["model"]) for each in checks])
     return Facts(
         folder=folder,
         recipe=recipe,
@@ -583,20 +623,20 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         guarantee=guarantee,
         ledger=ledger,
         search=search,
-        group=_group_guarantee(recipe, whole),
-        data_set=_data_set_guarantee(recipe, plan, folder, search),
-        trained=trained,
+        group_guarantee=_group_guarantee(recipe, whole),
+        data_set_guarantee=_data_set_guarantee(recipe, plan, folder, search),
+        training_summary=trained,
         evaluation=evaluation,
         tables=tables,
         evaluations=evaluations,
     )
 
 
-def _check_trained_by(folder: RunFolder, ledger: Ledger) -> None:
+def _check_identities(folder: RunFolder, ledger: Ledger) -> None:
     """Raise UserError where the recipe or search was exchanged since the model was trained."""
     last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
-    folder.check_trained_by(last.get(BEGUN_WITH))
-    folder.check_searched_by(last.get(SEARCHED_BY))
+    folder.check_recipe_identity(last.get(RECIPE_IDENTITY))
+    folder.check_search_identity(last.get(SEARCH_IDENTITY))
 
 
 def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
@@ -604,12 +644,12 @@ def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
         return _read_measures(path, targets)
     found = read_json(path, _EVALUATION)
     pairs = found.get("by_class", [])
-    sound = 1 <= found["inputs"] <= MOST_INPUTS and 0 <= found["accuracy"] <= 1
+    sound = 1 <= found["inputs"] <= MAX_INPUTS and 0 <= found["accuracy"] <= 1
     if "next_tokens" in found:
         check_shape(found, str(path), {"next_tokens": int, "perplexity": float})
     asked = max(1, found.get("next_tokens", found["inputs"]))
     sound &= found["accuracy"] == found["correct"] / asked
-    if not sound or not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+    if not sound or not isinstance(pairs, list) or not all(map(_is_class_count, pairs)):
         raise UserError(f"{path}: damaged: its accuracy is not that of its inputs and classes")
     return found
 
@@ -617,7 +657,7 @@ def _read_evaluation(path: Path, targets: str) -> dict[str, Any]:
 def _read_measures(path: Path, targets: str) -> dict[str, Any]:
     found = read_json(path, _MEASURED)
     values = found["measures"]
-    sound = sorted(values) == sorted(MEASURES[targets]) and 1 <= found["inputs"] <= MOST_INPUTS
+    sound = sorted(values) == sorted(MEASURES[targets]) and 1 <= found["inputs"] <= MAX_INPUTS
     most = 1.0 if targets == "labels" else math.inf
     for value in values.values() if sound else ():
         sound &= value is None or (isinstance(value, float | int) and 0 <= value <= most)
@@ -626,16 +666,16 @@ def _read_measures(path: Path, targets: str) -> dict[str, Any]:
     return found
 
 
-def _is_pair(value: Any) -> bool:
+def _is_class_count(value: Any) -> bool:
     """Return whether the value is a number of inputs and the number of right answers."""
     whole = isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
-    return whole and 0 <= value[1] <= value[0] <= MOST_INPUTS
+    return whole and 0 <= value[1] <= value[0] <= MAX_INPUTS
 
 
-def _check_models(trained: dict[str, Any], found: list[tuple[Path, str | None]]) -> None:
+def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | None]]) -> None:
     """Raise UserError for results of another model than the run's; None where it never leaves."""
     own = trained.get("model")
-    for path, model in found:
+    for path, model in results:
         if model != own:
             alone = (path.parent / "run.json").exists()
             raise UserError(
@@ -644,7 +684,7 @@ def _check_models(trained: dict[str, Any], found: list[tuple[Path, str | None]])
             )
 
 
-def _shown(recipe: dict[str, Any], field: str) -> str:
+def _format_field(recipe: dict[str, Any], field: str) -> str:
     """Return a field's value in few digits."""
     value: Any = recipe
     for part in field.split("."):
@@ -652,11 +692,11 @@ def _shown(recipe: dict[str, Any], field: str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _group_guarantee(recipe: Recipe, whole: PrivacyPlan) -> Guarantee | None:
+def _group_guarantee(recipe: Recipe, plan: PrivacyPlan) -> Guarantee | None:
     size = recipe.privacy.group_size
     if size == 1:
         return None
-    return group_guarantee(whole, size)
+    return group_guarantee(plan, size)
 
 
 def _data_set_guarantee(
@@ -665,13 +705,13 @@ def _data_set_guarantee(
     """Return the guarantee of all recorded runs on the data set, this one included, or None."""
     if recipe.privacy.budget is None:
         return None
-    run = run_id(key_id(folder.read_key()), plan)
+    run = charge_id(key_id(folder.read_run_key()), plan)
     if search is not None:
-        run = search.charge
+        run = search.charge_id
     try:
         totals = [
             budget.guarantee(plan.delta, plan.neighbours)
-            for budget in budgets_in(recipe.privacy.budget)
+            for budget in read_budgets(recipe.privacy.budget)
             if any(charge.run == run for charge in budget.charges)
         ]
     except ValueError as error:  # no theorem covers all that is on it

@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import shown
+from dpdist.core.files import quoted
 from dpdist.privacy import mechanisms
 
 matplotlib.use("Agg")
@@ -25,10 +25,10 @@ from matplotlib.figure import Figure
 
 _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
 
-Curves = Mapping[str, tuple[np.ndarray, np.ndarray]]
+RocCurves = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
-def noise_scales(delta: float, sensitivity: float, form: str) -> bytes:
+def plot_noise_scales(delta: float, sensitivity: float, file_format: str) -> bytes:
     """Noise of one release against epsilon, a line for each Gaussian mechanism (HGM, IJCAI 2019,
     Figure 1). form: png, pdf or svg."""
     epsilon = np.geomspace(0.05, 10, 200)
@@ -36,7 +36,7 @@ def noise_scales(delta: float, sensitivity: float, form: str) -> bytes:
     classical = mechanisms.classical_gaussian_formula(epsilon, delta, sensitivity)
     extended = mechanisms.extended_gaussian_scale(epsilon, delta, sensitivity)
     analytic = mechanisms.analytic_gaussian_scale(epsilon, delta, sensitivity)
-    figure, axes = _axes()
+    figure, axes = _make_axes()
     axes.plot(epsilon[proved], classical[proved], "C1", label="classical Gaussian")
     axes.plot(epsilon[~proved], classical[~proved], "C1:", label="its formula where unproved")
     axes.plot(epsilon, extended, "C0", label="extended / HGM")
@@ -44,13 +44,15 @@ def noise_scales(delta: float, sensitivity: float, form: str) -> bytes:
     axes.set(xscale="log", yscale="log", xlabel="epsilon", ylabel="noise standard deviation")
     axes.set_title(f"Noise for one release, delta {delta:g}")
     axes.legend()
-    return png(figure, form)
+    return render_figure(figure, file_format)
 
 
-def roc_curves(panels: Sequence[tuple[str, Curves, Curves]], form: str = "png") -> bytes:
+def plot_roc_curves(
+    panels: Sequence[tuple[str, RocCurves, RocCurves]], file_format: str = "png"
+) -> bytes:
     """ROC curves of membership attacks on logarithmic axes, a panel for each bank: its title, the
     curves and the ceilings (dashed) by name, as false and true positive rates."""
-    figure, found = axes_of(len(panels))
+    figure, found = make_panels(len(panels))
     for axes, (title, curves, ceilings) in zip(found, panels, strict=True):
         for (name, (false, true)), colour in zip(curves.items(), itertools.cycle(_COLOURS)):
             axes.plot(false, true, color=colour, linewidth=1.2, label=name)
@@ -60,39 +62,39 @@ def roc_curves(panels: Sequence[tuple[str, Curves, Curves]], form: str = "png") 
         axes.set(xscale="log", yscale="log", xlim=(1e-4, 1), ylim=(1e-4, 1.05), title=title)
         axes.set(xlabel="false positive rate", ylabel="true positive rate")
         axes.legend(frameon=False, fontsize=7, loc="lower right")
-    return png(figure, form)
+    return render_figure(figure, file_format)
 
 
-def _axes() -> tuple[Figure, Axes]:
+def _make_axes() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(6.4, 3.8), dpi=110, layout="constrained")
     axes = figure.subplots()
-    _house_style(axes)
+    _apply_style(axes)
     return figure, axes
 
 
-def axes_of(panels: int) -> tuple[Figure, list[Axes]]:
+def make_panels(panels: int) -> tuple[Figure, list[Axes]]:
     """A figure with that many panels beside one another, in the house style."""
     figure = Figure(figsize=(5.2 * panels, 4.2), dpi=110, layout="constrained")
     found = list(figure.subplots(1, panels, squeeze=False)[0])
     for axes in found:
-        _house_style(axes)
+        _apply_style(axes)
     return figure, found
 
 
-def _house_style(axes: Axes) -> None:
+def _apply_style(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-def png(figure: Figure, form: str = "png") -> bytes:
+def render_figure(figure: Figure, file_format: str = "png") -> bytes:
     """Return the picture as a file's bytes. Raises UserError for a SOURCE_DATE_EPOCH, which dates
     it, that is no number of seconds."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "0")
     if epoch and not re.fullmatch(r"[0-9]{1,11}", epoch):
         raise UserError(
-            f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {shown(epoch)}; unset it"
+            f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {quoted(epoch)}; unset it"
         )
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=form)
+    figure.savefig(buffer, format=file_format)
     return buffer.getvalue()

@@ -39,32 +39,45 @@ from dpdist.attacks.table import AttackTable, check_line
 from dpdist.certification import statistics
 from dpdist.certification.certificate import ABSTAIN, CertificateTable
 from dpdist.certification.noise import norm_name
-from dpdist.core.console import bound, exact, percent
+from dpdist.core.console import format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.files import NoSuchFile, read_json, write_atomic, write_json, write_together
+from dpdist.core.files import (
+    MissingFileError,
+    read_json,
+    write_atomic,
+    write_files_atomic,
+    write_json,
+)
 from dpdist.core.version import PACKAGE, __version__
 from dpdist.privacy.card import EVALUATION_UNPROTECTED
 from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA
 from dpdist.reports import compare
 from dpdist.reports.charts import (
-    Grid,
-    alone,
-    attacked_accuracy,
-    certified_accuracy,
-    grid,
-    privacy_spent,
-    style,
+    TextTable,
+    attack_outcome_table,
+    attacked_accuracy_chart,
+    certified_accuracy_chart,
+    epsilon_chart,
+    standalone_svg,
+    stylesheet,
 )
-from dpdist.reports.compare import NORMS, SIZES, attacked_grid, beside, certified_grid, privacy_grid
-from dpdist.reports.facts import Facts, described, read_facts
+from dpdist.reports.compare import (
+    NORMS,
+    SIZES,
+    attacked_accuracy_rows,
+    certified_accuracy_rows,
+    compare_with_baseline,
+    privacy_rows,
+)
+from dpdist.reports.facts import Facts, describe_search, read_facts
 from dpdist.reports.summary import (
-    clean_interval,
-    first_radius,
-    in_short,
-    interval,
+    accuracy_interval,
+    clean_accuracy_interval,
+    explain_numbers,
     main_table,
-    meanings,
+    make_verdict,
+    smallest_shown_radius,
 )
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
@@ -72,11 +85,13 @@ from dpdist.runs.recipe import Recipe
 # --- test images ------------------------------------------------------------------------------
 
 
-UNASKED = "test images of your own data may be sensitive; dpdist report RUN --images shows them"
-_EACH = 8  # images in a row of the page
+IMAGES_NOT_REQUESTED = (
+    "test images of your own data may be sensitive; dpdist report RUN --images shows them"
+)
+_IMAGES_PER_ROW = 8  # images in a row of the page
 
 
-class Images(Protocol):
+class ImageSource(Protocol):
     """The test split as pictures. fingerprint: of its inputs and labels, in order."""
 
     @property
@@ -87,7 +102,7 @@ class Images(Protocol):
 
 
 @dataclass(frozen=True)
-class Shown:
+class ImageExample:
     """One input: its picture, the name of its class, and what became of it."""
 
     index: int
@@ -97,42 +112,44 @@ class Shown:
     png: bytes
 
 
-def allowed(folder: RunFolder, asked: bool | None, built_in: bool) -> bool:
+def are_images_allowed(folder: RunFolder, requested: bool | None, built_in: bool) -> bool:
     """Whether this run's report shows test images: as asked now, or when it was asked last; never
     asked, only those of built-in data. What is asked is kept beside the report."""
-    kept = folder.report.parent / "shown.json"
-    if asked is not None:
-        write_json(kept, {"test_images": asked})
-        return asked
+    kept = folder.report_file.parent / "shown.json"
+    if requested is not None:
+        write_json(kept, {"test_images": requested})
+        return requested
     try:
         return bool(read_json(kept, {"test_images": bool})["test_images"])
-    except NoSuchFile:
+    except MissingFileError:
         return built_in
 
 
-def picked(
-    tables: Sequence[CertificateTable], images: Images, names: Sequence[str]
-) -> list[tuple[str, list[Shown]]]:
+def select_images(
+    tables: Sequence[CertificateTable], images: ImageSource, names: Sequence[str]
+) -> list[tuple[str, list[ImageExample]]]:
     """Title and inputs of each row of images: from the first table that is of this data. names: of
     the classes."""
-    table = next((t for t in tables if t.about.get("data") == images.fingerprint), None)
+    table = next((t for t in tables if t.job_record.get("data") == images.fingerprint), None)
     if table is None:
         return []
-    right = np.flatnonzero(table.certified() > 0)
+    right = np.flatnonzero(table.size_if_correct() > 0)
     rising = right[np.argsort(table.radius[right], kind="stable")]
     wrong = np.flatnonzero(~table.correct & (table.prediction != ABSTAIN))
     firm = wrong[np.argsort(-table.radius[wrong], kind="stable")]
     rows = [
-        ("Right, and most easily changed", rising[:_EACH]),
-        ("Right, and hardest to change", rising[::-1][:_EACH]),
-        ("Wrong, the surest first", firm[:_EACH]),
-        ("Not answered", np.flatnonzero(table.prediction == ABSTAIN)[:_EACH]),
+        ("Right, and most easily changed", rising[:_IMAGES_PER_ROW]),
+        ("Right, and hardest to change", rising[::-1][:_IMAGES_PER_ROW]),
+        ("Wrong, the surest first", firm[:_IMAGES_PER_ROW]),
+        ("Not answered", np.flatnonzero(table.prediction == ABSTAIN)[:_IMAGES_PER_ROW]),
     ]
-    return [(title, [_shown(table, int(row), images, names) for row in found])
+    return [(title, [_image_example(table, int(row), images, names) for row in found])
             for title, found in rows]  # fmt: skip
 
 
-def _shown(table: CertificateTable, row: int, images: Images, names: Sequence[str]) -> Shown:
+def _image_example(
+    table: CertificateTable, row: int, images: ImageSource, names: Sequence[str]
+) -> ImageExample:
     index, label, answer = (
         int(column[row]) for column in (table.index, table.label, table.prediction)
     )
@@ -141,16 +158,16 @@ def _shown(table: CertificateTable, row: int, images: Images, names: Sequence[st
         return names[number] if number < len(names) else str(number)
 
     said = "no answer" if answer == ABSTAIN else f"answer {name(answer)}"
-    return Shown(index, name(label), said, float(table.radius[row]), images.png(index))
+    return ImageExample(index, name(label), said, float(table.radius[row]), images.png(index))
 
 
 # --- class by class ---------------------------------------------------------------------------
 
 
-_MOST_CLASS_ROWS = 100  # rows of the page
+_MAX_CLASS_ROWS = 100  # rows of the page
 
 
-def class_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
+def per_class_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
     """Header and rows: of each class its test inputs, those answered rightly with an interval, and
     of those certified the shares that are right and certified, wrong, not answered.
 
@@ -163,39 +180,39 @@ def class_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
     if plain:
         header += ["test inputs", "right, %", "95 % interval"]
     if table is not None:
-        at = exact(first_radius(table))
+        at = format_exact(smallest_shown_radius(table))
         header += [
             "with noise: inputs",
             f"right and certified at {at}, %",
             "wrong, %",
             "no answer, %",
         ]
-    if len(header) == 1 or count > _MOST_CLASS_ROWS:
+    if len(header) == 1 or count > _MAX_CLASS_ROWS:
         return [], []
     rows, names = [], facts.recipe.data.class_names
     for label in range(count):
         row = [names[label] if label < len(names) else str(label)]
         if plain:
             inputs, right = plain[label] if label < len(plain) else (0, 0)
-            row += [f"{inputs:,}", *_share(right, inputs)]
+            row += [f"{inputs:,}", *_share_cells(right, inputs)]
         if table is not None:
             here = table.label == label
             total = int(here.sum())
             answered = table.prediction[here]
-            held = int((table.certified()[here] >= first_radius(table)).sum())
+            held = int((table.size_if_correct()[here] >= smallest_shown_radius(table)).sum())
             wrong = int(((answered != label) & (answered != ABSTAIN)).sum())
             silent = int((answered == ABSTAIN).sum())
-            row += [f"{total:,}", *(_percent(part, total) for part in (held, wrong, silent))]
+            row += [f"{total:,}", *(_percent_of(part, total) for part in (held, wrong, silent))]
         rows.append(row)
     return header, rows
 
 
-def _share(hits: int, inputs: int) -> tuple[str, str]:
-    return (_percent(hits, inputs), interval(hits, inputs)) if inputs else ("", "")
+def _share_cells(hits: int, inputs: int) -> tuple[str, str]:
+    return (_percent_of(hits, inputs), accuracy_interval(hits, inputs)) if inputs else ("", "")
 
 
-def _percent(part: int, whole: int) -> str:
-    return percent(part / whole, 1) if whole else ""
+def _percent_of(part: int, whole: int) -> str:
+    return format_percent(part / whole, 1) if whole else ""
 
 
 # --- origin of a report -----------------------------------------------------------------------
@@ -204,16 +221,18 @@ def _percent(part: int, whole: int) -> str:
 _LIBRARIES = ("torch", "ray", "dp-accounting", "numpy", "scipy")
 
 
-def origin(facts: Facts, card: dict[str, Any], written: date | None) -> list[tuple[str, str]]:
+def provenance_rows(
+    facts: Facts, card: dict[str, Any], report_date: date | None
+) -> list[tuple[str, str]]:
     """Name and value of all that is known and may be told. written: None where a date could tell
     how long something secret took."""
     begun = read_json(facts.folder.path / "run.json", {"dpdist": str})["dpdist"]
     rows = [
         ("report written", "not told: when a search ended, or how long a training took, is secret"
-         if written is None else f"{written.isoformat()} (UTC)"),
+         if report_date is None else f"{report_date.isoformat()} (UTC)"),
         ("run begun by", f"dpdist {begun}"),
     ]  # fmt: skip
-    rows += _training(facts)
+    rows += _training_rows(facts)
     rows.append(("page written by", f"dpdist {__version__}{_commit()}, {_software()}"))
     if facts.evaluation is not None:
         about = facts.evaluation
@@ -223,11 +242,13 @@ def origin(facts: Facts, card: dict[str, Any], written: date | None) -> list[tup
     rows.append(("training data", UNKNOWN_DATA if facts.plan.trained_elsewhere else known))
     if card["plan"]:
         rows.append(("privacy plan", f"fingerprint {card['plan']}"))
-    if "model" in facts.trained:
-        rows.append(("model", f"hash {facts.trained['model']}"))
+    if "model" in facts.training_summary:
+        rows.append(("model", f"hash {facts.training_summary['model']}"))
     for table in facts.tables:
-        if seed := table.about.get("seed"):
-            rows.append((f"seed of: {table.words}", f"{seed} (drawn after the model was fixed)"))
+        if seed := table.job_record.get("seed"):
+            rows.append(
+                (f"seed of: {table.description}", f"{seed} (drawn after the model was fixed)")
+            )
     rows.append(("run key", "secret, and never shown: with it the noise would be known"))
     return rows
 
@@ -253,7 +274,7 @@ def importing_command(recipe: Recipe) -> str:
     return shlex.join([*words, "--data", recipe.data.name])
 
 
-def _training(facts: Facts) -> list[tuple[str, str]]:
+def _training_rows(facts: Facts) -> list[tuple[str, str]]:
     attempts = facts.ledger.attempts
     if facts.search is not None or not attempts:
         return []  # on which machine the best trial ran is the search's
@@ -263,8 +284,8 @@ def _training(facts: Facts) -> list[tuple[str, str]]:
     several = "any number of workers" if workers == "any" else f"{workers} worker(s)"
     rows = [("training code", f"digest {identity['code']}"),
             ("hardware", f"{several}, {threads} thread(s) each, on {machines}")]  # fmt: skip
-    if not facts.times_hidden:
-        rows.append(("training took", f"{facts.trained['seconds']:.0f} s"))
+    if not facts.is_duration_secret:
+        rows.append(("training took", f"{facts.training_summary['seconds']:.0f} s"))
     return rows
 
 
@@ -299,9 +320,9 @@ _HEADINGS = re.compile(r'<h2 id="([^"]+)">(.*?)</h2>')
 
 def write_report(
     folder: RunFolder,
-    images: Images | str = UNASKED,
+    images: ImageSource | str = IMAGES_NOT_REQUESTED,
     *,
-    dated: bool = False,
+    reveal_date: bool = False,
 ) -> None:
     """Write report/index.html of a trained run, and its pictures as files of their own; where a
     baseline was named, also the page with its figures, which stays in private/.
@@ -310,77 +331,84 @@ def write_report(
     date may tell how long something secret took: whoever asks for the page chose the day.
     """
     facts = read_facts(folder)
-    curves = _curves(facts)
+    curves = _run_charts(facts)
     pictures: dict[str, str] = {}
     if curves["certified"] is not None:
-        pictures["certified_accuracy"] = alone(curves["certified"], _headline(facts))
+        pictures["certified_accuracy"] = standalone_svg(curves["certified"], _headline(facts))
     shown = dict(
         heading=folder.name,
         facts=facts,
         elsewhere=facts.plan.trained_elsewhere,
-        verdict=in_short(facts),
-        tiles=_tiles(facts),
-        meanings=meanings(facts),
-        by_class=dict(zip(("header", "rows"), class_table(facts), strict=True)),
+        verdict=make_verdict(facts),
+        tiles=_key_figures(facts),
+        meanings=explain_numbers(facts),
+        by_class=dict(zip(("header", "rows"), per_class_table(facts), strict=True)),
         curves=curves,
-        tables=[_table(table, folder) for table in facts.tables],
-        images=_images(facts, images),
-        attacks=_attacked(facts, pictures),
-        checks=_checked(facts),
-        three=_three(facts),
-        search=described(facts.search, folder, facts.guarantee),
-        limits=_limits(facts),
+        tables=[_certificate_section(table, folder) for table in facts.tables],
+        images=_image_section(facts, images),
+        attacks=_attack_sections(facts, pictures),
+        checks=_check_sections(facts),
+        three=_epsilon_rows(facts),
+        search=describe_search(facts.search, folder, facts.guarantee),
+        limits=_limitations(facts),
         command=reproducing_command(facts),
-        asked=folder.read_asked().to_yaml() if folder.asked.exists() else None,
+        asked=folder.read_search_recipe().to_yaml() if folder.search_recipe_file.exists() else None,
         summary=[row for row in facts.summary() if row[0] != "report"],
-        **_card(facts, None if facts.times_hidden and not dated else _today()),
+        **_privacy_section(
+            facts, None if facts.is_duration_secret and not reveal_date else _today()
+        ),
     )
-    page = render("page.html", baseline=None, **shown)
-    found = beside(facts)
-    private = None if found is None else render("page.html", baseline=found, **shown)
+    page = render_template("page.html", baseline=None, **shown)
+    found = compare_with_baseline(facts)
+    private = None if found is None else render_template("page.html", baseline=found, **shown)
     # Only now that nothing can be refused any more: the page and its pictures are of one report.
-    files = {folder.report: page}
-    files |= {folder.report.parent / f"{name}.svg": text for name, text in pictures.items()}
+    files = {folder.report_file: page}
+    files |= {folder.report_file.parent / f"{name}.svg": text for name, text in pictures.items()}
     if private is not None:
-        files[folder.beside_baseline] = private
-    write_together(files)
+        files[folder.baseline_report] = private
+    write_files_atomic(files)
     if private is None:
-        folder.beside_baseline.unlink(missing_ok=True)
+        folder.baseline_report.unlink(missing_ok=True)
 
 
-def _attacked(
-    facts: Facts, pictures: dict[str, str]
-) -> list[tuple[AttackTable, str, Grid, Path, str]]:
+def _attack_sections(
+    facts: Facts, charts: dict[str, str]
+) -> list[tuple[AttackTable, str, TextTable, Path, str]]:
     """Return of each attack its table, what was attacked and how, what became of the inputs, its
-    file and its picture, which is added to the `pictures` that become files of their own."""
+    file and its picture, which is added to the `charts` that become files of their own."""
     folder, found = facts.folder, []
     for number, table in enumerate(facts.attacks):
-        drawn = attacked_accuracy(table, facts.tables, f"attacked{number}")
-        pictures[f"attacked_{table.name}"] = alone(drawn, f"{folder.name}: {table.classifier}")
-        shown = grid(table, facts.tables, attrgetter("words"))
-        words = f"{norm_name(table.norm)}, {table.classifier}"
+        drawn = attacked_accuracy_chart(table, facts.tables, f"attacked{number}")
+        charts[f"attacked_{table.name}"] = standalone_svg(
+            drawn, f"{folder.name}: {table.description}"
+        )
+        shown = attack_outcome_table(table, facts.tables, attrgetter("description"))
+        words = f"{norm_name(table.norm)}, {table.description}"
         found.append((table, words, shown, table.path.relative_to(folder.path), drawn))
     return found
 
 
-def _checked(facts: Facts) -> list[tuple[dict[str, Any], str, str]]:
+def _check_sections(facts: Facts) -> list[tuple[dict[str, Any], str, str]]:
     """Of each check what it is of, in words, and what it came to."""
-    words = {table.name: table.words for table in facts.tables}
+    words = {table.name: table.description for table in facts.tables}
     return [
         (check, words.get(check["certificates"], check["certificates"]), check_line(check))
-        for check in facts.checks
+        for check in facts.certificate_checks
     ]
 
 
-def _card(facts: Facts, written: date | None) -> dict[str, Any]:
+def _privacy_section(facts: Facts, report_date: date | None) -> dict[str, Any]:
     """The privacy card, its rows, and where the page comes from."""
-    card = facts.card()
+    card = facts.privacy_card()
     return {
-        "card": card, "card_rows": _card_rows(facts, card), "origin": origin(facts, card, written)
+        "card": card, "card_rows": _card_rows(facts, card), "origin": provenance_rows(facts, card,
+            report_date)
     }  # fmt: skip
 
 
-def render(template: str, *, width: str = "62rem", script: bool = False, **shown: Any) -> str:
+def render_template(
+    template: str, *, width: str = "62rem", script: bool = False, **variables: Any
+) -> str:
     """A template of this folder; everything that is shown is escaped but for our own pictures.
 
     Raises jinja2.UndefinedError for what a template needs and was not given.
@@ -391,12 +419,13 @@ def render(template: str, *, width: str = "62rem", script: bool = False, **shown
     )
     environment.filters["base64"] = lambda raw: base64.b64encode(raw).decode()
     return environment.get_template(template).render(
-        version=__version__, style=Markup(style()), width=width, script=script, contents=_contents,
-        **shown,
+        version=__version__, style=Markup(stylesheet()), width=width, script=script,
+        contents=_table_of_contents,
+        **variables,
     )  # fmt: skip
 
 
-def _contents(body: str) -> list[tuple[str, Markup]]:
+def _table_of_contents(body: str) -> list[tuple[str, Markup]]:
     """Name and title of every section of a page, in order."""
     return [(name, Markup(title)) for name, title in _HEADINGS.findall(body)]
 
@@ -407,10 +436,10 @@ def _today() -> date:
     return datetime.now(UTC).date()
 
 
-def _curves(facts: Facts) -> dict[str, Any]:
+def _run_charts(facts: Facts) -> dict[str, Any]:
     """The charts of the whole run, None for one that there is nothing to draw of, and why."""
     clean = facts.accuracy
-    certified = certified_accuracy(facts.tables, clean) if facts.tables else None
+    certified = certified_accuracy_chart(facts.tables, clean) if facts.tables else None
     spent, why = None, "no steps were taken"
     if facts.search is not None:
         why = "the search is paid for as a whole, and its trials are not shown"
@@ -418,7 +447,7 @@ def _curves(facts: Facts) -> dict[str, Any]:
         curve = facts.plan.epsilon_curve()
         why = "nothing is proved at any step"
         if math.isfinite(curve[-1][1]) and curve[-1][1] > 0:
-            spent = privacy_spent(curve, facts.plan.delta)
+            spent = epsilon_chart(curve, facts.plan.delta)
     return {"certified": certified, "spent": spent, "why": why}
 
 
@@ -430,18 +459,18 @@ def _headline(facts: Facts) -> str:
     )
     if facts.plan.trained_elsewhere:
         private = NOT_TRAINED_HERE
-    elif facts.fixed_key or math.isinf(guarantee.epsilon):
+    elif facts.has_fixed_key or math.isinf(guarantee.epsilon):
         private = "not private"
     right = ""
     if facts.accuracy is not None:
-        right = f", {percent(facts.accuracy, 1)} % right"
+        right = f", {format_percent(facts.accuracy, 1)} % right"
     return f"{facts.folder.name}: {private}{right}"
 
 
-def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
+def _key_figures(facts: Facts) -> list[tuple[str, str, str]]:
     """The figures that a reader looks for first: name, value, and how sure it is."""
     guarantee = facts.guarantee
-    private = not facts.fixed_key and math.isfinite(guarantee.epsilon)
+    private = not facts.has_fixed_key and math.isfinite(guarantee.epsilon)
     found = [
         (
             "epsilon (proved)",
@@ -458,28 +487,31 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     about = facts.evaluation or {}
     found += [(n, v, f"on {about['inputs']:,} test inputs") for n, v in facts.measures.items()]
     if facts.accuracy is not None:
-        share = f"{percent(facts.accuracy, 1)} %"
-        sure = f"{clean_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure"
-        if facts.next_tokens is not None:
-            sure = f"of {facts.next_tokens:,} next tokens"
+        share = f"{format_percent(facts.accuracy, 1)} %"
+        sure = f"{clean_accuracy_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure"
+        if facts.next_token_count is not None:
+            sure = f"of {facts.next_token_count:,} next tokens"
             found.append(("perplexity", f"{about['perplexity']:.1f}", sure))
         found.append(("right", share, sure))
     table = main_table(facts)
     if table is not None:
-        radius = first_radius(table)
-        share = f"{percent(table.certified_accuracy(radius), 1)} %"
-        name = f"right and certified at {norm_name(table.norm)} {exact(radius)}"
-        sure, stated = "the inputs share one noise bank: nothing is said of others", _stated(table)
+        radius = smallest_shown_radius(table)
+        share = f"{format_percent(table.certified_accuracy(radius), 1)} %"
+        name = f"right and certified at {norm_name(table.norm)} {format_exact(radius)}"
+        sure, stated = (
+            "the inputs share one noise bank: nothing is said of others",
+            _population_bounds(table),
+        )
         if radius in stated:
-            low = percent(stated[radius].low)
+            low = format_percent(stated[radius].accuracy_lower_bound)
             sure = f"at least {low}\u00a0% of inputs like these, 95\u00a0% sure"
         found.append((name, share, sure))
     return found
 
 
-def _three(facts: Facts) -> list[list[str]]:
+def _epsilon_rows(facts: Facts) -> list[list[str]]:
     """What is claimed, proved and audited, as runs are compared by it."""
-    _, (_, _, claimed, proved, audited, said) = privacy_grid([facts])
+    _, (_, _, claimed, proved, audited, said) = privacy_rows([facts])
     stated = facts.claim is not None and facts.claim.claimed is not None
     paper = f"by the method's paper: {said}" if stated else "its paper claims none of its own"
     measured = "measured on the executed mechanism: a lower bound"
@@ -492,14 +524,18 @@ def _three(facts: Facts) -> list[list[str]]:
 
 def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
     if facts.plan.trained_elsewhere:
-        return [("privacy", facts.privacy_line), ("model", facts.recipe.method.words(facts.plan)),
+        return [("privacy", facts.privacy_statement), ("model",
+            facts.recipe.method.describe(facts.plan)),
                 ("notes", " ".join(card["notes"]))]  # fmt: skip
     superseded = card["superseded_releases"]
     deltas = card["epsilon_at_delta"]
     rows = [
-        ("guarantee", facts.privacy_line),
+        ("guarantee", facts.privacy_statement),
         ("unit", card["unit"]),
-        ("all runs on this data set", "" if facts.data_set is None else str(facts.data_set)),
+        (
+            "all runs on this data set",
+            "" if facts.data_set_guarantee is None else str(facts.data_set_guarantee),
+        ),
         ("mechanism", f"{'; '.join(card['mechanism'])}; clipping: {card['clip_norm']}"),
         (
             "epsilon at other deltas",
@@ -518,7 +554,7 @@ def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _limits(facts: Facts) -> list[str]:
+def _limitations(facts: Facts) -> list[str]:
     """What the page does not promise."""
     promised = [
         "Privacy is of single training records: what is true of the whole population may be "
@@ -545,68 +581,76 @@ def _limits(facts: Facts) -> list[str]:
         )
     else:
         found.append("Nothing is certified: a small change of an input may change the answer.")
-    if facts.recipe.method.withheld is not None:
-        found.append(f"No model may leave: {facts.recipe.method.withheld}")
-    if facts.audited_run is not None:
-        found.append(f"Audited run: {facts.audited_run}.")
+    if facts.recipe.method.not_releasable_reason is not None:
+        found.append(f"No model may leave: {facts.recipe.method.not_releasable_reason}")
+    if facts.canary_notice is not None:
+        found.append(f"Audited run: {facts.canary_notice}.")
     return found
 
 
-def _images(facts: Facts, images: Images | str) -> dict[str, Any]:
+def _image_section(facts: Facts, images: ImageSource | str) -> dict[str, Any]:
     if not facts.tables:
         return {"rows": [], "why": None}
     if isinstance(images, str):
         return {"rows": [], "why": images}
     return {
-        "rows": picked(facts.tables, images, facts.recipe.data.class_names),
+        "rows": select_images(facts.tables, images, facts.recipe.data.class_names),
         "why": "the certificates are of other data",
     }
 
 
-def _table(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
-    stated = _stated(table)
+def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
+    stated = _population_bounds(table)
     return {
-        "words": table.words,
+        "words": table.description,
         "mode": table.mode,
         "n0": table.n0,
         "n": table.n,
         "alpha": table.alpha,
         "norm": norm_name(table.norm),
         "inputs": len(table.index),
-        "abstained": percent(table.abstained),
-        "average_radius": bound(table.average_radius, 4),
+        "abstained": format_percent(table.abstention_rate),
+        "average_radius": format_bound(table.average_radius, 4),
         "rows": [
-            (exact(r), percent(table.certified_accuracy(r)), *_bounds(stated.get(r)))
-            for r in table.shown_radii
+            (
+                format_exact(r),
+                format_percent(table.certified_accuracy(r)),
+                *_format_bounds(stated.get(r)),
+            )
+            for r in table.reported_radii
         ],
         "file": table.path.relative_to(folder.path),
     }
 
 
-def _stated(table: CertificateTable) -> dict[float, statistics.OfPopulation]:
+def _population_bounds(table: CertificateTable) -> dict[float, statistics.PopulationBound]:
     """Of inputs like these, at every radius that is shown, all together; nothing where the inputs
     are no independent sample."""
-    if table.terms["noise_bank"]:
+    if table.comparison_key["noise_bank"]:
         return {}
     return {at.radius: at for at in statistics.population_bounds(table)}
 
 
-def _bounds(stated: statistics.OfPopulation | None) -> tuple[str, str]:
+def _format_bounds(bound_at_radius: statistics.PopulationBound | None) -> tuple[str, str]:
     """Right and robust, at least; not certifiable, at least: both in %, of the population."""
-    if stated is None:
+    if bound_at_radius is None:
         return "", ""
-    spared = "" if stated.certifiable is None else percent(1 - stated.certifiable)
-    return percent(stated.low), spared
+    spared = (
+        ""
+        if bound_at_radius.certifiable_upper_bound is None
+        else format_percent(1 - bound_at_radius.certifiable_upper_bound)
+    )
+    return format_percent(bound_at_radius.accuracy_lower_bound), spared
 
 
 # --- the page over all runs -------------------------------------------------------------------
 
 
-_PAIRS = 28  # of eight runs; more are for `dpdist compare`
+_MAX_PAIRS = 28  # of eight runs; more are for `dpdist compare`
 
 
 @dataclass(frozen=True)
-class Pair:
+class RunComparison:
     """The second run less the first. rows: of `differences.grid`, the header first; notes: what is
     not compared, and why."""
 
@@ -628,42 +672,52 @@ def write_overview(folder: Path) -> Path:
             runs.append(read_facts(RunFolder(place)))
         except UserError as error:
             left_out.append((place.name, str(error).splitlines()[0]))
-    grids = [(f"Certified accuracy, {NORMS[n]}, in %", certified_grid(runs, n, SIZES[n]), 1)
+    grids = [(f"Certified accuracy, {NORMS[n]}, in %", certified_accuracy_rows(runs, n, SIZES[n]),
+        1)
              for n in NORMS]  # fmt: skip
-    grids += [(f"Under attack, {NORMS[n]}, in %", attacked_grid(runs, n), 3) for n in NORMS]
+    grids += [
+        (f"Under attack, {NORMS[n]}, in %", attacked_accuracy_rows(runs, n), 3) for n in NORMS
+    ]
     page = folder / "index.html"
     write_atomic(
         page,
-        render(
+        render_template(
             "overview.html",
             heading=f"Runs in {folder.resolve().name}",
             width="78rem",
             script=True,
-            runs=[(facts, _link(facts), in_short(facts)) for facts in runs],
-            privacy=privacy_grid(runs),
+            runs=[(facts, _report_link(facts), make_verdict(facts)) for facts in runs],
+            privacy=privacy_rows(runs),
             grids=[grid for grid in grids if len(grid[1]) > 1],
-            pairs=_pairs(runs),
+            pairs=_run_comparisons(runs),
             left_out=left_out,
         ),
     )
     return page
 
 
-def _link(facts: Facts) -> str | None:
+def _report_link(facts: Facts) -> str | None:
     """Where the run's own report lies, from the page."""
-    return f"{quote(facts.folder.name)}/report/index.html" if facts.folder.report.exists() else None
+    return (
+        f"{quote(facts.folder.name)}/report/index.html"
+        if facts.folder.report_file.exists()
+        else None
+    )
 
 
-def _pairs(runs: Sequence[Facts]) -> list[Pair]:
+def _run_comparisons(runs: Sequence[Facts]) -> list[RunComparison]:
     """Each two runs, as `dpdist compare` compares them; of very many the first few."""
-    return [_pair(*two) for two in itertools.islice(itertools.combinations(runs, 2), _PAIRS)]
+    return [
+        _compare_two_runs(*two)
+        for two in itertools.islice(itertools.combinations(runs, 2), _MAX_PAIRS)
+    ]
 
 
-def _pair(first: Facts, second: Facts) -> Pair:
+def _compare_two_runs(first: Facts, second: Facts) -> RunComparison:
     names = (first.folder.name, second.folder.name)
     try:
-        rows, notes = compare.differences([first, second], SIZES)
+        rows, notes = compare.accuracy_differences([first, second], SIZES)
     except UserError as error:
-        return Pair(*names, notes=[f"{error}."])
-    found = compare.differences_grid(first.folder.name, rows) if rows else []
-    return Pair(*names, found, [*notes, *([] if rows else ["Nothing to compare."])])
+        return RunComparison(*names, notes=[f"{error}."])
+    found = compare.accuracy_difference_rows(first.folder.name, rows) if rows else []
+    return RunComparison(*names, found, [*notes, *([] if rows else ["Nothing to compare."])])

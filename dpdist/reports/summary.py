@@ -21,24 +21,24 @@ from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.noise import norm_name
 from dpdist.certification.statistics import ERROR, holm
 from dpdist.core.binomial import clopper_pearson_interval
-from dpdist.core.console import exact, percent
+from dpdist.core.console import format_exact, format_percent
 from dpdist.privacy.card import REFUTED
 from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
 from dpdist.privacy.phases import NOT_TRAINED_HERE
-from dpdist.reports.compare import differences, whole_curves
+from dpdist.reports.compare import accuracy_differences, curve_differences
 from dpdist.reports.facts import Facts
 
 # --- the summary ------------------------------------------------------------------------------
 
 
-Mood = Literal["good", "caution", "bad"]
-_MOODS: tuple[Mood, ...] = ("good", "caution", "bad")
+Severity = Literal["good", "caution", "bad"]
+_SEVERITIES: tuple[Severity, ...] = ("good", "caution", "bad")
 _WEAK = 10.0  # "How to DP-fy ML" (Ponomareva et al., JAIR 2023): up to 1 strong, to 10 reasonable
-_FACTOR = (
+_EPSILON_MEANING = (
     "how much one training record can change what is released, as a factor e^epsilon on any "
     "probability"
 )
-_MOVED = {
+_DISTANCE_MEANINGS = {
     "l1": "the sum of the changes of all its numbers",
     "l2": "the root of the sum of the squared changes of all its numbers",
     "linf": "the largest change of any one of its numbers",
@@ -46,39 +46,39 @@ _MOVED = {
 
 
 @dataclass(frozen=True)
-class InShort:
+class Verdict:
     """mood: good where nothing takes the promise back; bad where there is none, or one is false."""
 
-    mood: Mood
+    severity: Severity
     sentence: str
 
     @property
     def label(self) -> str:
         """The mood in words: colour alone tells nobody."""
         return {"good": "Verdict", "caution": "Verdict, with reservations", "bad": "Warning"}[
-            self.mood
+            self.severity
         ]
 
 
-def in_short(facts: Facts) -> InShort:
+def make_verdict(facts: Facts) -> Verdict:
     """One sentence on privacy, accuracy and certificates, worst news first."""
     clauses = [
-        *_broken(facts),
+        *_contradictions(facts),
         *_doubtful(facts),
-        *_privacy(facts),
-        *_useful(facts),
-        *_certified(facts),
+        *_privacy_clauses(facts),
+        *_accuracy_clauses(facts),
+        *_certificate_clauses(facts),
     ]
-    mood = max((mood for mood, _ in clauses), key=_MOODS.index)
+    mood = max((mood for mood, _ in clauses), key=_SEVERITIES.index)
     sentence = "; ".join(text for _, text in clauses)
-    return InShort(mood, f"{sentence[0].upper()}{sentence[1:]}.")
+    return Verdict(mood, f"{sentence[0].upper()}{sentence[1:]}.")
 
 
-def _broken(facts: Facts) -> list[tuple[Mood, str]]:
+def _contradictions(facts: Facts) -> list[tuple[Severity, str]]:
     """What contradicts something that is stated."""
-    found: list[tuple[Mood, str]] = []
+    found: list[tuple[Severity, str]] = []
     for audit in facts.audits:
-        if audit.bug:
+        if audit.exceeds_proved:
             measured = format_epsilon(audit.epsilon, lower_bound=True)
             found.append(
                 (
@@ -87,7 +87,7 @@ def _broken(facts: Facts) -> list[tuple[Mood, str]]:
                     f"{measured}), so do not rely on this epsilon until that is explained",
                 )
             )
-    for check in facts.checks:
+    for check in facts.certificate_checks:
         if not check["plausible"]:
             found.append(
                 ("bad", "an attack contradicts more certificates than chance allows: do not rely "
@@ -99,13 +99,13 @@ def _broken(facts: Facts) -> list[tuple[Mood, str]]:
 _HUGE_LOSS = 10  # times that of answering all classes alike
 
 
-def _doubtful(facts: Facts) -> list[tuple[Mood, str]]:
+def _doubtful(facts: Facts) -> list[tuple[Severity, str]]:
     """Results that are rather a mistake in units or data than a finding."""
-    found: list[tuple[Mood, str]] = [
+    found: list[tuple[Severity, str]] = [
         ("caution", text) for table in facts.tables for text in statistics.doubts(table)
     ]
     about = facts.evaluation
-    if about is None or facts.next_tokens is not None or "correct" not in about:
+    if about is None or facts.next_token_count is not None or "correct" not in about:
         return found
     counts = [each for each, _ in about.get("by_class", [])]
     commonest = max(counts, default=0) / max(1, sum(counts))
@@ -113,7 +113,7 @@ def _doubtful(facts: Facts) -> list[tuple[Mood, str]]:
     if counts and sure <= commonest:
         found.append(
             ("caution", "the model is not shown to be right more often than always saying the "
-             f"commonest class, {percent(commonest, 1)} %")
+             f"commonest class, {format_percent(commonest, 1)} %")
         )  # fmt: skip
     loss, classes = about.get("cross_entropy"), max(2, len(counts))
     if loss is not None and loss > _HUGE_LOSS * math.log(classes):
@@ -124,10 +124,10 @@ def _doubtful(facts: Facts) -> list[tuple[Mood, str]]:
     return found
 
 
-def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
-    guarantee, found = facts.guarantee, list[tuple[Mood, str]]()
+def _privacy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
+    guarantee, found = facts.guarantee, list[tuple[Severity, str]]()
     stated = f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)}"
-    if facts.fixed_key:
+    if facts.has_fixed_key:
         found.append(
             ("bad", "nothing is private: the run key was fixed, and who knows it knows the noise")
         )
@@ -136,19 +136,19 @@ def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
     elif math.isinf(guarantee.epsilon):
         found.append(
             ("bad", f"no privacy is proved for the training records: epsilon is infinite "
-             f"({facts.why_not})")
+             f"({facts.unproved_reason})")
         )  # fmt: skip
     else:
-        if_true = ", if what it assumes holds" if facts.assumed else ""
+        if_true = ", if what it assumes holds" if facts.assumptions else ""
         weak = guarantee.epsilon > _WEAK
         how = "hardly protected" if weak else "protected"
         found.append(
-            ("caution" if weak or facts.assumed else "good",
+            ("caution" if weak or facts.assumptions else "good",
              f"each training record is {how} with {stated}{if_true}")
         )  # fmt: skip
-    if facts.audited_run is not None:
+    if facts.canary_notice is not None:
         found.append(("caution", "canaries of an audit were trained on, so it is not for release"))
-    if facts.budget_lost:
+    if facts.budget_problem:
         found.append(("caution", "what all runs on these records cost together is unknown"))
     claim = facts.claim
     if claim is not None and claim.claimed is not None:
@@ -160,38 +160,39 @@ def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
     return found
 
 
-def _useful(facts: Facts) -> list[tuple[Mood, str]]:
+def _accuracy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
     if facts.evaluation is None:
         return [("caution", "how often the model is right was not measured")]
     inputs = facts.evaluation["inputs"]
     if facts.accuracy is None:
         said = ", ".join(f"{name} {value}" for name, value in facts.measures.items())
         return [("good", f"on {inputs:,} test inputs: {said}")]
-    share = percent(facts.accuracy, 1)
-    if facts.next_tokens is not None:
+    share = format_percent(facts.accuracy, 1)
+    if facts.next_token_count is not None:
         said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share} % right"
         return [
             (
                 "good",
-                f"of the {facts.next_tokens:,} next tokens of {inputs:,} test documents: {said}",
+                f"of the {facts.next_token_count:,} next tokens of {inputs:,} test documents: "
+                f"{said}",
             )
         ]
     return [("good", f"the model is right on {share} % of {inputs:,} test inputs")]
 
 
-def _certified(facts: Facts) -> list[tuple[Mood, str]]:
+def _certificate_clauses(facts: Facts) -> list[tuple[Severity, str]]:
     if not facts.tables:
         return [("good", "and nothing is certified about changed inputs")]
     table = main_table(facts)
     assert table is not None
-    radius = first_radius(table)
-    share = percent(table.certified_accuracy(radius), 1)
+    radius = smallest_shown_radius(table)
+    share = format_percent(table.certified_accuracy(radius), 1)
     norm = norm_name(table.norm)
     return [
         (
             "good",
             f"and, with its noise, right and certified not to change within {norm} distance "
-            f"{exact(radius)} on {share} % of {len(table.index):,}",
+            f"{format_exact(radius)} on {share} % of {len(table.index):,}",
         )
     ]
 
@@ -201,66 +202,78 @@ def main_table(facts: Facts) -> CertificateTable | None:
     return max(facts.tables, key=lambda table: len(table.index), default=None)
 
 
-def first_radius(table: CertificateTable) -> float:
+def smallest_shown_radius(table: CertificateTable) -> float:
     """The smallest radius above 0 that a report shows."""
-    return min((radius for radius in table.shown_radii if radius > 0), default=0.0)
+    return min((radius for radius in table.reported_radii if radius > 0), default=0.0)
 
 
-def interval(hits: int, inputs: int) -> str:
+def accuracy_interval(correct: int, inputs: int) -> str:
     """Of the share in all inputs of which these are an independent sample, in %, 95 %: rounded
     outwards."""
-    low, high = clopper_pearson_interval(hits, inputs, ERROR)
-    return f"{percent(float(low), 1)} to {percent(float(high), 1, up=True)}"
+    low, high = clopper_pearson_interval(correct, inputs, ERROR)
+    return f"{format_percent(float(low), 1)} to {format_percent(float(high), 1, round_up=True)}"
 
 
-def clean_interval(facts: Facts) -> str | None:
+def clean_accuracy_interval(facts: Facts) -> str | None:
     """Of the accuracy; None where there are many answers to an input, which are no independent
     sample."""
-    if facts.evaluation is None or facts.accuracy is None or facts.next_tokens is not None:
+    if facts.evaluation is None or facts.accuracy is None or facts.next_token_count is not None:
         return None
     inputs = facts.evaluation["inputs"]
-    return interval(round(inputs * facts.accuracy), inputs)
+    return accuracy_interval(round(inputs * facts.accuracy), inputs)
 
 
 # --- what the numbers mean ----------------------------------------------------------------------
 
 
-def meanings(facts: Facts) -> list[tuple[str, str]]:
+def explain_numbers(facts: Facts) -> list[tuple[str, str]]:
     """Name and line of epsilon, delta and radius, as they are in this run."""
-    found = [("epsilon", _epsilon(facts)), ("delta", _delta(facts))]
+    found = [("epsilon", _explain_epsilon(facts)), ("delta", _explain_delta(facts))]
     if facts.plan.trained_elsewhere:
-        found = [("epsilon", f"{_FACTOR}. None is known here: the model was {NOT_TRAINED_HERE}.")]
+        found = [
+            (
+                "epsilon",
+                f"{_EPSILON_MEANING}. None is known here: the model was {NOT_TRAINED_HERE}.",
+            )
+        ]
     norms = dict.fromkeys(table.norm for table in facts.tables)
-    found += [(f"radius ({norm_name(n)})", _radius(facts, n)) for n in norms if n in _MOVED]
+    found += [
+        (f"radius ({norm_name(n)})", _explain_radius(facts, n))
+        for n in norms
+        if n in _DISTANCE_MEANINGS
+    ]
     return found
 
 
-def _epsilon(facts: Facts) -> str:
+def _explain_epsilon(facts: Facts) -> str:
     guarantee = facts.guarantee
-    if facts.fixed_key or math.isinf(guarantee.epsilon):
-        return f"{_FACTOR}. Nothing bounds it here: the model may give single records away."
+    if facts.has_fixed_key or math.isinf(guarantee.epsilon):
+        return (
+            f"{_EPSILON_MEANING}. Nothing bounds it here: the model may give single records away."
+        )
     question = "whether a record was in the training"
     if guarantee.neighbours == "replace-one":
         question = "which of two records was in the training"
     elif guarantee.size_public:
         question += ", or blanked out,"
     return (
-        f"{_FACTOR}. Whoever knows all other records, sees the model and must tell at even odds "
-        f"{question} is right with probability at most {right_at_most(guarantee)} %."
+        f"{_EPSILON_MEANING}. Whoever knows all other records, sees the model and must tell at "
+        f"even odds {question} is right with probability at most "
+        f"{max_correct_guess_percent(guarantee)} %."
     )
 
 
-def right_at_most(guarantee: Guarantee) -> str:
+def max_correct_guess_percent(guarantee: Guarantee) -> str:
     """In %, rounded up: of a guess at even odds between two neighbouring data sets.
 
     Errors of both kinds sum to at least 2 (1 - delta) / (1 + e^epsilon) (Kairouz, Oh and Viswanath,
     ICML 2015, Theorem 2.1).
     """
     missed = (1 - guarantee.delta) * math.exp(-float(np.logaddexp(0.0, guarantee.epsilon)))
-    return percent(1 - missed, up=True)
+    return format_percent(1 - missed, round_up=True)
 
 
-def _delta(facts: Facts) -> str:
+def _explain_delta(facts: Facts) -> str:
     return (
         f"the probability, {format_delta(facts.guarantee.delta)}, that is left out of what epsilon "
         f"says. It should be far below one in the number of records (here {facts.plan.records:,}"
@@ -268,53 +281,58 @@ def _delta(facts: Facts) -> str:
     )
 
 
-def _radius(facts: Facts, norm: str) -> str:
+def _explain_radius(facts: Facts, norm: str) -> str:
     shape = facts.input_shape
     numbers = math.prod(shape)
     unit = " Pixels count from 0 (black) to 1 (white)." if len(shape) == 3 else ""
     spread = {"l1": 1 / numbers, "l2": 1 / math.sqrt(numbers), "linf": 1.0}[norm]
     return (
         f"how far an input may be moved, whoever moves it, before the certified answer can change: "
-        f"{_MOVED[norm]}.{unit} Radius 1 is {spread:.2g} on each of its {numbers:,} numbers."
+        f"{_DISTANCE_MEANINGS[norm]}.{unit} Radius 1 is {spread:.2g} on each of its {numbers:,} "
+        "numbers."
     )
 
 
 # --- JSON -------------------------------------------------------------------------------------
 
 
-_EVALUATED = (
+_EVALUATION_KEYS = (
     "data", "inputs", "correct", "accuracy", "cross_entropy", "measures", "noise_draws",
 )  # fmt: skip
-_OF_NEXT = ("next_tokens", "perplexity")
+_NEXT_TOKEN_KEYS = ("next_tokens", "perplexity")
 
 
-def published(facts: Facts) -> dict[str, Any]:
+def run_as_json(facts: Facts) -> dict[str, Any]:
     """A run: its privacy card, accuracy on test data, certificates and what else was measured."""
     found = facts.evaluation
-    names = _EVALUATED if facts.next_tokens is None else (*_EVALUATED, *_OF_NEXT)
+    names = (
+        _EVALUATION_KEYS
+        if facts.next_token_count is None
+        else (*_EVALUATION_KEYS, *_NEXT_TOKEN_KEYS)
+    )
     return {
         "run": facts.folder.name,
         "folder": str(facts.folder.path),
         "method": facts.recipe.method.name,
-        "privacy_card": facts.card(),
+        "privacy_card": facts.privacy_card(),
         "evaluation": found and {name: found[name] for name in names if name in found},
-        "certificates": [certified(table) for table in facts.tables],
+        "certificates": [table_as_json(table) for table in facts.tables],
         "measured": [
             {"kind": kind.name, "name": name, "value": value}
             for kind, results in facts.evaluations.items()
-            for name, value in kind.lines(results)
+            for name, value in kind.summary_rows(results)
         ],
-        "report": str(facts.folder.report) if facts.folder.report.exists() else None,
+        "report": str(facts.folder.report_file) if facts.folder.report_file.exists() else None,
     }
 
 
-def certified(table: CertificateTable) -> dict[str, Any]:
+def table_as_json(table: CertificateTable) -> dict[str, Any]:
     """Return what is printed of a table of certificates, as JSON.
 
     At each radius the share of its inputs that are right and certified, and what that says at least
     of the population (all radii together).
     """
-    bank = bool(table.terms["noise_bank"])  # its inputs are then no independent sample
+    bank = bool(table.comparison_key["noise_bank"])  # its inputs are then no independent sample
     return {
         "name": table.name,
         "title": table.title,
@@ -324,46 +342,49 @@ def certified(table: CertificateTable) -> dict[str, Any]:
         "mode": table.mode,
         "alpha": table.alpha,
         "inputs": len(table.index),
-        "abstained": table.abstained,
+        "abstained": table.abstention_rate,
         "average_radius": table.average_radius,
         "certified": [
             {"radius": radius, "accuracy": table.certified_accuracy(radius)}
-            for radius in table.shown_radii
+            for radius in table.reported_radii
         ],
         "population": []
         if bank
         else [
-            {"radius": each.radius, "at_least": each.low}
+            {"radius": each.radius, "at_least": each.accuracy_lower_bound}
             for each in statistics.population_bounds(table)
         ],
     }
 
 
-def compared(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def comparison_as_json(
+    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
     """Several runs, and each later one less the first on the same inputs. Raises as
-    `dpdist.reports.compare.differences`."""
-    rows, notes = differences(runs, sizes)
-    corrected = holm([row.found.p_value for row in rows])
+    `dpdist.reports.compare.accuracy_differences`."""
+    rows, notes = accuracy_differences(runs, sizes)
+    corrected = holm([row.comparison.p_value for row in rows])
     first = runs[0].folder.name
     return {
-        "runs": [published(facts) for facts in runs],
+        "runs": [run_as_json(facts) for facts in runs],
         "differences": [
             {
-                "run": row.run, "less": first, "what": row.what,
+                "run": row.run, "less": first, "what": row.quantity,
                 "size": float(row.size) if row.size else None,
-                **dataclasses.asdict(row.found), "difference": row.found.difference, "p_holm": p,
+                **dataclasses.asdict(row.comparison), "difference": row.comparison.difference,
+                "p_holm": p,
             }
             for row, p in zip(rows, corrected, strict=True)
         ],
         "whole_curves": [
             {
-                "run": two.run, "less": first, "what": two.what,
+                "run": two.run, "less": first, "what": two.certificate,
                 "sizes": found.knots.tolist(),
                 "low": found.low.tolist(), "high": found.high.tolist(),
-                "better": [list(stretch) for stretch in found.ahead],
-                "worse": [list(stretch) for stretch in found.behind],
+                "better": [list(stretch) for stretch in found.better_ranges],
+                "worse": [list(stretch) for stretch in found.worse_ranges],
             }
-            for two, found in whole_curves(runs, sizes)
+            for two, found in curve_differences(runs, sizes)
         ],
         "notes": notes,
     }  # fmt: skip

@@ -15,26 +15,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dpdist.core import console
-from dpdist.core.console import exact
+from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MEASURES
-from dpdist.core.optional_imports import library
+from dpdist.core.optional_imports import import_extra
 
 if TYPE_CHECKING:
     from dpdist.reports.facts import Facts
     from dpdist.runs.folder import RunFolder
 
 _MEASURED = [name.replace(" ", "_") for names in MEASURES.values() for name in names]
-_PUBLISHED = re.compile(
+_PUBLISHABLE_NAME = re.compile(
     rf"privacy/(epsilon|delta)|test/(accuracy|cross_entropy|{'|'.join(_MEASURED)})"
     r"|certified/[^/]+/[^/]+"
 )
 
 
-class Backend(Protocol):
+class TrackerBackend(Protocol):
     """The part of a tracking library that is used."""
 
-    def scalar(self, name: str, value: float, step: int) -> None:
+    def log_scalar(self, name: str, value: float, step: int) -> None:
         """Write one figure."""
 
     def close(self) -> None:
@@ -44,35 +44,35 @@ class Backend(Protocol):
 class Tracker:
     """The one way to a backend."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: TrackerBackend) -> None:
         self._backend = backend
 
     def log(self, name: str, value: float, step: int) -> None:
         """Write a figure. Raises UserError for one that may not be published. One that is not
         finite is left out, since not all backends can hold it."""
-        if not _PUBLISHED.fullmatch(name):
+        if not _PUBLISHABLE_NAME.fullmatch(name):
             raise UserError(
                 f"{name}: must be a score on named test data (test/accuracy, test/cross_entropy), "
                 "certified/TABLE/RADIUS, privacy/epsilon or privacy/delta: a tracker receives what "
                 "may be published, and whatever else a training measures is private"
             )
         if math.isfinite(value):
-            self._backend.scalar(name, float(value), int(step))
+            self._backend.log_scalar(name, float(value), int(step))
 
     def log_run(self, facts: Facts) -> None:
         """Everything of a finished run that may be published."""
-        for name, value, step in figures(facts):
+        for name, value, step in iter_metrics(facts):
             self.log(name, value, step)
         self._backend.close()
 
 
-def figures(facts: Facts) -> Iterator[tuple[str, float, int]]:
+def iter_metrics(facts: Facts) -> Iterator[tuple[str, float, int]]:
     """Name, value and step. Of a run that a search chose, epsilon is that of the whole search."""
     steps, proved = facts.plan.steps, facts.guarantee
-    if facts.search is None and not facts.fixed_key and math.isfinite(proved.epsilon):
+    if facts.search is None and not facts.has_fixed_key and math.isfinite(proved.epsilon):
         for step, epsilon in facts.plan.epsilon_curve()[:-1]:
             yield "privacy/epsilon", epsilon, step
-    if not facts.fixed_key:
+    if not facts.has_fixed_key:
         yield "privacy/epsilon", proved.epsilon, steps
         yield "privacy/delta", proved.delta, steps
     for name in ("accuracy", "cross_entropy"):
@@ -83,79 +83,79 @@ def figures(facts: Facts) -> Iterator[tuple[str, float, int]]:
         if value is not None:
             yield f"test/{name.replace(' ', '_')}", value, steps
     for table in facts.tables:
-        for radius in table.shown_radii:
+        for radius in table.reported_radii:
             accuracy = table.certified_accuracy(radius)
-            yield f"certified/{table.name}/radius_{exact(radius)}", accuracy, steps
+            yield f"certified/{table.name}/radius_{format_exact(radius)}", accuracy, steps
 
 
-class TensorBoard:
+class TensorBoardBackend:
     """Event files in the folder PLACE/RUN."""
 
-    def __init__(self, library: Any, place: str, run: str) -> None:
-        self._writer = library.SummaryWriter(f"{place}/{run}")
+    def __init__(self, module: Any, location: str, run: str) -> None:
+        self._writer = module.SummaryWriter(f"{location}/{run}")
 
-    def scalar(self, name: str, value: float, step: int) -> None:
+    def log_scalar(self, name: str, value: float, step: int) -> None:
         self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
 
 
-class MLflow:
+class MLflowBackend:
     """A run of that name on the tracking server, or in the folder, PLACE."""
 
-    def __init__(self, library: Any, place: str, run: str) -> None:
-        self._library = library
-        library.set_tracking_uri(place)
-        library.start_run(run_name=run)
+    def __init__(self, module: Any, location: str, run: str) -> None:
+        self._module = module
+        module.set_tracking_uri(location)
+        module.start_run(run_name=run)
 
-    def scalar(self, name: str, value: float, step: int) -> None:
-        self._library.log_metric(name, value, step=step)
+    def log_scalar(self, name: str, value: float, step: int) -> None:
+        self._module.log_metric(name, value, step=step)
 
     def close(self) -> None:
-        self._library.end_run()
+        self._module.end_run()
 
 
 # Kind, which is the name of the extra too -> its library, and what writes with it.
-BACKENDS: Mapping[str, tuple[str, Callable[[Any, str, str], Backend]]] = {
-    "tensorboard": ("tensorboardX", TensorBoard),
-    "mlflow": ("mlflow", MLflow),
+BACKENDS: Mapping[str, tuple[str, Callable[[Any, str, str], TrackerBackend]]] = {
+    "tensorboard": ("tensorboardX", TensorBoardBackend),
+    "mlflow": ("mlflow", MLflowBackend),
 }
 
 
-def check_address(address: str) -> Any:
+def check_tracker_address(address: str) -> Any:
     """The library for KIND:PLACE, such as tensorboard:logs. Raises UserError for another kind, and
     where it is not installed."""
     kind, _, place = address.partition(":")
     if kind not in BACKENDS or not place:
         kinds = " or ".join(f"{name}:PLACE" for name in BACKENDS)
         raise UserError(f"--log: must be {kinds}, got {address!r}")
-    return library(BACKENDS[kind][0], kind, "--log")
+    return import_extra(BACKENDS[kind][0], kind, "--log")
 
 
-def tracker(address: str, run: str) -> Tracker:
-    """Return the writer of a run's figures at the address. Raises as `check_address`."""
-    library, (kind, _, place) = check_address(address), address.partition(":")
+def open_tracker(address: str, run: str) -> Tracker:
+    """Return the writer of a run's figures at the address. Raises as `check_tracker_address`."""
+    library, (kind, _, place) = check_tracker_address(address), address.partition(":")
     return Tracker(BACKENDS[kind][1](library, place, run))
 
 
-def track(folder: RunFolder, addresses: Sequence[str], *, dated: bool = True) -> None:
+def track_run(folder: RunFolder, addresses: Sequence[str], *, reveal_date: bool = True) -> None:
     """Give everything of a finished run that may be published to each of the addresses.
 
     dated: even where a date may tell how long something secret took, as trackers keep when they
     were told: whoever asks chose the day. Raises UserError, before anything is written, as
-    `check_address` and where the run has not finished.
+    `check_tracker_address` and where the run has not finished.
     """
     for address in addresses:
-        check_address(address)
+        check_tracker_address(address)
     from dpdist.reports.facts import read_facts
 
     facts = read_facts(folder)
-    if facts.times_hidden and not dated:
-        console.say(
+    if facts.is_duration_secret and not reveal_date:
+        console.log(
             "--log: left for later: trackers keep the time, and when a search ended, or how long a "
             f"training took, is secret; some day: dpdist log {folder.name} {shlex.join(addresses)}"
         )
         return
     for address in addresses:
-        tracker(address, folder.name).log_run(facts)
+        open_tracker(address, folder.name).log_run(facts)

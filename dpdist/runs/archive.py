@@ -44,27 +44,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.cluster.object_store import Missing, ObjectStore
+from dpdist.cluster.object_store import ObjectNotFoundError, ObjectStore
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.core.fields import check_run_name
 from dpdist.core.files import (
-    NoSuchFile,
-    built_aside,
-    check_path,
-    check_paths,
+    MissingFileError,
+    atomic_folder,
+    check_relative_path,
+    check_relative_paths,
     check_shape,
-    moved_in,
+    make_private_folder,
     parse_json,
-    private_folder,
+    quoted,
     read_json,
-    shown,
+    staging_folder,
     write_atomic,
     write_json,
 )
 from dpdist.core.version import __version__
 from dpdist.privacy.ledger import JournalError, Ledger
-from dpdist.release.bundle import RELEASED, is_released
-from dpdist.runs.folder import RunFolder, begun, complete_checkpoints, open_run, read_released
+from dpdist.release.bundle import REQUIRED_FILES, is_release_file
+from dpdist.runs.folder import (
+    RunFolder,
+    complete_checkpoints,
+    has_released,
+    open_run,
+    read_verified_ledger,
+)
 
 # --- publishable files as text ----------------------------------------------------------------
 
@@ -72,19 +78,19 @@ from dpdist.runs.folder import RunFolder, begun, complete_checkpoints, open_run,
 PUBLISHABLE = (
     "recipe.yaml", "evaluation.json", "release", "certificates", "attacks", "audit", "report",
 )  # fmt: skip
-MAX_BYTES = 200 * 2**20
+MAX_EXPORT_BYTES = 200 * 2**20
 _BEGIN, _END = "-----BEGIN DPDIST EXPORT-----", "-----END DPDIST EXPORT "
 _LINE = 4096
 
 
 def is_publishable(path: str) -> bool:
-    """Whether a file of this path (as in `dpdist.core.files.check_path`) below a run folder may
-    leave; of release/ only what `dpdist release` writes."""
+    """Whether a file of this path (as in `dpdist.core.files.check_relative_path`) below a run
+    folder may leave; of release/ only what `dpdist release` writes."""
     top, _, below = path.partition("/")
-    return top in PUBLISHABLE and (top != "release" or is_released(below))
+    return top in PUBLISHABLE and (top != "release" or is_release_file(below))
 
 
-def publishable(folder: RunFolder) -> list[Path]:
+def publishable_files(folder: RunFolder) -> list[Path]:
     """The files that may leave, relative to the run folder, sorted. What a link leads to is left
     out, and so are released weights without their card."""
     found, root = [], folder.path.resolve()
@@ -96,15 +102,15 @@ def publishable(folder: RunFolder) -> list[Path]:
                 continue
             if path.is_file() and path.resolve() == root / inside:
                 found.append(inside)
-    whole = all(Path("release", name) in found for name in RELEASED)
+    whole = all(Path("release", name) in found for name in REQUIRED_FILES)
     return [path for path in found if whole or path.parts[0] != "release"]
 
 
-def export_text(folder: RunFolder, limit: int = MAX_BYTES) -> str:
+def export_text(folder: RunFolder, limit: int = MAX_EXPORT_BYTES) -> str:
     """The publishable files as printable text, ended by a digest. Raises UserError above `limit`
     bytes, and when there is no such run."""
     folder.check_format()
-    files = publishable(folder)
+    files = publishable_files(folder)
     total = sum((folder.path / path).stat().st_size for path in files)
     if total > limit:
         raise UserError(
@@ -121,7 +127,7 @@ def export_text(folder: RunFolder, limit: int = MAX_BYTES) -> str:
     return "\n".join([_BEGIN, *lines, f"{_END}{digest}-----"])
 
 
-def unpack_text(log: str, target: Path) -> list[Path]:
+def unpack_export(log: str, target: Path) -> list[Path]:
     """Write the files found in a job's log under `target`; returns their paths.
 
     Raises UserError when the text is incomplete, was changed, or names a file that has no business
@@ -136,8 +142,8 @@ def unpack_text(log: str, target: Path) -> list[Path]:
     if not tail.startswith(f"{digest}-----"):
         raise UserError("the job's log holds no complete export")
     try:
-        contents = _contents(raw)
-        with moved_in(target) as aside:
+        contents = _read_export(raw)
+        with staging_folder(target) as aside:
             for path, content in contents.items():
                 write_atomic(aside / path, content)
     except (ValueError, OSError, EOFError, tarfile.TarError, zlib.error) as error:
@@ -145,16 +151,18 @@ def unpack_text(log: str, target: Path) -> list[Path]:
     return [target / path for path in contents]
 
 
-def _contents(raw: bytes) -> dict[str, bytes]:
+def _read_export(raw: bytes) -> dict[str, bytes]:
     """The files of an export. Raises ValueError for one that may not be there."""
     with gzip.open(io.BytesIO(raw)) as file:
-        plain = file.read(2 * MAX_BYTES + 1)
-    if len(plain) > 2 * MAX_BYTES:
-        raise ValueError(f"it is larger than {2 * MAX_BYTES / 2**20:.0f} MiB")
+        plain = file.read(2 * MAX_EXPORT_BYTES + 1)
+    if len(plain) > 2 * MAX_EXPORT_BYTES:
+        raise ValueError(f"it is larger than {2 * MAX_EXPORT_BYTES / 2**20:.0f} MiB")
     contents: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
         members = archive.getmembers()
-        for path, member in zip(check_paths(m.name for m in members), members, strict=True):
+        for path, member in zip(
+            check_relative_paths(m.name for m in members), members, strict=True
+        ):
             if not member.isreg() or member.issparse() or not is_publishable(path):
                 raise ValueError(f"it names {path!r}, which may not leave a cluster")
             content = archive.extractfile(member)
@@ -168,10 +176,16 @@ def _contents(raw: bytes) -> dict[str, bytes]:
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-KEY = "DPDIST_ARCHIVE_KEY"
+KEY_VARIABLE = "DPDIST_ARCHIVE_KEY"
 _KEY_CHARACTERS = 32
-_PERMIT = {"epoch": int, "step": int, "steps": int}
-_MANIFEST = {"run": str, "private": bool, "trained": bool, "permit": dict | None, "files": dict}
+_PERMIT_SHAPE = {"epoch": int, "step": int, "steps": int}
+_MANIFEST_SHAPE = {
+    "run": str,
+    "private": bool,
+    "trained": bool,
+    "permit": dict | None,
+    "files": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -191,8 +205,8 @@ class Permit:
 def read_permit(path: Path) -> Permit | None:
     """A permit that was asked for or granted; None when there is none."""
     try:
-        found = read_json(path, _PERMIT)
-    except NoSuchFile:
+        found = read_json(path, _PERMIT_SHAPE)
+    except MissingFileError:
         return None
     try:
         return Permit(found["epoch"], found["step"], found["steps"])
@@ -200,39 +214,39 @@ def read_permit(path: Path) -> Permit | None:
         raise UserError(f"{path}: damaged: {error}") from None
 
 
-def permit_of(manifest: dict[str, Any]) -> Permit | None:
-    """The permit of a manifest that `read_manifest` gave."""
+def manifest_permit(manifest: dict[str, Any]) -> Permit | None:
+    """The permit of a manifest that `decode_manifest` gave."""
     found = manifest["permit"]
     return found and Permit(**found)
 
 
-def newest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
+def newest_manifest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
     """Number and content of the newest whole manifest. Raises UserError when there is none."""
-    numbers = sorted({number_of(claim) for claim in store.names("claims")}, reverse=True)
+    numbers = sorted({claim_number(claim) for claim in store.list_names("claims")}, reverse=True)
     if not numbers:
         raise UserError(f"{store.url}: there is no archive of a run")
     for number in numbers:
-        name = f"{folder_of(number)}/{MANIFEST}"
+        name = f"{claim_folder(number)}/{MANIFEST}"
         try:
             raw = store.get(name)
-        except Missing:
+        except ObjectNotFoundError:
             continue  # its owner never finished an upload, and so never released anything
-        manifest = read_manifest(raw, f"{store.url}: {name}", number)
+        manifest = decode_manifest(raw, f"{store.url}: {name}", number)
         return number, manifest
     raise UserError(
         f"{store.url}: no upload was ever finished (no manifest); there is nothing to restore"
     )
 
 
-def folder_of(number: int) -> str:
+def claim_folder(number: int) -> str:
     return f"{number:08d}"
 
 
-def new_claim(number: int) -> str:
-    return f"{folder_of(number)}-{secrets.token_hex(8)}"
+def make_claim(number: int) -> str:
+    return f"{claim_folder(number)}-{secrets.token_hex(8)}"
 
 
-def number_of(claim: str) -> int:
+def claim_number(claim: str) -> int:
     """The number of a claim. Raises UserError for an object that is none."""
     number = claim.partition("-")[0]
     if not (number.isascii() and number.isdigit() and len(number) <= 16):
@@ -242,60 +256,65 @@ def number_of(claim: str) -> int:
 
 def archive_key() -> bytes:
     """The secret that keys manifests, from the environment; empty when there is none."""
-    secret = os.environ.get(KEY, "")
+    secret = os.environ.get(KEY_VARIABLE, "")
     if secret and len(secret) < _KEY_CHARACTERS:
         raise UserError(
-            f"{KEY}: must have at least {_KEY_CHARACTERS} characters; take those that `openssl "
-            "rand -hex 32` prints"
+            f"{KEY_VARIABLE}: must have at least {_KEY_CHARACTERS} characters; take those that "
+            "`openssl rand -hex 32` prints"
         )
     return hashlib.blake2b(secret.encode(), person=b"dpdist.archive").digest() if secret else b""
 
 
-def write_manifest(body: dict[str, Any]) -> bytes:
+def encode_manifest(body: dict[str, Any]) -> bytes:
     """The manifest as it is stored: with a check, keyed when there is a key."""
     body = {**body, "keyed": bool(archive_key())}
-    return json.dumps({**body, "check": digest_of(body)}, sort_keys=True, allow_nan=False).encode()
+    return json.dumps(
+        {**body, "check": manifest_digest(body)}, sort_keys=True, allow_nan=False
+    ).encode()
 
 
-def read_manifest(raw: bytes, where: str, number: int) -> dict[str, Any]:
-    """Inverse of `write_manifest`: every name in it lies below the run's folder, or the prefix's.
+def decode_manifest(raw: bytes, context: str, number: int) -> dict[str, Any]:
+    """Inverse of `encode_manifest`: every name in it lies below the run's folder, or the prefix's.
 
     Raises UserError when it is damaged, of a newer version, or not made with this machine's key.
     """
     try:
-        manifest = parse_json(raw, where, {"format": int, "dpdist": str, "check": str})
+        manifest = parse_json(raw, context, {"format": int, "dpdist": str, "check": str})
         if manifest["format"] > FORMAT:
-            raise UserError(f"{where}: written by a newer dpdist ({shown(manifest['dpdist'])})")
+            raise UserError(f"{context}: written by a newer dpdist ({quoted(manifest['dpdist'])})")
         check, keyed = manifest.pop("check"), manifest.get("keyed") is True
         if keyed != bool(archive_key()):
             why = (
-                f"was written with a key: set {KEY} to it"
+                f"was written with a key: set {KEY_VARIABLE} to it"
                 if keyed
-                else f"was written without a key, by anybody who can write there; {KEY} is set"
+                else (
+                    f"was written without a key, by anybody who can write there; {KEY_VARIABLE} "
+                    "is set"
+                )
             )
-            raise UserError(f"{where}: {why}")
-        if not hmac.compare_digest(check.encode(), digest_of(manifest).encode()):
+            raise UserError(f"{context}: {why}")
+        if not hmac.compare_digest(check.encode(), manifest_digest(manifest).encode()):
             raise ValueError("its check does not fit its content")
-        _check_manifest(check_shape(manifest, where, _MANIFEST), where, number)
+        _check_manifest(check_shape(manifest, context, _MANIFEST_SHAPE), context, number)
     except (ValueError, TypeError) as error:
-        raise UserError(f"{where} is damaged: {error}") from error
+        raise UserError(f"{context} is damaged: {error}") from error
     return manifest
 
 
-def _check_manifest(manifest: dict[str, Any], where: str, number: int) -> None:
+def _check_manifest(manifest: dict[str, Any], context: str, number: int) -> None:
     check_run_name(manifest["run"])
     if manifest["permit"] is not None:
-        check_shape(manifest["permit"], f"{where}: permit", _PERMIT)
-        permit_of(manifest)
-    check_paths(manifest["files"], "files")
-    begin = f"{folder_of(number)}/files/"
+        check_shape(manifest["permit"], f"{context}: permit", _PERMIT_SHAPE)
+        manifest_permit(manifest)
+    check_relative_paths(manifest["files"], "files")
+    begin = f"{claim_folder(number)}/files/"
     for path, entry in manifest["files"].items():
-        check_shape(entry, f"{where}: {path}", {"object": str, "digest": str, "size": int})
-        if not check_path(entry["object"], path).startswith(begin):
+        check_shape(entry, f"{context}: {path}", {"object": str, "digest": str, "size": int})
+        if not check_relative_path(entry["object"], path).startswith(begin):
             raise ValueError(f"{path}: its object must lie in {begin}")
 
 
-def digest_of(body: dict[str, Any]) -> str:
+def manifest_digest(body: dict[str, Any]) -> str:
     """Return the digest of a manifest's content.
 
     With a key in the environment it is a message authentication code.
@@ -307,12 +326,12 @@ def digest_of(body: dict[str, Any]) -> str:
 # --- the owner of an archive ------------------------------------------------------------------
 
 
-_CHECKPOINT = ("done.json", "state.safetensors")
+_CHECKPOINT_FILES = ("done.json", "state.safetensors")
 _RETRY_SECONDS = 600.0  # how long an archive that cannot be written is tried again
-_STEPS = "private/checkpoints/"
+_CHECKPOINTS_FOLDER = "private/checkpoints/"
 _LEDGER, _ANCHOR = "private/ledger.jsonl", "private/ledger.anchor"
 # Of private/, what a continued run does not need or must make anew.
-_NOT_KEPT = {
+_NOT_ARCHIVED = {
     "ray", "ray.log", "errors.txt", "failure.json", "progress.json", "archive.json",
     "permit.json", "permit-asked.json", "checkpoints", "ledger.jsonl",
     "ledger.anchor",
@@ -320,31 +339,31 @@ _NOT_KEPT = {
 
 
 class Archive:
-    """The archive of a run folder that owns its prefix; `begin` and `of` open it."""
+    """The archive of a run folder that owns its prefix; `claim` and `find` open it."""
 
-    def __init__(self, folder: RunFolder, about: dict[str, Any]) -> None:
-        self.folder, self.private = folder, about["private"]
-        self.store = ObjectStore(about["url"])
-        self._number, self._claim = about["number"], about["claim"]
+    def __init__(self, folder: RunFolder, record: dict[str, Any]) -> None:
+        self.folder, self.private = folder, record["private"]
+        self.store = ObjectStore(record["url"])
+        self._number, self._claim = record["number"], record["claim"]
         self._files: dict[str, dict[str, Any]] | None = None  # unknown: another process wrote them
         self._stamps: dict[str, tuple[int, int, int]] = {}
         self._checkpoint = ""
 
     @classmethod
-    def of(cls, folder: RunFolder) -> Archive | None:
+    def find(cls, folder: RunFolder) -> Archive | None:
         """The archive that this run folder owns, None when it has none."""
-        return cls(folder, _about(folder)) if folder.archive.exists() else None
+        return cls(folder, _read_archive_record(folder)) if folder.archive.exists() else None
 
     @classmethod
-    def check_free(cls, folder: RunFolder, url: str | None) -> None:
+    def check_unclaimed(cls, folder: RunFolder, url: str | None) -> None:
         """Raise UserError when a run that is not archived yet may not begin at this address, and
         for a key of archives that no manifest could be written with."""
         if url is not None:
             archive_key()
         if url is not None and not folder.archive.exists():
             store = ObjectStore(url)
-            if store.names("claims"):
-                raise UserError(_taken(store))
+            if store.list_names("claims"):
+                raise UserError(_claimed_message(store))
 
     @classmethod
     def check_writable(cls, folder: RunFolder, url: str | None) -> None:
@@ -364,14 +383,14 @@ class Archive:
                 ) from error
 
     @classmethod
-    def check_key(cls, folder: RunFolder) -> None:
+    def check_archive_key(cls, folder: RunFolder) -> None:
         """Raise UserError, before any work, for a key that no archive of this run is written
         with."""
         if folder.archive.exists():
             archive_key()
 
     @classmethod
-    def begin(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
+    def claim(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
         """The archive of a run at its start; None when none is asked for.
 
         Raises UserError when the prefix belongs to another run, when this run is archived elsewhere
@@ -382,10 +401,10 @@ class Archive:
         if not bound:
             if url is None:
                 return None
-            cls.check_free(folder, url)
+            cls.check_unclaimed(folder, url)
             where = {"url": url.rstrip("/"), "private": private}
-            write_json(folder.archive, {**where, "number": 1, "claim": new_claim(1)})
-        about = _about(folder)
+            write_json(folder.archive, {**where, "number": 1, "claim": make_claim(1)})
+        about = _read_archive_record(folder)
         if url is None or url.rstrip("/") != about["url"] or (about["private"] and not private):
             raise UserError(
                 f"{folder.path}: this run is archived at {about['url']}"
@@ -395,9 +414,9 @@ class Archive:
             )
         if private and not about["private"]:
             write_json(folder.archive, {**about, "private": True})
-        archive = cls(folder, _about(folder))
+        archive = cls(folder, _read_archive_record(folder))
         try:
-            archive._own()
+            archive._take_ownership()
         except ClusterError:
             if not bound:  # a mistyped address: nothing was sent, and the run is free of it
                 with suppress(ClusterError):
@@ -406,16 +425,16 @@ class Archive:
             raise
         return archive
 
-    def _own(self) -> None:
+    def _take_ownership(self) -> None:
         """Make the claim, or see that it is still the highest."""
-        claims = self.store.names("claims")
+        claims = self.store.list_names("claims")
         if not claims:
             self.store.put(f"claims/{self._claim}", json.dumps({"run": self.folder.name}).encode())
         try:
             self._check_claim()
             if claims:
-                self._stored()  # which another key than that of the archive cannot read
-            if self.private and self.store.readable_by_all(f"claims/{self._claim}"):
+                self._stored_files()  # which another key than that of the archive cannot read
+            if self.private and self.store.is_public(f"claims/{self._claim}"):
                 raise UserError(
                     f"{self.store.url}: can be read without credentials; private state holds the "
                     "run key, which removes the noise. Close the bucket, or leave archive_private "
@@ -428,9 +447,9 @@ class Archive:
             raise
 
     def _check_claim(self) -> None:
-        claims = self.store.names("claims")
+        claims = self.store.list_names("claims")
         if self._claim not in claims or any(
-            number_of(claim) >= self._number for claim in claims if claim != self._claim
+            claim_number(claim) >= self._number for claim in claims if claim != self._claim
         ):
             raise UserError(
                 f"{self.store.url}: this prefix was claimed by another run folder: the run was "
@@ -457,16 +476,20 @@ class Archive:
         Raises UserError when another folder has claimed the prefix, ClusterError when the store
         cannot be written: the archive is then as it was before.
         """
-        permit = read_permit(self.folder.permit_asked) if self.private else None
+        permit = read_permit(self.folder.permit_request) if self.private else None
         first = self._files is None
-        before = self._stored() if self._files is None else self._files
+        before = self._stored_files() if self._files is None else self._files
         # The checkpoint is chosen before the ledger is read: the ledger then covers it.
-        chosen = self._chosen()
-        files, stamps = self._gather(chosen, before)
-        checkpoint = _whole_checkpoint(files, chosen)
+        chosen = self._paths_to_archive()
+        files, stamps = self._upload_changes(chosen, before)
+        checkpoint = _complete_checkpoint(files, chosen)
         if not checkpoint:  # superseded while it was sent: the one before is covered as well
-            checkpoint = _whole_checkpoint(before)
-            files |= {path: entry for path, entry in before.items() if path.startswith(_STEPS)}
+            checkpoint = _complete_checkpoint(before)
+            files |= {
+                path: entry
+                for path, entry in before.items()
+                if path.startswith(_CHECKPOINTS_FOLDER)
+            }
         body = {
             "format": FORMAT,
             "dpdist": __version__,
@@ -477,7 +500,7 @@ class Archive:
             "permit": None if permit is None else asdict(permit),
             "files": files,
         }
-        self.store.put(f"{folder_of(self._number)}/{MANIFEST}", write_manifest(body))
+        self.store.put(f"{claim_folder(self._number)}/{MANIFEST}", encode_manifest(body))
         self._files, self._stamps, self._checkpoint = files, stamps, checkpoint
         # Only now: a new owner that the look misses has not read a manifest yet, and reads this.
         self._check_claim()
@@ -487,11 +510,11 @@ class Archive:
                 self.store.delete(entry["object"])
         if first:  # what earlier owners left is not read again
             for number in range(1, self._number):
-                self.store.delete_folder(folder_of(number))
+                self.store.delete_folder(claim_folder(number))
         return permit
 
-    def _gather(
-        self, chosen: list[str], before: dict[str, dict[str, Any]]
+    def _upload_changes(
+        self, paths: list[str], previous: dict[str, dict[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, int, int]]]:
         """Put what changed; (entries, stamps) of the ledger and the chosen files by path."""
         files: dict[str, dict[str, Any]] = {}
@@ -499,41 +522,41 @@ class Archive:
         if self.private and self.folder.ledger.exists():
             # The anchor first: the lines that are written meanwhile lie beyond it.
             if self.folder.anchor.exists():
-                files[_ANCHOR] = self._put(_ANCHOR, self.folder.anchor.read_bytes())
+                files[_ANCHOR] = self._upload(_ANCHOR, self.folder.anchor.read_bytes())
             raw = self.folder.ledger.read_bytes()
-            files[_LEDGER] = self._put(_LEDGER, raw[: raw.rfind(b"\n") + 1])
-        for path in chosen:
+            files[_LEDGER] = self._upload(_LEDGER, raw[: raw.rfind(b"\n") + 1])
+        for path in paths:
             try:
                 status = (self.folder.path / path).stat()
                 stamps[path] = (status.st_size, status.st_mtime_ns, status.st_ino)
-                unchanged = path in before and stamps[path] == self._stamps.get(path)
+                unchanged = path in previous and stamps[path] == self._stamps.get(path)
                 files[path] = (
-                    before[path] if unchanged else self._put(path, self.folder.path / path)
+                    previous[path] if unchanged else self._upload(path, self.folder.path / path)
                 )
-            except (FileNotFoundError, Missing):
+            except (FileNotFoundError, ObjectNotFoundError):
                 continue  # replaced meanwhile; the next update finds what is there then
         return files, stamps
 
-    def _stored(self) -> dict[str, dict[str, Any]]:
+    def _stored_files(self) -> dict[str, dict[str, Any]]:
         """The files of the manifest that an earlier process of this owner wrote, if any."""
-        name = f"{folder_of(self._number)}/{MANIFEST}"
+        name = f"{claim_folder(self._number)}/{MANIFEST}"
         try:
             raw = self.store.get(name)
-        except Missing:
+        except ObjectNotFoundError:
             return {}
-        result: dict[str, dict[str, Any]] = read_manifest(
+        result: dict[str, dict[str, Any]] = decode_manifest(
             raw, f"{self.store.url}: {name}", self._number
         )["files"]
         return result
 
-    def _chosen(self) -> list[str]:
+    def _paths_to_archive(self) -> list[str]:
         """Paths of the files to keep, relative to the run folder, the ledger left out."""
-        found = [path.as_posix() for path in publishable(self.folder)]
+        found = [path.as_posix() for path in publishable_files(self.folder)]
         if not self.private:
             return found
-        root, growing = self.folder.path, (self.folder.metrics, self.folder.groups)
+        root, growing = self.folder.path, (self.folder.metrics, self.folder.worker_groups)
         # What is not kept is not looked into either: checkpoints come and go meanwhile.
-        kept = [top for top in self.folder.private.iterdir() if top.name not in _NOT_KEPT]
+        kept = [top for top in self.folder.private.iterdir() if top.name not in _NOT_ARCHIVED]
         private = sorted(
             path
             for top in kept
@@ -542,28 +565,28 @@ class Archive:
             if path.is_file()
             and not path.is_symlink()
             and not path.name.startswith(".")
-            and (path not in growing or self.folder.trained.exists())
+            and (path not in growing or self.folder.training_summary.exists())
         )
         newest = complete_checkpoints(self.folder.checkpoints)[-1:]
         private += [file for step in newest for file in sorted(step.iterdir())]
         return [*found, "run.json", *(path.relative_to(root).as_posix() for path in private)]
 
-    def _put(self, path: str, source: bytes | Path) -> dict[str, Any]:
-        name = f"{folder_of(self._number)}/files/{secrets.token_hex(8)}/{path}"
+    def _upload(self, path: str, source: bytes | Path) -> dict[str, Any]:
+        name = f"{claim_folder(self._number)}/files/{secrets.token_hex(8)}/{path}"
         digest, size = self.store.put(name, source)
         return {"object": name, "digest": digest, "size": size}
 
     # --- beside a training
 
-    def follow(self, say: Callable[[str], None]) -> Callable[[], None]:
+    def make_updater(self, log: Callable[[str], None]) -> Callable[[], None]:
         """A function to call now and then while the run trains: it grants permits and copies new
         checkpoints. A store that fails is tried again for ten minutes, then ClusterError."""
         failing_since = None
         next_try = 0.0
 
-        def look() -> None:
+        def poll() -> None:
             nonlocal failing_since, next_try
-            asked = read_permit(self.folder.permit_asked) if self.private else None
+            asked = read_permit(self.folder.permit_request) if self.private else None
             granted = read_permit(self.folder.permit)
             newest = [step.name for step in complete_checkpoints(self.folder.checkpoints)[-1:]]
             fresh = self.private and newest != [self._checkpoint] and bool(newest)
@@ -575,7 +598,7 @@ class Archive:
             except ClusterError as error:
                 now = time.monotonic()
                 if failing_since is None:
-                    say(f"archive: {error}; trying again")
+                    log(f"archive: {error}; trying again")
                 failing_since = failing_since or now
                 if now - failing_since > _RETRY_SECONDS:
                     raise ClusterError(
@@ -588,16 +611,18 @@ class Archive:
             if permit is not None:
                 write_json(self.folder.permit, asdict(permit))
 
-        return look
+        return poll
 
 
-def _whole_checkpoint(files: dict[str, Any], chosen: Sequence[str] = ()) -> str:
+def _complete_checkpoint(files: dict[str, Any], expected_paths: Sequence[str] = ()) -> str:
     """The name of the checkpoint among these files; one that lacks a file, of all or of those that
     were chosen, is taken out of them."""
-    parts = {path for path in files if path.startswith(_STEPS)}
+    parts = {path for path in files if path.startswith(_CHECKPOINTS_FOLDER)}
     for name in {path.split("/")[2] for path in parts}:
-        wanted = {f"{_STEPS}{name}/{file}" for file in _CHECKPOINT}
-        wanted |= {path for path in chosen if path.startswith(f"{_STEPS}{name}/")}
+        wanted = {f"{_CHECKPOINTS_FOLDER}{name}/{file}" for file in _CHECKPOINT_FILES}
+        wanted |= {
+            path for path in expected_paths if path.startswith(f"{_CHECKPOINTS_FOLDER}{name}/")
+        }
         if wanted <= parts:
             return name
     for path in parts:
@@ -605,16 +630,16 @@ def _whole_checkpoint(files: dict[str, Any], chosen: Sequence[str] = ()) -> str:
     return ""
 
 
-def _about(folder: RunFolder) -> dict[str, Any]:
+def _read_archive_record(folder: RunFolder) -> dict[str, Any]:
     """Where a run is archived, and its claim. Raises UserError."""
     shape = {"url": str, "private": bool, "number": int, "claim": str}
     about = read_json(folder.archive, shape)
-    if number_of(about["claim"]) != about["number"]:
-        raise UserError(f"{folder.archive}: damaged: {shown(about['claim'])} is not its claim")
+    if claim_number(about["claim"]) != about["number"]:
+        raise UserError(f"{folder.archive}: damaged: {quoted(about['claim'])} is not its claim")
     return about
 
 
-def _taken(store: ObjectStore) -> str:
+def _claimed_message(store: ObjectStore) -> str:
     return (
         f"{store.url}: holds the archive of a run already. Give each run a prefix of its own; if "
         f"that run's folder is lost, `dpdist cluster restore {store.url}` brings it back"
@@ -624,17 +649,17 @@ def _taken(store: ObjectStore) -> str:
 # --- restoring and fetching -------------------------------------------------------------------
 
 
-def is_address(run: str) -> bool:
+def is_archive_url(run: str) -> bool:
     """Whether a run is named by the address of its archive."""
     return "://" in run
 
 
-def open_anywhere(run: str, runs: Path) -> RunFolder:
+def open_run_or_archive(run: str, runs: Path) -> RunFolder:
     """The run folder by path or name, or a copy under `runs` of a finished run's archive.
 
     Raises UserError when there is none, ClusterError when the store does not answer.
     """
-    return read_copy(run, runs) if is_address(run) else open_run(run, runs)
+    return open_archived_copy(run, runs) if is_archive_url(run) else open_run(run, runs)
 
 
 def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, int]:
@@ -645,22 +670,23 @@ def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, i
     ClusterError when the store does not answer. The folder is whole or not there.
     """
     store = ObjectStore(url)
-    number, manifest = _whole(store)
+    number, manifest = _newest_private_manifest(store)
     try:
-        folder = _free(RunFolder(runs / check_run_name(name or manifest["run"])))
+        folder = _check_absent(RunFolder(runs / check_run_name(name or manifest["run"])))
     except ValueError as error:
         raise UserError(f"--name: {error}, got {name!r}") from None
-    number = max(number, *(number_of(claim) for claim in store.names("claims"))) + 1
-    about = {"url": store.url, "private": True, "number": number, "claim": new_claim(number)}
+    number = max(number, *(claim_number(claim) for claim in store.list_names("claims"))) + 1
+    about = {"url": store.url, "private": True, "number": number, "claim": make_claim(number)}
     store.put(f"claims/{about['claim']}", json.dumps({"run": folder.name}).encode())
     try:
-        rivals = [claim for claim in store.names("claims") if number_of(claim) >= number]
+        rivals = [claim for claim in store.list_names("claims") if claim_number(claim) >= number]
         if rivals != [about["claim"]]:
             raise UserError(f"{store.url}: is being restored by somebody else at this moment")
-        _, manifest = newest(store)  # only after the claim: the old owner's permits end here
-        with _aside(folder) as aside:
+        # only after the claim: the old owner's permits end here
+        _, manifest = newest_manifest(store)
+        with _build_run_folder(folder) as aside:
             _download(store, manifest, aside)
-            charged = _charge(aside, manifest)
+            charged = _charge_possible_releases(aside, manifest)
             write_json(aside.archive, about)
     except BaseException:
         store.delete(f"claims/{about['claim']}")  # nothing came of it: the old owner may go on
@@ -668,13 +694,13 @@ def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, i
     return folder, charged
 
 
-def read_copy(url: str, runs: Path) -> RunFolder:
+def open_archived_copy(url: str, runs: Path) -> RunFolder:
     """A copy of a finished run, to certify and report on; its archive is left alone.
 
     A copy made before is opened again. Raises as `restore`, and UserError for an unfinished run.
     """
     store = ObjectStore(url)
-    _, manifest = _whole(store)
+    _, manifest = _newest_private_manifest(store)
     if not manifest["trained"]:
         raise UserError(
             f"{store.url}: this run has not finished training; if its folder is lost, `dpdist "
@@ -684,22 +710,22 @@ def read_copy(url: str, runs: Path) -> RunFolder:
     source = folder.private / "copy-of.json"
     if source.exists() and read_json(source, {"url": str})["url"] == store.url:
         return open_run(folder.name, runs)
-    _free(folder)
-    with _aside(folder) as aside:
+    _check_absent(folder)
+    with _build_run_folder(folder) as aside:
         _download(store, manifest, aside)
-        read_released(aside)
+        read_verified_ledger(aside)
         write_json(aside.private / source.name, {"url": store.url})
     return folder
 
 
-def fetch(url: str, into: Path) -> tuple[Path, list[str]]:
+def fetch_publishable_files(url: str, into: Path) -> tuple[Path, list[str]]:
     """Copy what may be published of an archived run into a folder of its name under `into`."""
     store = ObjectStore(url)
-    _, manifest = newest(store)
+    _, manifest = newest_manifest(store)
     target = into / manifest["run"]
     paths = sorted(path for path in manifest["files"] if is_publishable(path))
     try:
-        with moved_in(target) as aside:
+        with staging_folder(target) as aside:
             for path in paths:
                 _download_file(store, path, manifest["files"][path], aside / path)
     except ValueError as error:
@@ -707,9 +733,9 @@ def fetch(url: str, into: Path) -> tuple[Path, list[str]]:
     return target, paths
 
 
-def _whole(store: ObjectStore) -> tuple[int, dict[str, Any]]:
-    """Return `newest`. Raises UserError for an archive without private state."""
-    number, manifest = newest(store)
+def _newest_private_manifest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
+    """Return `newest_manifest`. Raises UserError for an archive without private state."""
+    number, manifest = newest_manifest(store)
     if not manifest["private"]:
         raise UserError(
             f"{store.url}: holds no private state (archive_private was not given), only what may "
@@ -718,36 +744,36 @@ def _whole(store: ObjectStore) -> tuple[int, dict[str, Any]]:
     return number, manifest
 
 
-def _free(folder: RunFolder) -> RunFolder:
+def _check_absent(folder: RunFolder) -> RunFolder:
     if folder.path.exists():
         raise UserError(f"{folder.path}: is there already; choose another --runs or --name")
     return folder
 
 
 @contextmanager
-def _aside(folder: RunFolder) -> Iterator[RunFolder]:
+def _build_run_folder(folder: RunFolder) -> Iterator[RunFolder]:
     """A new run folder, built beside its place and moved there when it is whole."""
-    with built_aside(folder.path) as path:
+    with atomic_folder(folder.path) as path:
         path.mkdir()
         aside = RunFolder(path)
-        private_folder(aside.private)
+        make_private_folder(aside.private)
         yield aside
 
 
-def _download(store: ObjectStore, manifest: dict[str, Any], aside: RunFolder) -> None:
+def _download(store: ObjectStore, manifest: dict[str, Any], folder: RunFolder) -> None:
     for path, entry in manifest["files"].items():
-        target = aside.path / path
+        target = folder.path / path
         _download_file(store, path, entry, target)
         if path.startswith("private/"):
             target.chmod(0o600)
-    aside.check_format()
+    folder.check_format()
 
 
 def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         found = store.download(entry["object"], target, entry["size"])
-    except Missing as error:
+    except ObjectNotFoundError as error:
         raise UserError(
             f"{store.url}: {path} is named by the manifest and missing; if a run was still writing "
             "there, try again"
@@ -760,22 +786,22 @@ def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target:
         )
 
 
-def _charge(aside: RunFolder, manifest: dict[str, Any]) -> int:
+def _charge_possible_releases(folder: RunFolder, manifest: dict[str, Any]) -> int:
     """Put on record what the lost folder may have released beyond the archived ledger, and begin
     a new attempt. Raises UserError when the ledger does not hold all that the run was made of."""
-    if not begun(aside):
+    if not has_released(folder):
         return 0
-    plan = read_released(aside).plan
+    plan = read_verified_ledger(folder).plan
     if manifest["trained"]:
         return 0
     try:
-        with Ledger.open(aside.ledger, plan.fingerprint()) as ledger:
+        with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
             charged = 0
-            permit = permit_of(manifest)
+            permit = manifest_permit(manifest)
             if permit:
                 if permit.steps > plan.steps:
                     raise UserError("its permit speaks of more steps than the plan has")
-                known = ledger.steps_of(permit.epoch)
+                known = ledger.released_steps(permit.epoch)
                 for step in range(permit.step, permit.steps):
                     if step not in known:
                         ledger.record(step, secrets.token_hex(32))

@@ -27,41 +27,41 @@ from typing import Any
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    NoSuchFile,
-    built_aside,
+    MissingFileError,
+    atomic_folder,
     check_shape,
-    private_folder,
+    make_private_folder,
     read_json,
     read_text,
-    usable_path,
+    validate_path,
     write_atomic,
     write_json,
 )
 from dpdist.core.version import __version__
 from dpdist.privacy.ledger import Anchor, JournalError, Ledger, LedgerError, anchor_path
-from dpdist.privacy.plan import PrivacyPlan, plan_of
+from dpdist.privacy.plan import PrivacyPlan, parse_plan
 from dpdist.runs import recipe
-from dpdist.runs.recipe import Recipe, load, parse
+from dpdist.runs.recipe import Recipe, load_recipe, parse_recipe
 
 # --- the folder -------------------------------------------------------------------------------
 
 
 FORMAT = 1
-BEGUN_WITH = "begun with"  # in an attempt's identity: the recipe that was kept then
-SEARCHED_BY = "searched by"  # in that of a search's trial: what the search was fixed to
+RECIPE_IDENTITY = "begun with"  # in an attempt's identity: the recipe that was kept then
+SEARCH_IDENTITY = "searched by"  # in that of a search's trial: what the search was fixed to
 _SEARCH_TERMS = {
     "data": str, "plan": dict, "trial": dict, "score_noise": float | None, "charge": str,
     "assumed": list,
 }  # fmt: skip
 # In what a model may be told by another recipe than the one that trained it: the run of a search's
 # winner, and a model that got its frozen part after training.
-_MAY_DIFFER = (
+_KEYS_THAT_MAY_DIFFER = (
     "name", "public", "data.root", "model.classifier", "model.denoiser", "privacy.budget",
     "privacy.budget_ceiling", "privacy.budget_delta",
 )  # fmt: skip
 
 
-class OtherRun(UserError):
+class DifferentRecipeError(UserError):
     """A folder that holds a run of another recipe, so that this run may not use it."""
 
 
@@ -100,23 +100,25 @@ class RunFolder:
         return self.path / "private"
 
     @property
-    def model(self) -> Path:
+    def model_folder(self) -> Path:
         """Return the folder of the trained model; private until `dpdist release` publishes it."""
         return self.private / "model"
 
-    def around(self, path: Path) -> RunFolder | None:
+    def enclosing_run(self, path: Path) -> RunFolder | None:
         """Return the run folder, this or another, in which a path lies; resolved."""
         inside = path.resolve()
         for parent in (inside, *inside.parents):
-            if parent == self.path.resolve() or _holds_a_run(parent):
+            if parent == self.path.resolve() or _is_run_folder(parent):
                 return RunFolder(parent)
         return None
 
     @property
-    def holder(self) -> RunFolder | None:
+    def parent_run(self) -> RunFolder | None:
         """Return the run in whose private/ this one lies, as a trial of its search does."""
         around = self.path.resolve().parents
-        found = (p.parent for p in around if p.name == self.private.name and _holds_a_run(p.parent))
+        found = (
+            p.parent for p in around if p.name == self.private.name and _is_run_folder(p.parent)
+        )
         return next(map(RunFolder, found), None)
 
     @property
@@ -135,12 +137,12 @@ class RunFolder:
         return self.private / "run.key"
 
     @property
-    def fixed_key(self) -> Path:
+    def fixed_key_marker(self) -> Path:
         """Return the mark of a key fixed in the recipe at the beginning of the run."""
         return self.private / "fixed-key"
 
     @property
-    def fixed(self) -> Path:
+    def method_state(self) -> Path:
         """Return the file of tensors that the method made once, before the first step.
 
         Hidden noise was the first of them.
@@ -153,7 +155,7 @@ class RunFolder:
         return self.private / "plan.json"
 
     @property
-    def begun_with(self) -> Path:
+    def start_record(self) -> Path:
         """Return the file with the recipe as it was at the beginning of the run.
 
         It also holds the noise multiplier of the plan, and the terms of a search.
@@ -162,7 +164,7 @@ class RunFolder:
         return self.private / "begun-with.json"
 
     @property
-    def asked(self) -> Path:
+    def search_recipe_file(self) -> Path:
         """Return the file of the recipe with its search.
 
         recipe.yaml then has the values that the search chose.
@@ -170,7 +172,7 @@ class RunFolder:
         return self.path / "search.yaml"
 
     @property
-    def search(self) -> Path:
+    def search_record(self) -> Path:
         """Return the file with plan and terms of the private search that chose the run."""
         return self.private / "search.json"
 
@@ -183,12 +185,12 @@ class RunFolder:
         return self.private / "search" / "terms.json"
 
     @property
-    def data(self) -> Path:
+    def data_fingerprint(self) -> Path:
         """Return the file with the fingerprint of the training records."""
         return self.private / "data.json"
 
     @property
-    def pretrained(self) -> Path:
+    def pretraining_record(self) -> Path:
         """Return the file that names the pretrained part of the model and its data."""
         return self.private / "pretrained.json"
 
@@ -198,12 +200,12 @@ class RunFolder:
         return self.private / "imported.json"
 
     @property
-    def planted(self) -> Path:
+    def canary_settings(self) -> Path:
         """Return the file of the audit's section of a run with canaries, as before the training."""
         return self.private / "planted.json"
 
     @property
-    def trained(self) -> Path:
+    def training_summary(self) -> Path:
         """Return the file that a finished training writes last."""
         return self.private / "trained.json"
 
@@ -228,7 +230,7 @@ class RunFolder:
         return self.private / "metrics.jsonl"
 
     @property
-    def groups(self) -> Path:
+    def worker_groups(self) -> Path:
         """Return the file that records the group of workers of each start."""
         return self.private / "workers.jsonl"
 
@@ -243,7 +245,7 @@ class RunFolder:
         return self.private / "archive.json"
 
     @property
-    def permit_asked(self) -> Path:
+    def permit_request(self) -> Path:
         """Return the file of steps that the archive has to know before their release."""
         return self.private / "permit-asked.json"
 
@@ -263,7 +265,7 @@ class RunFolder:
         return self.private / "baseline.json"
 
     @property
-    def beside_baseline(self) -> Path:
+    def baseline_report(self) -> Path:
         """Return the report with that run's figures, which no epsilon covers."""
         return self.private / "baseline.html"
 
@@ -278,12 +280,12 @@ class RunFolder:
         return self.path / "certificates"
 
     @property
-    def release(self) -> Path:
+    def release_folder(self) -> Path:
         """Return the folder that is safe to publish."""
         return self.path / "release"
 
     @property
-    def report(self) -> Path:
+    def report_file(self) -> Path:
         """Return the HTML report."""
         return self.path / "report" / "index.html"
 
@@ -295,9 +297,9 @@ class RunFolder:
         """
         if self.path.exists() and any(self.path.iterdir()):
             self.check_format()
-            different = self.read_recipe().same_experiment(recipe)
+            different = self.read_recipe().differing_keys(recipe)
             if different:
-                raise OtherRun(
+                raise DifferentRecipeError(
                     f"{self.path}: a run of that name exists with a different recipe "
                     f"({', '.join(different)} "
                     "differ); choose another --name, or repeat the recipe to continue it"
@@ -305,16 +307,16 @@ class RunFolder:
             return True
         return False
 
-    def begin(self, recipe: Recipe) -> None:
+    def create_or_open(self, recipe: Recipe) -> None:
         """Create the folder, or open it to continue the same recipe.
 
         Raises as `check_same_recipe`.
         """
         if self.check_same_recipe(recipe):
             return
-        with built_aside(self.path, first=True) as path:
+        with atomic_folder(self.path, keep_existing=True) as path:
             aside = RunFolder(path)
-            private_folder(aside.private)
+            make_private_folder(aside.private)
             write_atomic(aside.recipe_file, recipe.to_yaml())
             write_json(path / "run.json", {"format": FORMAT, "dpdist": __version__})
         self.check_same_recipe(recipe)  # another start of the same run may have been faster
@@ -323,94 +325,99 @@ class RunFolder:
         self,
         recipe: Recipe,
         noise_multiplier: float | None,
-        asked: Recipe | None = None,
-        trained: RunFolder | None = None,
+        search_recipe: Recipe | None = None,
+        trained_run: RunFolder | None = None,
     ) -> None:
         """Keep the recipe and terms of the run's beginning in a file that nobody edits.
 
         noise_multiplier: of its plan; None before there is one. asked: with its search. trained:
         the folder whose training, and ledger, is this one's, where that is another.
         """
-        begun = {"recipe": recipe, "asked": asked}
+        begun = {"recipe": recipe, "asked": search_recipe}
         said = {
             name: one and one.model_dump(mode="json", exclude={"resources"})
             for name, one in begun.items()
         }
-        came = {} if trained is None else {"trained": trained._trained_by}
-        if asked is not None:  # once: a ledger keeps a digest of the text
-            said["asked"] = self._read_begun_with()["asked"] or said["asked"]
-        write_json(self.begun_with, {**said, **came, "noise_multiplier": noise_multiplier})
+        came = {} if trained_run is None else {"trained": trained_run._training_recipe}
+        if search_recipe is not None:  # once: a ledger keeps a digest of the text
+            said["asked"] = self._read_start_record()["asked"] or said["asked"]
+        write_json(self.start_record, {**said, **came, "noise_multiplier": noise_multiplier})
 
-    def _read_begun_with(self) -> dict[str, Any]:
-        """Return the content of `begun_with`; nothing where nothing is kept."""
+    def _read_start_record(self) -> dict[str, Any]:
+        """Return the content of `start_record`; nothing where nothing is kept."""
         shape = {"recipe": dict, "asked": dict | None, "noise_multiplier": float | None}
         try:
-            return read_json(self.begun_with, shape)
-        except NoSuchFile:
+            return read_json(self.start_record, shape)
+        except MissingFileError:
             return dict.fromkeys(shape)
 
     @property
-    def begun_noise(self) -> float | None:
+    def start_noise_multiplier(self) -> float | None:
         """Return the noise multiplier of the run's beginning, calibrated or not."""
-        noise: float | None = self._read_begun_with()["noise_multiplier"]
+        noise: float | None = self._read_start_record()["noise_multiplier"]
         return noise
 
     @property
-    def _trained_by(self) -> dict[str, Any] | None:
+    def _training_recipe(self) -> dict[str, Any] | None:
         """Return the kept recipe of the training; None where none is kept."""
-        kept = self._read_begun_with()
+        kept = self._read_start_record()
         found = kept.get("trained") or kept["recipe"]
         if found is not None and not isinstance(found, dict):
-            raise UserError(f"{self.begun_with}: damaged: trained must be a recipe")
+            raise UserError(f"{self.start_record}: damaged: trained must be a recipe")
         return found
 
     @property
-    def begun_identity(self) -> dict[str, str]:
-        """Return the digest of the recipe in `begun_with` that a ledger keeps (`check_trained_by`).
+    def recipe_identity(self) -> dict[str, str]:
+        """Return the digest of the recipe in `start_record` that a ledger keeps
+        (`check_recipe_identity`).
 
         It is a digest of the file's own text, so that a later version, with more defaults, finds
         the same.
         """
-        kept = self._trained_by
+        kept = self._training_recipe
         if kept is None:
             return {}
-        return {BEGUN_WITH: _digest(kept)}
+        return {RECIPE_IDENTITY: _digest(kept)}
 
     @property
     def search_identity(self) -> dict[str, str]:
         """Return the digest, for its ledger, of the search that this run is a trial of.
 
-        None where the run is no trial (`check_searched_by`).
+        None where the run is no trial (`check_search_identity`).
         """
-        whole = self.holder
+        whole = self.parent_run
         return {} if whole is None else whole._search_digest
 
     @property
     def _search_digest(self) -> dict[str, str]:
         """Return the digest of this search's request and terms; none without a search.
 
-        It is one of the files' own text, as in `begun_identity`.
+        It is one of the files' own text, as in `recipe_identity`.
         """
-        asked = self._read_begun_with()["asked"]
+        asked = self._read_start_record()["asked"]
         if asked is None or not self.search_terms.exists():
             return {}
-        return {SEARCHED_BY: _digest([asked, self.read_search_terms()])}
+        return {SEARCH_IDENTITY: _digest([asked, self.read_search_terms()])}
 
-    def check_searched_by(self, told: str | None) -> None:
+    def check_search_identity(self, recorded_digest: str | None) -> None:
         """Check that the files of the run name the search that chose it.
 
         Args:
-            told: what the winner's ledger keeps of the search; None where it keeps nothing, as in
+            recorded_digest: what the winner's ledger keeps of the search; None where it keeps
+                nothing, as in
                 runs of earlier versions.
 
         Raises:
             UserError: the search was asked for something else, or fixed to something else.
         """
-        if told is not None and self._search_digest.get(SEARCHED_BY) != told:
+        if (
+            recorded_digest is not None
+            and self._search_digest.get(SEARCH_IDENTITY) != recorded_digest
+        ):
             raise UserError(
                 f"{self.search_terms}: must be what the search of this run was fixed to before its "
-                f"first trial, and {self.begun_with} what it was asked for: {self.ledger} keeps a "
-                "digest of both; put back the files that the search wrote"
+                f"first trial, and {self.start_record} what it was asked for: {self.ledger} keeps "
+                "a digest of both; put back the files that the search wrote"
             )
 
     def read_search_terms(self) -> dict[str, Any]:
@@ -420,36 +427,39 @@ class RunFolder:
         """
         return read_json(self.search_terms, _SEARCH_TERMS)
 
-    def check_trained_by(self, told: str | None) -> None:
+    def check_recipe_identity(self, recorded_digest: str | None) -> None:
         """Raise UserError unless the recipe file is the one that the run was trained by.
 
-        told: what the ledger's last attempt keeps of it (`begun_identity`); None of an old run.
+        told: what the ledger's last attempt keeps of it (`recipe_identity`); None of an old run.
         """
-        if told is None:
+        if recorded_digest is None:
             return
         changed = []
-        if self.begun_identity.get(BEGUN_WITH) == told:
-            trained, now = parse(self._trained_by or {}, str(self.begun_with)), self.read_recipe()
+        if self.recipe_identity.get(RECIPE_IDENTITY) == recorded_digest:
+            trained, now = (
+                parse_recipe(self._training_recipe or {}, str(self.start_record)),
+                self.read_recipe(),
+            )
             changed = [
-                key for key in trained.same_experiment(now)
-                if not any(f"{key}.".startswith(f"{allowed}.") for allowed in _MAY_DIFFER)
+                key for key in trained.differing_keys(now)
+                if not any(f"{key}.".startswith(f"{allowed}.") for allowed in _KEYS_THAT_MAY_DIFFER)
             ]  # fmt: skip
             if not changed:
                 return
         raise UserError(
-            f"{self.begun_with}: {', '.join(changed) or 'recipe'}: must be what this run was "
+            f"{self.start_record}: {', '.join(changed) or 'recipe'}: must be what this run was "
             f"trained by, of which {self.ledger} keeps a digest; put back the file that the "
             "training wrote, and recipe.yaml with it"
         )
 
-    def _check_as_begun(self, name: str, path: Path, now: Recipe) -> None:
+    def _check_unchanged(self, name: str, path: Path, current: Recipe) -> None:
         """Raise UserError unless a recipe file equals that of the run's beginning."""
-        kept = self._read_begun_with()[name]
-        changed = kept and parse(kept, str(self.begun_with)).same_experiment(now)
+        kept = self._read_start_record()[name]
+        changed = kept and parse_recipe(kept, str(self.start_record)).differing_keys(current)
         if changed:
             raise UserError(
                 f"{path}: {', '.join(changed)}: must be what this run was begun with "
-                f"({self.begun_with} says it); put that back, or begin a new run under another "
+                f"({self.start_record} says it); put that back, or begin a new run under another "
                 "--name"
             )
 
@@ -459,7 +469,7 @@ class RunFolder:
             raise UserError(f"{self.path}: no such run")
         try:
             info = read_json(self.path / "run.json", {"format": int})
-        except NoSuchFile:
+        except MissingFileError:
             raise UserError(f"{self.path}: not a run folder (no run.json)") from None
         version = info["format"]
         if version > FORMAT:
@@ -475,38 +485,42 @@ class RunFolder:
         Raises UserError when it was changed since: its sums and its plan would be those of
         another one.
         """
-        recipe = load(self.recipe_file)
-        if self.planted.exists():
-            fixed, now = read_json(self.planted), recipe.planted
+        recipe = load_recipe(self.recipe_file)
+        if self.canary_settings.exists():
+            fixed, now = read_json(self.canary_settings), recipe.canary_audit
             if now is None or fixed != now.model_dump(mode="json"):
                 raise UserError(
                     f"{self.recipe_file}: audit: was changed since canaries were planted in this "
-                    f"run; put back what {self.planted} says"
+                    f"run; put back what {self.canary_settings} says"
                 )
-        self._check_as_begun("recipe", self.recipe_file, recipe)
+        self._check_unchanged("recipe", self.recipe_file, recipe)
         return recipe
 
-    def read_asked(self) -> Recipe:
+    def read_search_recipe(self) -> Recipe:
         """Return the recipe with its search, before the search chose values.
 
         Raises UserError when it was changed since.
         """
-        asked = load(self.asked)
-        self._check_as_begun("asked", self.asked, asked)
+        asked = load_recipe(self.search_recipe_file)
+        self._check_unchanged("asked", self.search_recipe_file, asked)
         return asked
 
     def require_trained(self) -> dict[str, Any]:
         """Return the summary of the finished training. Raises UserError when it never finished."""
         self.check_format()
-        if not self.trained.exists():
-            command = f"tune {self.asked}" if self.asked.exists() else f"train {self.recipe_file}"
+        if not self.training_summary.exists():
+            command = (
+                f"tune {self.search_recipe_file}"
+                if self.search_recipe_file.exists()
+                else f"train {self.recipe_file}"
+            )
             how = f"continue it with `dpdist {command}` first"
-            if self.recipe_file.exists() and load(self.recipe_file).by_script is not None:
+            if self.recipe_file.exists() and load_recipe(self.recipe_file).by_script is not None:
                 how = "run its script again, which continues it"
             raise UserError(f"{self.path}: this run never finished training; {how}")
-        return read_json(self.trained, {"steps": int, "fallback_layers": list})
+        return read_json(self.training_summary, {"steps": int, "fallback_layers": list})
 
-    def read_key(self) -> bytes:
+    def read_run_key(self) -> bytes:
         """Return the secret run key. Raises UserError when it is missing or damaged."""
         text = read_text(self.run_key, 1000)
         if not re.fullmatch(r"[0-9a-fA-F]{64}", text):  # and no less, which is easily guessed
@@ -519,8 +533,8 @@ class RunFolder:
         Raises UserError when it is missing or damaged, or is not the one that the recipe
         makes.
         """
-        plan = plan_of(read_json(self.plan), str(self.plan))
-        recipe.check_plan(self.read_recipe(), plan, self.begun_noise, str(self.plan))
+        plan = parse_plan(read_json(self.plan), str(self.plan))
+        recipe.check_plan(self.read_recipe(), plan, self.start_noise_multiplier, str(self.plan))
         return plan
 
 
@@ -534,9 +548,9 @@ def open_run(name: str, runs: Path) -> RunFolder:
 
     Raises UserError when there is none.
     """
-    given = usable_path(name)
-    for path in (usable_path(runs) / given, given):
-        if _holds_a_run(path):
+    given = validate_path(name)
+    for path in (validate_path(runs) / given, given):
+        if _is_run_folder(path):
             folder = RunFolder(path)
             folder.check_format()
             return folder
@@ -589,19 +603,19 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _holds_a_run(path: Path) -> bool:
+def _is_run_folder(path: Path) -> bool:
     return (path / "run.json").exists()
 
 
 # --- the verified ledger ----------------------------------------------------------------------
 
 
-_LONGEST = 2**16  # bytes of a first line
-_LOST = "the ledger was replaced or cut, and epsilon cannot be stated"
+_MAX_LINE_BYTES = 2**16  # bytes of a first line
+_LEDGER_LOST = "the ledger was replaced or cut, and epsilon cannot be stated"
 
 
 @dataclass(frozen=True)
-class Released:
+class VerifiedLedger:
     """A run's plan, and the ledger that holds everything the run's model was made of."""
 
     plan: PrivacyPlan
@@ -609,20 +623,20 @@ class Released:
 
 
 @dataclass(frozen=True)
-class _Made:
+class Artifact:
     """A file made of the releases of steps 0 to `steps` - 1. anchor: of the ledger then."""
 
-    what: str
+    description: str
     steps: int
     anchor: Anchor
 
 
-def begun(folder: RunFolder) -> bool:
+def has_released(folder: RunFolder) -> bool:
     """Return whether the run may have released anything; its ledger must then be there.
 
     A file without a whole line is left by a crash or a full disk at its very first write.
     """
-    made = (folder.ledger, folder.anchor, folder.trained, folder.groups)
+    made = (folder.ledger, folder.anchor, folder.training_summary, folder.worker_groups)
     return any(map(_has_line, made)) or bool(complete_checkpoints(folder.checkpoints))
 
 
@@ -630,78 +644,93 @@ def _has_line(path: Path) -> bool:
     if not path.is_file():
         return path.exists()
     with open(path, "rb") as file:
-        return b"\n" in file.read(_LONGEST)
+        return b"\n" in file.read(_MAX_LINE_BYTES)
 
 
-def read_released(folder: RunFolder) -> Released:
+def read_verified_ledger(folder: RunFolder) -> VerifiedLedger:
     """Return the real releases of a run. Raises UserError when its ledger cannot be trusted."""
     plan = folder.read_plan()
-    made = _made(folder)  # first: whoever trains meanwhile only makes the ledger longer
+    # first: whoever trains meanwhile only makes the ledger longer
+    made = _released_artifacts(folder)
     try:
         ledger = Ledger.read(folder.ledger)
-        _check(folder, plan, ledger, made)
+        _check_ledger(folder, plan, ledger, made)
     except FileNotFoundError:
-        raise UserError(f"{folder.ledger}: missing: {_LOST}") from None
+        raise UserError(f"{folder.ledger}: missing: {_LEDGER_LOST}") from None
     except JournalError as error:
         raise UserError(str(error)) from error
-    return Released(plan, ledger)
+    return VerifiedLedger(plan, ledger)
 
 
-def check_released(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger) -> None:
+def verify_ledger(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger) -> None:
     """Raise LedgerError unless the ledger holds every release the run's model was made of.
 
     It may hold no step that is not the plan's. Raises UserError for a damaged file beside it.
     """
-    _check(folder, plan, ledger, _made(folder))
+    _check_ledger(folder, plan, ledger, _released_artifacts(folder))
 
 
-def _check(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger, all_made: list[_Made]) -> None:
+def _check_ledger(
+    folder: RunFolder, plan: PrivacyPlan, ledger: Ledger, artifacts: list[Artifact]
+) -> None:
     if ledger.plan_fingerprint != plan.fingerprint():
-        raise LedgerError(f"{ledger.path} was not written under the plan of {folder.plan}: {_LOST}")
-    if max(ledger.releases, default=-1) >= plan.steps:
-        raise LedgerError(f"{ledger.path} holds steps that {folder.plan} has not: {_LOST}")
-    if ledger.asked > plan.answers:
-        raise LedgerError(f"{ledger.path} holds more answers than {folder.plan} pays for: {_LOST}")
-    for made in all_made:
+        raise LedgerError(
+            f"{ledger.path} was not written under the plan of {folder.plan}: {_LEDGER_LOST}"
+        )
+    if max(ledger.release_counts, default=-1) >= plan.steps:
+        raise LedgerError(f"{ledger.path} holds steps that {folder.plan} has not: {_LEDGER_LOST}")
+    if ledger.num_queries > plan.num_queries:
+        raise LedgerError(
+            f"{ledger.path} holds more answers than {folder.plan} pays for: {_LEDGER_LOST}"
+        )
+    for made in artifacts:
         if made.steps > plan.steps:
-            raise LedgerError(f"{made.what} has more steps than {folder.plan}: {_LOST}")
-        complete = ledger.releases.keys() >= set(range(made.steps))
-        if not complete or not ledger.reaches(made.anchor):
-            raise LedgerError(f"{ledger.path} lacks releases that {made.what} was made of: {_LOST}")
-    if folder.trained.exists():
+            raise LedgerError(
+                f"{made.description} has more steps than {folder.plan}: {_LEDGER_LOST}"
+            )
+        complete = ledger.release_counts.keys() >= set(range(made.steps))
+        if not complete or not ledger.contains_anchor(made.anchor):
+            raise LedgerError(
+                f"{ledger.path} lacks releases that {made.description} was made of: {_LEDGER_LOST}"
+            )
+    if folder.training_summary.exists():
         _check_finished(folder, plan)
 
 
-def _made(folder: RunFolder) -> list[_Made]:
+def _released_artifacts(folder: RunFolder) -> list[Artifact]:
     found = []
     for checkpoint in complete_checkpoints(folder.checkpoints)[-1:]:
         done = checkpoint / "done.json"
         record = read_json(done)
-        steps = _number(record, "step", done)
-        found.append(_Made(f"the checkpoint of step {steps}", steps, _anchor(record, done)))
-    if folder.trained.exists():
-        record = read_json(folder.trained)
-        steps = _number(record, "steps", folder.trained)
-        found.append(_Made("the trained model", steps, _anchor(record, folder.trained)))
+        steps = _read_step_count(record, "step", done)
+        found.append(Artifact(f"the checkpoint of step {steps}", steps, _read_anchor(record, done)))
+    if folder.training_summary.exists():
+        record = read_json(folder.training_summary)
+        steps = _read_step_count(record, "steps", folder.training_summary)
+        found.append(
+            Artifact("the trained model", steps, _read_anchor(record, folder.training_summary))
+        )
     return found
 
 
 def _check_finished(folder: RunFolder, plan: PrivacyPlan) -> None:
-    trained = read_json(folder.trained)
-    if _number(trained, "steps", folder.trained) != plan.steps:
-        raise LedgerError(f"{folder.trained} has other steps than {folder.plan}: {_LOST}")
+    trained = read_json(folder.training_summary)
+    if _read_step_count(trained, "steps", folder.training_summary) != plan.steps:
+        raise LedgerError(
+            f"{folder.training_summary} has other steps than {folder.plan}: {_LEDGER_LOST}"
+        )
 
 
-def _number(record: dict[str, Any], key: str, where: object) -> int:
+def _read_step_count(record: dict[str, Any], key: str, context: object) -> int:
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f"{where}: damaged: {key} must be a whole number >= 0, got {value!r}")
+        raise UserError(f"{context}: damaged: {key} must be a whole number >= 0, got {value!r}")
     return value
 
 
-def _anchor(record: dict[str, Any], where: object) -> Anchor:
-    value = check_shape(record, str(where), {"ledger": dict})["ledger"]
+def _read_anchor(record: dict[str, Any], context: object) -> Anchor:
+    value = check_shape(record, str(context), {"ledger": dict})["ledger"]
     try:
         return Anchor(**value)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: damaged: ledger: {error}") from error
+        raise UserError(f"{context}: damaged: ledger: {error}") from error

@@ -17,29 +17,43 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, field_validator, model_validator
 
-from dpdist.config.sections import Sections
+from dpdist.config.sections import BaseRecipe
 from dpdist.config.training import ScriptRecipe, ScriptTraining
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MOST_STEPS, Section, complaints, each, rule_of, unused
-from dpdist.core.files import NoSuchFile, is_file, parse_yaml, read_yaml, shown, usable_path
+from dpdist.core.fields import (
+    MAX_STEPS,
+    Section,
+    iter_condition_errors,
+    iter_errors,
+    iter_unused_options,
+    validation_message,
+)
+from dpdist.core.files import (
+    MissingFileError,
+    exists_as_non_folder,
+    parse_yaml,
+    quoted,
+    read_yaml,
+    validate_path,
+)
 from dpdist.methods.registry import DEFAULT, AnyMethod
-from dpdist.privacy.calibration import least_noise
+from dpdist.privacy.calibration import calibrate_noise_multiplier
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 
 # --- the recipe -------------------------------------------------------------------------------
 
 
-RECIPES = Path(str(files("dpdist"))) / "recipes"
-_MOST_COMPLAINTS = 20
+RECIPES_FOLDER = Path(str(files("dpdist"))) / "recipes"
+_MAX_ERRORS = 20
 
-_NOT_IN_A_MODEL: Any = {
+_MODEL_INDEPENDENT_KEYS: Any = {
     **dict.fromkeys(("name", "resources", "certify", "tune", "audit"), True),
     "data": {"names"},
 }
 
 
-class Recipe(Sections):
+class Recipe(BaseRecipe):
     """The schema of a recipe: one section a topic, with defaults and checks.
 
     A recipe is never changed; `dpdist.run` executes it. Sections are `data`, `model`, `method`,
@@ -64,13 +78,13 @@ class Recipe(Sections):
     method: AnyMethod = DEFAULT
 
     @model_validator(mode="after")
-    def _method_fits(self) -> Recipe:
+    def _check_method(self) -> Recipe:
         self.method.check(self)
         return self
 
     @field_validator("method", mode="before")
     @classmethod
-    def _method_by_name(cls, value: Any) -> Any:
+    def _expand_method_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
     def to_yaml(self) -> str:
@@ -100,18 +114,18 @@ class Recipe(Sections):
         found += [weights] if isinstance(weights, Path) else []
         return tuple(found)
 
-    def same_experiment(self, other: Recipe) -> list[str]:
+    def differing_keys(self, other: Recipe) -> list[str]:
         """Return the dotted keys in which two recipes differ.
 
         Resources are left out, since they may change when a run is continued.
         """
         mine, others = (r.model_dump(mode="json", exclude={"resources"}) for r in (self, other))
-        return [name for name, _, _ in differing(mine, others)]
+        return [name for name, _, _ in iter_differences(mine, others)]
 
     @property
-    def of_model(self) -> dict[str, Any]:
+    def experiment_settings(self) -> dict[str, Any]:
         """Return all settings that a model trained by it depends on, by dotted key."""
-        return dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
+        return dict(_flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
 
 
 class ScriptedRecipe(Recipe):
@@ -129,12 +143,12 @@ class ScriptedRecipe(Recipe):
         return self.script
 
 
-def find(name: str) -> Path:
+def find_recipe(name: str) -> Path:
     """Return the path of a recipe, given as a path or as the name of one that comes with dpdist."""
-    path = usable_path(name)
-    if path.suffix in (".yaml", ".yml") and is_file(path):
+    path = validate_path(name)
+    if path.suffix in (".yaml", ".yml") and exists_as_non_folder(path):
         return path
-    built_in = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
+    built_in = RECIPES_FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
     if built_in.exists() and path.parent in (Path("."), Path("recipes")):
         return built_in
     raise UserError(
@@ -142,7 +156,7 @@ def find(name: str) -> Path:
     )
 
 
-def load(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
+def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Read and validate a recipe file; its name is the file's unless it says so.
 
     `changes` maps dotted keys to values (from the command line).
@@ -152,7 +166,7 @@ def load(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     """
     try:
         documents = read_yaml(path)
-    except NoSuchFile:
+    except MissingFileError:
         raise UserError(f"{path}: no such recipe file") from None
     if len(documents) > 1:
         raise UserError(f"{path}: a recipe is one document, this has {len(documents)} (---)")
@@ -162,10 +176,10 @@ def load(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
             f"{path}: a recipe is a mapping of keys to values, got {type(raw).__name__}"
         )
     raw.setdefault("name", path.stem)
-    return parse(_changed(raw, changes), str(path))
+    return parse_recipe(_apply_changes(raw, changes), str(path))
 
 
-def resolve(
+def resolve_recipe(
     recipe: Recipe | str | Path | Mapping[str, Any],
     *,
     changes: Mapping[str, Any] | None = None,
@@ -188,80 +202,83 @@ def resolve(
     }
     both = {**(changes or {}), **{key: value for key, value in added.items() if value is not None}}
     if isinstance(recipe, Recipe):
-        return parse(_changed(recipe.model_dump(mode="json"), both), "recipe")
+        return parse_recipe(_apply_changes(recipe.model_dump(mode="json"), both), "recipe")
     if isinstance(recipe, Mapping):
-        return parse(_changed(copy.deepcopy(dict(recipe)), both), "recipe")
-    return load(find(str(recipe)), both)
+        return parse_recipe(_apply_changes(copy.deepcopy(dict(recipe)), both), "recipe")
+    return load_recipe(find_recipe(str(recipe)), both)
 
 
-def read_changes(given: Sequence[str] | None) -> dict[str, Any]:
+def parse_changes(assignments: Sequence[str] | None) -> dict[str, Any]:
     """Return the changes of `--set KEY=VALUE`, by dotted key; values are written as in a recipe.
 
     Raises UserError.
     """
     changes: dict[str, Any] = {}
-    for one in given or ():
+    for one in assignments or ():
         key, equals, text = (part.strip() for part in one.partition("="))
         if not equals or not all(key.split(".")):
             raise UserError(
-                f"--set: give KEY=VALUE, such as training.batch_size=512, got {shown(one)}"
+                f"--set: give KEY=VALUE, such as training.batch_size=512, got {quoted(one)}"
             )
         if key in changes:
             raise UserError(f"--set {key}: is given twice; keep one")
         documents = parse_yaml(text, f"--set {key}")
         if len(documents) > 1:
-            raise UserError(f"--set {key}: give one value, got {shown(text)}")
+            raise UserError(f"--set {key}: give one value, got {quoted(text)}")
         changes[key] = documents[0] if documents else None
     return changes
 
 
-def parse(raw: dict[str, Any], where: str) -> Recipe:
-    """Validate a recipe given as plain data; `where` begins each complaint."""
+def parse_recipe(raw: dict[str, Any], context: str) -> Recipe:
+    """Validate a recipe given as plain data; `context` begins each complaint."""
     try:
         return (ScriptedRecipe if "script" in raw else Recipe).model_validate(raw)
     except ValidationError as error:
-        said = [_complaint(where, item) for item in each(error)]
-        if len(said) > _MOST_COMPLAINTS:
-            said[_MOST_COMPLAINTS:] = [f"{where}: and {len(said) - _MOST_COMPLAINTS:,} more"]
+        said = [_format_error(context, item) for item in iter_errors(error)]
+        if len(said) > _MAX_ERRORS:
+            said[_MAX_ERRORS:] = [f"{context}: and {len(said) - _MAX_ERRORS:,} more"]
         raise UserError("\n".join(said)) from None
 
 
-def refuse_unused(recipe: Recipe, where: str) -> None:
+def refuse_unused(recipe: Recipe, context: str) -> None:
     """Refuse options that nothing of a new run would use.
 
     Raises:
         UserError: one line for each.
     """
-    found = [*unused(recipe), *complaints(recipe.method.needs, recipe)]
-    if said := [f"{where}: {line}" for line in found]:
+    found = [
+        *iter_unused_options(recipe),
+        *iter_condition_errors(recipe.method.recipe_conditions, recipe),
+    ]
+    if said := [f"{context}: {line}" for line in found]:
         raise UserError("\n".join(said))
 
 
-def field_error(where: str, key: str, rule: str, got: object) -> UserError:
+def field_error(context: str, key: str, rule: str, got: object) -> UserError:
     """Return the complaint about one field that only the data can judge."""
-    return UserError(f"{where}: {key}: {rule}, got {got}")
+    return UserError(f"{context}: {key}: {rule}, got {got}")
 
 
-def check_against_data(recipe: Recipe, records: int, where: str) -> None:
+def check_against_data(recipe: Recipe, records: int, context: str) -> None:
     """Raise UserError for settings that the number of records forbids."""
     privacy, training = recipe.privacy, recipe.training
     if records < 2:
         raise UserError(
-            f"{where}: data: public, hold_out, fraction and max_train leave {records} records to "
+            f"{context}: data: public, hold_out, fraction and max_train leave {records} records to "
             "train on, must be at least 2"
         )
     if privacy.delta >= 1 / records and not privacy.allow_large_delta:
-        rule = f"must be < 1/N = {_two_digits_down(1 / records)}"
-        raise field_error(where, "privacy.delta", rule, privacy.delta)
+        rule = f"must be < 1/N = {_format_two_digits(1 / records)}"
+        raise field_error(context, "privacy.delta", rule, privacy.delta)
     if training.batch_size > records:
         rule = f"must be <= the {records} training records"
-        raise field_error(where, "training.batch_size", rule, training.batch_size)
+        raise field_error(context, "training.batch_size", rule, training.batch_size)
     if privacy.batch_cap is not None and privacy.batch_cap < training.batch_size:
         rule = f"must be >= batch_size = {training.batch_size}"
-        raise field_error(where, "privacy.batch_cap", rule, privacy.batch_cap)
+        raise field_error(context, "privacy.batch_cap", rule, privacy.batch_cap)
     if privacy.batch_cap == training.batch_size == records:
         rule = "must be left out when every step takes all records"
-        raise field_error(where, "privacy.batch_cap", rule, privacy.batch_cap)
+        raise field_error(context, "privacy.batch_cap", rule, privacy.batch_cap)
 
 
 def step_count(recipe: Recipe, records: int) -> int:
@@ -271,27 +288,27 @@ def step_count(recipe: Recipe, records: int) -> int:
         return training.steps
     assert training.epochs is not None
     steps = max(1, training.epochs * records // training.batch_size)
-    if steps > MOST_STEPS:
+    if steps > MAX_STEPS:
         raise UserError(
-            f"training.epochs: must make at most {MOST_STEPS:,} steps, {training.epochs} epochs of "
+            f"training.epochs: must make at most {MAX_STEPS:,} steps, {training.epochs} epochs of "
             f"{records} records in batches of {training.batch_size} make {steps:,}"
         )
     return steps
 
 
-def _two_digits_down(value: float) -> str:
+def _format_two_digits(value: float) -> str:
     """Return two significant digits, rounded down: 1.7e-05 for 1/60000."""
     exponent = math.floor(math.log10(value))
     return f"{math.floor(value / 10**exponent * 10 + 0.5) / 10:g}e{exponent:+03d}"
 
 
-def _changed(raw: dict[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
+def _apply_changes(raw: dict[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
     for key, value in (changes or {}).items():
-        _set(raw, key, value)
+        _set_key(raw, key, value)
     return raw
 
 
-def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
+def _set_key(raw: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
         nested = raw.get(parent)
@@ -303,7 +320,7 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
     raw[last] = value
 
 
-def _complaint(where: str, item: Any) -> str:
+def _format_error(context: str, item: Any) -> str:
     location = list(item["loc"])
     for union in (["method"], ["certify"], ["audit"], ["resources", "workers"]):
         if location[: len(union)] == union and len(location) > len(union):
@@ -311,38 +328,38 @@ def _complaint(where: str, item: Any) -> str:
     if item["type"] == "of_key":
         location.append(item["ctx"]["key"])
     key = ".".join(str(part) for part in location)
-    kind, rule = item["type"], rule_of(item)
+    kind, rule = item["type"], validation_message(item)
     if kind == "union_tag_invalid":
         named = "kind" if location == ["audit"] else "name"
-        return f"{where}: {key}.{named}: {rule}, got {shown(item['ctx']['tag'])}"
-    prefix = f"{where}: {key}: " if key else f"{where}: "
+        return f"{context}: {key}.{named}: {rule}, got {quoted(item['ctx']['tag'])}"
+    prefix = f"{context}: {key}: " if key else f"{context}: "
     if kind in ("extra_forbidden", "missing") or isinstance(item["input"], dict):
         return prefix + rule
-    return f"{prefix}{rule}, got {shown(item['input'])}"
+    return f"{prefix}{rule}, got {quoted(item['input'])}"
 
 
-def differing(mine: Any, other: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+def iter_differences(first: Any, second: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the dotted key of each differing setting, and both values; None for a missing one."""
-    if isinstance(mine, dict) and isinstance(other, dict):
-        for key in sorted(mine.keys() | other.keys()):
-            inner = f"{name}.{key}" if name else key
-            yield from differing(mine.get(key), other.get(key), inner)
-    elif mine != other:
-        yield name, mine, other
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in sorted(first.keys() | second.keys()):
+            inner = f"{prefix}.{key}" if prefix else key
+            yield from iter_differences(first.get(key), second.get(key), inner)
+    elif first != second:
+        yield prefix, first, second
 
 
-def _dotted(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
         yield prefix.rstrip("."), value
         return
     for key, inner in value.items():
-        yield from _dotted(inner, f"{prefix}{key}.")
+        yield from _flatten(inner, f"{prefix}{key}.")
 
 
 # --- the plan of a recipe ---------------------------------------------------------------------
 
 
-def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
+def plan_with_noise(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
     """Return the plan of one training of the recipe with this noise.
 
     The recipe's own noise is ignored. Raises ValueError for settings that no plan allows.
@@ -363,12 +380,12 @@ def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPla
     )
 
 
-def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
-    """Return the plan of a recipe on `records` records, as `settle` finds it."""
-    return settle(recipe, records, where)[1]
+def make_plan(recipe: Recipe, records: int, context: str) -> PrivacyPlan:
+    """Return the plan of a recipe on `records` records, as `resolve_plan` finds it."""
+    return resolve_plan(recipe, records, context)[1]
 
 
-def settle(recipe: Recipe, records: int, where: str) -> tuple[float, PrivacyPlan]:
+def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, PrivacyPlan]:
     """Return the noise multiplier of a recipe on `records` records, and the plan with it.
 
     The noise is calibrated when epsilon is given. Only the method knows the noise of each step
@@ -378,26 +395,26 @@ def settle(recipe: Recipe, records: int, where: str) -> tuple[float, PrivacyPlan
     recipe does not fit the data or the target cannot be reached.
     """
     privacy = recipe.privacy
-    check_against_data(recipe, privacy.nominal_records or records, where)
+    check_against_data(recipe, privacy.nominal_records or records, context)
     noise = privacy.noise_multiplier
     if noise is None:
         assert privacy.epsilon is not None
 
         def plan_with(noise: float) -> PrivacyPlan:
-            return plan_at(recipe, records, noise)
+            return plan_with_noise(recipe, records, noise)
 
         try:
-            noise = least_noise(plan_with, privacy.epsilon)
+            noise = calibrate_noise_multiplier(plan_with, privacy.epsilon)
         except ValueError as error:
-            raise field_error(where, "privacy.epsilon", str(error), privacy.epsilon) from error
+            raise field_error(context, "privacy.epsilon", str(error), privacy.epsilon) from error
     try:
-        return noise, plan_at(recipe, records, noise)
+        return noise, plan_with_noise(recipe, records, noise)
     except ValueError as error:
-        raise UserError(f"{where}: privacy: {error}") from error
+        raise UserError(f"{context}: privacy: {error}") from error
 
 
 def check_plan(
-    recipe: Recipe, plan: PrivacyPlan, noise_multiplier: float | None, where: str
+    recipe: Recipe, plan: PrivacyPlan, noise_multiplier: float | None, context: str
 ) -> None:
     """Raise UserError unless the recipe makes this plan, on the plan's number of records.
 
@@ -408,40 +425,40 @@ def check_plan(
     noise = noise_multiplier if given is None else given
     try:
         if noise is None:
-            made = make_plan(recipe, plan.records, where)
+            made = make_plan(recipe, plan.records, context)
         else:
-            made = plan_at(recipe, plan.records, noise)
+            made = plan_with_noise(recipe, plan.records, noise)
     except ValueError as error:
-        raise UserError(f"{where}: no plan of this run's recipe: {error}") from error
+        raise UserError(f"{context}: no plan of this run's recipe: {error}") from error
     if made != plan:
         before, now = plan.to_dict(), made.to_dict()
         changed = sorted(key for key in before | now if before.get(key) != now.get(key))
         raise UserError(
-            f"{where}: {', '.join(changed)}: must be what the run's recipe makes; put back "
+            f"{context}: {', '.join(changed)}: must be what the run's recipe makes; put back "
             "plan and recipe as the run was begun with them, or begin a new run under another "
             "--name"
         )
 
 
-def refuse_answers(plan: PrivacyPlan, where: str) -> None:
+def refuse_answers(plan: PrivacyPlan, context: str) -> None:
     """Raise UserError for a training that pays for answers: as one of many, nobody would ask it."""
-    if plan.answers:
+    if plan.num_queries:
         raise UserError(
-            f"{where}: each of many trainings would need teachers of its own; take another method"
+            f"{context}: each of many trainings would need teachers of its own; take another method"
         )
 
 
-def training_alone(recipe: Recipe) -> Recipe:
+def training_only(recipe: Recipe) -> Recipe:
     """Return the recipe of its training alone."""
-    return parse(_raw(recipe), recipe.name)
+    return parse_recipe(_training_sections(recipe), recipe.name)
 
 
-def ordinary(recipe: Recipe, sections: Mapping[str, Section] | None = None) -> Recipe:
+def without_privacy(recipe: Recipe, sections: Mapping[str, Section] | None = None) -> Recipe:
     """Return the recipe of the same training by ordinary SGD: without method, clip and noise.
 
     sections: in place of its own, by name.
     """
-    raw = _raw(recipe)
+    raw = _training_sections(recipe)
     for name, section in (sections or {}).items():
         raw[name] = section.model_dump(mode="json")
     if sections:
@@ -450,8 +467,8 @@ def ordinary(recipe: Recipe, sections: Mapping[str, Section] | None = None) -> R
     raw["privacy"] |= {
         "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None
     }  # fmt: skip
-    return parse(raw, recipe.name)
+    return parse_recipe(raw, recipe.name)
 
 
-def _raw(recipe: Recipe) -> dict[str, Any]:
+def _training_sections(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json") | dict.fromkeys(("certify", "tune", "audit"))

@@ -21,34 +21,34 @@ from typing import Any
 
 import numpy as np
 
-from dpdist.certification.predict import as_input
+from dpdist.certification.predict import to_model_input
 from dpdist.core.errors import UserError
-from dpdist.core.files import parse_json, reason
-from dpdist.data.parquet import Unreadable, decode_picture
+from dpdist.core.files import error_text, parse_json
+from dpdist.data.parquet import UnreadableImage, decode_picture
 
 # --- the gate ---------------------------------------------------------------------------------
 
 
-_LOOK_AGAIN = 5.0  # seconds
+_HEALTH_CHECK_SECONDS = 5.0  # seconds
 _BODY_SECONDS = 10.0  # for a body, which holds a place meanwhile
 
-Ask = Callable[[np.ndarray], Awaitable[dict[str, Any]]]
+AnswerFunction = Callable[[np.ndarray], Awaitable[dict[str, Any]]]
 
 
-class Lost(Exception):
+class ReplicaLostError(Exception):
     """The worker of a request is gone; the request may be repeated."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """body: bytes of a request. rate: requests to answer per second, on average; burst: at once.
     waiting: requests under way. seconds: that one may take, repetition included."""
 
-    body: int = 2**20
-    rate: float = 20.0
-    burst: int = 40
-    waiting: int = 100
-    seconds: float = 60.0
+    max_body_bytes: int = 2**20
+    requests_per_second: float = 20.0
+    burst_size: int = 40
+    max_concurrent: int = 100
+    timeout_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def kind(self) -> str:
+    def content_type(self) -> str:
         return "text/plain; version=0.0.4" if isinstance(self.body, str) else "application/json"
 
     @property
@@ -69,148 +69,154 @@ class Reply:
         return text.encode()
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, why: str, **headers: str) -> None:
-        self.reply = Reply(status, {"error": why}, headers)
+class _RequestError(Exception):
+    def __init__(self, status: int, message: str, **headers: str) -> None:
+        self.reply = Reply(status, {"error": message}, headers)
 
 
-class Gate:
+class RequestHandler:
     """about: what GET / says. shape: of the model's input. ask: one image to its answer; raises
     Lost where it may be asked again. clock: seconds, for the rate."""
 
     def __init__(
         self,
-        about: dict[str, Any],
-        shape: tuple[int, ...],
-        ask: Ask,
-        limits: Limits | None = None,
+        description: dict[str, Any],
+        input_shape: tuple[int, ...],
+        answer_image: AnswerFunction,
+        limits: RequestLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._about, self._shape, self._ask = about, shape, ask
-        self._limits, self._clock = limits or Limits(), clock
-        self._tokens, self._filled = float(self._limits.burst), clock()
-        self._waiting = 0
-        self._replies: Counter[int] = Counter()
-        self._abstained = self._repeated = 0
-        self._seconds = 0.0
-        self._healthy, self._looked = True, -_LOOK_AGAIN
+        self._description, self._input_shape, self._answer_image = (
+            description,
+            input_shape,
+            answer_image,
+        )
+        self._limits, self._clock = limits or RequestLimits(), clock
+        self._tokens, self._refilled_at = float(self._limits.burst_size), clock()
+        self._in_progress = 0
+        self._reply_counts: Counter[int] = Counter()
+        self._abstention_count = self._retry_count = 0
+        self._total_seconds = 0.0
+        self._healthy, self._last_check = True, -_HEALTH_CHECK_SECONDS
 
-    async def reply(
+    async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: AsyncIterator[bytes]
     ) -> Reply:
         """The reply to one request; never raises. headers: names in lower case."""
         started = self._clock()
         try:
-            found = await self._reply(method, path, headers, body)
-        except _Refused as refused:
+            found = await self._route(method, path, headers, body)
+        except _RequestError as refused:
             found = refused.reply
         except Exception as error:  # a fault of ours: the others go on
             logging.getLogger(__name__).exception("a request ended in a fault")
             found = Reply(500, {"error": f"{type(error).__name__}; the server's log has more"})
         if path == "/predict":
-            self._replies[found.status] += 1
-            self._seconds += self._clock() - started
+            self._reply_counts[found.status] += 1
+            self._total_seconds += self._clock() - started
         return found
 
-    async def _reply(
+    async def _route(
         self, method: str, path: str, headers: Mapping[str, str], body: AsyncIterator[bytes]
     ) -> Reply:
         known = {"/predict": "POST", "/": "GET", "/health": "GET", "/metrics": "GET"}
         if path not in known:
-            raise _Refused(404, f"there is {', '.join(known)}")
+            raise _RequestError(404, f"there is {', '.join(known)}")
         if method != known[path]:
-            raise _Refused(405, f"{path} takes {known[path]}", allow=known[path])
+            raise _RequestError(405, f"{path} takes {known[path]}", allow=known[path])
         if path == "/":
-            return Reply(200, self._about)
+            return Reply(200, self._description)
         if path == "/health":
-            return await self._health()
+            return await self._check_health()
         if path == "/metrics":
             return Reply(200, self.metrics())
-        self._admit()
-        self._waiting += 1
+        self._check_limits()
+        self._in_progress += 1
         try:
-            image = self._image(await self._read(headers, body), headers)
-            answer = await self._answer(image)
-            self._abstained += answer["abstain"]
+            image = self._parse_image(await self._read_body(headers, body), headers)
+            answer = await self._answer_with_retry(image)
+            self._abstention_count += answer["abstain"]
             return Reply(200, answer)
         finally:
-            self._waiting -= 1
+            self._in_progress -= 1
 
-    def _admit(self) -> None:
+    def _check_limits(self) -> None:
         """Raise unless one more request may be taken now."""
         now, limits = self._clock(), self._limits
-        grown = self._tokens + (now - self._filled) * limits.rate
-        self._tokens, self._filled = min(float(limits.burst), grown), now
-        if self._waiting >= limits.waiting:
-            raise _Refused(503, "too many requests are under way", **{"retry-after": "1"})
+        grown = self._tokens + (now - self._refilled_at) * limits.requests_per_second
+        self._tokens, self._refilled_at = min(float(limits.burst_size), grown), now
+        if self._in_progress >= limits.max_concurrent:
+            raise _RequestError(503, "too many requests are under way", **{"retry-after": "1"})
         if self._tokens < 1:
-            wait = max(1, round((1 - self._tokens) / limits.rate))
-            raise _Refused(
-                429, f"more than {limits.rate:g} requests per second", **{"retry-after": str(wait)}
+            wait = max(1, round((1 - self._tokens) / limits.requests_per_second))
+            raise _RequestError(
+                429,
+                f"more than {limits.requests_per_second:g} requests per second",
+                **{"retry-after": str(wait)},
             )
         self._tokens -= 1
 
-    async def _read(self, headers: Mapping[str, str], body: AsyncIterator[bytes]) -> bytes:
-        most = self._limits.body
+    async def _read_body(self, headers: Mapping[str, str], body: AsyncIterator[bytes]) -> bytes:
+        most = self._limits.max_body_bytes
         stated = headers.get("content-length", "0")
-        too_large = _Refused(413, f"at most {most:,} bytes")
+        too_large = _RequestError(413, f"at most {most:,} bytes")
         if not stated.isascii() or not stated.isdigit() or len(stated) > 15 or int(stated) > most:
             raise too_large
         read = bytearray()
         try:
-            async with asyncio.timeout(min(self._limits.seconds, _BODY_SECONDS)):
+            async with asyncio.timeout(min(self._limits.timeout_seconds, _BODY_SECONDS)):
                 async for chunk in body:
                     read += chunk
                     if len(read) > most:
                         raise too_large
         except TimeoutError:
-            raise _Refused(408, "the body did not come in time") from None
+            raise _RequestError(408, "the body did not come in time") from None
         return bytes(read)
 
-    def _image(self, raw: bytes, headers: Mapping[str, str]) -> np.ndarray:
+    def _parse_image(self, raw: bytes, headers: Mapping[str, str]) -> np.ndarray:
         """JSON {"input": numbers in lists}, else an encoded picture; of the model's shape."""
         try:
             if headers.get("content-type", "").split(";")[0].strip() == "application/json":
                 numbers = parse_json(raw, "body", {"input": list})["input"]
                 image = np.asarray(numbers, dtype=np.float64)
-            elif len(self._shape) == 3:
-                image = decode_picture(raw, (self._shape[1], self._shape[2]))
+            elif len(self._input_shape) == 3:
+                image = decode_picture(raw, (self._input_shape[1], self._input_shape[2]))
             else:
                 raise ValueError('send JSON, {"input": [...]}, as application/json')
-            as_input(image, self._shape)
-        except Unreadable as error:
-            raise _Refused(400, f"not a readable image: {reason(error)}") from None
+            to_model_input(image, self._input_shape)
+        except UnreadableImage as error:
+            raise _RequestError(400, f"not a readable image: {error_text(error)}") from None
         except (UserError, ValueError, TypeError, OverflowError) as error:
-            raise _Refused(400, reason(error)) from None
+            raise _RequestError(400, error_text(error)) from None
         return image
 
-    async def _answer(self, image: np.ndarray) -> dict[str, Any]:
+    async def _answer_with_retry(self, image: np.ndarray) -> dict[str, Any]:
         """Asked once more where whoever worked on it was lost."""
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(self._limits.timeout_seconds):
                 try:
-                    answer = await self._ask(image)
-                except Lost:
-                    self._repeated += 1
-                    answer = await self._ask(image)
-        except (Lost, TimeoutError) as error:
+                    answer = await self._answer_image(image)
+                except ReplicaLostError:
+                    self._retry_count += 1
+                    answer = await self._answer_image(image)
+        except (ReplicaLostError, TimeoutError) as error:
             self._healthy = False
             why = "took too long" if isinstance(error, TimeoutError) else "was lost, twice"
-            raise _Refused(503, f"the answer {why}", **{"retry-after": "1"}) from None
+            raise _RequestError(503, f"the answer {why}", **{"retry-after": "1"}) from None
         else:
             self._healthy = True
         finally:
-            self._looked = self._clock()
+            self._last_check = self._clock()
         return answer
 
-    async def _health(self) -> Reply:
+    async def _check_health(self) -> Reply:
         """Whether the last request was answered; when that was long ago, whether a grey image
         is. Looking costs an answer, so it is not done for everybody who asks."""
-        if not self._waiting and self._clock() - self._looked >= _LOOK_AGAIN:
-            self._looked = self._clock()  # who asks meanwhile does not look too
+        if not self._in_progress and self._clock() - self._last_check >= _HEALTH_CHECK_SECONDS:
+            self._last_check = self._clock()  # who asks meanwhile does not look too
             try:
-                await self._answer(np.full(self._shape, 0.5))
-            except _Refused:
+                await self._answer_with_retry(np.full(self._input_shape, 0.5))
+            except _RequestError:
                 pass  # told below
             except Exception:
                 logging.getLogger(__name__).exception("a grey image ended in a fault")
@@ -222,13 +228,13 @@ class Gate:
         lines = ["# TYPE dpdist_requests_total counter"]
         lines += [
             f'dpdist_requests_total{{status="{status}"}} {count}'
-            for status, count in sorted(self._replies.items())
+            for status, count in sorted(self._reply_counts.items())
         ]
         for name, kind, value in (
-            ("abstentions_total", "counter", self._abstained),
-            ("repeated_total", "counter", self._repeated),
-            ("seconds_total", "counter", round(self._seconds, 6)),
-            ("under_way", "gauge", self._waiting),
+            ("abstentions_total", "counter", self._abstention_count),
+            ("repeated_total", "counter", self._retry_count),
+            ("seconds_total", "counter", round(self._total_seconds, 6)),
+            ("under_way", "gauge", self._in_progress),
         ):
             lines += [f"# TYPE dpdist_{name} {kind}", f"dpdist_{name} {value}"]
         return "\n".join(lines) + "\n"
@@ -246,23 +252,23 @@ _HEADER_BYTES = 64 * 2**10
 _LINGER = 1.0  # seconds
 
 
-class Application:
+class AsgiApplication:
     """A gate as ASGI asks for it."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        body = _Body(receive)
-        reply = await self._gate.reply(scope["method"], scope["path"], headers, body.pieces())
-        await body.rest()
+        body = _RequestBody(receive)
+        reply = await self._handler.handle(scope["method"], scope["path"], headers, body.chunks())
+        await body.drain()
         content = reply.content
         said = dict(reply.headers) | {
-            "content-type": reply.kind,
+            "content-type": reply.content_type,
             "content-length": str(len(content)),
         }
         await send(
@@ -275,22 +281,22 @@ class Application:
         await send({"type": "http.response.body", "body": content})
 
 
-class _Body:
+class _RequestBody:
     def __init__(self, receive: Receive) -> None:
-        self._receive, self._more = receive, True
+        self._receive, self._has_more = receive, True
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        while self._more:
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while self._has_more:
             message = await self._receive()
-            self._more = message["type"] == "http.request" and message.get("more_body", False)
+            self._has_more = message["type"] == "http.request" and message.get("more_body", False)
             yield message.get("body", b"")
 
-    async def rest(self) -> None:
+    async def drain(self) -> None:
         """Read for a moment what was refused unread: else the connection ends by a reset, which
         takes the refusal with it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER):
-                async for _ in self.pieces():
+                async for _ in self.chunks():
                     pass
 
 
@@ -303,13 +309,13 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
 
 
-def speak(gate: Gate, listening: socket.socket) -> asyncio.Task[None]:
+def start_http_server(handler: RequestHandler, listener: socket.socket) -> asyncio.Task[None]:
     """Answers who connects, in the running loop; the task ends only by a fault."""
     import uvicorn
 
     server = uvicorn.Server(
         uvicorn.Config(
-            Application(gate),
+            AsgiApplication(handler),
             http="h11",  # the other one reads headers of any size
             h11_max_incomplete_event_size=_HEADER_BYTES,
             lifespan="off",
@@ -320,4 +326,4 @@ def speak(gate: Gate, listening: socket.socket) -> asyncio.Task[None]:
             limit_concurrency=_CONNECTIONS,
         )
     )
-    return asyncio.ensure_future(server.serve(sockets=[listening]))
+    return asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -24,8 +24,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpdist.core.errors import ClusterError, UserError
-from dpdist.core.optional_imports import library
-from dpdist.serving.app import Gate, Limits, Lost, listen, speak
+from dpdist.core.optional_imports import import_extra
+from dpdist.serving.app import (
+    ReplicaLostError,
+    RequestHandler,
+    RequestLimits,
+    listen,
+    start_http_server,
+)
 
 if TYPE_CHECKING:
     from dpdist.release.bundle import Release
@@ -35,68 +41,72 @@ if TYPE_CHECKING:
 
 
 # Answers, None for a fault that the replica's log has; and the seconds that they took.
-Call = Callable[[list[np.ndarray]], Awaitable[tuple[list[dict[str, Any] | None], float]]]
+BatchCall = Callable[[list[np.ndarray]], Awaitable[tuple[list[dict[str, Any] | None], float]]]
 
-_MOST, _WORTH = 64, 0.1  # images of a call; seconds of work in one, where an image takes less
+# images of a call; seconds of work in one, where an image takes less
+_MAX_BATCH_SIZE, _BATCH_SECONDS = 64, 0.1
 
 
-class Batches:
+class RequestBatcher:
     """call: asks whichever replica is free; what it raises is raised to each of its requests.
     lanes: calls at a time. seconds: that one may take. Belongs to one event loop."""
 
-    def __init__(self, call: Call, lanes: int, seconds: float) -> None:
-        self._call, self._free, self._seconds = call, lanes, seconds
-        self._waiting: deque[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]] = deque()
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._each = _WORTH  # seconds of an image; before anything is known, one at a time
+    def __init__(self, call: BatchCall, max_calls: int, timeout_seconds: float) -> None:
+        self._call, self._free_calls, self._timeout_seconds = call, max_calls, timeout_seconds
+        self._queue: deque[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]] = deque()
+        self._running_tasks: set[asyncio.Task[None]] = set()
+        # seconds of an image; before anything is known, one at a time
+        self._seconds_per_image = _BATCH_SECONDS
 
     async def __call__(self, image: np.ndarray) -> dict[str, Any]:
         """Its answer. Raises what the call raised, TimeoutError after so many seconds."""
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((image, answer))
-        self._start()
+        self._queue.append((image, answer))
+        self._start_calls()
         return await answer
 
-    def _start(self) -> None:
-        while self._free and (batch := self._next()):
-            self._free -= 1
-            task = asyncio.ensure_future(self._ask(*zip(*batch, strict=True)))
-            self._under_way.add(task)  # the loop itself would let go of it
-            task.add_done_callback(self._ended)
+    def _start_calls(self) -> None:
+        while self._free_calls and (batch := self._next_batch()):
+            self._free_calls -= 1
+            task = asyncio.ensure_future(self._answer_batch(*zip(*batch, strict=True)))
+            self._running_tasks.add(task)  # the loop itself would let go of it
+            task.add_done_callback(self._on_task_done)
 
-    def _next(self) -> list[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]]:
+    def _next_batch(self) -> list[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]]:
         """Return the requests that wait longest, as many as are shared out to the free lanes.
 
         Those whose sender left are dropped.
         """
-        while self._waiting and self._waiting[0][1].done():
-            self._waiting.popleft()
-        share = math.ceil(len(self._waiting) / self._free)
-        most = min(share, _MOST, max(1, int(_WORTH / self._each)))
-        taken = [self._waiting.popleft() for _ in range(most)] if self._waiting else []
+        while self._queue and self._queue[0][1].done():
+            self._queue.popleft()
+        share = math.ceil(len(self._queue) / self._free_calls)
+        most = min(share, _MAX_BATCH_SIZE, max(1, int(_BATCH_SECONDS / self._seconds_per_image)))
+        taken = [self._queue.popleft() for _ in range(most)] if self._queue else []
         return [(image, answer) for image, answer in taken if not answer.done()]
 
-    async def _ask(self, images: tuple[Any, ...], answers: tuple[Any, ...]) -> None:
+    async def _answer_batch(self, images: tuple[Any, ...], answers: tuple[Any, ...]) -> None:
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._timeout_seconds):
                 found, seconds = await self._call(list(images))
             for answer, value in zip(answers, found, strict=True):
                 if value is None:
-                    _tell(answer, RuntimeError("a replica could not answer; its log has more"))
+                    _set_exception(
+                        answer, RuntimeError("a replica could not answer; its log has more")
+                    )
                 elif not answer.done():
                     answer.set_result(value)
-            self._each = max(seconds / len(images), 1e-6)
+            self._seconds_per_image = max(seconds / len(images), 1e-6)
         except Exception as error:
             for answer in answers:
-                _tell(answer, error)
+                _set_exception(answer, error)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
-        self._free += 1
-        self._start()
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._running_tasks.discard(task)
+        self._free_calls += 1
+        self._start_calls()
 
 
-def _tell(answer: asyncio.Future[dict[str, Any]], error: Exception) -> None:
+def _set_exception(answer: asyncio.Future[dict[str, Any]], error: Exception) -> None:
     if not answer.done():
         answer.set_exception(error)
 
@@ -105,11 +115,11 @@ def _tell(answer: asyncio.Future[dict[str, Any]], error: Exception) -> None:
 
 
 _CALLS = 2  # of a replica: it works on one while the next one waits there
-_REST_SECONDS = 5.0  # that a replica which was lost is asked only when no other is left
+_COOLDOWN_SECONDS = 5.0  # that a replica which was lost is asked only when no other is left
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingSettings:
     """folder: of the release, where every replica can read it. sigma, n, alpha: as in
     `Release.answerer`. replicas: processes that answer, one CPU each."""
 
@@ -119,7 +129,7 @@ class Serving:
     n: int
     alpha: float
     replicas: int
-    limits: Limits
+    limits: RequestLimits
 
 
 class Classifier:
@@ -128,13 +138,13 @@ class Classifier:
     sums: of the release that GET / describes. Raises ReleaseError where another lies there by now.
     """
 
-    def __init__(self, serving: Serving, sums: dict[str, str]) -> None:
+    def __init__(self, settings: ServingSettings, checksums: dict[str, str]) -> None:
         from dpdist.release.bundle import ReleaseError, load
 
-        release = load(serving.folder, trusted_factory=serving.trusted_factory)
-        if release.sums != sums:
-            raise ReleaseError(f"{serving.folder}: changed since it is served; start serve again")
-        self._answer = release.answerer(serving.sigma, serving.n, serving.alpha)
+        release = load(settings.folder, trusted_factory=settings.trusted_factory)
+        if release.checksums != checksums:
+            raise ReleaseError(f"{settings.folder}: changed since it is served; start serve again")
+        self._answerer = release.answerer(settings.sigma, settings.n, settings.alpha)
 
     def ready(self) -> None:
         """Return once the model is there."""
@@ -142,17 +152,17 @@ class Classifier:
     def answer(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
         """Return an answer to each, None for a fault of ours, and the seconds that all took."""
         began = time.perf_counter()
-        return [self._one(image) for image in images], time.perf_counter() - began
+        return [self._answer_one(image) for image in images], time.perf_counter() - began
 
-    def _one(self, image: np.ndarray) -> dict[str, Any] | None:
+    def _answer_one(self, image: np.ndarray) -> dict[str, Any] | None:
         try:
-            return self._answer(image).as_json
+            return self._answerer(image).as_json
         except Exception:  # the others of its call are not to suffer
             logging.getLogger(__name__).exception("an image ended in a fault")
             return None
 
 
-class Replicas:
+class ReplicaPool:
     """Ray actors of `Classifier`, asked in turn. Belongs to one event loop.
 
     A replica whose process dies is started again by Ray.
@@ -160,50 +170,55 @@ class Replicas:
 
     def __init__(self, actors: list[Any], clock: Callable[[], float] = time.monotonic) -> None:
         self._actors, self._clock = actors, clock
-        self._asked = [0] * len(actors)  # calls under way
-        self._lost = [-_REST_SECONDS] * len(actors)  # when it was lost last
+        self._calls_in_progress = [0] * len(actors)  # calls under way
+        self._last_lost = [-_COOLDOWN_SECONDS] * len(actors)  # when it was lost last
 
     async def __call__(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
         """Return the answers of the replica with the fewest calls. Raises Lost if it dies."""
         from ray.exceptions import RayActorError
 
         now = self._clock()
-        rests = [now - lost < _REST_SECONDS for lost in self._lost]
-        chosen = min(range(len(rests)), key=lambda i: (rests[i], self._asked[i], self._lost[i]))
-        self._asked[chosen] += 1
+        rests = [now - lost < _COOLDOWN_SECONDS for lost in self._last_lost]
+        chosen = min(
+            range(len(rests)),
+            key=lambda i: (rests[i], self._calls_in_progress[i], self._last_lost[i]),
+        )
+        self._calls_in_progress[chosen] += 1
         try:
             actor = self._actors[chosen]
             result: tuple[list[dict[str, Any] | None], float] = await actor.answer.remote(images)
             return result
         except RayActorError as error:
-            self._lost[chosen] = self._clock()
-            raise Lost(str(error)) from error
+            self._last_lost[chosen] = self._clock()
+            raise ReplicaLostError(str(error)) from error
         finally:
-            self._asked[chosen] -= 1
+            self._calls_in_progress[chosen] -= 1
 
 
 def require_server() -> Any:
     """Return the HTTP server's module. Raises UserError where it is not installed."""
-    return library("uvicorn", "serve", "dpdist serve")
+    return import_extra("uvicorn", "serve", "dpdist serve")
 
 
-def _about(release: Release, serving: Serving) -> dict[str, Any]:
+def _service_description(release: Release, settings: ServingSettings) -> dict[str, Any]:
     """Return the answer to GET /."""
     return {
         "name": release.name,
-        "classes": list(release.about.classes),
+        "classes": list(release.description.classes),
         "input_shape": list(release.spec.input_shape),
         "epsilon": release.card["guarantee"]["epsilon"],
         "delta": release.delta,
         "private": release.card["private"],
         **({} if release.no_epsilon is None else {"privacy": release.no_epsilon}),
-        "alpha": serving.alpha,
-        "draws": serving.n,
+        "alpha": settings.alpha,
+        "draws": settings.n,
     }
 
 
 @contextmanager
-def deployed(release: Release, serving: Serving, host: str, port: int) -> Iterator[str]:
+def deploy_release(
+    release: Release, settings: ServingSettings, host: str, port: int
+) -> Iterator[str]:
     """Answer by HTTP while the context lasts; gives the address. Ray must be initialised.
 
     Raises UserError where that cannot be listened on, ClusterError when no replica starts.
@@ -213,7 +228,9 @@ def deployed(release: Release, serving: Serving, host: str, port: int) -> Iterat
     require_server()
     listen(host, port).close()  # said before anything starts
     replica: Any = ray.remote(num_cpus=1, max_restarts=-1)(Classifier)
-    actors: list[Any] = [replica.remote(serving, release.sums) for _ in range(serving.replicas)]
+    actors: list[Any] = [
+        replica.remote(settings, release.checksums) for _ in range(settings.replicas)
+    ]
     try:
         try:
             ray.get([actor.ready.remote() for actor in actors])
@@ -222,29 +239,35 @@ def deployed(release: Release, serving: Serving, host: str, port: int) -> Iterat
                 raise error.cause from None
             raise ClusterError(f"no replica could start: {error.cause}") from error
         except ray.exceptions.RayActorError as error:
-            raise ClusterError(f"no replica could start: {_why(error)}") from error
-        limits, shape = serving.limits, tuple(release.spec.input_shape)
-        batches = Batches(Replicas(actors), _CALLS * serving.replicas, limits.seconds)
-        with _spoken(Gate(_about(release, serving), shape, batches, limits), host, port):
+            raise ClusterError(f"no replica could start: {_error_message(error)}") from error
+        limits, shape = settings.limits, tuple(release.spec.input_shape)
+        batches = RequestBatcher(
+            ReplicaPool(actors), _CALLS * settings.replicas, limits.timeout_seconds
+        )
+        with _run_http_server(
+            RequestHandler(_service_description(release, settings), shape, batches, limits),
+            host,
+            port,
+        ):
             yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         for actor in actors:
             ray.kill(actor)
 
 
-def _why(error: Exception) -> str:
+def _error_message(error: Exception) -> str:
     cause = error.__cause__ or error
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
 @contextmanager
-def _spoken(gate: Gate, host: str, port: int) -> Iterator[None]:
+def _run_http_server(handler: RequestHandler, host: str, port: int) -> Iterator[None]:
     """Speak HTTP in a thread with an event loop of its own: this one waits for the user's end."""
     loop = asyncio.new_event_loop()
     listening = listen(host, port)
 
     async def begin() -> asyncio.Task[None]:
-        return speak(gate, listening)
+        return start_http_server(handler, listening)
 
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -26,31 +26,31 @@ from dpdist.config.sections import CanaryAudit
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training.collectives import Reducer
 
 SLOT = "canaries"  # of a checkpoint: their scores so far
 
 
-def coins(run_key: bytes, count: int) -> np.ndarray:
+def draw_coins(run_key: bytes, count: int) -> np.ndarray:
     """Which canaries of a run are in: bool (count,). The key of the coins serves nothing else."""
-    return words(derive_key(run_key, "audit coin"), 0, count) >= np.uint64(2**63)
+    return stream_words(derive_key(run_key, "audit coin"), 0, count) >= np.uint64(2**63)
 
 
 def _public(purpose: str, count: int) -> np.ndarray:
     """Words that everybody may know: uint64 (count,)."""
-    return words(derive_key(bytes(32), "canaries", purpose), 0, count)
+    return stream_words(derive_key(bytes(32), "canaries", purpose), 0, count)
 
 
-def places(count: int, size: int) -> np.ndarray:
+def canary_coordinates(count: int, size: int) -> np.ndarray:
     """The coordinates of gradient canaries among those of the gradient: int64 (count,), all
     different."""
     return np.argsort(_public("places", size), kind="stable")[:count]
 
 
-def check_places(planted: CanaryAudit, size: int) -> None:
+def check_canary_coordinates(planted: CanaryAudit, size: int) -> None:
     """Raise UserError where canaries in the sums find no coordinates of their own."""
-    if planted.in_sums and planted.canaries > size:
+    if planted.inserts_gradients and planted.canaries > size:
         raise UserError(
             f"audit.canaries: must be <= the model's {size:,} trainable parameters, a coordinate "
             f"for each, got {planted.canaries:,}"
@@ -92,14 +92,14 @@ def _random(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
 _ROWS = {"gradient": _no_rows, "blank": _blank, "mislabelled": _mislabelled, "pair": _random}
 
 
-def rows_of(planted: CanaryAudit, public: Dataset) -> tuple[Tensor, Tensor]:
+def canary_records(planted: CanaryAudit, public: Dataset) -> tuple[Tensor, Tensor]:
     """Inputs (m, *input_shape) and labels (m,) of canaries that are records; else none of either.
     Raises UserError."""
     return _ROWS[planted.canary](planted.canaries, public)
 
 
 @dataclass(frozen=True)
-class WithCanaries(Dataset):
+class DatasetWithCanaries(Dataset):
     """Training records and an audit's canaries behind them: len, batch and targets know both;
     inputs, labels and hashes are the records' alone. public: where canaries take inputs from.
 
@@ -107,28 +107,30 @@ class WithCanaries(Dataset):
     """
 
     planted: CanaryAudit = field(kw_only=True)
-    public: Dataset = field(kw_only=True)
+    public_records: Dataset = field(kw_only=True)
 
     @classmethod
-    def of(cls, records: Dataset, planted: CanaryAudit, public: Dataset) -> WithCanaries:
+    def from_records(
+        cls, records: Dataset, planted: CanaryAudit, public: Dataset
+    ) -> DatasetWithCanaries:
         """Raises UserError where there are too few public records."""
         own = {part.name: getattr(records, part.name) for part in fields(records)}
-        found = cls(**own, planted=planted, public=public)
-        assert found.planted_rows
+        found = cls(**own, planted=planted, public_records=public)
+        assert found.canary_records
         return found
 
     @property
-    def own(self) -> int:
+    def num_records(self) -> int:
         """How many records there are, and where canaries begin."""
         return len(self.labels)
 
     def __len__(self) -> int:
-        return self.own + self.planted.canaries
+        return self.num_records + self.planted.canaries
 
     @cached_property
-    def planted_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the canaries' part of `rows_of`."""
-        return rows_of(self.planted, self.public)
+    def canary_records(self) -> tuple[Tensor, Tensor]:
+        """Return the canaries' part of `canary_records`."""
+        return canary_records(self.planted, self.public_records)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -137,67 +139,69 @@ class WithCanaries(Dataset):
         digest = hashlib.blake2b(digest_size=16, person=b"dpdist.canaries")
         named = f"{own.fingerprint}/{self.planted.canaries}/{self.planted.canary}"
         digest.update(named.encode())
-        for rows in self.planted_rows:
+        for rows in self.canary_records:
             digest.update(rows.numpy().tobytes())
         return digest.hexdigest()
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
-        own, planted = self._sides(indices)
-        return torch.cat([super().batch(own), self.planted_rows[0][planted]])
+        own, planted = self._split_indices(indices)
+        return torch.cat([super().batch(own), self.canary_records[0][planted]])
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        own, planted = self._sides(indices)
-        return torch.cat([super().targets(own), self.planted_rows[1][planted]])
+        own, planted = self._split_indices(indices)
+        return torch.cat([super().targets(own), self.canary_records[1][planted]])
 
-    def _sides(self, indices: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+    def _split_indices(self, indices: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Ascending positions, those of records and those among the canaries."""
         chosen = np.arange(len(self))[indices]
-        return chosen[chosen < self.own], chosen[chosen >= self.own] - self.own
+        return chosen[chosen < self.num_records], chosen[
+            chosen >= self.num_records
+        ] - self.num_records
 
 
 class Canaries:
     """The effect of an audit on a training; none for a training that is not audited."""
 
     @property
-    def slots(self) -> Mapping[str, Tensor]:
+    def checkpoint_slots(self) -> Mapping[str, Tensor]:
         """Return the canaries' part of a checkpoint."""
         return {}
 
-    def fed(self, members: np.ndarray) -> np.ndarray:
+    def inputs_for(self, members: np.ndarray) -> np.ndarray:
         """Return those of a step's members whose gradients are computed."""
         return members
 
-    def labelled(self, members: np.ndarray, labels: Tensor) -> Tensor:
+    def labels_for(self, members: np.ndarray, labels: Tensor) -> Tensor:
         """Return the labels under which computed members, (B,), are trained."""
         return labels
 
-    def join(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
+    def add_to_sums(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
         """Add to this worker's clipped sums (rows, size) what the canaries contribute. members: of
         each of its rows."""
 
-    def watch(self, noisy: Tensor, todo: StepPlan, reducer: Reducer) -> None:
+    def observe(self, noisy: Tensor, step_plan: StepPlan, reducer: Reducer) -> None:
         """Record the adversary's view of a released sum (size,); every worker is there."""
 
 
 class RecordCanaries(Canaries):
     """Canaries that are records: those that are out are dropped once they were sampled."""
 
-    def __init__(self, dataset: WithCanaries, present: np.ndarray) -> None:
-        self._present = np.concatenate([np.ones(dataset.own, bool), present])
+    def __init__(self, dataset: DatasetWithCanaries, present: np.ndarray) -> None:
+        self._is_present = np.concatenate([np.ones(dataset.num_records, bool), present])
 
-    def fed(self, members: np.ndarray) -> np.ndarray:
-        present: np.ndarray = members[self._present[members]]
+    def inputs_for(self, members: np.ndarray) -> np.ndarray:
+        present: np.ndarray = members[self._is_present[members]]
         return present
 
 
 class PairCanaries(Canaries):
     """Canaries that are records: under label 0, or under label 1 where one is out."""
 
-    def __init__(self, dataset: WithCanaries, present: np.ndarray) -> None:
-        self._other = np.concatenate([np.zeros(dataset.own, bool), ~present])
+    def __init__(self, dataset: DatasetWithCanaries, present: np.ndarray) -> None:
+        self._has_other_label = np.concatenate([np.zeros(dataset.num_records, bool), ~present])
 
-    def labelled(self, members: np.ndarray, labels: Tensor) -> Tensor:
-        swapped = torch.from_numpy(self._other[members])
+    def labels_for(self, members: np.ndarray, labels: Tensor) -> Tensor:
+        swapped = torch.from_numpy(self._has_other_label[members])
         return torch.where(swapped, 1 - labels, labels)
 
 
@@ -210,48 +214,53 @@ class GradientCanaries(Canaries):
     likelihood ratios of what is left.
     """
 
-    def __init__(self, dataset: WithCanaries, present: np.ndarray, plan: PrivacyPlan, size: int):
-        self._first, self._both = dataset.own, plan.neighbours == "replace-one"
-        self._places = torch.from_numpy(places(len(present), size))
-        self._signs = torch.from_numpy(np.where(present, 1.0, -1.0 if self._both else 0.0))
+    def __init__(
+        self, dataset: DatasetWithCanaries, present: np.ndarray, plan: PrivacyPlan, size: int
+    ):
+        self._num_records, self._replaces_one = (
+            dataset.num_records,
+            plan.neighbours == "replace-one",
+        )
+        self._coordinates = torch.from_numpy(canary_coordinates(len(present), size))
+        self._signs = torch.from_numpy(np.where(present, 1.0, -1.0 if self._replaces_one else 0.0))
         self._clip = plan.clip_norm
         self._scores = torch.zeros(len(present), dtype=torch.float64)
-        self._others = torch.zeros(0, dtype=torch.float64)
+        self._record_sums = torch.zeros(0, dtype=torch.float64)
 
     @property
-    def slots(self) -> Mapping[str, Tensor]:
+    def checkpoint_slots(self) -> Mapping[str, Tensor]:
         return {SLOT: self._scores}
 
-    def fed(self, members: np.ndarray) -> np.ndarray:
-        return members[members < self._first]
+    def inputs_for(self, members: np.ndarray) -> np.ndarray:
+        return members[members < self._num_records]
 
-    def join(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
-        where = self._places.to(rows.device)
-        self._others = rows[:, where]
+    def add_to_sums(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
+        where = self._coordinates.to(rows.device)
+        self._record_sums = rows[:, where]
         for row, joined in members:
-            own = torch.from_numpy(joined[joined >= self._first] - self._first)
+            own = torch.from_numpy(joined[joined >= self._num_records] - self._num_records)
             rows[row, where[own]] += (self._clip * self._signs[own]).to(rows.device)
 
-    def watch(self, noisy: Tensor, todo: StepPlan, reducer: Reducer) -> None:
+    def observe(self, noisy: Tensor, step_plan: StepPlan, reducer: Reducer) -> None:
         from dpdist.privacy.audit_bounds import log_likelihood_ratio
 
-        others, _ = reducer.sum(self._others, False)
-        own = noisy[self._places.to(noisy.device)].cpu()
-        left = (own - others.cpu()).numpy() / todo.clip_norm
-        noise, rate = todo.noise_multiplier, todo.sample_rate
+        others, _ = reducer.sum_rows(self._record_sums, False)
+        own = noisy[self._coordinates.to(noisy.device)].cpu()
+        left = (own - others.cpu()).numpy() / step_plan.clip_norm
+        noise, rate = step_plan.noise_multiplier, step_plan.sample_rate
         ratio = log_likelihood_ratio(left, noise, rate)
-        if self._both:
+        if self._replaces_one:
             ratio = ratio - log_likelihood_ratio(-left, noise, rate)
         self._scores += torch.from_numpy(ratio)
 
 
-def plant(dataset: Dataset, run_key: bytes, plan: PrivacyPlan, size: int) -> Canaries:
+def build_canaries(dataset: Dataset, run_key: bytes, plan: PrivacyPlan, size: int) -> Canaries:
     """The canaries of a run. size: of its gradient."""
-    if not isinstance(dataset, WithCanaries):
+    if not isinstance(dataset, DatasetWithCanaries):
         return Canaries()
-    present = coins(run_key, dataset.planted.canaries)
-    if dataset.planted.in_sums:
+    present = draw_coins(run_key, dataset.planted.canaries)
+    if dataset.planted.inserts_gradients:
         return GradientCanaries(dataset, present, plan, size)
-    if dataset.planted.replaces:
+    if dataset.planted.replaces_record:
         return PairCanaries(dataset, present)
     return RecordCanaries(dataset, present)

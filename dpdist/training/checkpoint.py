@@ -20,17 +20,17 @@ from torch import Tensor
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    private_folder,
+    atomic_replacement,
+    error_text,
+    make_private_folder,
     read_bytes,
     read_json,
-    reason,
     write_atomic,
-    written_aside,
 )
 from dpdist.privacy.ledger import Anchor
 from dpdist.runs.folder import complete_checkpoints
 
-KEEP = 2
+CHECKPOINTS_KEPT = 2
 _AT_ONCE = 2**18  # entries
 
 
@@ -40,23 +40,26 @@ class TrainState:
     average."""
 
     step: int
-    flat: Tensor
+    parameters: Tensor
     slots: dict[str, Tensor]
 
 
-def save(folder: Path, state: TrainState, released: Anchor, parts: int = 0) -> None:
+def save(folder: Path, state: TrainState, anchor: Anchor, parts: int = 0) -> None:
     """Write the state as `step-NNNNNNNN` and drop all but the newest two.
 
     released: the ledger's anchor; it names every release that the state was made of. parts: how
     many workers' parts of more slots lie there (`save_part`); it counts once they all do.
     """
-    private_folder(folder)
+    make_private_folder(folder)
     target = folder / _name(state.step)
-    tensors = {"flat": state.flat.cpu(), **{f"slot.{k}": v.cpu() for k, v in state.slots.items()}}
+    tensors = {
+        "flat": state.parameters.cpu(),
+        **{f"slot.{k}": v.cpu() for k, v in state.slots.items()},
+    }
     _write(target / "state.safetensors", tensors)
-    done = {"step": state.step, "ledger": released.to_dict(), **({"parts": parts} if parts else {})}
+    done = {"step": state.step, "ledger": anchor.to_dict(), **({"parts": parts} if parts else {})}
     write_atomic(target / "done.json", json.dumps(done, allow_nan=False))
-    kept = set(complete_checkpoints(folder)[-KEEP:])
+    kept = set(complete_checkpoints(folder)[-CHECKPOINTS_KEPT:])
     for old in folder.glob("step-*"):
         if old not in kept:  # superseded, or left half-written by a crash
             shutil.rmtree(old, ignore_errors=True)
@@ -64,7 +67,7 @@ def save(folder: Path, state: TrainState, released: Anchor, parts: int = 0) -> N
 
 def save_part(folder: Path, step: int, rank: int, count: int, slots: Mapping[str, Tensor]) -> None:
     """Write one worker's entries of slots, of which the workers hold parts in order of rank."""
-    private_folder(folder)
+    make_private_folder(folder)
     tensors = {f"slot.{name}": slot.cpu() for name, slot in slots.items()}
     _write(folder / _name(step) / part_name(rank, count), tensors)
 
@@ -75,7 +78,7 @@ def newest_step(folder: Path) -> int:
     return int(read_json(complete[-1] / "done.json", {"step": int})["step"]) if complete else 0
 
 
-def latest(folder: Path, own: slice = slice(0, sys.maxsize)) -> TrainState | None:
+def load_latest(folder: Path, entries: slice = slice(0, sys.maxsize)) -> TrainState | None:
     """The newest complete state, or None. own: which entries of slots that lie in parts."""
     complete = complete_checkpoints(folder)
     if not complete:
@@ -89,7 +92,7 @@ def latest(folder: Path, own: slice = slice(0, sys.maxsize)) -> TrainState | Non
         raise UserError(f"{path}: damaged: it holds no parameters")
     slots = _slots(tensors)
     if "parts" in done:
-        slots.update(_from_parts(complete[-1], done["parts"], own, len(tensors["flat"])))
+        slots.update(_load_parts(complete[-1], done["parts"], entries, len(tensors["flat"])))
     return TrainState(done["step"], tensors["flat"], slots)
 
 
@@ -101,7 +104,7 @@ def part_name(rank: int, count: int) -> str:
     return f"part-{rank:05d}-of-{count:05d}.safetensors"
 
 
-def _from_parts(folder: Path, count: object, own: slice, size: int) -> dict[str, Tensor]:
+def _load_parts(folder: Path, count: object, entries: slice, size: int) -> dict[str, Tensor]:
     """Return those entries of the slots, whoever wrote them: one part at a time is in memory."""
     if not isinstance(count, int) or count < 1:
         raise UserError(f"{folder}: damaged: parts must be a whole number > 0, got {count!r}")
@@ -110,8 +113,8 @@ def _from_parts(folder: Path, count: object, own: slice, size: int) -> dict[str,
     for rank in range(count):
         part = _slots(_tensors(folder / part_name(rank, count)))
         length = min((len(slot) for slot in part.values()), default=0)
-        low = min(max(own.start - start, 0), length)
-        high = min(max(own.stop - start, low), length)
+        low = min(max(entries.start - start, 0), length)
+        high = min(max(entries.stop - start, low), length)
         for name, slot in part.items():
             found.setdefault(name, []).append(slot[low:high].clone())
         start += length
@@ -130,22 +133,22 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors = load_tensors(raw)
     except SafetensorError as error:
-        raise UserError(f"{path}: damaged: {reason(error)}") from error
+        raise UserError(f"{path}: damaged: {error_text(error)}") from error
     about = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__", {})
-    if about.get(_SEAL) != tensors_digest(tensors):
+    if about.get(_DIGEST_KEY) != tensors_digest(tensors):
         raise UserError(f"{path}: damaged: its numbers are not those that were written")
     return tensors
 
 
-_SEAL = "blake2b"
+_DIGEST_KEY = "blake2b"
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     """A safetensors file that says what is in it: a wrong number would be trained on unnoticed.
     Written from where the tensors lie: a copy of them would be a training's peak of memory."""
-    with written_aside(path) as aside:
+    with atomic_replacement(path) as aside:
         try:
-            save_file(tensors, aside, {_SEAL: tensors_digest(tensors)})
+            save_file(tensors, aside, {_DIGEST_KEY: tensors_digest(tensors)})
         except SafetensorError as error:
             if number := re.search(
                 r"(?:os error |code: )(\d+)", str(error)
@@ -164,7 +167,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return hashed.hexdigest()
 
 
-def digest(tensor: Tensor) -> Tensor:
+def bits_fingerprint(tensor: Tensor) -> Tensor:
     """A 64-bit fingerprint of a float tensor's bits, as int64 (1,): compared across workers."""
     bits, total = tensor.detach().cpu().contiguous().view(torch.int32), torch.zeros(1).long()
     for start in range(0, len(bits), _AT_ONCE):  # so that it needs no memory of its length

@@ -9,7 +9,7 @@ to the bit: sums add up in the same order, every entry gets the noise of its pla
 stream, ids in the ledger are made of the same digests, and parameters are updated a leaf at a time
 in both. With three workers or more and without `training.reproducible` a whole sum is added up in
 an order of the network's own; only then do last bits differ. Another way to share is a class in
-`RELEASES`.
+`UPDATE_CLASSES`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpdist.config.training import TrainingRecipe
-from dpdist.gradients.sampling import share
+from dpdist.gradients.sampling import worker_range
 from dpdist.training import checkpoint
 
 # --- number formats of sums -------------------------------------------------------------------
 
 
-_ROUNDED = 2.0**-23  # twice float32's unit roundoff: two sums are rounded
-_UNLIKELY = 70.0  # exp(-70) = 4e-31
-MOST_ROOM = 2.0**-7  # of the clip; what needs more stays float64
+_FLOAT32_ROUNDING = 2.0**-23  # twice float32's unit roundoff: two sums are rounded
+_LOG_FAILURE_BOUND = 70.0  # exp(-70) = 4e-31
+MAX_CLIP_REDUCTION = 2.0**-7  # of the clip; what needs more stays float64
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Numbers of one kind for sums of at most `most` records each.
+class ReduceDtype:
+    """Numbers of one kind for sums of at most `max_records` records each.
 
     Guarantee: where one record moves an executed sum by at most C' = C / (1 + room) in L2 norm, it
     moves what arrives by at most C.
@@ -52,56 +52,64 @@ class Wire:
     2^-125 sqrt(size) is far below 2^-23 C' for a recipe's clip norms, 1e-9 at least. A record is in
     one sum only, and those that arrived are added up in float64, as they are without rounding.
 
-    More records than `most` release nothing (`check`). By Bernstein's inequality Poisson sampling
-    passes that bound, in which no record has a say, with a probability below 4e-31 for each sum and
+    More records than `max_records` release nothing (`check`). By Bernstein's inequality Poisson
+    sampling passes that bound, in which no record has a say, with a probability below 4e-31 for
+    each sum and
     step: what delta would pay for it in a million steps of a thousand sums is 10^-21.
     """
 
     name: str = "float64"
-    most: float = math.inf
+    max_records: float = math.inf
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.name == "float32" else torch.float64
 
     @property
-    def room(self) -> float:
+    def clip_reduction(self) -> float:
         """Return how much the clip is lowered, relative."""
-        return _ROUNDED * (self.most + 1) if self.name == "float32" else 0.0
+        return _FLOAT32_ROUNDING * (self.max_records + 1) if self.name == "float32" else 0.0
 
     def check(self, records: int) -> None:
         """Raise ValueError for a sum of more records than there is room for."""
-        if records > self.most:
-            raise ValueError(f"a sum of more than {self.most:g} records; nothing is released")
+        if records > self.max_records:
+            raise ValueError(
+                f"a sum of more than {self.max_records:g} records; nothing is released"
+            )
 
-    def sent(self, sums: Tensor) -> Tensor:
+    def cast(self, sums: Tensor) -> Tensor:
         """Sums (...), float64, as they travel."""
         return sums.to(self.dtype)
 
     @classmethod
-    def of(cls, name: str, expected: float, parts: int, cap: int | None = None) -> Wire:
+    def for_batches(
+        cls, name: str, expected: float, parts: int, cap: int | None = None
+    ) -> ReduceDtype:
         """For batches of `expected` records, at most `cap`, summed in at least `parts` parts."""
         if name == "float64":
             return cls()
         mean = expected / parts + 1  # a part may have one record more than others to draw from
-        most = math.ceil(mean + math.sqrt(2 * _UNLIKELY * mean) + _UNLIKELY * 2 / 3)
+        most = math.ceil(
+            mean + math.sqrt(2 * _LOG_FAILURE_BOUND * mean) + _LOG_FAILURE_BOUND * 2 / 3
+        )
         return cls(name, float(most if cap is None else min(most, cap)))
 
     @property
-    def refused(self) -> str:
+    def unsupported_reason(self) -> str:
         """Return why sums of this size do not travel so; empty if they do."""
-        if self.room <= MOST_ROOM:
+        if self.clip_reduction <= MAX_CLIP_REDUCTION:
             return ""
         return (
-            f"{self.name} has room for sums of {MOST_ROOM / _ROUNDED:,.0f} records, here a worker "
-            f"may have {self.most:,.0f}: take more workers, or float64"
+            f"{self.name} has room for sums of {MAX_CLIP_REDUCTION / _FLOAT32_ROUNDING:,.0f} "
+            f"records, here a worker may have {self.max_records:,.0f}: take more workers, or "
+            "float64"
         )
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return the description of float32 for a dry run."""
         return (
-            f"{self.name}, 4 bytes a parameter; the clip is {100 * self.room:.2g} % lower, for "
-            f"sums of up to {self.most:,.0f} records"
+            f"{self.name}, 4 bytes a parameter; the clip is {100 * self.clip_reduction:.2g} % "
+            f"lower, for sums of up to {self.max_records:,.0f} records"
         )
 
 
@@ -117,22 +125,22 @@ class Reducer:
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._room, self._rows = torch.zeros(0, dtype=torch.float64), torch.zeros(0)
+        self._buffer, self._rows = torch.zeros(0, dtype=torch.float64), torch.zeros(0)
 
     @property
     def backend(self) -> str:
         """Return the communication backend of workers on this kind of device."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def rows(self, count: int, size: int) -> Tensor:
-        """Zeros (count, size), float64, for `sum`: the memory of the last ones, if as many. New
-        memory costs more than all that is done with it: the kernel clears it page by page."""
-        if len(self._room) != count * size + 2:
-            self._room = torch.empty(count * size + 2, dtype=torch.float64, device=self.device)
-        self._rows = self._room.zero_()[:-2].view(count, size)
+    def zero_rows(self, count: int, size: int) -> Tensor:
+        """Zeros (count, size), float64, for `sum_rows`: the memory of the last ones, if as many.
+        New memory costs more than all that is done with it: the kernel clears it page by page."""
+        if len(self._buffer) != count * size + 2:
+            self._buffer = torch.empty(count * size + 2, dtype=torch.float64, device=self.device)
+        self._rows = self._buffer.zero_()[:-2].view(count, size)
         return self._rows
 
-    def sum(self, rows: Tensor, flag: bool) -> tuple[Tensor, bool]:
+    def sum_rows(self, rows: Tensor, flag: bool) -> tuple[Tensor, bool]:
         """Sum of float64 rows (S, size) over workers, added up in row order; and whether any flag
         was up. Made where this worker's rows lie, if they are those of `rows`.
 
@@ -140,11 +148,11 @@ class Reducer:
         """
         tail = torch.tensor([1.0, float(flag)], dtype=torch.float64, device=self.device)
         if rows is self._rows:
-            buffer = self._room
+            buffer = self._buffer
             buffer[-2:] = tail
         else:
             buffer = torch.cat([rows.reshape(-1), tail])
-        self.all_sum(buffer)
+        self.all_reduce(buffer)
         present, flags = buffer[-2:].tolist()
         if present != self.world_size:
             raise MissingRank(f"{present:g} of {self.world_size} workers took part in the step")
@@ -154,17 +162,19 @@ class Reducer:
             result += row
         return result, flags > 0
 
-    def everybody(self, flag: bool) -> bool:
+    def any_flag(self, flag: bool) -> bool:
         """Whether any worker's flag was up. Raises MissingRank unless all take part."""
-        return self.sum(torch.zeros(1, 0, dtype=torch.float64, device=self.device), flag)[1]
+        return self.sum_rows(torch.zeros(1, 0, dtype=torch.float64, device=self.device), flag)[1]
 
-    def exchange(self, sent: Tensor, sizes: Sequence[int], awaited: Sequence[int]) -> Tensor:
-        """Send each worker its piece of `sent` (sizes, in order of rank): what came from each, of
+    def all_to_all(
+        self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> Tensor:
+        """Send each worker its piece of `tensor` (sizes, in order of rank): what came from each, of
         the awaited sizes, one behind the other."""
         if self.world_size == 1:
-            return sent
-        found = sent.new_empty(sum(awaited))
-        dist.all_to_all_single(found, sent.contiguous(), list(awaited), list(sizes))
+            return tensor
+        found = tensor.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(found, tensor.contiguous(), list(receive_sizes), list(send_sizes))
         return found
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -172,12 +182,12 @@ class Reducer:
         if self.world_size > 1:
             dist.broadcast(tensor, src=source)
 
-    def all_sum(self, buffer: Tensor) -> None:
+    def all_reduce(self, buffer: Tensor) -> None:
         """Sum `buffer` over the workers, in place."""
         if self.world_size > 1:
             dist.all_reduce(buffer)
 
-    def same_everywhere(self, digest: Tensor) -> bool:
+    def all_equal(self, digest: Tensor) -> bool:
         """Whether all workers hold the same int64 (1,)."""
         if self.world_size == 1:
             return True
@@ -186,13 +196,13 @@ class Reducer:
         dist.all_reduce(high, op=dist.ReduceOp.MAX)
         return bool((low == high).all())
 
-    def from_first(self, value: int) -> int:
+    def broadcast_int(self, value: int) -> int:
         """Worker 0's integer, on all."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
         self.broadcast(tensor, 0)
         return int(tensor.item())
 
-    def gather(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """One short string of each worker, in order of rank."""
         if self.world_size == 1:
             return [text]
@@ -272,7 +282,7 @@ class FlatOptimizer:
             decay = min(self.training.ema, (step + 1) / (step + 10))
             slots["ema"].lerp_(flat, 1 - decay)
 
-    def result(self, flat: Tensor) -> Tensor:
+    def published_parameters(self, flat: Tensor) -> Tensor:
         """The parameters to publish: the average when there is one."""
         return self.slots.get("ema", flat)
 
@@ -280,8 +290,8 @@ class FlatOptimizer:
 # --- whole and sharded releases ---------------------------------------------------------------
 
 
-_FLOAT64 = Wire()
-_AT_ONCE = 32  # leaves that travel together, of all parts and rows
+_FLOAT64 = ReduceDtype()
+_LEAVES_PER_EXCHANGE = 32  # leaves that travel together, of all parts and rows
 
 
 @dataclass(frozen=True)
@@ -293,51 +303,53 @@ class Shards:
     rows of each worker; where every worker has the same one row, they are stacked first.
     """
 
-    rows: int
-    largest: int
-    mine: list[tuple[int, int, int]]
-    held: Sequence[int] = (1,)
+    num_rows: int
+    largest_shard: int
+    local_shards: list[tuple[int, int, int]]
+    rows_per_worker: Sequence[int] = (1,)
 
 
-class Whole:
+class ReplicatedUpdate:
     """Every worker adds up, noises and updates everything."""
 
-    def __init__(self, wire: Wire = _FLOAT64) -> None:
-        self.wire = wire
+    def __init__(self, reduce_dtype: ReduceDtype = _FLOAT64) -> None:
+        self.reduce_dtype = reduce_dtype
 
-    def own(self, reducer: Reducer, size: int) -> slice:
+    def local_slice(self, reducer: Reducer, size: int) -> slice:
         """The entries of a vector of `size` that this worker releases and updates."""
         return slice(0, size)
 
-    def sum(
+    def sum_rows(
         self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
     ) -> tuple[Tensor, bool]:
         """Its entries of all workers' rows (S, size), added up in row order, maybe in the rows' own
         memory; and whether any flag was up. The rows are spent. Raises MissingRank unless all
         workers are counted."""
-        return reducer.sum(rows, flag)
+        return reducer.sum_rows(rows, flag)
 
-    def digests(self, reducer: Reducer, label: str, summed: np.ndarray, size: int) -> list[bytes]:
+    def all_leaf_digests(
+        self, reducer: Reducer, label: str, summed: np.ndarray, size: int
+    ) -> list[bytes]:
         """Return the digests of all leaves of a sum of `size` entries, for worker 0.
 
         Each worker gives its own.
         """
         return leaf_digests(label, summed) if reducer.rank == 0 else []
 
-    def complete(self, reducer: Reducer, flat: Tensor) -> None:
+    def broadcast_updates(self, reducer: Reducer, flat: Tensor) -> None:
         """Bring what every worker updated of a vector to all."""
 
-    def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
+    def memory_bytes(self, size: int, slots: int, rows: int, workers: int) -> int:
         """Bytes on each worker, all through the training, that grow with the trained parameters.
         slots: vectors that the optimizer keeps. rows: of the reduced stack, where the release is
         made."""
         return size * (4 + 4 * slots + 8 * rows)
 
-    def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
+    def fingerprint_entries(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
         """Return its part of all that can change a sum."""
         return {}
 
-    def kept(
+    def write_optimizer_parts(
         self, reducer: Reducer, folder: Path, step: int, slots: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, Tensor], int]:
         """The optimizer's state that worker 0 keeps in a checkpoint, and in how many files beside
@@ -345,85 +357,97 @@ class Whole:
         return slots, 0
 
 
-class Sharded(Whole):
+class ShardedUpdate(ReplicatedUpdate):
     """Every worker its own part, cut at whole leaves, and of momentum, Adam's state and averages
     that part alone."""
 
-    def own(self, reducer: Reducer, size: int) -> slice:
+    def local_slice(self, reducer: Reducer, size: int) -> slice:
         return _parts(size, reducer.world_size)[reducer.rank]
 
-    def sum(
+    def sum_rows(
         self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
     ) -> tuple[Tensor, bool]:
-        flagged = reducer.everybody(flag)
+        flagged = reducer.any_flag(flag)
         parts = _parts(rows.shape[1], reducer.world_size)
         total = rows[0, parts[reducer.rank]]
         # A piece at a time: neither what is sent nor what arrives needs memory of its own length.
-        step = LEAF * max(1, _AT_ONCE // max(len(parts), shards.rows))
+        step = LEAF * max(1, _LEAVES_PER_EXCHANGE // max(len(parts), shards.num_rows))
         for low in range(0, max(part.stop - part.start for part in parts), step):
             pieces = [
                 slice(min(p.start + low, p.stop), min(p.start + low + step, p.stop)) for p in parts
             ]
-            found = self._exchanged(reducer, rows, pieces, shards)
+            found = self._exchange_and_sum(reducer, rows, pieces, shards)
             total[low : low + step] = found  # over rows of its own, which were just sent
         return total, flagged
 
-    def _exchanged(
+    def _exchange_and_sum(
         self, reducer: Reducer, rows: Tensor, pieces: list[slice], shards: Shards
     ) -> Tensor:
         """This worker's piece of the sum, given all workers' rows."""
-        world, held, own = reducer.world_size, shards.held, pieces[reducer.rank]
-        first = shards.mine[0][0] if shards.mine else 0
-        mine = rows[first : first + len(shards.mine)]
-        sent = torch.cat([self.wire.sent(mine[:, piece]).reshape(-1) for piece in pieces])
-        sizes = [len(mine) * (piece.stop - piece.start) for piece in pieces]
+        world, held, own = reducer.world_size, shards.rows_per_worker, pieces[reducer.rank]
+        first = shards.local_shards[0][0] if shards.local_shards else 0
+        local_rows = rows[first : first + len(shards.local_shards)]
+        sent = torch.cat(
+            [self.reduce_dtype.cast(local_rows[:, piece]).reshape(-1) for piece in pieces]
+        )
+        sizes = [len(local_rows) * (piece.stop - piece.start) for piece in pieces]
         length = own.stop - own.start
-        found = reducer.exchange(sent, sizes, [count * length for count in held])
+        found = reducer.all_to_all(sent, sizes, [count * length for count in held])
         stack = found.view(sum(held), length)
         total = stack[0].to(rows.dtype)
         for row in stack[1:]:
             total += row
         # A sum over several workers has no negative zero: they add zeros to each other's rows.
-        return total.add_(0.0) if world > 1 and shards.rows > 1 else total
+        return total.add_(0.0) if world > 1 and shards.num_rows > 1 else total
 
-    def digests(self, reducer: Reducer, label: str, summed: np.ndarray, size: int) -> list[bytes]:
+    def all_leaf_digests(
+        self, reducer: Reducer, label: str, summed: np.ndarray, size: int
+    ) -> list[bytes]:
         raw = torch.zeros(-(-size // LEAF), 32, dtype=torch.uint8)
-        first = self.own(reducer, size).start // LEAF
+        first = self.local_slice(reducer, size).start // LEAF
         for place, digest in enumerate(leaf_digests(label, summed), first):
             raw[place] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         raw = raw.to(reducer.device)
-        reducer.all_sum(raw)  # others hold zeros in its place
+        reducer.all_reduce(raw)  # others hold zeros in its place
         return [bytes(row) for row in raw.cpu().tolist()]
 
-    def complete(self, reducer: Reducer, flat: Tensor) -> None:
+    def broadcast_updates(self, reducer: Reducer, flat: Tensor) -> None:
         for rank, part in enumerate(_parts(len(flat), reducer.world_size)):
             if part.start < part.stop:
                 reducer.broadcast(flat[part], rank)
 
-    def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
+    def memory_bytes(self, size: int, slots: int, rows: int, workers: int) -> int:
         return size * (4 + 8 * rows) + 4 * slots * -(-size // workers)
 
-    def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
+    def fingerprint_entries(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
         ordered = reproducible or reducer.world_size < 3
-        wire = {} if self.wire == _FLOAT64 else {"wire": f"{self.wire.name}, {self.wire.most:g}"}
+        wire = (
+            {}
+            if self.reduce_dtype == _FLOAT64
+            else {"wire": f"{self.reduce_dtype.name}, {self.reduce_dtype.max_records:g}"}
+        )
         return wire | ({} if ordered else {"sums": "in order of rank"})
 
-    def kept(
+    def write_optimizer_parts(
         self, reducer: Reducer, folder: Path, step: int, slots: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, Tensor], int]:
         if not slots:
             return {}, 0
         checkpoint.save_part(folder, step, reducer.rank, reducer.world_size, slots)
-        reducer.gather("written")  # nobody's part may be missing once worker 0 says it is done
+        # nobody's part may be missing once worker 0 says it is done
+        reducer.all_gather_text("written")
         return {}, reducer.world_size
 
 
-RELEASES: dict[str, type[Whole]] = {"whole": Whole, "sharded": Sharded}
+UPDATE_CLASSES: dict[str, type[ReplicatedUpdate]] = {
+    "whole": ReplicatedUpdate,
+    "sharded": ShardedUpdate,
+}
 
 
 def _parts(size: int, count: int) -> list[slice]:
     """Contiguous parts of a vector, one a worker; of a short one, some are empty."""
-    cuts = [share(-(-size // LEAF), rank, count) for rank in range(count)]
+    cuts = [worker_range(-(-size // LEAF), rank, count) for rank in range(count)]
     return [slice(min(size, LEAF * low), min(size, LEAF * high)) for low, high in cuts]
 
 

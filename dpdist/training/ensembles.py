@@ -26,45 +26,46 @@ import torch
 from torch import Tensor
 
 from dpdist.cluster import job_folder
-from dpdist.cluster.resumable_job import Item, Partial, Piece, Row, Task, Work, run
+from dpdist.cluster.resumable_job import Item, JobSpec, Partial, Row, WorkItems, WorkUnit, run_job
 from dpdist.cluster.versions import code_digest
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Section
 from dpdist.core.files import (
     TRAINING_FOLDER,
-    Column,
-    private_folder,
+    ColumnSpec,
+    make_private_folder,
     read_bytes,
     temporary_folder,
     write_atomic,
     write_json,
 )
 from dpdist.data import Dataset
-from dpdist.privacy.ledger import JournalError, Ledger, NoAnswersLeft, new_nonce
+from dpdist.privacy.ledger import JournalError, Ledger, QueriesExhausted, new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, key_id, new_run_key
-from dpdist.runs.folder import RunFolder, check_released, read_released
-from dpdist.runs.recipe import Recipe, ordinary, plan_at
+from dpdist.runs.folder import RunFolder, read_verified_ledger, verify_ledger
+from dpdist.runs.recipe import Recipe, plan_with_noise, without_privacy
 from dpdist.training import job
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, read_run_key
 from dpdist.training.model_setup import check_model, initial_model, model_spec
-from dpdist.training.records import source_of, training_data
+from dpdist.training.records import data_source, records_with_canaries
 from dpdist.training.worker import Diverged, recipe_digest
 
 # --- many trainings ---------------------------------------------------------------------------
 
 
-_SLOW = 50.0  # records per second that an honest worker trains on
+_MIN_RECORDS_PER_SECOND = 50.0  # records per second that an honest worker trains on
 
 
-class ManyTrainings(Task):
+class TrainingItems(WorkItems):
     """Trainings 0 to count - 1. The worker is called with a number and answers with files by name;
-    they are kept in a folder of that number, the digest of the one named `witness` in the journal.
+    they are kept in a folder of that number, the digest of the one named `checked_file` in the
+    journal.
 
     examples: about how many one training takes.
     """
 
-    witness: ClassVar[str]
+    checked_file: ClassVar[str]
 
     def __init__(
         self,
@@ -75,37 +76,42 @@ class ManyTrainings(Task):
         examples: float,
     ) -> None:
         numbers: dict[Item, int] = {f"model {n}": n for n in range(count)}
-        super().__init__(numbers, worker, shared, silence=max(600.0, 10 * examples / _SLOW))
+        super().__init__(
+            numbers,
+            worker,
+            shared,
+            stall_seconds=max(600.0, 10 * examples / _MIN_RECORDS_PER_SECOND),
+        )
         self._numbers, self._folder = numbers, folder
 
-    def found(self, raw: bytes, place: Path) -> dict[str, Any]:
+    def read_result(self, raw: bytes, folder: Path) -> dict[str, Any]:
         """What the witness says, for the row of its training. Raises UserError when damaged."""
         raise NotImplementedError
 
-    def entries(self, name: str, answer: Mapping[str, bytes]) -> Iterable[dict[str, Any]]:
-        place = self._place(name)
+    def journal_entries(self, name: str, answer: Mapping[str, bytes]) -> Iterable[dict[str, Any]]:
+        place = self._item_folder(name)
         for file, content in answer.items():
             write_atomic(place / file, content)
-        return [{"key": name, "digest": file_digest(answer[self.witness])}]
+        return [{"key": name, "digest": file_digest(answer[self.checked_file])}]
 
-    def read(self, entry: dict[str, Any]) -> tuple[Piece, Partial]:
-        place = self._place(entry["key"])
-        raw = read_bytes(place / self.witness)
+    def parse_entry(self, entry: dict[str, Any]) -> tuple[WorkUnit, Partial]:
+        place = self._item_folder(entry["key"])
+        raw = read_bytes(place / self.checked_file)
         if file_digest(raw) != entry["digest"]:
             raise UserError(
                 f"{place}: damaged: not the model that the journal knows; remove "
                 f"{self._folder.parent}"
             )
-        return Piece(entry["key"], 0, 1), self.found(raw, place)
+        return WorkUnit(entry["key"], 0, 1), self.read_result(raw, place)
 
-    def rows(self, item: Item, partial: Partial) -> list[Row]:
+    def table_rows(self, item: Item, partial: Partial) -> list[Row]:
         return [{"model": self._numbers[item], **partial}]
 
-    def _place(self, name: Item) -> Path:
-        return kept_in(self._folder, self._numbers[name])
+    def _item_folder(self, name: Item) -> Path:
+        return item_folder(self._folder, self._numbers[name])
 
 
-def kept_in(folder: Path, number: int) -> Path:
+def item_folder(folder: Path, number: int) -> Path:
     """Return the folder of a training's files."""
     return folder / f"{number:04d}"
 
@@ -115,48 +121,48 @@ def file_digest(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """The files in a folder, by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @dataclass(frozen=True)
-class _Here:
-    """A training in this process (`dpdist.methods.base.Run`)."""
+class _InProcessDriver:
+    """A training in this process (`dpdist.methods.base.TrainingDriver`)."""
 
     job: TrainJob
 
-    def workers(self, records: Any = None) -> None:
+    def run_workers(self, records: Any = None) -> None:
         import torch
 
         from dpdist.training.collectives import Reducer
-        from dpdist.training.worker import run
+        from dpdist.training.worker import run_training
 
-        job = self.job if records is None else replace(self.job, given=records)
-        run(job, Reducer(0, 1, torch.device("cpu")))
+        job = self.job if records is None else replace(self.job, replacement_records=records)
+        run_training(job, Reducer(0, 1, torch.device("cpu")))
 
-    def teachers(self, count: int, sections: Any = None) -> Any:
+    def train_teachers(self, count: int, sections: Any = None) -> Any:
         raise UserError(f"{self.job.recipe.name}: one of many trainings has no teachers of its own")
 
-    def release(self, about: bytes, draw: Any) -> list[float]:
+    def release_once(self, private_source: bytes, draw: Any) -> list[float]:
         raise NotImplementedError("nothing is paid for")
 
-    def finish(self) -> None:
+    def write_summary(self) -> None:
         raise NotImplementedError("workers sum it up")
 
 
 @contextmanager
-def trained_here(
+def train_in_process(
     recipe: Recipe,
     plan: PrivacyPlan,
     records: Dataset,
-    members: np.ndarray,
+    member_mask: np.ndarray,
     key: bytes,
-    kept: dict[Any, Any] | None = None,
+    shared_cache: dict[Any, Any] | None = None,
 ) -> Iterator[Path]:
     """The folder, while it lasts, of the model that the recipe trains in this process on those of
-    its training records where `members` is true: a function of these and of what they hold. kept:
-    of trainings that differ in nothing but their keys (`dpdist.training.job.TrainJob`).
+    its training records where `member_mask` is true: a function of these and of what they hold.
+    kept: of trainings that differ in nothing but their keys (`dpdist.training.job.TrainJob`).
 
     Raises UserError, `dpdist.training.worker.Diverged` among others.
     """
@@ -164,10 +170,10 @@ def trained_here(
     own = recipe.model_copy(update={"privacy": privacy})
     with temporary_folder(TRAINING_FOLDER) as place:  # the run key is in it
         folder = RunFolder(place / "run")
-        checked = CheckedTraining(own, folder, plan, records.only(members), None)
-        job = replace(checked.begin(), members=members, kept=kept)
-        own.method.train(_Here(job))
-        yield job.folder.model
+        checked = CheckedTraining(own, folder, plan, records.select(member_mask), None)
+        job = replace(checked.begin(), member_mask=member_mask, shared_cache=shared_cache)
+        own.method.train(_InProcessDriver(job))
+        yield job.folder.model_folder
 
 
 # --- teachers on disjoint shards --------------------------------------------------------------
@@ -182,7 +188,7 @@ SCHEMA = pa.schema(
         pa.field("digest", pa.string(), nullable=False),
     ]
 )
-COLUMNS: dict[str, Column] = {"model": (int, 0), "digest": (str, None)}
+COLUMNS: dict[str, ColumnSpec] = {"model": (int, 0), "digest": (str, None)}
 
 
 def shards_by_hash(hashes: np.ndarray, key: bytes, count: int) -> np.ndarray:
@@ -210,7 +216,7 @@ def plan_of_shard(recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
     training = recipe.training.model_copy(update={"batch_size": batch})
     privacy = recipe.privacy.model_copy(update={"nominal_records": None})
     own = recipe.model_copy(update={"training": training, "privacy": privacy})
-    return own, plan_at(own, records, 0.0)
+    return own, plan_with_noise(own, records, 0.0)
 
 
 @dataclass(frozen=True)
@@ -230,69 +236,75 @@ class TeacherTrainer:
 
         torch.set_num_threads(1)  # sums must not depend on the machine
         self._shared = shared
-        self._records = training_data(shared.recipe, source_of(shared.recipe))
+        self._records = records_with_canaries(shared.recipe, data_source(shared.recipe))
         key = derive_key(shared.key, "shards")
         self._shards = shards_by_hash(self._records.hashes, key, shared.count)
 
     def __call__(self, number: int) -> dict[str, bytes]:
         members = self._shards == number
         if not members.any():
-            return self._as_it_began()
+            return self._initial_model_files()
         recipe, plan = plan_of_shard(self._shared.recipe, int(members.sum()))
         key = derive_key(self._shared.key, "teacher", number)
         try:
-            with trained_here(recipe, plan, self._records, members, key) as folder:
-                return files_of(folder)
+            with train_in_process(recipe, plan, self._records, members, key) as folder:
+                return read_files(folder)
         except Diverged:
-            return self._as_it_began()
+            return self._initial_model_files()
 
-    def _as_it_began(self) -> dict[str, bytes]:
+    def _initial_model_files(self) -> dict[str, bytes]:
         from dpdist import models
 
         spec = model_spec(self._shared.recipe, self._records)
         with TemporaryDirectory(prefix="dpdist-teacher-") as folder:
             models.save(initial_model(self._shared.recipe, spec), spec, Path(folder))
-            return files_of(Path(folder))
+            return read_files(Path(folder))
 
 
-class _Teachings(ManyTrainings):
-    witness = _WEIGHTS
+class _TeacherItems(TrainingItems):
+    checked_file = _WEIGHTS
 
-    def found(self, raw: bytes, place: Path) -> dict[str, Any]:
+    def read_result(self, raw: bytes, folder: Path) -> dict[str, Any]:
         return {"digest": file_digest(raw)}
 
 
-class Teachers(Work):
+class TeacherJob(JobSpec):
     """The teachers of one run; all of it is private."""
 
-    kind = job_folder.Kind("set of teachers", "training teachers")
-    file, key, schema, columns, order = TABLE, KEY, SCHEMA, COLUMNS, ("model",)
+    kind = job_folder.JobKind("set of teachers", "training teachers")
+    table_file, metadata_key, schema, columns, sort_columns = (
+        TABLE,
+        KEY,
+        SCHEMA,
+        COLUMNS,
+        ("model",),
+    )
 
     def __init__(
         self, job: TrainJob, count: int, sections: Mapping[str, Section] | None = None
     ) -> None:
         self._job, self._count = job, count
-        self.recipe = ordinary(job.recipe, sections)
+        self.recipe = without_privacy(job.recipe, sections)
 
     def identity(self) -> dict[str, Any]:
         """The folder is the run's, whose recipe does not change."""
         settings = {"teachers": self._count, "key": key_id(read_run_key(self._job.folder))}
-        return {"data": self._job.own_records().fingerprint, "settings": settings}
+        return {"data": self._job.records_without_canaries().fingerprint, "settings": settings}
 
-    def begin(self, output: Path) -> dict[str, Any]:
-        private_folder(output)
+    def initial_record(self, output: Path) -> dict[str, Any]:
+        make_private_folder(output)
         return {"seed": derive_key(read_run_key(self._job.folder), "teachers").hex()}
 
-    def open(self, about: dict[str, Any], output: Path) -> Task:
+    def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
         recipe = self.recipe
-        shared = TeacherSetup(recipe, self._count, bytes.fromhex(about["seed"]))
-        records = len(self._job.own_records())
+        shared = TeacherSetup(recipe, self._count, bytes.fromhex(job_record["seed"]))
+        records = len(self._job.records_without_canaries())
         _, plan = plan_of_shard(recipe, max(1, records // self._count))
         examples = plan.steps * plan.step(0).expected_batch
-        return _Teachings(self._count, TeacherTrainer, shared, output / "models", examples)
+        return _TeacherItems(self._count, TeacherTrainer, shared, output / "models", examples)
 
 
-class Ensemble:
+class TeacherEnsemble:
     """Trained teachers. PRIVATE: what they say may leave only as a method releases it."""
 
     def __init__(self, folder: RunFolder, trusted_factory: str | None = None) -> None:
@@ -301,24 +313,24 @@ class Ensemble:
 
         home = folder.private / FOLDER
         table = job_folder.read_table(home / TABLE, COLUMNS, KEY)
-        self._places = [kept_in(home / "models", n) for n in table["model"].to_pylist()]
-        for place, digest in zip(self._places, table["digest"].to_pylist(), strict=True):
+        self._folders = [item_folder(home / "models", n) for n in table["model"].to_pylist()]
+        for place, digest in zip(self._folders, table["digest"].to_pylist(), strict=True):
             if file_digest(read_bytes(place / _WEIGHTS)) != digest:
                 raise UserError(f"{place}: damaged: not the teacher that this run trained")
         self._factory = trusted_factory
-        self.input_shape = tuple(models.read_spec(self._places[0]).input_shape)
+        self.input_shape = tuple(models.read_spec(self._folders[0]).input_shape)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._folders)
 
-    def scores(self, inputs: Tensor) -> np.ndarray:
+    def scores_file(self, inputs: Tensor) -> np.ndarray:
         """Return each teacher's logits of each input (B, *input_shape): float64 (K, B, C)."""
         import torch
 
         from dpdist import models
 
         found = []
-        for place in self._places:
+        for place in self._folders:
             model = models.load(place, trusted_factory=self._factory)
             with torch.inference_mode():
                 found.append(model(inputs).double().numpy())
@@ -330,8 +342,8 @@ def train_teachers(
     count: int,
     sections: Mapping[str, Section] | None = None,
     *,
-    here: bool = False,
-) -> Ensemble:
+    in_process: bool = False,
+) -> TeacherEnsemble:
     """Train the teachers of a run, or those that are missing, on the pool of actors.
 
     sections: of the recipe, in place of its own. here: in this process instead.
@@ -341,21 +353,21 @@ def train_teachers(
     def show(done: int, total: int, rate: float) -> None:
         write_json(job.folder.progress, {"done": done, "steps": total, "rate": rate})
 
-    work, output = Teachers(job, count, sections), job.folder.private / FOLDER
+    work, output = TeacherJob(job, count, sections), job.folder.private / FOLDER
     if sections:  # the recipe's own was checked before the run
-        check_model(work.recipe, job.own_records())
+        check_model(work.recipe, job.records_without_canaries())
     actors, threads = job.recipe.resources.certify_actors, torch.get_num_threads()
     try:
-        run(work, output, actors=actors, progress=show, here=here)
+        run_job(work, output, actors=actors, progress=show, in_process=in_process)
     finally:
         torch.set_num_threads(threads)  # a teacher in this process took one
-    return Ensemble(job.folder, work.recipe.model.name)
+    return TeacherEnsemble(job.folder, work.recipe.model.name)
 
 
 # --- answers that are paid for ----------------------------------------------------------------
 
 
-class Oracle:
+class QueryOracle:
     """Answers by a run's teachers, as its method releases them; no more than its plan pays for.
 
     An input that was answered before gets the answer it got: that costs nothing, and nobody gains
@@ -364,11 +376,11 @@ class Oracle:
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
         folder.require_trained()
-        released = read_released(folder)
+        released = read_verified_ledger(folder)
         self._recipe, self._folder, self._plan = recipe, folder, released.plan
-        self._teachers = Ensemble(folder, recipe.model.name)
+        self._teachers = TeacherEnsemble(folder, recipe.model.name)
         self._nonce, self._charged = new_nonce(), recipe.privacy.budget is None
-        self.left = self._plan.answers - released.ledger.asked
+        self.answers_left = self._plan.num_queries - released.ledger.num_queries
         self.input_shape = self._teachers.input_shape
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -376,33 +388,33 @@ class Oracle:
 
         Raises UserError, and nothing was asked, when fewer answers are left than are new.
         """
-        questions = [_question(one) for one in inputs]
-        private = self._teachers.scores(inputs).swapaxes(0, 1)
+        questions = [_question_id(one) for one in inputs]
+        private = self._teachers.scores_file(inputs).swapaxes(0, 1)
         try:
             # Held to the end: of two processes at once, one takes the last answer.
-            with self._opened() as ledger:
-                check_released(self._folder, self._plan, ledger)
-                new = sum(ledger.answer(one) is None for one in dict.fromkeys(questions))
-                self.left = self._plan.answers - ledger.asked
-                if new > self.left:
+            with self._open_ledger() as ledger:
+                verify_ledger(self._folder, self._plan, ledger)
+                new = sum(ledger.find_answer(one) is None for one in dict.fromkeys(questions))
+                self.answers_left = self._plan.num_queries - ledger.num_queries
+                if new > self.answers_left:
                     raise UserError(
-                        f"{self._folder.path}: {self.left:,} of {self._plan.answers:,} answers are "
-                        f"left, {new:,} would be needed; nothing was asked"
+                        f"{self._folder.path}: {self.answers_left:,} of {self._plan.num_queries:,} "
+                        f"answers are left, {new:,} would be needed; nothing was asked"
                     )
                 if new:
-                    self._charge(ledger)
+                    self._charge_budget(ledger)
                 found = [
                     self._answer(ledger, *each) for each in zip(questions, private, strict=True)
                 ]
-                self.left = self._plan.answers - ledger.asked
+                self.answers_left = self._plan.num_queries - ledger.num_queries
         except JournalError as error:
             raise UserError(str(error)) from error
         return torch.tensor(found, dtype=torch.float64)
 
-    def _opened(self) -> Ledger:
+    def _open_ledger(self) -> Ledger:
         return Ledger.open(self._folder.ledger, self._plan.fingerprint(), nonce=self._nonce)
 
-    def _charge(self, ledger: Ledger) -> None:
+    def _charge_budget(self, ledger: Ledger) -> None:
         """Charge the records' budget for what is left to this process, before its first answer.
 
         A run alone was charged for all its answers before its training. A copy of its folder may
@@ -410,34 +422,34 @@ class Oracle:
         """
         if not self._charged:
             process = ledger.announce_process()
-            charge = job.charge_of(self._recipe, self._folder, process)
+            charge = job.build_charge(self._recipe, self._folder, process)
             job.reserve_charge(self._recipe, None, charge, str(self._folder.recipe_file))
             self._charged = True
 
-    def affords(self, inputs: Tensor) -> int:
+    def num_affordable(self, inputs: Tensor) -> int:
         """So many of these inputs, from the first on, can be answered with what is left: fewer than
         were planned for after a crash, which uses up the answer that it interrupts."""
         ledger, new = Ledger.read(self._folder.ledger), set[str]()
-        for count, question in enumerate(map(_question, inputs)):
-            if ledger.answer(question) is None:
+        for count, question in enumerate(map(_question_id, inputs)):
+            if ledger.find_answer(question) is None:
                 new.add(question)
-            if len(new) > self.left:
+            if len(new) > self.answers_left:
                 return count
         return len(inputs)
 
     def _answer(self, ledger: Ledger, question: str, scores: np.ndarray) -> list[float]:
-        known = ledger.answer(question)
+        known = ledger.find_answer(question)
         if known is not None:
             return known
-        number = ledger.ask(question, self._plan)
+        number = ledger.record_query(question, self._plan)
         fixed = self._recipe.privacy.run_key is not None  # for tests, which want the same again
-        key = derive_key(self._folder.read_key() if fixed else new_run_key(), "answer", number)
+        key = derive_key(self._folder.read_run_key() if fixed else new_run_key(), "answer", number)
         values: list[float] = self._recipe.method.answer(scores, self._plan, key).tolist()
-        ledger.keep(question, values)
+        ledger.record_answer(question, values)
         return values
 
 
-def _question(one: Tensor) -> str:
+def _question_id(one: Tensor) -> str:
     """Names an input."""
     digest = hashlib.blake2b(digest_size=32, person=b"dpdist.asked")
     digest.update(str(tuple(one.shape)).encode())
@@ -445,29 +457,33 @@ def _question(one: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _once(about: bytes) -> str:
+def _source_id(private_source: bytes) -> str:
     """Name what is released once, by what it is drawn from."""
-    return hashlib.blake2b(about, digest_size=32, person=b"dpdist.once").hexdigest()
+    return hashlib.blake2b(private_source, digest_size=32, person=b"dpdist.once").hexdigest()
 
 
-def released_once(
-    job: TrainJob, about: bytes, draw: Callable[[bytes], Sequence[float]]
+def release_once(
+    job: TrainJob, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
 ) -> list[float]:
-    """`dpdist.methods.base.Run.release`. What is drawn has a key of its own for everything that it
-    is drawn from, the recipe included: to draw it again after a crash is an exact replay, and a
-    copy of the folder in which anything is another draws other noise, or is refused."""
-    about_id, question = _once(about), _once(about + recipe_digest(job.recipe).encode())
+    """`dpdist.methods.base.TrainingDriver.release_once`. What is drawn has a key of its own for
+    everything that it is drawn from, the recipe included: to draw it again after a crash is an
+    exact replay, and a copy of the folder in which anything is another draws other noise, or is
+    refused."""
+    about_id, question = (
+        _source_id(private_source),
+        _source_id(private_source + recipe_digest(job.recipe).encode()),
+    )
     folder, plan = job.folder, job.plan
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
-        check_released(folder, plan, ledger)
-        kept = ledger.answer(question)
+        verify_ledger(folder, plan, ledger)
+        kept = ledger.find_answer(question)
         if kept is not None:
             return kept
-        nonce = ledger.asked_under(question)
+        nonce = ledger.find_query_nonce(question)
         if nonce is None:
             try:
-                ledger.ask(question, plan)
-            except NoAnswersLeft:
+                ledger.record_query(question, plan)
+            except QueriesExhausted:
                 raise UserError(
                     f"{folder.path}: what is private has changed since it was released, and would "
                     "be released a second time; choose another --name"
@@ -475,7 +491,7 @@ def released_once(
             nonce = ledger.nonce
         # A fixed key is for tests, which want the same again.
         labels = [nonce, code_digest(PACKAGES)] if job.recipe.privacy.run_key is None else []
-        key = derive_key(folder.read_key(), "released", plan.fingerprint(), about_id, *labels)
+        key = derive_key(folder.read_run_key(), "released", plan.fingerprint(), about_id, *labels)
         values = list(draw(key))
-        ledger.keep(question, values)
+        ledger.record_answer(question, values)
         return values

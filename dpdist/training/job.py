@@ -14,59 +14,66 @@ from typing import Any, Protocol
 import numpy as np
 
 from dpdist import data, models
-from dpdist.cluster.versions import fingerprint
+from dpdist.cluster.versions import package_fingerprints
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
-from dpdist.core.files import read_json, write_atomic, write_json, write_once
+from dpdist.core.files import read_json, write_atomic, write_json, write_secret_once
 from dpdist.data import Dataset
-from dpdist.data.dataset import check_unseen, refuse_common
+from dpdist.data.dataset import check_test_records_unseen, refuse_common_records
 from dpdist.privacy import budget
-from dpdist.privacy.budget import BudgetExceeded, Charge, Lineage, RenyiFilter, Terms, run_id
+from dpdist.privacy.budget import (
+    BudgetExceeded,
+    BudgetTerms,
+    Charge,
+    Lineage,
+    RenyiFilter,
+    charge_id,
+)
 from dpdist.privacy.ledger import JournalError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
-from dpdist.runs.folder import OtherRun, RunFolder, begun, read_released
-from dpdist.runs.recipe import Recipe, check_against_data, field_error, settle
-from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained
+from dpdist.runs.folder import DifferentRecipeError, RunFolder, has_released, read_verified_ledger
+from dpdist.runs.recipe import Recipe, check_against_data, field_error, resolve_plan
+from dpdist.training.provenance import AMONG_PUBLIC_REASON, check_pretrained
 from dpdist.training.records import (
-    evaluation_data,
-    private_data,
-    public_data,
-    source_of,
-    training_data,
+    data_source,
+    method_public_records,
+    private_records,
+    records_with_canaries,
+    test_records,
     training_records,
 )
 
 # --- charges to a budget ----------------------------------------------------------------------
 
 
-def terms_of(recipe: Recipe) -> Terms:
+def budget_terms(recipe: Recipe) -> BudgetTerms:
     """How the budget counts that this recipe opens. Raises ValueError for an impossible ceiling."""
     privacy = recipe.privacy
     if privacy.budget_ceiling is None or privacy.budget_composition == "non-adaptive":
-        return Terms()
+        return BudgetTerms()
     delta = privacy.budget_delta or privacy.delta
-    return Terms(RenyiFilter.fixed(privacy.budget_ceiling, delta, privacy.neighbours))
+    return BudgetTerms(RenyiFilter.for_ceiling(privacy.budget_ceiling, delta, privacy.neighbours))
 
 
-def charge_of(recipe: Recipe, folder: RunFolder, process: str | None = None) -> Charge:
+def build_charge(recipe: Recipe, folder: RunFolder, process: str | None = None) -> Charge:
     """Return what a run has released by its ledger, and what its process of this nonce (default:
     the last that wrote there) may yet release."""
-    by_run = read_released(folder)
+    by_run = read_verified_ledger(folder)
     plan, ledger = by_run.plan, by_run.ledger
-    lineage = Lineage.of(
+    lineage = Lineage.from_ledger(
         plan.phases,
         folder.ledger,
-        ledger.made(plan),
-        process or next(iter(ledger.processes[-1:]), None),
-        ledger.left(plan),
+        ledger.released_units(plan),
+        process or next(iter(ledger.process_nonces[-1:]), None),
+        ledger.remaining_units(plan),
     )
-    run = run_id(key_id(folder.read_key()), plan)
-    return Charge.of(run, recipe.name, plan, (), lineage)
+    run = charge_id(key_id(folder.read_run_key()), plan)
+    return Charge.for_plan(run, recipe.name, plan, (), lineage)
 
 
 def reserve_charge(
-    recipe: Recipe, records: Dataset | None, charge: Charge, where: str, *, enforce: bool = True
+    recipe: Recipe, records: Dataset | None, charge: Charge, context: str, *, enforce: bool = True
 ) -> None:
     """Charge the records before anything is released; see `dpdist.privacy.budget.reserve`.
 
@@ -75,7 +82,7 @@ def reserve_charge(
     privacy = recipe.privacy
     if privacy.budget is None:
         return
-    with _complaints(where):
+    with _budget_errors(context):
         limit = None
         if privacy.budget_ceiling is not None:
             limit = (privacy.budget_ceiling, privacy.budget_delta or privacy.delta)
@@ -83,7 +90,7 @@ def reserve_charge(
             privacy.budget,
             None if records is None else np.asarray(records.hashes),
             charge,
-            terms_of(recipe),
+            budget_terms(recipe),
             privacy.neighbours,
             name=recipe.data.name,
             limit=limit,
@@ -91,31 +98,31 @@ def reserve_charge(
         )
 
 
-def settle_charge(recipe: Recipe, records: Dataset, charge: Charge, where: str) -> None:
+def settle_charge(recipe: Recipe, records: Dataset, charge: Charge, context: str) -> None:
     """Charge what was really released, when all of it was."""
     if recipe.privacy.budget is None:
         return
-    with _complaints(where):
+    with _budget_errors(context):
         made = charge.run, charge.phases, charge.lineage
         if not budget.settle(recipe.privacy.budget, *made):
-            reserve_charge(recipe, records, charge, where, enforce=False)
+            reserve_charge(recipe, records, charge, context, enforce=False)
             budget.settle(recipe.privacy.budget, *made)
 
 
 @contextmanager
-def _complaints(where: str) -> Iterator[None]:
+def _budget_errors(context: str) -> Iterator[None]:
     try:
         yield
     except (BudgetExceeded, JournalError, ValueError) as error:
-        raise UserError(f"{where}: privacy.budget: {error}") from error
+        raise UserError(f"{context}: privacy.budget: {error}") from error
 
 
 # --- the checked training ---------------------------------------------------------------------
 
 
 PACKAGES = ("dpdist",)
-_CLOSE = 1e-6  # relative: another version of the accountant may round otherwise
-PUT_BACK = "put back what was there, or begin a new run under another --name"
+_EPSILON_TOLERANCE = 1e-6  # relative: another version of the accountant may round otherwise
+RESTORE_HINT = "put back what was there, or begin a new run under another --name"
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,8 @@ class TrainJob:
     """Handed to every worker. The run key is not in it: workers read it from the private folder.
 
     members: bool (N,), of the training records those to train on; None: all of them.
-    given: what is trained on in place of the records (`dpdist.methods.base.Run.workers`).
+    given: what is trained on in place of the records
+        (`dpdist.methods.base.TrainingDriver.run_workers`).
     kept: PRIVATE, what trainings here that differ in their keys alone make once and share; None:
     there are no others.
     """
@@ -131,56 +139,56 @@ class TrainJob:
     recipe: Recipe
     plan: PrivacyPlan
     folder: RunFolder
-    source: data.Source
+    source: data.DataSource
     packages: dict[str, str]
-    members: np.ndarray | None = None
-    given: Any = None
-    kept: dict[Any, Any] | None = None
+    member_mask: np.ndarray | None = None
+    replacement_records: Any = None
+    shared_cache: dict[Any, Any] | None = None
 
     def records(self) -> Any:
         """The records to train on, and behind them the canaries of an audit."""
-        if self.given is not None:
-            return self.given
-        if self.members is None:
-            return training_data(self.recipe, self.source)
-        return self.own_records()
+        if self.replacement_records is not None:
+            return self.replacement_records
+        if self.member_mask is None:
+            return records_with_canaries(self.recipe, self.source)
+        return self.records_without_canaries()
 
-    def own_records(self) -> data.Dataset:
+    def records_without_canaries(self) -> data.Dataset:
         """Without canaries."""
         records = training_records(self.recipe, self.source)
-        return records if self.members is None else records.only(self.members)
+        return records if self.member_mask is None else records.select(self.member_mask)
 
-    def public(self) -> data.Dataset | None:
+    def public_records(self) -> data.Dataset | None:
         """The public records that the method reads."""
-        return public_data(self.recipe)
+        return method_public_records(self.recipe)
 
 
-def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, Any] | None:
+def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict[str, Any] | None:
     """Raise UserError when a private record is among the test records or any public ones, or when
     the method cannot learn from these.
 
     Returns what the model's public part is and saw (`check_pretrained`).
     """
-    test = evaluation_data(recipe, source)
-    private = private_data(recipe, source)
-    pretrained = check_pretrained(recipe, private, where)
-    named, public = recipe.method.public_records, public_data(recipe)
+    test = test_records(recipe, source)
+    private = private_records(recipe, source)
+    pretrained = check_pretrained(recipe, private, context)
+    named, public = recipe.method.public_records, method_public_records(recipe)
     if named is not None and public is not None:
-        recipe.method.check_public(public, private, where)
-        begin = f"{where}: {named.field}"
-        if named.learned:
-            check_unseen(public, test, begin, public.folder == private.folder)
+        recipe.method.check_public_records(public, private, context)
+        begin = f"{context}: {named.recipe_key}"
+        if named.used_for_training:
+            check_test_records_unseen(public, test, begin, public.folder == private.folder)
         if recipe.privacy.noise_multiplier != 0:  # else nothing is promised
-            refuse_common(private, public, begin, AMONG_PUBLIC)
+            refuse_common_records(private, public, begin, AMONG_PUBLIC_REASON)
     return pretrained
 
 
-def check_groups(recipe: Recipe, dataset: data.Dataset, where: str) -> None:
+def check_groups(recipe: Recipe, dataset: data.Dataset, context: str) -> None:
     """Raise UserError when a group has more records than privacy.group_size promises to cover."""
     largest, size = dataset.largest_group, recipe.privacy.group_size
     if largest is not None and largest > size:
         rule = f"{dataset.name} has a group of {largest} records; raise it, or drop records first"
-        raise field_error(where, "privacy.group_size", rule, size)
+        raise field_error(context, "privacy.group_size", rule, size)
 
 
 class Fingerprinted(Protocol):
@@ -209,32 +217,36 @@ class CheckedTraining:
     def begin(self) -> TrainJob:
         """Write the run down: folder, plan and key, unless that was done before."""
         recipe, folder = self.recipe, self.folder
-        folder.begin(recipe)
+        folder.create_or_open(recipe)
         if not folder.plan.exists():
             if self.noise_multiplier is not None:
                 folder.pin_recipe(recipe, self.noise_multiplier)
             write_json(folder.plan, self.plan.to_dict())
-        if not folder.data.exists():
-            write_json(folder.data, {"train": self.dataset.fingerprint})
-        if recipe.planted is not None and not folder.planted.exists():
-            write_json(folder.planted, recipe.planted.model_dump(mode="json"))
-        if self.pretrained is not None and not folder.pretrained.exists():
-            write_json(folder.pretrained, self.pretrained)
+        if not folder.data_fingerprint.exists():
+            write_json(folder.data_fingerprint, {"train": self.dataset.fingerprint})
+        if recipe.canary_audit is not None and not folder.canary_settings.exists():
+            write_json(folder.canary_settings, recipe.canary_audit.model_dump(mode="json"))
+        if self.pretrained is not None and not folder.pretraining_record.exists():
+            write_json(folder.pretraining_record, self.pretrained)
         ensure_run_key(recipe, folder)
         absolute = RunFolder(folder.path.resolve())
-        return TrainJob(recipe, self.plan, absolute, source_of(recipe), fingerprint(PACKAGES))
+        return TrainJob(
+            recipe, self.plan, absolute, data_source(recipe), package_fingerprints(PACKAGES)
+        )
 
 
-def check(recipe: Recipe, folder: RunFolder, where: str) -> CheckedTraining:
+def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTraining:
     """Check everything that can be checked, and write nothing.
 
-    A continued run reads its plan back, so that it executes the same one. `where` begins the
+    A continued run reads its plan back, so that it executes the same one. `context` begins the
     complaints. Raises UserError.
     """
-    if folder.asked.exists():
-        raise OtherRun(f"{folder.path}: holds a private search; continue it with `dpdist tune`")
+    if folder.search_recipe_file.exists():
+        raise DifferentRecipeError(
+            f"{folder.path}: holds a private search; continue it with `dpdist tune`"
+        )
     continued = folder.check_same_recipe(recipe)
-    dataset, pretrained = check_trainable(recipe, where)
+    dataset, pretrained = check_trainable(recipe, context)
     check_kept(recipe, folder, pretrained)
     check_same_data(folder, dataset)
     _check_same_pretrained(folder, pretrained)
@@ -242,16 +254,17 @@ def check(recipe: Recipe, folder: RunFolder, where: str) -> CheckedTraining:
         plan = folder.read_plan()
         _check_target(recipe, plan, folder)
         return CheckedTraining(recipe, folder, plan, dataset, pretrained)
-    noise, plan = settle(recipe, len(dataset), where)
+    noise, plan = resolve_plan(recipe, len(dataset), context)
     return CheckedTraining(recipe, folder, plan, dataset, pretrained, noise)
 
 
-def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
-    """Check as `check` does, then begin the run. Raises UserError, and then nothing was written."""
-    return check(recipe, folder, where).begin()
+def prepare(recipe: Recipe, folder: RunFolder, context: str) -> TrainJob:
+    """Check as `check_training` does, then begin the run. Raises UserError, and then nothing was
+    written."""
+    return check_training(recipe, folder, context).begin()
 
 
-def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str, Any] | None]:
+def check_trainable(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[str, Any] | None]:
     """The records to train on, and what the model's public part is and saw.
 
     Raises UserError for records, a model or public parts with which nothing could be trained, or
@@ -259,18 +272,18 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
     """
     if recipe.by_script is not None:
         raise UserError(
-            f"{where}: script: this training is made by a script, with {recipe.by_script.model}, "
+            f"{context}: script: this training is made by a script, with {recipe.by_script.model}, "
             "and no command repeats it: run the script, which also continues the run"
         )
-    source = source_of(recipe)
-    dataset = training_data(recipe, source)
-    pretrained = check_records(recipe, source, where)
-    check_groups(recipe, dataset, where)
-    if recipe.training.reproducible and recipe.resources.most > CANONICAL_SHARDS:
+    source = data_source(recipe)
+    dataset = records_with_canaries(recipe, source)
+    pretrained = check_records(recipe, source, context)
+    check_groups(recipe, dataset, context)
+    if recipe.training.reproducible and recipe.resources.max_workers > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
-        raise field_error(where, "resources.workers", rule, recipe.resources.span)
-    _check_resources(recipe, where)
-    check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), where)
+        raise field_error(context, "resources.workers", rule, recipe.resources.worker_count_text)
+    _check_resources(recipe, context)
+    check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), context)
     models.check_name(recipe.model.name)
     from dpdist.training.model_setup import check_model  # loads torch: all else is refused before
 
@@ -281,19 +294,19 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
 def _check_target(recipe: Recipe, plan: PrivacyPlan, folder: RunFolder) -> None:
     """Raise UserError where a plan that was read back costs more than the recipe's epsilon."""
     target = recipe.privacy.epsilon
-    if target is not None and plan.guarantee().epsilon > target * (1 + _CLOSE):
+    if target is not None and plan.guarantee().epsilon > target * (1 + _EPSILON_TOLERANCE):
         raise UserError(
-            f"{folder.plan}: costs more than privacy.epsilon, {target:g}, allows; {PUT_BACK}"
+            f"{folder.plan}: costs more than privacy.epsilon, {target:g}, allows; {RESTORE_HINT}"
         )
 
 
-def _check_resources(recipe: Recipe, where: str) -> None:
+def _check_resources(recipe: Recipe, context: str) -> None:
     """Raise UserError for another way than the usual one of making or sending a release, where it
     cannot be gone: where somebody looks at a whole release; where sums are not added up by those
     who were sent them, or nobody can say how many records are in one; where no step draws noise.
     """
-    stepwise, noisy = recipe.method.stepwise, recipe.privacy.noise_multiplier != 0
-    audited, whole = recipe.planted is not None, recipe.resources.release == "whole"
+    stepwise, noisy = recipe.method.takes_gradient_steps, recipe.privacy.noise_multiplier != 0
+    audited, whole = recipe.canary_audit is not None, recipe.resources.release == "whole"
     no_steps, no_noise = "for a method without gradient steps", "in a run without noise"
     forbidden = {
         ("release", "whole"): {
@@ -310,33 +323,33 @@ def _check_resources(recipe: Recipe, where: str) -> None:
         given = getattr(recipe.resources, field)
         for reason, holds in reasons.items():
             if holds and given != usual:
-                raise field_error(where, f"resources.{field}", f"must be {usual} {reason}", given)
+                raise field_error(context, f"resources.{field}", f"must be {usual} {reason}", given)
 
 
 def check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) -> None:
     """Raise UserError where a run that may have released something lost what its releases were made
     under: made again, it would be another, and nobody would notice. Its key must be the ledger's.
     """
-    if not begun(folder):
+    if not has_released(folder):
         return
-    needed = [folder.plan, folder.data, folder.run_key, folder.begun_with]
-    needed += [folder.planted] if recipe.planted is not None else []
-    needed += [folder.pretrained] if about is not None else []
+    needed = [folder.plan, folder.data_fingerprint, folder.run_key, folder.start_record]
+    needed += [folder.canary_settings] if recipe.canary_audit is not None else []
+    needed += [folder.pretraining_record] if about is not None else []
     for path in needed:
         if not path.exists():
-            raise UserError(f"{path}: missing, and this run has begun; {PUT_BACK}")
-    keys = {made["identity"].get("key") for made in read_released(folder).ledger.attempts}
-    if keys - {key_id(folder.read_key())}:
+            raise UserError(f"{path}: missing, and this run has begun; {RESTORE_HINT}")
+    keys = {made["identity"].get("key") for made in read_verified_ledger(folder).ledger.attempts}
+    if keys - {key_id(folder.read_run_key())}:
         raise UserError(
             f"{folder.run_key}: is not the key that this run's releases were drawn under; "
-            f"{PUT_BACK}"
+            f"{RESTORE_HINT}"
         )
 
 
 def check_same_data(folder: RunFolder, dataset: Fingerprinted) -> None:
     """Raise UserError when the run was begun on other records: the plan is about those."""
-    if folder.data.exists():
-        before = read_json(folder.data, {"train": str})["train"]
+    if folder.data_fingerprint.exists():
+        before = read_json(folder.data_fingerprint, {"train": str})["train"]
         if before != dataset.fingerprint:
             raise UserError(
                 f"{folder.path}: {dataset.name} has changed since this run was begun; restore it, "
@@ -344,15 +357,16 @@ def check_same_data(folder: RunFolder, dataset: Fingerprinted) -> None:
             )
 
 
-def _check_same_pretrained(folder: RunFolder, about: dict[str, Any] | None) -> None:
+def _check_same_pretrained(folder: RunFolder, pretrained: dict[str, Any] | None) -> None:
     """Raise UserError when what others trained was replaced since the run was begun."""
-    if about is None or not folder.pretrained.exists():
+    if pretrained is None or not folder.pretraining_record.exists():
         return
-    found = {key: value for key, value in about.items() if key != "assumed"}  # it follows
-    if not found.items() <= read_json(folder.pretrained).items():  # there may be more: "joined"
+    found = {key: value for key, value in pretrained.items() if key != "assumed"}  # it follows
+    # there may be more: "joined"
+    if not found.items() <= read_json(folder.pretraining_record).items():
         raise UserError(
-            f"{folder.path}: model.{about['part']} has changed since this run was begun; restore "
-            "it, or choose another --name"
+            f"{folder.path}: model.{pretrained['part']} has changed since this run was begun; "
+            "restore it, or choose another --name"
         )
 
 
@@ -361,9 +375,9 @@ def ensure_run_key(recipe: Recipe, folder: RunFolder) -> None:
     recipe's fixed key (tests only; the privacy card then says that the run is not private)."""
     fixed = recipe.privacy.run_key
     if fixed and not folder.run_key.exists():  # first: no crash leaves a fixed key unmarked
-        write_atomic(folder.fixed_key, "The run key was fixed in the recipe: not private.\n")
-    write_once(folder.run_key, fixed or new_run_key().hex())
+        write_atomic(folder.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")
+    write_secret_once(folder.run_key, fixed or new_run_key().hex())
 
 
 def read_run_key(folder: RunFolder) -> bytes:
-    return folder.read_key()
+    return folder.read_run_key()

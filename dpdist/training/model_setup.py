@@ -22,23 +22,23 @@ from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import weakest
 from dpdist.data import Dataset
-from dpdist.data.text import following
-from dpdist.gradients.clipping import clipping_for
-from dpdist.gradients.engine import GradientEngine, Task, the_inputs
+from dpdist.data.text import next_tokens
+from dpdist.gradients.clipping import make_clipping
+from dpdist.gradients.engine import GradientEngine, TrainingObjective, input_targets
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, take
 from dpdist.gradients.objective import objective_of
-from dpdist.gradients.perturbations import CropAndFlip, Draws, ParameterDraws
+from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
 from dpdist.gradients.sampling import Blocks
-from dpdist.gradients.validation import EXAMPLES
-from dpdist.methods.base import Fixed
+from dpdist.gradients.validation import NUM_EXAMPLES
+from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
-from dpdist.models.factory_code import digests, remember
+from dpdist.models.factory_code import record_digests, source_digests
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
-from dpdist.training.canaries import check_places
-from dpdist.training.collectives import RELEASES, FlatOptimizer, Whole, Wire
-from dpdist.training.provenance import load_frozen, with_frozen
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.canaries import check_canary_coordinates
+from dpdist.training.collectives import UPDATE_CLASSES, FlatOptimizer, ReduceDtype, ReplicatedUpdate
+from dpdist.training.provenance import load_frozen_weights, with_frozen_part
+from dpdist.training.records import data_source, records_with_canaries, test_records
 
 # --- the start on public inputs ----------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def public_probe(test: Dataset) -> tuple[Tensor, Tensor]:
     return test.batch(rows), test.targets(rows)
 
 
-def check_start(
+def check_initial_model(
     model: nn.Module, inputs: Tensor, labels: Tensor, name: str, learned: Objective
 ) -> None:
     """Raise UserError unless the untrained model gives finite logits for public test inputs, and
@@ -88,7 +88,7 @@ def check_start(
 _KEY = bytes(32)
 
 
-def public_examples(source: data.Source, count: int = EXAMPLES) -> tuple[Tensor, Tensor]:
+def public_examples(source: data.DataSource, count: int = NUM_EXAMPLES) -> tuple[Tensor, Tensor]:
     """Return inputs (count, ...) and labels: the first test records, then invented ones.
 
     Of an invented input each number is that of a test record at the same place, so it is in the
@@ -106,10 +106,10 @@ def public_examples(source: data.Source, count: int = EXAMPLES) -> tuple[Tensor,
         more = inputs.gather(0, chosen)
         more[-(count // 4) :] = 10 * more[-(count // 4) :] + 3
     else:
-        more = torch.randint(source.columns.text.vocabulary, shape, generator=generator)
+        more = torch.randint(source.columns.text.vocabulary_size, shape, generator=generator)
     more = more.to(inputs)
-    if test.following:
-        other = torch.from_numpy(following(more.numpy()))
+    if test.predicts_next_token:
+        other = torch.from_numpy(next_tokens(more.numpy()))
     elif test.target_kind != "class":
         other = labels[torch.randint(known, (len(more),), generator=generator)]
     else:
@@ -117,32 +117,42 @@ def public_examples(source: data.Source, count: int = EXAMPLES) -> tuple[Tensor,
     return torch.cat([inputs, more]), torch.cat([labels, other.to(labels)])
 
 
-def _of_task(engine: GradientEngine, task: Task, source: data.Source) -> tuple[Tensor, Tensor]:
+def _public_examples_of_task(
+    engine: GradientEngine, task: TrainingObjective, source: data.DataSource
+) -> tuple[Tensor, Tensor]:
     """Examples with the targets of the task. Nothing is drawn for them: keys are for records."""
     device = engine.parameters[0].device
     inputs, labels = (each.to(device) for each in public_examples(source))
-    draws, augmentation = engine.draws, engine.augmentation
-    engine.draws, engine.augmentation = Draws(), None
+    draws, augmentation = engine.perturbation, engine.augmentation
+    engine.perturbation, engine.augmentation = Perturbation(), None
     try:
-        targets = task.targets(engine, inputs, labels, _KEY, torch.arange(len(inputs)))
+        targets = task.target_function(engine, inputs, labels, _KEY, torch.arange(len(inputs)))
     finally:
-        engine.draws, engine.augmentation = draws, augmentation
+        engine.perturbation, engine.augmentation = draws, augmentation
     return inputs, targets
 
 
-def validate_on_public_examples(engine: GradientEngine, task: Task, source: data.Source) -> None:
-    """Screen the engine's model on public and invented examples (`GradientEngine.screen`)."""
-    engine.screen(*_of_task(engine, task, source))
+def validate_on_public_examples(
+    engine: GradientEngine, task: TrainingObjective, source: data.DataSource
+) -> None:
+    """Screen the engine's model on public and invented examples (`GradientEngine.validate`)."""
+    engine.validate(*_public_examples_of_task(engine, task, source))
 
 
 def independence_on_public_examples(
-    engine: GradientEngine, task: Task, source: data.Source, plan: PrivacyPlan, largest: int
+    engine: GradientEngine,
+    task: TrainingObjective,
+    source: data.DataSource,
+    plan: PrivacyPlan,
+    largest: int,
 ) -> str:
     """Return how records are kept apart in every pass that the plan executes, one of INDEPENDENCE.
 
     largest: records of the largest shard, from which passes get their rows.
     """
-    return weakest_independence(engine, *_of_task(engine, task, source), plan, largest)
+    return weakest_independence(
+        engine, *_public_examples_of_task(engine, task, source), plan, largest
+    )
 
 
 def weakest_independence(
@@ -150,12 +160,12 @@ def weakest_independence(
 ) -> str:
     """Return how records are kept apart in every pass that the plan executes, one of INDEPENDENCE,
     by examples that hold nothing private."""
-    loops = [phase.loop for phase in plan.phases]
+    loops = [phase.training_steps for phase in plan.phases]
     steps = {(loop.sample_rate, loop.batch_cap) for loop in loops if loop is not None}
-    most = engine.micro_batch or EXAMPLES
-    sizes = {Blocks.for_batches(largest, *step).rows(most) for step in steps}
+    most = engine.micro_batch or NUM_EXAMPLES
+    sizes = {Blocks.for_batches(largest, *step).rows_per_pass(most) for step in steps}
     rows = [torch.arange(size, device=targets.device) % len(targets) for size in sorted(sizes)]
-    return weakest(engine.kept_apart(take(inputs, some), targets[some]) for some in rows)
+    return weakest(engine.classify_independence(take(inputs, some), targets[some]) for some in rows)
 
 
 # --- model and gradient engine ----------------------------------------------------------------
@@ -165,7 +175,7 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     """The description of the model for these inputs."""
     section, options = recipe.model, recipe.model.options
     if section.initial is not None:
-        options = models.with_config(options, section.initial.folder)
+        options = models.with_base_config(options, section.initial.folder)
     spec = ModelSpec(
         name=section.name,
         input_shape=dataset.input_shape,
@@ -173,40 +183,40 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
         options=options,
         mean=tuple(section.mean),
         std=tuple(section.std),
-        following=recipe.data.following,
+        following=recipe.data.predicts_next_token,
         shifts=section.shifts,
         mirrored=section.mirrored,
     )
     models.check_views(spec)
-    whole = with_frozen(spec, recipe, dataset)
-    denoised = whole.averages and whole.denoiser is not None
+    whole = with_frozen_part(spec, recipe, dataset)
+    denoised = whole.averages_views and whole.denoiser is not None
     return dataclasses.replace(whole, denoised_shifts=denoised)
 
 
 def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     """Raise UserError for a model that cannot be trained privately on these inputs."""
     spec = model_spec(recipe, dataset)
-    if recipe.training.augmented:
+    if recipe.training.has_augmentation:
         _check_augmented(recipe, spec)
     module = initial_model(recipe, spec)
     if recipe.data.text is not None:
         _check_tokens(recipe, module)
     engine = build_engine(recipe, module)
-    if why := wire_of(recipe).refused:
+    if why := build_reduce_dtype(recipe).unsupported_reason:
         raise UserError(f"{recipe.name}: resources.wire: {why}")
-    if recipe.planted is not None:
-        check_places(recipe.planted, engine.size)
+    if recipe.canary_audit is not None:
+        check_canary_coordinates(recipe.canary_audit, engine.size)
     models.check_outputs(module, spec)
-    probe = public_probe(data.load(source_of(recipe), "test"))
-    check_start(module, *probe, spec.name, objective(recipe.training))
-    if recipe.method.stepwise:
-        validate_on_public_examples(engine, recipe.method.task(), source_of(recipe))
-    recipe.method.constraint(module)  # refuses a model that it cannot be applied to
+    probe = public_probe(data.load(data_source(recipe), "test"))
+    check_initial_model(module, *probe, spec.name, objective(recipe.training))
+    if recipe.method.takes_gradient_steps:
+        validate_on_public_examples(engine, recipe.method.task(), data_source(recipe))
+    recipe.method.project_parameters(module)  # refuses a model that it cannot be applied to
 
 
 def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
     """Raise UserError for a model that does not read the recipe's tokens."""
-    text = source_of(recipe).columns.text
+    text = data_source(recipe).columns.text
     assert text is not None
     known = getattr(module, "vocabulary", None)
     if known is None:
@@ -215,10 +225,10 @@ def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
             "transformer, or next-word-lstm and next-word-mlp for the next one, without model.mean "
             "and std"
         )
-    if known < text.vocabulary:
+    if known < text.vocabulary_size:
         raise UserError(
-            f"{recipe.name}: model.options.config.vocab_size: must be >= the {text.vocabulary:,} "
-            f"tokens of the tokenizer, got {known:,}"
+            f"{recipe.name}: model.options.config.vocab_size: must be >= the "
+            f"{text.vocabulary_size:,} tokens of the tokenizer, got {known:,}"
         )
 
 
@@ -227,15 +237,15 @@ def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:
     where = f"{recipe.name}: training.crop and flip"
     if len(spec.input_shape) != 3:
         raise UserError(f"{where}: need images, got records of shape {spec.input_shape}")
-    if recipe.method.task().targets is the_inputs:
+    if recipe.method.task().target_function is input_targets:
         raise UserError(f"{where}: what this method learns is the record as it is; leave them out")
 
 
 def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
     """The model before the first step: by its seed, or from a public pre-training."""
     module = models.initialise(spec, recipe.training.init_seed)
-    if recipe.model.frozen is not None:
-        load_frozen(module, recipe)
+    if recipe.model.frozen_part is not None:
+        load_frozen_weights(module, recipe)
     if recipe.model.initial is not None:
         models.load_weights(module, recipe.model.initial.folder)
     if recipe.model.trained:
@@ -267,10 +277,10 @@ def build_engine(
     steps, expected_batch = 1, float(recipe.training.batch_size)
     if plan is not None and plan.steps:
         steps, expected_batch = plan.steps, plan.step(0).expected_batch
-    clip_norm = recipe.privacy.clip_norm / (1 + wire_of(recipe, plan).room)
+    clip_norm = recipe.privacy.clip_norm / (1 + build_reduce_dtype(recipe, plan).clip_reduction)
     engine = recipe.method.engine(
         model,
-        clipping_for(recipe.privacy.clipping, clip_norm),
+        make_clipping(recipe.privacy.clipping, clip_norm),
         expected_batch=expected_batch,
         steps=steps,
         micro_batch=recipe.resources.micro_batch,
@@ -286,7 +296,7 @@ def objective(training: TrainingRecipe) -> Objective:
     """Return what is learned, by the recipe. Raises UserError for a function that is not there."""
     if not training.own_loss:
         return objective_of(training.loss)
-    code = digests(training.loss)
+    code = source_digests(training.loss)
     module, _, name = training.loss.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -294,22 +304,22 @@ def objective(training: TrainingRecipe) -> Objective:
         raise UserError(
             f"training.loss: cannot import {training.loss!r}: {type(error).__name__}: {error}"
         ) from error
-    remember(training.loss, code or digests(training.loss))
+    record_digests(training.loss, code or source_digests(training.loss))
     return objective_of(found)
 
 
-def wire_of(recipe: Recipe, plan: PrivacyPlan | None = None) -> Wire:
+def build_reduce_dtype(recipe: Recipe, plan: PrivacyPlan | None = None) -> ReduceDtype:
     """In what a run's sums travel. plan: as for `build_engine`."""
     expected = float(recipe.training.batch_size)
     if plan is not None and plan.steps:
-        expected = plan.largest_batch
-    parts = CANONICAL_SHARDS if recipe.training.reproducible else recipe.resources.least
-    return Wire.of(recipe.resources.wire, expected, parts, recipe.privacy.batch_cap)
+        expected = plan.max_expected_batch
+    parts = CANONICAL_SHARDS if recipe.training.reproducible else recipe.resources.min_workers
+    return ReduceDtype.for_batches(recipe.resources.wire, expected, parts, recipe.privacy.batch_cap)
 
 
 def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
     """What every draw of a record does to its image, by the recipe."""
-    return CropAndFlip(training.crop, training.flip) if training.augmented else None
+    return CropAndFlip(training.crop, training.flip) if training.has_augmentation else None
 
 
 # --- cost estimate ----------------------------------------------------------------------------
@@ -317,26 +327,26 @@ def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
 
 _PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)
-_BASE = 400  # MiB: Python, its libraries and what Ray keeps in a worker
+_BASE_MIB = 400  # MiB: Python, its libraries and what Ray keeps in a worker
 
 
 def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     """Name and value of what a dry run prints of a training that was checked, and its plan. The
     time is extrapolated from a probe on this machine with made-up inputs: no record is touched."""
-    source = source_of(recipe)
-    dataset = training_data(recipe, source)
-    test = evaluation_data(recipe, source)
+    source = data_source(recipe)
+    dataset = records_with_canaries(recipe, source)
+    test = test_records(recipe, source)
     counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
-    if not (plan.steps and recipe.method.stepwise):
-        return [("training", recipe.method.words(plan)), counted]
+    if not (plan.steps and recipe.method.takes_gradient_steps):
+        return [("training", recipe.method.describe(plan)), counted]
     step, resources = plan.step(0), recipe.resources
     module = initial_model(recipe, model_spec(recipe, dataset))
     engine = build_engine(recipe, module)
     method, rate = recipe.method, recipe.training.learning_rate
-    tensors = method.stand_in(module, dataset.input_shape)
-    engine.draws = method.perturbation(step, rate, Fixed(module, tensors, _PROBE_KEY))
+    tensors = method.placeholder_state(module, dataset.input_shape)
+    engine.perturbation = method.perturbation(step, rate, MethodState(module, tensors, _PROBE_KEY))
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
-    rate = _examples_per_second(engine, method.task(), dataset, recipe.data.following)
+    rate = _examples_per_second(engine, method.task(), dataset, recipe.data.predicts_next_token)
     alone = plan.steps * step.expected_batch / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
     rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
@@ -350,35 +360,39 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ),
         ("steps", f"{plan.steps:,}"),
         counted,
-        *([("audited run", recipe.planted.words(plan.records))] if recipe.planted else []),
+        *(
+            [("audited run", recipe.canary_audit.report_note(plan.records))]
+            if recipe.canary_audit
+            else []
+        ),
         ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
-        ("workers", f"{resources.span}, {resources.cpus_per_worker:g} CPUs each"),
+        ("workers", f"{resources.worker_count_text}, {resources.cpus_per_worker:g} CPUs each"),
         ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
-        *_memory(recipe, plan, engine, activations + _besides(engine)),
+        *_memory(recipe, plan, engine, activations + _extra_bytes(engine)),
         ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
 
 
 def _counts(recipe: Recipe) -> list[int]:
     """Of workers, for which something is stated: the fewest and the most."""
-    return sorted({recipe.resources.least, recipe.resources.most})
+    return sorted({recipe.resources.min_workers, recipe.resources.max_workers})
 
 
-def _besides(engine: GradientEngine) -> int:
+def _extra_bytes(engine: GradientEngine) -> int:
     """Bytes of the frozen parameters, of a draw's perturbed ones, and of the engine's self-check: a
     copy of the model in float64, and a gradient of one parameter."""
     every = list(engine.model.parameters())
     frozen = [parameter for parameter in every if not parameter.requires_grad]
     largest = max(parameter.numel() for parameter in engine.parameters)
     held = sum(p.nbytes for p in frozen)
-    if isinstance(engine.draws, ParameterDraws):
+    if isinstance(engine.perturbation, ParameterPerturbation):
         held += 4 * engine.size
     return held if engine.isolate else held + 8 * (sum(p.numel() for p in every) + largest)
 
 
 def _memory(
-    recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine, more: int
+    recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine, extra_bytes: int
 ) -> list[tuple[str, str]]:
     """Of a worker, by the release that is asked for and by the others; and of all on one host.
     more: bytes of all releases alike."""
@@ -386,13 +400,15 @@ def _memory(
     slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
     rows = CANONICAL_SHARDS if training.reproducible else 1
 
-    wire = wire_of(recipe, plan)
-    releases = {name: release(wire) for name, release in RELEASES.items()}
+    wire = build_reduce_dtype(recipe, plan)
+    releases = {name: release(wire) for name, release in UPDATE_CLASSES.items()}
 
-    def mebibytes(release: Whole, count: int) -> float:
-        return (more + release.memory(engine.size, slots, rows, count)) / 2**20 + _BASE
+    def mebibytes(release: ReplicatedUpdate, count: int) -> float:
+        return (
+            extra_bytes + release.memory_bytes(engine.size, slots, rows, count)
+        ) / 2**20 + _BASE_MIB
 
-    def stated(release: Whole) -> str:
+    def stated(release: ReplicatedUpdate) -> str:
         found = [f"{mebibytes(release, count):,.0f} MiB" for count in _counts(recipe)]
         if len(set(found)) == 1:
             return f"about {found[0]}"
@@ -404,17 +420,20 @@ def _memory(
     others = ", ".join(f"{name}: {found}" for name, found in words.items())
     each = [("memory per worker", f"{own} (release: {resources.release}; {others})")]
     if resources.wire != "float64":
-        each.append(("wire", wire.words()))
+        each.append(("wire", wire.describe()))
     if resources.noise == "device":
         each.append(("noise", "of each release drawn on the workers' devices"))
-    if resources.most == 1:
+    if resources.max_workers == 1:
         return each
-    whole = resources.most * mebibytes(releases[resources.release], resources.most)
-    return [*each, ("memory of a host", f"about {whole:,.0f} MiB with {resources.most} on it")]
+    whole = resources.max_workers * mebibytes(releases[resources.release], resources.max_workers)
+    return [
+        *each,
+        ("memory of a host", f"about {whole:,.0f} MiB with {resources.max_workers} on it"),
+    ]
 
 
 def _examples_per_second(
-    engine: GradientEngine, task: Task, dataset: data.Dataset, following: bool
+    engine: GradientEngine, task: TrainingObjective, dataset: data.Dataset, following: bool
 ) -> float:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(_PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
@@ -426,7 +445,7 @@ def _examples_per_second(
     best = float("inf")
     for _ in range(4):  # the first pass warms up
         began = time.perf_counter()
-        targets = task.targets(engine, inputs, labels, _PROBE_KEY, ids)
+        targets = task.target_function(engine, inputs, labels, _PROBE_KEY, ids)
         engine.clipped_sum(inputs, targets, draw_key=_PROBE_KEY, record_ids=ids)
         best = min(best, time.perf_counter() - began)
     return _PROBE_EXAMPLES / best

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist import models
 from dpdist.core.fields import weakest
-from dpdist.core.files import NoSuchFile, json_number, parse_json, read_text, write_json
+from dpdist.core.files import MissingFileError, finite_or_none, parse_json, read_text, write_json
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import TrainJob
@@ -30,7 +30,7 @@ _PROGRESS_SECONDS = 0.5
 
 
 @dataclass
-class Seen:
+class StepMetrics:
     """Metrics of worker 0's records in one step: PRIVATE."""
 
     examples: int = 0
@@ -44,25 +44,25 @@ class Monitor:
 
     def __init__(self, job: TrainJob, steps: int, start: int) -> None:
         self.folder, self.steps, self.start = job.folder, steps, start
-        self.began = self.shown = time.monotonic()
+        self.started_at = self.last_progress_at = time.monotonic()
         self.metrics = open(job.folder.metrics, "a", buffering=1)  # noqa: SIM115
-        self._progress(start)
+        self._write_progress(start)
 
-    def step(self, step: int, seen: Seen) -> None:
+    def record_step(self, step: int, metrics: StepMetrics) -> None:
         line = {
             "step": step,
-            "examples": seen.examples,
-            "nonfinite": seen.nonfinite,
-            "loss_sum": json_number(seen.loss_sum),
+            "examples": metrics.examples,
+            "nonfinite": metrics.nonfinite,
+            "loss_sum": finite_or_none(metrics.loss_sum),
         }
-        line |= seen.details
+        line |= metrics.details
         self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
-        if time.monotonic() - self.shown > _PROGRESS_SECONDS:
-            self._progress(step + 1)
+        if time.monotonic() - self.last_progress_at > _PROGRESS_SECONDS:
+            self._write_progress(step + 1)
 
-    def _progress(self, done: int) -> None:
-        self.shown = time.monotonic()
-        seconds = self.shown - self.began
+    def _write_progress(self, done: int) -> None:
+        self.last_progress_at = time.monotonic()
+        seconds = self.last_progress_at - self.started_at
         rate = (done - self.start) / max(seconds, 1e-9)
         state = {"done": done, "steps": self.steps, "rate": rate}
         # Twice a second: all workers would wait for the disk, and the terminal alone reads it.
@@ -70,32 +70,35 @@ class Monitor:
 
     def pause(self, done: int) -> None:
         self.metrics.close()
-        self._progress(done)
+        self._write_progress(done)
 
     def finish(self, fallback_layers: list[str], frozen: int, ledger: Ledger) -> None:
         """Sum the training up. frozen: parameters that no step may change. ledger: everything the
         saved model was made of is in it."""
         self.metrics.close()
-        self._progress(self.steps)
+        self._write_progress(self.steps)
         made: dict[str, Any] = {"frozen_parameters": frozen} if frozen else {}
         if sure := [group.independence for group in read_groups(self.folder) if group.independence]:
             made["independence"] = weakest(sure)  # of all starts: each of them took steps
-        sum_up(
-            self.folder, ledger, self.steps, time.monotonic() - self.began,
-            fallback_layers=fallback_layers, model=models.model_hash(self.folder.model), **made,
+        write_summary(
+            self.folder, ledger, self.steps, time.monotonic() - self.started_at,
+            fallback_layers=fallback_layers, model=models.model_hash(self.folder.model_folder),
+            **made,
         )  # fmt: skip
 
 
-def sum_up(folder: RunFolder, ledger: Ledger, steps: int, seconds: float, **made: Any) -> None:
+def write_summary(
+    folder: RunFolder, ledger: Ledger, steps: int, seconds: float, **made: Any
+) -> None:
     """Write down that a training is finished, and how far its ledger goes. made: of the model."""
     write_json(
-        folder.trained,
+        folder.training_summary,
         {
             "steps": steps,
             "seconds": seconds,
             **made,
             "ledger": ledger.anchor.to_dict(),
-            "superseded_releases": ledger.superseded,
+            "superseded_releases": ledger.num_superseded,
             "attempt_epochs": (ledger.epoch or 0) + 1,
         },
     )
@@ -105,7 +108,7 @@ def sum_up(folder: RunFolder, ledger: Ledger, steps: int, seconds: float, **made
 
 
 @dataclass(frozen=True)
-class Group:
+class WorkerGroup:
     """Workers that went on together. step: their first. backend: what they talk through. again:
     steps on record that they release anew, each charged another time. independence: how their
     passes keep records apart (`dpdist.core.fields`); "" where nothing rests on it."""
@@ -117,54 +120,59 @@ class Group:
     independence: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, reducer: Reducer, ledger: Ledger, step: int, independence: str = "") -> Group:
+    def current(
+        cls, reducer: Reducer, ledger: Ledger, step: int, independence: str = ""
+    ) -> WorkerGroup:
         """Return the group of a ledger's current attempt, which begins with `step`."""
-        again = ledger.repeats(step)
+        again = ledger.count_repeated_steps(step)
         return cls(step, reducer.world_size, reducer.backend, again, independence)
 
 
 _SHAPE = {"step": int, "workers": int, "backend": str, "again": int}
-_SURE = "independence"
+_INDEPENDENCE_KEY = "independence"
 
 
-def append_group(folder: RunFolder, group: Group) -> None:
-    with open(folder.groups, "a") as file:
+def append_group(folder: RunFolder, group: WorkerGroup) -> None:
+    with open(folder.worker_groups, "a") as file:
         file.write(json.dumps(asdict(group)) + "\n")
 
 
-def read_groups(folder: RunFolder) -> list[Group]:
+def read_groups(folder: RunFolder) -> list[WorkerGroup]:
     """All so far, the first one first; what a crash or a full disk cut off is left out. Raises
     UserError for a damaged line."""
-    path = folder.groups
+    path = folder.worker_groups
     try:
         lines = read_text(path).split("\n")[:-1]
-    except NoSuchFile:
+    except MissingFileError:
         return []
     # The last brace: in its line a whole one may stand behind one that was cut off.
     whole = [line[max(0, line.rfind("{")) :] for line in lines]
     places = [f"{path}, line {number}" for number in range(1, len(whole) + 1)]
     found = [parse_json(*each, _SHAPE) for each in zip(whole, places, strict=True)]
     return [
-        Group(**{name: line[name] for name in _SHAPE}, independence=str(line.get(_SURE, "")))
+        WorkerGroup(
+            **{name: line[name] for name in _SHAPE},
+            independence=str(line.get(_INDEPENDENCE_KEY, "")),
+        )
         for line in found
     ]
 
 
-class Teller:
+class WorkerChangeReporter:
     """Says when a training goes on with another number of workers, or is charged again."""
 
-    def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
-        self._folder, self._say = folder, say
-        self._told = len(read_groups(folder))
+    def __init__(self, folder: RunFolder, log: Callable[[str], None]) -> None:
+        self._folder, self._log = folder, log
+        self._num_reported = len(read_groups(folder))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report changes of the group of workers; call it often."""
         groups = read_groups(self._folder)
-        for place in range(max(1, self._told), len(groups)):
-            self._tell(groups[place - 1], groups[place])
-        self._told = len(groups)
+        for place in range(max(1, self._num_reported), len(groups)):
+            self._report_change(groups[place - 1], groups[place])
+        self._num_reported = len(groups)
 
-    def _tell(self, before: Group, group: Group) -> None:
+    def _report_change(self, before: WorkerGroup, group: WorkerGroup) -> None:
         if group.workers == before.workers and not group.again:
             return
         count = f"{group.workers} worker{'s' * (group.workers > 1)}"
@@ -177,4 +185,4 @@ class Teller:
                 "charged again (training.reproducible avoids it where only the number of workers "
                 "changes)"
             )
-        self._say(f"training: goes on with {count} from step {group.step:,}: {charged}")
+        self._log(f"training: goes on with {count} from step {group.step:,}: {charged}")

@@ -20,30 +20,35 @@ from typing import Literal
 from dpdist import data, models
 from dpdist.config.sections import PublicRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import built_aside, usable_path, write_json
-from dpdist.data.dataset import check_unseen, refuse_common
+from dpdist.core.files import atomic_folder, validate_path, write_json
+from dpdist.data.dataset import check_test_records_unseen, refuse_common_records
 from dpdist.models import ModelSpec
-from dpdist.randomness.noise_location import place_of
-from dpdist.runs.folder import RunFolder, read_released
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.randomness.noise_location import find_noise_location
+from dpdist.runs.folder import RunFolder, read_verified_ledger
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.provenance import (
-    AMONG_PUBLIC,
+    AMONG_PUBLIC_REASON,
     check_pretrained,
-    load_frozen,
-    made_by,
-    with_frozen,
+    load_frozen_weights,
+    pretraining_settings,
+    with_frozen_part,
     write_provenance,
 )
-from dpdist.training.records import declared_public, named_public, private_data, source_of
+from dpdist.training.records import (
+    data_source,
+    declared_public_records,
+    external_public_records,
+    private_records,
+)
 
 # --- public pre-training ----------------------------------------------------------------------
 
 
-Progress = Callable[[int, int, float], None]  # steps done, steps, per second
+ProgressCallback = Callable[[int, int, float], None]  # steps done, steps, per second
 
 
 def pretrain(
-    recipe: Recipe, where: str, progress: Progress = lambda done, steps, rate: None
+    recipe: Recipe, context: str, progress: ProgressCallback = lambda done, steps, rate: None
 ) -> tuple[Path, float]:
     """Train the recipe's public part into its folder.
 
@@ -52,17 +57,19 @@ def pretrain(
     when the recipe has no section public, the folder holds something else, or the records are
     private.
     """
-    section, pretrained = recipe.public, recipe.model.pretrained
+    section, pretrained = recipe.public, recipe.model.pretrained_part
     if section is None or pretrained is None:
-        raise UserError(f"{where}: no section public, which says what to train on public records")
+        raise UserError(f"{context}: no section public, which says what to train on public records")
     part, folder = pretrained[0], pretrained[1].folder
     network = recipe.model if section.model is None else section.model
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: exists already; remove it to train it again")
-    source = source_of(recipe)
+    source = data_source(recipe)
     test = data.load(source, "test")
-    public = _public_records(recipe, section, source, where)
-    refuse_common(private_data(recipe, source), public, f"{where}: public.data", AMONG_PUBLIC)
+    public = _public_records(recipe, section, source, context)
+    refuse_common_records(
+        private_records(recipe, source), public, f"{context}: public.data", AMONG_PUBLIC_REASON
+    )
     models.check_name(network.name)
     from dpdist.training import public_training as training
 
@@ -73,13 +80,13 @@ def pretrain(
         dict(network.options),
         tuple(network.mean),
         tuple(network.std),
-        following=test.following,
+        following=test.predicts_next_token,
     )
     if section.denoiser is not None:
         asked = section.denoiser
         if asked.name not in models.ZOO:
             raise UserError(
-                f"{where}: public.denoiser.name: must be of the zoo, got {asked.name!r}"
+                f"{context}: public.denoiser.name: must be of the zoo, got {asked.name!r}"
             )
         before = ModelSpec(asked.name, test.input_shape, public.classes, dict(asked.options))
         learned = replace(learned, denoiser=before)
@@ -92,14 +99,14 @@ def pretrain(
     check(model, learned)
     began = {}
     if section.weights is not None:
-        began["began_with"] = training.begin_with(model, section, network)
+        began["began_with"] = training.load_public_weights(model, section, network)
     steps = training.train_public(model, public, test.input_shape, section, part, progress)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
-    facts["made_by"] = made_by(section)
+    facts["made_by"] = pretraining_settings(section)
     spec = replace(learned, classes=test.classes)
     if spec != learned:
-        model = training.with_new_head(model, spec, section.training.init_seed)
-    with built_aside(folder) as aside:
+        model = training.replace_head(model, spec, section.training.init_seed)
+    with atomic_folder(folder) as aside:
         models.save(model.eval(), spec, aside)
         write_provenance(aside, public, facts)
     if part == models.DENOISER:
@@ -109,29 +116,29 @@ def pretrain(
 
 
 def _public_records(
-    recipe: Recipe, section: PublicRecipe, source: data.Source, where: str
+    recipe: Recipe, section: PublicRecipe, source: data.DataSource, context: str
 ) -> data.Dataset:
     if section.data is None:
         if not recipe.data.public:
             raise UserError(
-                f"{where}: data.public: must be > 0, the fraction of public records, or name "
+                f"{context}: data.public: must be > 0, the fraction of public records, or name "
                 "another data set in public.data"
             )
-        records = declared_public(recipe, source)
+        records = declared_public_records(recipe, source)
     else:
-        found = named_public(section.data, recipe.data.root)
-        if found.classes != recipe.data.told_apart and recipe.model.initial is None:
+        found = external_public_records(section.data, recipe.data.root)
+        if found.classes != recipe.data.num_classes and recipe.model.initial is None:
             raise UserError(
-                f"{where}: public.data: {found.classes} classes, the private data have "
-                f"{recipe.data.told_apart}"
+                f"{context}: public.data: {found.classes} classes, the private data have "
+                f"{recipe.data.num_classes}"
             )
-        if found.read != data.load(source, "test").read:
-            raise UserError(f"{where}: public.data.text: must be data.text: tokens mean the same")
+        if found.text_encoding != data.load(source, "test").text_encoding:
+            raise UserError(f"{context}: public.data.text: must be data.text: tokens mean the same")
         records = found
-    check_unseen(records, data.load(source, "test"), where, section.data is None)
+    check_test_records_unseen(records, data.load(source, "test"), context, section.data is None)
     if section.training.batch_size > len(records):
         raise UserError(
-            f"{where}: public.training.batch_size: must be <= the {len(records)} public records, "
+            f"{context}: public.training.batch_size: must be <= the {len(records)} public records, "
             f"got {section.training.batch_size}"
         )
     return records
@@ -143,14 +150,14 @@ def _public_records(
 Part = Literal["classifier", "denoiser"]
 
 
-def _joinable(folder: RunFolder, part: Part) -> Recipe:
+def _read_joinable_recipe(folder: RunFolder, part: Part) -> Recipe:
     """The recipe of a run whose network can go beside the part. Raises UserError otherwise."""
-    read_released(folder)
-    if folder.asked.exists():
+    read_verified_ledger(folder)
+    if folder.search_recipe_file.exists():
         raise UserError(f"{folder.path}: a private search; its model cannot be moved")
     recipe = folder.read_recipe()
-    if recipe.method.withheld is not None:
-        raise UserError(f"{folder.path}: {recipe.method.withheld}")
+    if recipe.method.not_releasable_reason is not None:
+        raise UserError(f"{folder.path}: {recipe.method.not_releasable_reason}")
     if part == "classifier" and recipe.model.classifier is None:
         raise UserError(f"{folder.path}: its model is no denoiser before a classifier")
     if part == "denoiser" and recipe.model.classifier is not None:
@@ -158,7 +165,7 @@ def _joinable(folder: RunFolder, part: Part) -> Recipe:
     return recipe
 
 
-def put_together(
+def join_parts(
     folder: RunFolder,
     part: Part,
     other: Path,
@@ -178,40 +185,42 @@ def put_together(
     was trained on the run's private records.
     """
     finished = folder.require_trained()
-    recipe = _joinable(folder, part)
+    recipe = _read_joinable_recipe(folder, part)
     if target.path.exists():
         raise UserError(f"{target.path}: exists already; choose another --name")
     own: Part = "denoiser" if part == "classifier" else "classifier"
     raw = recipe.model_dump(mode="json")
     raw |= {"name": target.name, "public": None}
     if data_root is not None:
-        raw["data"]["root"] = str(usable_path(data_root).resolve())
-    raw["model"][part] = {"folder": str(usable_path(other).resolve()), "saw": saw}
-    new = parse(raw, str(target.path))
-    private = private_data(new, source_of(new))
+        raw["data"]["root"] = str(validate_path(data_root).resolve())
+    raw["model"][part] = {"folder": str(validate_path(other).resolve()), "saw": saw}
+    new = parse_recipe(raw, str(target.path))
+    private = private_records(new, data_source(new))
     about = check_pretrained(new, private, str(target.path))
     assert about is not None
-    spec = with_frozen(models.read_spec(folder.model), new, private)
-    whole = models.build(spec)
-    trained = models.load_network(folder.model, trusted_factory=recipe.model.name)
-    place_of(trained).attach(whole)
-    if recipe.model.frozen is not None:
+    spec = with_frozen_part(models.read_spec(folder.model_folder), new, private)
+    whole = models.build_model(spec)
+    trained = models.load_network(folder.model_folder, trusted_factory=recipe.model.name)
+    find_noise_location(trained).attach(whole)
+    if recipe.model.frozen_part is not None:
         trained = trained.get_submodule(own)
     whole.get_submodule(own).load_state_dict(trained.state_dict())
-    load_frozen(whole, new)
+    load_frozen_weights(whole, new)
     joined = f"after training, by `dpdist denoise` from run {folder.name}: the {own} was trained "
     joined += "before another classifier" if own == "denoiser" else "without this denoiser"
-    with built_aside(target.path) as path:
+    with atomic_folder(target.path) as path:
         aside = RunFolder(path)
-        aside.begin(new)
-        aside.pin_recipe(new, folder.begun_noise, trained=folder)
+        aside.create_or_open(new)
+        aside.pin_recipe(new, folder.start_noise_multiplier, trained_run=folder)
         for kept in (
-            folder.plan, folder.data, folder.ledger, folder.anchor, folder.run_key,
-            folder.fixed_key,
+            folder.plan, folder.data_fingerprint, folder.ledger, folder.anchor, folder.run_key,
+            folder.fixed_key_marker,
         ):  # fmt: skip
             if kept.exists():
                 shutil.copy2(kept, aside.private / kept.name)
-        write_json(aside.pretrained, {**about, "joined": joined})
-        models.save(whole, spec, aside.model)
-        write_json(aside.trained, {**finished, "model": models.model_hash(aside.model)})
+        write_json(aside.pretraining_record, {**about, "joined": joined})
+        models.save(whole, spec, aside.model_folder)
+        write_json(
+            aside.training_summary, {**finished, "model": models.model_hash(aside.model_folder)}
+        )
     return target

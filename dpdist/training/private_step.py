@@ -17,16 +17,16 @@ from torch import Tensor
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.gradients import noise
-from dpdist.gradients.engine import GradientEngine, Task
+from dpdist.gradients.engine import GradientEngine, TrainingObjective
 from dpdist.gradients.hooks import each_tensor
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.sampling import Blocks, poisson_sample, share
+from dpdist.gradients.sampling import Blocks, poisson_sample, worker_range
 from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, key_id
 from dpdist.training.canaries import Canaries
-from dpdist.training.collectives import Reducer, Shards, Whole, release_id
-from dpdist.training.monitoring import Seen
+from dpdist.training.collectives import Reducer, ReplicatedUpdate, Shards, release_id
+from dpdist.training.monitoring import StepMetrics
 
 
 class StepData(Protocol):
@@ -101,10 +101,10 @@ class PrivateStep:
         key: bytes,
         attempt: str = "",
         *,
-        task: Task | None = None,
+        task: TrainingObjective | None = None,
         reducer: Reducer | None = None,
         shards: Shards | None = None,
-        sharing: Whole | None = None,
+        sharing: ReplicatedUpdate | None = None,
         noise_on_device: bool = False,
         ledger: Ledger | None = None,
         permit: Callable[[int], None] = lambda step: None,
@@ -116,8 +116,8 @@ class PrivateStep:
         if shards is None:
             shards = shards_of(len(data), len(data), reducer, False)
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
-        self.task, self.reducer, self.shards = task or Task(), reducer, shards
-        self.sharing, self.noise_on_device = sharing or Whole(), noise_on_device
+        self.task, self.reducer, self.shards = task or TrainingObjective(), reducer, shards
+        self.sharing, self.noise_on_device = sharing or ReplicatedUpdate(), noise_on_device
         self.ledger, self.permit = ledger, permit
         self.canaries, self.announced = canaries or Canaries(), announced
 
@@ -134,7 +134,9 @@ class PrivateStep:
         replayed = (label for first, end, label in self.announced if first <= step < end)
         return next(replayed, self.attempt)
 
-    def gradient(self, step: int, todo: StepPlan, flag: bool = False) -> tuple[Tensor, Seen, bool]:
+    def gradient(
+        self, step: int, todo: StepPlan, flag: bool = False
+    ) -> tuple[Tensor, StepMetrics, bool]:
         """Return the noisy gradient of a step, divided by the expected batch size.
 
         Args:
@@ -148,11 +150,11 @@ class PrivateStep:
         """
         rows, seen = self._clipped_sums(step, todo)
         noisy, flagged = self.release(step, rows, todo.noise_std, flag)
-        self.canaries.watch(noisy, todo, self.reducer)
+        self.canaries.observe(noisy, todo, self.reducer)
         # Not by a number, whose reciprocal a GPU multiplies by: the same bits wherever it lies.
         return noisy.div_(noisy.new_full((1,), todo.expected_batch)), seen, flagged
 
-    def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
+    def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, StepMetrics]:
         """Compute this worker's part of the step: PRIVATE.
 
         Returns:
@@ -160,20 +162,22 @@ class PrivateStep:
         """
         engine, device = self.engine, self.reducer.device
         data = self._data_of(step)
-        engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
+        engine.blocks = Blocks.for_batches(
+            self.shards.largest_shard, todo.sample_rate, todo.batch_cap
+        )
         sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
         draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
-        rows = self.reducer.rows(self.shards.rows, engine.size)
-        seen, joined = Seen(), []
-        for row, begin, end in self.shards.mine:
+        rows = self.reducer.zero_rows(self.shards.num_rows, engine.size)
+        seen, joined = StepMetrics(), []
+        for row, begin, end in self.shards.local_shards:
             members = self.members(sample_key, begin, end, todo)
             joined.append((row, members))
-            self.sharing.wire.check(len(members))
-            members = self.canaries.fed(members)
+            self.sharing.reduce_dtype.check(len(members))
+            members = self.canaries.inputs_for(members)
             inputs = each_tensor(lambda each: each.to(device), data.batch(members))
-            labels = self.canaries.labelled(members, data.targets(members)).to(device)
+            labels = self.canaries.labels_for(members, data.targets(members)).to(device)
             ids = torch.from_numpy(members)
-            targets = self.task.targets(engine, inputs, labels, draw_key, ids)
+            targets = self.task.target_function(engine, inputs, labels, draw_key, ids)
             clipped = engine.clipped_sum(
                 inputs, targets, draw_key=draw_key, record_ids=ids, out=rows[row]
             )
@@ -181,7 +185,7 @@ class PrivateStep:
             seen.nonfinite += clipped.nonfinite
             seen.loss_sum += clipped.loss_sum
             seen.details = clipped.details
-        self.canaries.join(rows, joined)
+        self.canaries.add_to_sums(rows, joined)
         return rows, seen
 
     def _data_of(self, step: int) -> StepData:
@@ -217,17 +221,17 @@ class PrivateStep:
             Float64 (size,) of this worker's part, where the noise was drawn; and whether any
             worker's flag was up.
         """
-        total, flagged = self.sharing.sum(self.reducer, rows, self.shards, flag)
+        total, flagged = self.sharing.sum_rows(self.reducer, rows, self.shards, flag)
         summed, size = total.cpu().numpy(), rows.shape[1]
         label = f"{key_id(self.key)}/{self.attempt_of(step)}/{step}"
-        leaves = self.sharing.digests(self.reducer, label, summed, size)
+        leaves = self.sharing.all_leaf_digests(self.reducer, label, summed, size)
         if self.ledger is not None:
             self.permit(step)
             _announce(self.ledger, step, release_id(label, leaves))
         noise_key = derive_key(self.key, "noise", self.attempt_of(step), step)
-        start = self.sharing.own(self.reducer, size).start
+        start = self.sharing.local_slice(self.reducer, size).start
         if self.noise_on_device:
-            return noise.add_noise_on(total, noise_key, noise_std, start), flagged
+            return noise.add_device_noise(total, noise_key, noise_std, start), flagged
         noisy = add_noise(summed, noise_key, noise_std, start, summed)
         return torch.from_numpy(noisy), flagged
 
@@ -245,9 +249,11 @@ def _announce(ledger: Ledger, step: int, release: str) -> None:
         raise
 
 
-def check_clip(engine: GradientEngine, sharing: Whole, clip_norm: float) -> None:
+def check_clip(engine: GradientEngine, sharing: ReplicatedUpdate, clip_norm: float) -> None:
     """Raise UserError where one record may move an executed sum by more than `clip_norm`."""
-    if engine.clipping.sensitivity * (1 + sharing.wire.room) > clip_norm * (1 + 1e-9):
+    if engine.clipping.sensitivity * (1 + sharing.reduce_dtype.clip_reduction) > clip_norm * (
+        1 + 1e-9
+    ):
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
 
 
@@ -260,12 +266,12 @@ def shards_of(records: int, planned: int, reducer: Reducer, reproducible: bool) 
     count = CANONICAL_SHARDS if reproducible else reducer.world_size
 
     def bounds(shard: int) -> tuple[int, int]:
-        begin, end = share(planned, shard, count)
+        begin, end = worker_range(planned, shard, count)
         return min(begin, records), records if shard == count - 1 else min(end, records)
 
     largest = -(-planned // count)
     if not reproducible:
         return Shards(1, largest, [(0, *bounds(reducer.rank))], [1] * reducer.world_size)
-    cuts = [share(count, rank, reducer.world_size) for rank in range(reducer.world_size)]
+    cuts = [worker_range(count, rank, reducer.world_size) for rank in range(reducer.world_size)]
     mine = [(row, *bounds(row)) for row in range(*cuts[reducer.rank])]
     return Shards(count, largest, mine, [last - first for first, last in cuts])

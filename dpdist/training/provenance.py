@@ -19,31 +19,31 @@ from pydantic import ValidationError
 from dpdist import data, models
 from dpdist.config.sections import PretrainedRecipe, PublicRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import read_bytes, read_json, shown, write_atomic, write_json
-from dpdist.data.dataset import Inputs, refuse_common
+from dpdist.core.files import quoted, read_bytes, read_json, write_atomic, write_json
+from dpdist.data.dataset import RecordHashes, refuse_common_records
 from dpdist.models import ModelSpec
 from dpdist.privacy.guarantee import format_delta
 from dpdist.release.bundle import is_release
 from dpdist.release.bundle import load as load_release
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, differing
-from dpdist.training.records import private_data, source_of, training_data
+from dpdist.runs.recipe import Recipe, iter_differences
+from dpdist.training.records import data_source, private_records, records_with_canaries
 
 if TYPE_CHECKING:
     from torch import nn
 
-PROVENANCE, RECORDS = "provenance.json", "records.npy"
-AMONG_PUBLIC = (
+PROVENANCE_FILE, RECORDS_FILE = "provenance.json", "records.npy"
+AMONG_PUBLIC_REASON = (
     "are among the public ones, which are used without privacy; set them aside with data.public, "
     "or take others"
 )
 _CARD = "privacy_card.json"
 # What a card calls the public parts that its model began with (`dpdist.reports.facts`).
-_BEGAN = (
+_PUBLIC_PART_KEYS = (
     "initial weights trained on", "frozen classifier trained on", "frozen denoiser trained on",
 )  # fmt: skip
-_WRITTEN = {"model": str, "records": int, "data": str, "fingerprint": str, "inputs": list}
-_STATED = {
+_PROVENANCE_TYPES = {"model": str, "records": int, "data": str, "fingerprint": str, "inputs": list}
+_CARD_TYPES = {
     "private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float, "extra": dict,
 }  # fmt: skip
 
@@ -52,7 +52,7 @@ def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any])
     """Say that the model in `folder` was trained on these PUBLIC records, without privacy."""
     buffer = io.BytesIO()
     np.save(buffer, np.sort(dataset.hashes))
-    write_atomic(folder / RECORDS, buffer.getvalue())
+    write_atomic(folder / RECORDS_FILE, buffer.getvalue())
     about = {
         "data": dataset.name,
         "fingerprint": dataset.fingerprint,
@@ -61,10 +61,10 @@ def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any])
         "model": models.model_hash(folder),
         **facts,
     }
-    write_json(folder / PROVENANCE, about)
+    write_json(folder / PROVENANCE_FILE, about)
 
 
-def made_by(section: PublicRecipe) -> dict[str, Any]:
+def pretraining_settings(section: PublicRecipe) -> dict[str, Any]:
     """Return the settings of section public that decide the trained weights.
 
     The paths of its files do not.
@@ -77,34 +77,38 @@ def made_by(section: PublicRecipe) -> dict[str, Any]:
     return settings
 
 
-def _check_made(folder: Path, section: PublicRecipe, begin: str) -> None:
+def _check_pretraining_settings(folder: Path, section: PublicRecipe, context: str) -> None:
     """Raise UserError where `pretrain` made the folder by other settings than the recipe's. Keys
     that it does not name have their defaults."""
-    made = read_json(folder / PROVENANCE, {"made_by": object})["made_by"]
+    made = read_json(folder / PROVENANCE_FILE, {"made_by": object})["made_by"]
     if isinstance(made, dict):
         weights = {"weights": made.get("weights")}  # of those a name is kept, which is no path
         with contextlib.suppress(ValidationError):  # by keys that are no more: as it stands
-            made = made_by(PublicRecipe.model_validate(made | {"weights": None})) | weights
+            made = (
+                pretraining_settings(PublicRecipe.model_validate(made | {"weights": None}))
+                | weights
+            )
     different = sorted(
-        differing(made, made_by(section), "public"), key=lambda found: found[1] is None
+        iter_differences(made, pretraining_settings(section), "public"),
+        key=lambda found: found[1] is None,
     )
     for name, before, now in different:
         raise UserError(
-            f"{begin}: made with {name}: {shown(before)}, the recipe says {shown(now)}; name "
+            f"{context}: made with {name}: {quoted(before)}, the recipe says {quoted(now)}; name "
             "another folder, or remove this one, and it is made anew"
         )
 
 
-def with_frozen(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
+def with_frozen_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     """The description of the whole model, from that of the trained part. Initial weights may have
     a frozen denoiser with them."""
     if recipe.model.initial is not None:
-        before = _denoiser_before(recipe, dataset)
+        before = _initial_denoiser_spec(recipe, dataset)
         return spec if before is None else dataclasses.replace(spec, denoiser=before)
-    if recipe.model.frozen is None:
+    if recipe.model.frozen_part is None:
         return spec
     frozen = frozen_spec(recipe, dataset)
-    if recipe.model.frozen[0] == models.DENOISER:
+    if recipe.model.frozen_part[0] == models.DENOISER:
         return dataclasses.replace(spec, denoiser=frozen)
     return dataclasses.replace(spec, classifier=frozen)
 
@@ -115,17 +119,17 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     A denoiser may be that of a model that is a denoiser before a classifier. Raises UserError when
     the part does not fit the data.
     """
-    assert recipe.model.frozen is not None
-    part, section = recipe.model.frozen
+    assert recipe.model.frozen_part is not None
+    part, section = recipe.model.frozen_part
     folder = section.folder
     begin = f"model.{part}.folder: {folder}"
     spec = _saved_spec(recipe, folder, begin)
-    if spec.noisy:
+    if spec.has_noise:
         raise UserError(f"{begin} has noise of its own; take one without")
     # The whole model's average is the recipe's.
     spec = dataclasses.replace(spec, shifts=0, denoised_shifts=False, mirrored=False)
     if part == models.DENOISER:
-        spec = _denoiser_of(spec)
+        spec = _denoiser_spec(spec)
     elif tuple(spec.input_shape) != dataset.input_shape or spec.classes != dataset.classes:
         raise UserError(
             f"{begin} takes {spec.input_shape} and tells "
@@ -136,32 +140,32 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     return spec
 
 
-def _check_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset, begin: str) -> None:
+def _check_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset, context: str) -> None:
     """Raise UserError for a frozen part that takes other inputs, or is neither of the zoo nor the
     recipe's own."""
     if tuple(spec.input_shape) != dataset.input_shape:
         raise UserError(
-            f"{begin} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
+            f"{context} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
         )
     for name in spec.factories:
         if name not in models.ZOO and name != recipe.model.name:
-            raise UserError(f"{begin} is built by {name!r}; a frozen part must be of the zoo")
+            raise UserError(f"{context} is built by {name!r}; a frozen part must be of the zoo")
 
 
-def _denoiser_before(recipe: Recipe, dataset: data.Dataset) -> ModelSpec | None:
+def _initial_denoiser_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec | None:
     """Return the spec of the frozen denoiser before the initial weights, or None."""
     assert recipe.model.initial is not None
     folder = recipe.model.initial.folder
-    if models.is_base(folder) or not (folder / "model.json").exists():
+    if models.is_base_model(folder) or not (folder / "model.json").exists():
         return None
     begin = f"model.initial.folder: {folder}"
     spec = models.read_spec(folder).denoiser
     if spec is None:
         return None
-    if spec.noisy:
+    if spec.has_noise:
         raise UserError(f"{begin}: its denoiser has noise of its own; take one without")
     _check_part(spec, recipe, dataset, f"{begin}: its denoiser")
-    if not recipe.method.behind_denoiser:
+    if not recipe.method.supports_frozen_denoiser:
         raise UserError(
             f"{begin}: these weights stand behind a frozen denoiser, which does not go with "
             f"method {recipe.method.name}: take others"
@@ -169,10 +173,10 @@ def _denoiser_before(recipe: Recipe, dataset: data.Dataset) -> ModelSpec | None:
     return spec
 
 
-def _saved_spec(recipe: Recipe, folder: Path, begin: str) -> ModelSpec:
+def _saved_spec(recipe: Recipe, folder: Path, context: str) -> ModelSpec:
     if not (folder / "model.json").exists():
         hint = "; `dpdist pretrain` makes it from this recipe" if recipe.public else ""
-        raise UserError(f"{begin}: no model there{hint}")
+        raise UserError(f"{context}: no model there{hint}")
     return models.read_spec(folder)
 
 
@@ -181,7 +185,7 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
     model = recipe.model
     assert model.initial is not None
     folder = model.initial.folder
-    if models.is_base(folder):  # its configuration is the model's own (`building.model_spec`)
+    if models.is_base_model(folder):  # its configuration is the model's own (`building.model_spec`)
         return
     begin = f"model.initial.folder: {folder}"
     saved = _saved_spec(recipe, folder, begin)
@@ -192,7 +196,7 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
         "std": tuple(model.std),
         "input_shape": dataset.input_shape,
         "classes": dataset.classes,
-        "following": recipe.data.following,
+        "following": recipe.data.predicts_next_token,
     }
     for name, value in wanted.items():
         found = getattr(saved, name)
@@ -200,15 +204,15 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
             raise UserError(f"{begin} is another network: its {name} is {found}, not {value}")
 
 
-def _denoiser_of(spec: ModelSpec) -> ModelSpec:
+def _denoiser_spec(spec: ModelSpec) -> ModelSpec:
     """The denoiser alone, of a model that may be a denoiser before a classifier."""
     return spec.denoiser or dataclasses.replace(spec, classifier=None)
 
 
-def load_frozen(module: nn.Module, recipe: Recipe) -> None:
+def load_frozen_weights(module: nn.Module, recipe: Recipe) -> None:
     """Copy the saved weights into the frozen part of the whole model."""
-    assert recipe.model.frozen is not None
-    part, section = recipe.model.frozen
+    assert recipe.model.frozen_part is not None
+    part, section = recipe.model.frozen_part
     folder = section.folder
     spec = models.read_spec(folder)
     composed = spec.classifier is not None or spec.denoiser is not None
@@ -216,7 +220,7 @@ def load_frozen(module: nn.Module, recipe: Recipe) -> None:
     models.load_weights(module.get_submodule(part), folder, inner)
 
 
-def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[str, Any] | None:
+def check_pretrained(recipe: Recipe, private: data.Dataset, context: str) -> dict[str, Any] | None:
     """Return kind and data of the model's public part, as JSON types; None when there is none.
 
     private: all records of the data set that are not declared public. "assumed": what the privacy
@@ -225,68 +229,70 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
     UserError when a private record is among those that the part was trained on, or nobody says what
     it saw, or it was made by another section public than the recipe's.
     """
-    if recipe.model.pretrained is None:
+    if recipe.model.pretrained_part is None:
         return None
-    part, section = recipe.model.pretrained
+    part, section = recipe.model.pretrained_part
     if part == "initial":
         _check_initial(recipe, private)
     else:
         frozen_spec(recipe, private)
     folder = section.folder
-    begin = f"{where}: model.{part}.folder: {folder}"
+    begin = f"{context}: model.{part}.folder: {folder}"
     about: dict[str, Any] = {"part": part, "model": models.model_hash(folder)}
     if part == "initial":
-        about["denoiser"] = _denoiser_before(recipe, private) is not None
-    compared = _compared(folder, private, begin)
-    if (folder / PROVENANCE).exists():
+        about["denoiser"] = _initial_denoiser_spec(recipe, private) is not None
+    compared = _was_compared(folder, private, begin)
+    if (folder / PROVENANCE_FILE).exists():
         if recipe.public is not None:
-            _check_made(folder, recipe.public, begin)
-        return {**about, **_pretrained(folder, about["model"], begin, compared)}
+            _check_pretraining_settings(folder, recipe.public, begin)
+        return {**about, **_describe_pretrained(folder, about["model"], begin, compared)}
     if (folder / _CARD).exists():
         card = _card(folder, begin)
         if card["extra"].get("model hash") != about["model"]:
             raise UserError(f"{begin}: the model is not the one that {_CARD} speaks of")
-        return {**about, **_released(card, recipe, begin, compared)}
-    return {**about, **_declared(part, section, begin, compared)}
+        return {**about, **_describe_released(card, recipe, begin, compared)}
+    return {**about, **_describe_declared(part, section, begin, compared)}
 
 
-def _card(folder: Path, begin: str) -> dict[str, Any]:
+def _card(folder: Path, context: str) -> dict[str, Any]:
     """The privacy card beside a model; of a release, which must hold."""
     if not is_release(folder):
-        return read_json(folder / _CARD, _STATED)
+        return read_json(folder / _CARD, _CARD_TYPES)
     try:
         return load_release(folder).card
     except UserError as error:
-        raise UserError(f"{begin}: {error}") from None
+        raise UserError(f"{context}: {error}") from None
 
 
-def _compared(folder: Path, private: data.Dataset, begin: str) -> bool:
+def _was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
     """Whether everything that the model in `folder` was trained on was compared with the private
     records, one by one. Raises UserError when one of them is among it."""
-    if (folder / PROVENANCE).exists():
-        return refuse_common(private, _seen(folder), begin, AMONG_PUBLIC)
-    run = _run_of(folder)
+    if (folder / PROVENANCE_FILE).exists():
+        return refuse_common_records(
+            private, _read_seen_records(folder), context, AMONG_PUBLIC_REASON
+        )
+    run = _enclosing_run(folder)
     if run is None:
         return False
     try:
         other = run.read_recipe()
-        source = source_of(other)
-        begun = read_json(run.data, {"train": str})["train"]
-        if training_data(other, source).fingerprint != begun:
+        source = data_source(other)
+        begun = read_json(run.data_fingerprint, {"train": str})["train"]
+        if records_with_canaries(other, source).fingerprint != begun:
             return False  # other records lie there now
-        theirs = private_data(other, source)
+        theirs = private_records(other, source)
     except UserError:
         return False  # they lie elsewhere, or nowhere any more
     why = (
         f"trained it, or chose its settings, in run {run.name}: its cost would have to be added, "
         "which is not done; take one that saw other records"
     )
-    whole = refuse_common(private, theirs, begin, why)
-    inner = other.model.pretrained
-    return whole and (inner is None or _compared(inner[1].folder, private, begin))
+    whole = refuse_common_records(private, theirs, context, why)
+    inner = other.model.pretrained_part
+    return whole and (inner is None or _was_compared(inner[1].folder, private, context))
 
 
-def _run_of(folder: Path) -> RunFolder | None:
+def _enclosing_run(folder: Path) -> RunFolder | None:
     """The run whose release/ or private/model this is, when its folder is around it."""
     for path in list(folder.absolute().parents)[:2]:
         if (path / "run.json").exists():
@@ -294,9 +300,9 @@ def _run_of(folder: Path) -> RunFolder | None:
     return None
 
 
-def _seen(folder: Path) -> Inputs:
+def _read_seen_records(folder: Path) -> RecordHashes:
     """The records that `pretrain` says it trained on."""
-    written, path = read_json(folder / PROVENANCE, _WRITTEN), folder / RECORDS
+    written, path = read_json(folder / PROVENANCE_FILE, _PROVENANCE_TYPES), folder / RECORDS_FILE
     try:
         hashes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
         if hashes.ndim != 1 or hashes.dtype != np.dtype("S16"):
@@ -305,13 +311,13 @@ def _seen(folder: Path) -> Inputs:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if len(hashes) != written["records"]:
         raise UserError(f"{path}: {len(hashes)} records, not {written['records']}")
-    return Inputs(tuple(written["inputs"]), hashes)
+    return RecordHashes(tuple(written["inputs"]), hashes)
 
 
-def _pretrained(folder: Path, model: str, begin: str, compared: bool) -> dict[str, Any]:
-    written = read_json(folder / PROVENANCE, _WRITTEN)
+def _describe_pretrained(folder: Path, model: str, context: str, compared: bool) -> dict[str, Any]:
+    written = read_json(folder / PROVENANCE_FILE, _PROVENANCE_TYPES)
     if written["model"] != model:
-        raise UserError(f"{begin}: the model is not the one that {PROVENANCE} speaks of")
+        raise UserError(f"{context}: the model is not the one that {PROVENANCE_FILE} speaks of")
     how, assumed = "none of them is among the private records (compared by content)", None
     if not compared:
         shape = "x".join(map(str, written["inputs"]))
@@ -333,13 +339,15 @@ def _pretrained(folder: Path, model: str, begin: str, compared: bool) -> dict[st
     }
 
 
-def _released(card: dict[str, Any], recipe: Recipe, begin: str, compared: bool) -> dict[str, Any]:
+def _describe_released(
+    card: dict[str, Any], recipe: Recipe, context: str, compared: bool
+) -> dict[str, Any]:
     extra = card["extra"]
     name = extra.get("training data")
     name = name if isinstance(name, str) else "an unnamed data set"
     if not compared and name.casefold() == recipe.data.name.casefold():
         raise UserError(
-            f"{begin}: trained on {name}, as this run is: its cost would have to be added, which "
+            f"{context}: trained on {name}, as this run is: its cost would have to be added, which "
             "is not done; take one that saw other records"
         )
     guarantee = card["guarantee"]
@@ -352,7 +360,7 @@ def _released(card: dict[str, Any], recipe: Recipe, begin: str, compared: bool) 
     if not compared:
         found = "told apart by name only, not checked by record"
         assumed = f"no private record is among those of {name}: {found}"
-        if began := [str(extra[part]) for part in _BEGAN if part in extra]:
+        if began := [str(extra[part]) for part in _PUBLIC_PART_KEYS if part in extra]:
             assumed += f"; and none among what it began with: {'; '.join(began)}"
     return {
         "public": False,
@@ -362,10 +370,12 @@ def _released(card: dict[str, Any], recipe: Recipe, begin: str, compared: bool) 
     }
 
 
-def _declared(part: str, section: PretrainedRecipe, begin: str, compared: bool) -> dict[str, Any]:
+def _describe_declared(
+    part: str, section: PretrainedRecipe, context: str, compared: bool
+) -> dict[str, Any]:
     if section.saw is None:
         raise UserError(
-            f"{begin}: nothing says what it was trained on; make it with `dpdist pretrain`, or "
+            f"{context}: nothing says what it was trained on; make it with `dpdist pretrain`, or "
             f"declare it: model.{part}.saw"
         )
     assumed = f"no private record is among what the {part} part saw, {section.saw}: declared only"

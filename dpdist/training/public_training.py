@@ -25,9 +25,9 @@ from dpdist.config.training import AugmentRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_bytes
 from dpdist.gradients.engine import cross_entropy, squared_error
-from dpdist.methods.hidden_noise_shares import resized
+from dpdist.methods.hidden_noise_shares import resize_images
 from dpdist.models import ModelSpec
-from dpdist.models.zoo import estimating, published_weights
+from dpdist.models.zoo import batch_statistics, download_weights
 from dpdist.randomness.keys import derive_key
 from dpdist.training.collectives import FlatOptimizer
 from dpdist.training.model_setup import augmentation
@@ -38,7 +38,7 @@ from dpdist.training.model_setup import augmentation
 _LATTICE = 5  # points a side that the elastic displacement is interpolated from
 
 
-def deformed(
+def deform_images(
     inputs: Tensor, shape: Sequence[int], section: AugmentRecipe, generator: torch.Generator
 ) -> Tensor:
     """Images (B, C, h, w) on canvases `shape` (C, H, W), each deformed by draws of its own.
@@ -84,7 +84,7 @@ def deformed(
 # --- public training --------------------------------------------------------------------------
 
 
-Progress = Callable[[int, int, float], None]  # steps done, steps, per second
+ProgressCallback = Callable[[int, int, float], None]  # steps done, steps, per second
 
 
 def train_public(
@@ -93,7 +93,7 @@ def train_public(
     shape: tuple[int, ...],
     section: PublicRecipe,
     part: str,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> int:
     """Train the `part` of a model by its section of the recipe; returns the number of steps. Raises
     UserError when it diverges."""
@@ -113,16 +113,16 @@ def train_public(
     key = hashlib.blake2b(f"dpdist.pretrain/{training.init_seed}".encode(), digest_size=32).digest()
     changed, queue = augmentation(training), np.empty(0, dtype=np.int64)
     began = time.monotonic()
-    with estimating(model.train()):
+    with batch_statistics(model.train()):
         for step in range(steps):
             if len(queue) < training.batch_size:
                 queue = order.permutation(len(records))
             rows, queue = queue[: training.batch_size], queue[training.batch_size :]
             inputs = records.batch(rows)
             if section.augment is None:
-                inputs = _fit(inputs, shape, records)
+                inputs = _resize_to_model(inputs, shape, records)
             else:
-                inputs = deformed(inputs, shape, section.augment, generator)
+                inputs = deform_images(inputs, shape, section.augment, generator)
             if changed is not None:
                 inputs = changed(inputs, torch.from_numpy(rows), derive_key(key, "step", step), 0)
             noisy = inputs
@@ -137,13 +137,13 @@ def train_public(
             progress(step + 1, steps, (step + 1) / max(1e-9, time.monotonic() - began))
     if not torch.isfinite(flat).all():
         raise UserError("public.training: the weights are not finite; lower the learning rate")
-    flat.copy_(optimizer.result(flat))
+    flat.copy_(optimizer.published_parameters(flat))
     return steps
 
 
-def _fit(inputs: Tensor, shape: tuple[int, ...], records: data.Dataset) -> Tensor:
+def _resize_to_model(inputs: Tensor, shape: tuple[int, ...], records: data.Dataset) -> Tensor:
     try:
-        return resized(inputs, shape)
+        return resize_images(inputs, shape)
     except ValueError as error:
         raise UserError(f"public.data: {records.name}: {error}") from error
 
@@ -176,14 +176,14 @@ def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
     return right / max(1, asked)
 
 
-def begin_with(model: nn.Module, section: PublicRecipe, network: ModelRecipe) -> str:
+def load_public_weights(model: nn.Module, section: PublicRecipe, network: ModelRecipe) -> str:
     """Copy public weights into the model before its first step; says which, for the card."""
     if section.weights == "torchvision":
         architecture = network.options.get("architecture", "resnet18")
         if network.name != "torchvision":
             raise UserError("public.weights: torchvision: needs public.model.name: torchvision")
         try:
-            tensors, name = published_weights(architecture)
+            tensors, name = download_weights(architecture)
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"public.weights: torchvision's weights of {architecture} cannot be had: {error}; "
@@ -201,7 +201,7 @@ def begin_with(model: nn.Module, section: PublicRecipe, network: ModelRecipe) ->
     return f"weights from a file, {path.name} (declared public, not checked)"
 
 
-def with_new_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
+def replace_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
     """A network of other classes, `spec`: what the trained one has of the same shape, the rest as
     `seed` begins it. Raises UserError when little of it fits."""
     fresh = models.initialise(spec, seed)

@@ -22,15 +22,15 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _TIMEOUT = timedelta(seconds=60)  # a network cut or a dead worker is noticed after so long
 
 
-class OwnRendezvous(TorchConfig):
-    """Tells Ray Train to leave the process group to `join`."""
+class ManualProcessGroupConfig(TorchConfig):
+    """Tells Ray Train to leave the process group to `init_process_group`."""
 
     @property
     def backend_cls(self) -> Any:
         return Backend
 
 
-def join(reducer: Reducer) -> None:
+def init_process_group(reducer: Reducer) -> None:
     """Make the process group on the address Ray has for this node."""
     rank, world_size = reducer.rank, reducer.world_size
     if world_size == 1:
@@ -59,7 +59,7 @@ def join(reducer: Reducer) -> None:
     )
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpdist.core.errors import UserError
-from dpdist.models.factory_code import code_bytes, digests
+from dpdist.models.factory_code import code_bytes, source_digests
 
 # --- state_dicts as tensors -------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ def code_digest_of(model: nn.Module, *others: Any) -> str:
         covered: dict[str, str] = {}
         if home != "__main__":
             try:
-                covered = digests(f"{home}:{getattr(thing, '__qualname__', '')}")
+                covered = source_digests(f"{home}:{getattr(thing, '__qualname__', '')}")
             except UserError:
                 covered = {}
         found |= covered or {f"{home}:{getattr(thing, '__qualname__', '')}": _hash(_source(thing))}

@@ -1,8 +1,8 @@
 """The training loop of one Ray Train worker, and the state that all workers share.
 
 `restore` is all start-up, `PrivateStep` (`dpdist.training.private_step`) releases a noisy gradient,
-and `run` takes the plan's steps: gradient, update, constraint, checkpoint. Sampling rate, clip,
-noise and step count come from the plan and nowhere else.
+and `run_training` takes the plan's steps: gradient, update, constraint, checkpoint. Sampling rate,
+clip, noise and step count come from the plan and nowhere else.
 
 Before a step is released, worker 0 asks the archive for permission through a file of the run
 folder, so that a lost run folder cannot hide releases (`dpdist.runs.archive` explains it). The
@@ -31,42 +31,42 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.cluster.versions import check_same, code_digest
-from dpdist.core.errors import ClusterError, UserError, no_room
+from dpdist.cluster.versions import check_same_versions, code_digest
+from dpdist.core.errors import ClusterError, UserError, is_disk_full
 from dpdist.core.fields import SCREENED
 from dpdist.core.files import read_bytes, read_json, write_atomic, write_json
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.noise import check_device_noise
-from dpdist.methods.base import Fixed, Setup
+from dpdist.methods.base import MethodSetup, MethodState
 from dpdist.models import ModelSpec
-from dpdist.models.factory_code import digests
+from dpdist.models.factory_code import source_digests
 from dpdist.privacy.ledger import JournalBusy, Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, key_id, new_run_key
 from dpdist.runs.archive import Permit, read_permit
-from dpdist.runs.folder import RunFolder, check_released
+from dpdist.runs.folder import RunFolder, verify_ledger
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint, model_setup, monitoring
-from dpdist.training.canaries import plant
-from dpdist.training.collectives import RELEASES, FlatOptimizer, MissingRank, Reducer
-from dpdist.training.job import PACKAGES, PUT_BACK, TrainJob, read_run_key
+from dpdist.training.canaries import build_canaries
+from dpdist.training.collectives import UPDATE_CLASSES, FlatOptimizer, MissingRank, Reducer
+from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob, read_run_key
 from dpdist.training.model_setup import (
     build_engine,
+    build_reduce_dtype,
     initial_model,
     model_spec,
     public_probe,
-    wire_of,
 )
 from dpdist.training.monitoring import Monitor
 from dpdist.training.private_step import PrivateStep, check_clip, shards_of
-from dpdist.training.records import public_data
+from dpdist.training.records import method_public_records
 
 # --- permission of the archive ----------------------------------------------------------------
 
 
 _AHEAD_SECONDS = 60.0
 _AHEAD_STEPS = 50
-_PATIENCE = 1800.0  # seconds; the command itself gives up earlier, and says why
+_PERMIT_TIMEOUT = 1800.0  # seconds; the command itself gives up earlier, and says why
 _POLL = 0.05
 
 
@@ -74,22 +74,22 @@ class PermitGate:
     """Passes at once in a run whose private state is not archived."""
 
     def __init__(self, folder: RunFolder, epoch: int | None, start: int, total: int) -> None:
-        self._on = (
+        self._enabled = (
             folder.archive.exists() and read_json(folder.archive, {"private": bool})["private"]
         )
         self._folder, self._epoch, self._total = folder, epoch or 0, total
         self._granted = start  # the first step without leave
-        self._next = start  # where to ask again
-        self._asked = (time.monotonic(), start)
+        self._next_request_step = start  # where to ask again
+        self._last_request = (time.monotonic(), start)
 
     def wait(self, step: int) -> None:
         """Return when `step` may be released. Raises ClusterError when no answer comes in 30
         minutes."""
-        if not self._on:
+        if not self._enabled:
             return
-        if step >= self._next:
+        if step >= self._next_request_step:
             self._ask(step)
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _PERMIT_TIMEOUT
         while step >= self._granted:
             permit = read_permit(self._folder.permit)
             if permit is not None and permit.epoch == self._epoch:
@@ -103,15 +103,15 @@ class PermitGate:
     def _ask(self, step: int) -> None:
         """For the steps of the next minute, half a minute before they are needed."""
         now = time.monotonic()
-        since, before = self._asked
+        since, before = self._last_request
         pace = (step - before) / max(now - since, 1e-9)
         steps = min(step + max(_AHEAD_STEPS, int(_AHEAD_SECONDS * pace)), self._total)
-        earlier = read_permit(self._folder.permit_asked)
+        earlier = read_permit(self._folder.permit_request)
         if earlier is not None and earlier.epoch == self._epoch:
             steps = max(steps, earlier.steps)  # leave that was given stays given
-        write_json(self._folder.permit_asked, asdict(Permit(self._epoch, step, steps)))
-        self._asked = (now, step)
-        self._next = steps if steps == self._total else (step + steps) // 2
+        write_json(self._folder.permit_request, asdict(Permit(self._epoch, step, steps)))
+        self._last_request = (now, step)
+        self._next_request_step = steps if steps == self._total else (step + steps) // 2
 
 
 # --- replay fingerprint -----------------------------------------------------------------------
@@ -129,7 +129,7 @@ def recipe_digest(recipe: Recipe) -> str:
     them."""
     given = recipe.model.name, recipe.method.name, recipe.training.loss
     named = (name for name in given if ":" in name)
-    return _digest([recipe.of_model, {name: digests(name) for name in named}])
+    return _digest([recipe.experiment_settings, {name: source_digests(name) for name in named}])
 
 
 def _digest(value: Any) -> str:
@@ -147,7 +147,9 @@ def _environment() -> str:
     return _digest([torch.__config__.show(), *settings])
 
 
-def identity_of(job: TrainJob, reducer: Reducer, records: str, initial: str) -> dict[str, str]:
+def replay_fingerprint(
+    job: TrainJob, reducer: Reducer, data_fingerprint: str, model_digest: str
+) -> dict[str, str]:
     """Return what a sum depends on, by name: a change of any starts a new attempt epoch, under keys
     of its own.
 
@@ -157,8 +159,8 @@ def identity_of(job: TrainJob, reducer: Reducer, records: str, initial: str) -> 
     """
     resources, kind = job.recipe.resources, _device(reducer.device)
     machine = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{kind}"
-    machines = reducer.gather(machine)
-    if resources.noise == "device" and len(kinds := set(reducer.gather(kind))) > 1:
+    machines = reducer.all_gather_text(machine)
+    if resources.noise == "device" and len(kinds := set(reducer.all_gather_text(kind))) > 1:
         raise UserError(
             f"resources.noise: must be host with workers on {' and '.join(sorted(kinds))}: two "
             "kinds of device may make noise that differs in its last bits"
@@ -174,17 +176,17 @@ def identity_of(job: TrainJob, reducer: Reducer, records: str, initial: str) -> 
         "code": code_digest(PACKAGES),
         "environment": _environment(),
         "recipe": recipe_digest(job.recipe),
-        "data": records,
-        "model": initial,
+        "data": data_fingerprint,
+        "model": model_digest,
     }
 
 
 # --- tensors made once by the method ----------------------------------------------------------
 
 
-def ensure_fixed(job: TrainJob, spec: ModelSpec) -> bool:
+def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
     """Make what the method makes once, unless it is there (worker 0). Whether there is any."""
-    recipe, path = job.recipe, job.folder.fixed
+    recipe, path = job.recipe, job.folder.method_state
     if not path.exists():
         fixed = recipe.privacy.run_key is not None
         key = read_run_key(job.folder) if fixed else new_run_key()
@@ -192,43 +194,52 @@ def ensure_fixed(job: TrainJob, spec: ModelSpec) -> bool:
         def initial() -> nn.Module:
             return initial_model(recipe, spec)
 
-        setup = Setup(recipe, spec, initial, job.own_records(), public_data(recipe), key)
-        tensors = recipe.method.fix(setup)
+        setup = MethodSetup(
+            recipe,
+            spec,
+            initial,
+            job.records_without_canaries(),
+            method_public_records(recipe),
+            key,
+        )
+        tensors = recipe.method.prepare_state(setup)
         if tensors:
-            if _taken(job.folder):
-                raise UserError(f"{path}: missing, and steps were taken with it; {PUT_BACK}")
+            if _has_taken_steps(job.folder):
+                raise UserError(f"{path}: missing, and steps were taken with it; {RESTORE_HINT}")
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             write_atomic(path, save_tensors(contiguous))
     return path.exists()
 
 
-def _taken(folder: RunFolder) -> bool:
+def _has_taken_steps(folder: RunFolder) -> bool:
     """Whether workers have begun steps: these were taken with what is fixed."""
     return folder.ledger.exists() and bool(Ledger.read(folder.ledger).attempts)
 
 
-def check_same_fixed(folder: RunFolder, ledger: Ledger, now: str) -> None:
+def check_same_method_state(folder: RunFolder, ledger: Ledger, digest: str) -> None:
     """Raise UserError where the last attempt was made with other tensors. now: their `digest`."""
     before = ledger.attempts[-1]["identity"].get("hidden noise") if ledger.attempts else None
-    if before not in (None, now):
-        raise UserError(f"{folder.fixed}: is not what this run's steps were taken with; {PUT_BACK}")
+    if before not in (None, digest):
+        raise UserError(
+            f"{folder.method_state}: is not what this run's steps were taken with; {RESTORE_HINT}"
+        )
 
 
-def read_fixed(folder: RunFolder) -> dict[str, Tensor]:
+def read_method_state(folder: RunFolder) -> dict[str, Tensor]:
     """The tensors by name."""
     try:
-        return load_tensors(read_bytes(folder.fixed))
+        return load_tensors(read_bytes(folder.method_state))
     except (UserError, SafetensorError) as error:
         raise UserError(
-            f"{folder.fixed}: cannot be read: {error}; is the storage shared?"
+            f"{folder.method_state}: cannot be read: {error}; is the storage shared?"
         ) from error
 
 
-def method_state_digest(fixed: Fixed) -> str:
+def method_state_digest(state: MethodState) -> str:
     """Names the tensors: part of what may not change under one attempt."""
     hashed = hashlib.blake2b(digest_size=8)
-    for name in sorted(fixed.tensors):
-        hashed.update(fixed.tensors[name].numpy().tobytes())
+    for name in sorted(state.tensors):
+        hashed.update(state.tensors[name].numpy().tobytes())
     return hashed.hexdigest()
 
 
@@ -268,7 +279,8 @@ class Divergence:
 # --- attempts ---------------------------------------------------------------------------------
 
 
-_RECORDS = ("data", "recipe")  # of an attempt's identity: what shapes noise that is drawn once
+# of an attempt's identity: what shapes noise that is drawn once
+_ONE_TIME_NOISE_INPUTS = ("data", "recipe")
 
 
 @dataclass
@@ -291,19 +303,19 @@ class Attempt:
         worker 0 holds the ledger, until `stack` closes.
 
         Args:
-            identity: all that a sum depends on, by name (`identity_of`).
+            identity: all that a sum depends on, by name (`replay_fingerprint`).
         """
         ledger, label, newest = None, "", checkpoint.newest_step(job.folder.checkpoints)
         if reducer.rank == 0:
             ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
-            check_released(job.folder, job.plan, ledger)
-            check_same_fixed(job.folder, ledger, identity["hidden noise"])
-            mine = identity | job.folder.begun_identity | job.folder.search_identity
+            verify_ledger(job.folder, job.plan, ledger)
+            check_same_method_state(job.folder, ledger, identity["hidden noise"])
+            mine = identity | job.folder.recipe_identity | job.folder.search_identity
             _check_ceiling(job, ledger, newest, mine)
             ledger.begin_attempt(mine)
             label = _label(job, ledger, ledger.nonce)
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
-        label = reducer.gather(label)[0]
+        label = reducer.all_gather_text(label)[0]
         return cls(label, _announced(job, reducer, ledger, newest), ledger)
 
     def records_key(self, job: TrainJob, reducer: Reducer, key: bytes) -> bytes:
@@ -317,13 +329,19 @@ class Attempt:
             first, now = self.ledger.attempts[0], self.ledger.attempts[-1]
             label = first["nonce"] if job.recipe.privacy.run_key is None else ""
             before, after = first["identity"], now["identity"]
-            shaped = [name for name in _RECORDS if before.get(name) != after.get(name)]
-            if shaped and job.recipe.method.local and job.given is None:
+            shaped = [
+                name for name in _ONE_TIME_NOISE_INPUTS if before.get(name) != after.get(name)
+            ]
+            if (
+                shaped
+                and job.recipe.method.steps_are_post_processing
+                and job.replacement_records is None
+            ):
                 raise UserError(
                     f"{job.folder.path}: the {' and '.join(shaped)} changed since its records "
-                    f"were released with noise; {PUT_BACK}"
+                    f"were released with noise; {RESTORE_HINT}"
                 )
-        label = reducer.gather(label)[0]
+        label = reducer.all_gather_text(label)[0]
         return derive_key(key, "records", *([label] if label else []))
 
 
@@ -340,12 +358,14 @@ def _announced(
     label of each run of them."""
     found = []
     if ledger is not None:
-        found = [(first, end, _label(job, ledger, n)) for first, end, n in ledger.announced(start)]
-    count = reducer.from_first(len(found))
+        found = [
+            (first, end, _label(job, ledger, n)) for first, end, n in ledger.announced_steps(start)
+        ]
+    count = reducer.broadcast_int(len(found))
     told = []
     for at in range(count):
         said = " ".join(map(str, found[at])) if found else ""
-        first, end, label = reducer.gather(said)[0].split(" ")
+        first, end, label = reducer.all_gather_text(said)[0].split(" ")
         told.append((int(first), int(end), label))
     return told
 
@@ -353,7 +373,7 @@ def _announced(
 def _check_ceiling(job: TrainJob, ledger: Ledger, newest: int, mine: dict[str, str]) -> None:
     """Raise UserError, before anything is on record, where a budget's ceiling, which has room
     for the plan, has none reserved for what this attempt would release again."""
-    again = ledger.repeats(newest, mine)
+    again = ledger.count_repeated_steps(newest, mine)
     if again and job.recipe.privacy.budget_ceiling is not None:
         before = ledger.attempts[-1]["identity"]
         other = sorted(name for name in mine | before if before.get(name) != mine.get(name))
@@ -374,7 +394,7 @@ def train_worker(config: dict[str, Any]) -> None:
     import ray.train
     import ray.train.torch
 
-    from dpdist.training.rendezvous import join, leave
+    from dpdist.training.rendezvous import destroy_process_group, init_process_group
 
     context = ray.train.get_context()
     job: TrainJob = config["job"]
@@ -382,33 +402,33 @@ def train_worker(config: dict[str, Any]) -> None:
     if job.folder.failure.exists():
         return
     try:
-        check_same(job.packages, PACKAGES, f"training worker {rank} on {platform.node()}")
+        check_same_versions(job.packages, PACKAGES, f"training worker {rank} on {platform.node()}")
         torch.set_num_threads(max(1, int(job.recipe.resources.cpus_per_worker)))
         reducer = Reducer(rank, world_size, ray.train.torch.get_device())
-        join(reducer)
-        run(job, reducer, config.get("until"))
+        init_process_group(reducer)
+        run_training(job, reducer, config.get("until"))
     except (ReplayConflict, JournalBusy):
         raise  # mended by a restart: it takes the new epoch, or finds the old attempt gone
     except (UserError, ClusterError, LedgerError, OSError) as error:
-        if isinstance(error, OSError) and not no_room(error):
+        if isinstance(error, OSError) and not is_disk_full(error):
             raise
         # A restart would only repeat it: leave word for the driver, which stops.
         try:
-            word = {"worker": rank, "error": str(error), "full": no_room(error)}
+            word = {"worker": rank, "error": str(error), "full": is_disk_full(error)}
             write_json(job.folder.failure, word)
         except OSError:
             job.folder.failure.touch()  # a full disk has room for that
     finally:
-        leave()
+        destroy_process_group()
 
 
-def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
+def run_training(job: TrainJob, reducer: Reducer, stop_after: int | None = None) -> None:
     """Train to the end of the plan, from the newest checkpoint if there is one.
 
     until: pause after so many steps; the model so far is saved, and the next call goes on.
     """
     with ExitStack() as stack:
-        loop = restore(job, reducer, stack, until)
+        loop = restore(job, reducer, stack, stop_after)
         job.recipe.method.learn(loop)
         loop.finish()
 
@@ -433,35 +453,37 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     model = initial_model(recipe, spec).to(reducer.device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     engine, task = build_engine(recipe, model, plan), method.task()
-    sharing = RELEASES[recipe.resources.release](wire_of(recipe, plan))
+    sharing = UPDATE_CLASSES[recipe.resources.release](build_reduce_dtype(recipe, plan))
     check_clip(engine, sharing, plan.clip_norm)
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
-    _point_into(engine, flat)
-    made = ensure_fixed(job, spec) if reducer.rank == 0 else False
-    tensors = read_fixed(folder) if reducer.gather("made" if made else "")[0] else {}
-    fixed = Fixed(model, tensors, derive_key(key, "hidden"))
-    constrain = method.constraint(model)
+    _make_parameters_views(engine, flat)
+    made = ensure_method_state(job, spec) if reducer.rank == 0 else False
+    tensors = (
+        read_method_state(folder) if reducer.all_gather_text("made" if made else "")[0] else {}
+    )
+    fixed = MethodState(model, tensors, derive_key(key, "hidden"))
+    constrain = method.project_parameters(model)
     constrain()
     on_device = recipe.resources.noise == "device"
     if on_device:
         check_device_noise(reducer.device)
-    own = sharing.own(reducer, len(flat))
+    own = sharing.local_slice(reducer, len(flat))
     optimizer = FlatOptimizer(recipe.training, plan.steps, flat[own])
-    slots = {name: t.to(reducer.device) for name, t in method.slots(model).items()}
-    canaries = plant(records, run_key, plan, engine.size)
+    slots = {name: t.to(reducer.device) for name, t in method.extra_checkpoint_state(model).items()}
+    canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible
     shards = shards_of(len(records), plan.records, reducer, reproducible)
-    if method.stepwise:  # on nothing private, before anything is on record
-        engine.draws = method.perturbation(plan.step(0), optimizer.learning_rate(0), fixed)
+    if method.takes_gradient_steps:  # on nothing private, before anything is on record
+        engine.perturbation = method.perturbation(plan.step(0), optimizer.learning_rate(0), fixed)
         model_setup.validate_on_public_examples(engine, task, job.source)
     initial = checkpoint.tensors_digest(model.state_dict())
     identity = {
-        **identity_of(job, reducer, records.fingerprint, initial),
-        **sharing.identity(reducer, reproducible),
+        **replay_fingerprint(job, reducer, records.fingerprint, initial),
+        **sharing.fingerprint_entries(reducer, reproducible),
         "hidden noise": method_state_digest(fixed),
     }
     attempt = Attempt.begin(job, reducer, stack, identity)
-    seen = method.seen(records, plan, attempt.records_key(job, reducer, key))
+    seen = method.transform_records(records, plan, attempt.records_key(job, reducer, key))
     step = PrivateStep(
         engine, seen, key, attempt.label,
         task=task, reducer=reducer, shards=shards, sharing=sharing, noise_on_device=on_device,
@@ -479,7 +501,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     if attempt.ledger is not None:
         loop.monitor = Monitor(job, plan.steps, loop.start)
         sure = _independence(job, step)
-        group = monitoring.Group.of(reducer, attempt.ledger, loop.start, sure)
+        group = monitoring.WorkerGroup.current(reducer, attempt.ledger, loop.start, sure)
         monitoring.append_group(folder, group)
         step.permit = PermitGate(folder, attempt.ledger.epoch, loop.start, plan.steps).wait
     loop.saved = time.monotonic()
@@ -490,10 +512,10 @@ def _independence(job: TrainJob, step: PrivateStep) -> str:
     """Return how this start's passes keep records apart; "" where no noisy step rests on it."""
     if not job.plan.step(0).noise_multiplier:
         return ""
-    if not job.recipe.method.stepwise:
+    if not job.recipe.method.takes_gradient_steps:
         return SCREENED
     return model_setup.independence_on_public_examples(
-        step.engine, step.task, job.source, job.plan, step.shards.largest
+        step.engine, step.task, job.source, job.plan, step.shards.largest_shard
     )
 
 
@@ -512,7 +534,7 @@ class Loop:
     spec: ModelSpec
     model: nn.Module
     frozen: int
-    fixed: Fixed
+    fixed: MethodState
     constrain: Callable[[], None]
     flat: Tensor
     own: slice
@@ -527,20 +549,23 @@ class Loop:
     @property
     def _slots(self) -> dict[str, Tensor]:
         """What a checkpoint keeps besides the parameters, of the optimizer's its own part."""
-        return {**self.optimizer.slots, **self.slots, **self.step.canaries.slots}
+        return {**self.optimizer.slots, **self.slots, **self.step.canaries.checkpoint_slots}
 
     def _newest_checkpoint(self) -> int:
         """Take over the newest checkpoint: the steps taken before it."""
-        state, reducer = checkpoint.latest(self.job.folder.checkpoints, self.own), self.step.reducer
+        state, reducer = (
+            checkpoint.load_latest(self.job.folder.checkpoints, self.own),
+            self.step.reducer,
+        )
         start = 0
         if state is not None:
             start = state.step
-            self.flat.copy_(state.flat)
+            self.flat.copy_(state.parameters)
             for name, slot in self._slots.items():
                 found = state.slots[name]  # whole, where another kind of release kept it
                 slot.copy_(found if found.shape == slot.shape else found[self.own])
-        if reducer.from_first(start) != start or not reducer.same_everywhere(
-            checkpoint.digest(self.flat)
+        if reducer.broadcast_int(start) != start or not reducer.all_equal(
+            checkpoint.bits_fingerprint(self.flat)
         ):
             raise MissingRank(
                 "the workers started from different checkpoints; is the storage shared?"
@@ -551,36 +576,43 @@ class Loop:
         """Take the plan's steps that are left."""
         plan, recipe = self.job.plan, self.job.recipe
         for number in range(self.start, self.last):
-            todo = plan.step(number)
+            step_plan = plan.step(number)
             if number == self.start or recipe.training.schedule != "constant":
                 rate = self.optimizer.learning_rate(number)
-                self.step.engine.draws = recipe.method.perturbation(todo, rate, self.fixed)
-            self._step(number, todo)
+                self.step.engine.perturbation = recipe.method.perturbation(
+                    step_plan, rate, self.fixed
+                )
+            self._step(number, step_plan)
 
-    def _step(self, number: int, todo: StepPlan) -> None:
+    def _step(self, number: int, step_plan: StepPlan) -> None:
         step, reducer = self.step, self.step.reducer
         due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
-        noisy, seen, save_now = step.gradient(number, todo, reducer.rank == 0 and due)
+        noisy, seen, save_now = step.gradient(number, step_plan, reducer.rank == 0 and due)
         self.optimizer.update(self.flat[self.own], noisy, number)
-        step.sharing.complete(reducer, self.flat)
+        step.sharing.broadcast_updates(reducer, self.flat)
         self.constrain()
         try:
             self.divergence.check(self.flat, number, number + 1 == self.last)
         except Diverged:
-            reducer.gather("")  # nobody says so before worker 0 has the step on its ledger
+            reducer.all_gather_text("")  # nobody says so before worker 0 has the step on its ledger
             raise
         if self.monitor is not None:
-            self.monitor.step(number, seen)
+            self.monitor.record_step(number, seen)
         if save_now or number + 1 == self.last:
             self.save(number + 1)
 
     def save(self, done: int) -> None:
         """A checkpoint after `done` steps, unless the workers' parameters differ."""
         step, reducer = self.step, self.step.reducer
-        if not reducer.same_everywhere(checkpoint.digest(self.flat)):
+        if not reducer.all_equal(checkpoint.bits_fingerprint(self.flat)):
             raise MissingRank(f"the workers' parameters differ after step {done - 1}")
-        folder, slots = self.job.folder.checkpoints, {**self.slots, **step.canaries.slots}
-        kept, parts = step.sharing.kept(reducer, folder, done, self.optimizer.slots)
+        folder, slots = (
+            self.job.folder.checkpoints,
+            {**self.slots, **step.canaries.checkpoint_slots},
+        )
+        kept, parts = step.sharing.write_optimizer_parts(
+            reducer, folder, done, self.optimizer.slots
+        )
         if step.ledger is not None:
             state = checkpoint.TrainState(done, self.flat, {**kept, **slots})
             checkpoint.save(folder, state, step.ledger.anchor, parts)
@@ -589,19 +621,19 @@ class Loop:
     def finish(self) -> None:
         """Worker 0 saves the model, and sums the training up once it is whole."""
         step = self.step
-        self.flat[self.own] = self.optimizer.result(self.flat[self.own])
-        step.sharing.complete(step.reducer, self.flat)
+        self.flat[self.own] = self.optimizer.published_parameters(self.flat[self.own])
+        step.sharing.broadcast_updates(step.reducer, self.flat)
         if self.monitor is None or step.ledger is None:
             return
-        spec = self.job.recipe.method.finish(self.spec, self.fixed)
-        models.save(self.model, spec, self.job.folder.model)
+        spec = self.job.recipe.method.finalize(self.spec, self.fixed)
+        models.save(self.model, spec, self.job.folder.model_folder)
         if self.last == self.job.plan.steps:
             self.monitor.finish(step.engine.fallback_layers, self.frozen, step.ledger)
         else:
             self.monitor.pause(self.last)
 
 
-def _point_into(engine: GradientEngine, flat: Tensor) -> None:
+def _make_parameters_views(engine: GradientEngine, flat: Tensor) -> None:
     """Make every trainable parameter a view of the flat vector."""
     pieces = flat.split([parameter.numel() for parameter in engine.parameters])
     for parameter, piece in zip(engine.parameters, pieces, strict=True):

@@ -9,8 +9,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, distance
-from dpdist.certification.worker import Randomness
-from dpdist.randomness.keys import UnitSource
+from dpdist.certification.worker import KeyedGenerator
+from dpdist.randomness.keys import StreamKeys
 
 pytestmark = pytest.mark.slow  # the toolbox takes seconds to import
 STEPS = 10
@@ -68,7 +68,7 @@ def test_success_rates_are_arts(name: str, norm: str, model, digits) -> None:
     # PGD starts at random: two rates of the same inputs; the attacks agree on nearly all inputs,
     # so 3 points are more than 5 standard errors (false failure below 1e-5).
     x, y = digits[0][1300:], digits[1][1300:]
-    own = Randomness(UnitSource("test", "1", "", "", "", 0.0))
+    own = KeyedGenerator(StreamKeys("test", "1", "", "", "", 0.0))
     for size in SIZES[norm]:
         ball = Ball(x, torch.full((len(x),), size, dtype=torch.float64), norm)
         ours = attack(name, RandomisedClassifier(model), ball, y, range(len(x)), own, steps=STEPS)  # type: ignore[arg-type]

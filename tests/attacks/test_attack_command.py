@@ -7,23 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.certificates import of_next_class
-from support.here import call
+from support.certificates import shift_classes
+from support.local_execution import call
 
 import dpdist.data
 from dpdist import models
 from dpdist.attacks.table import check_line, read_attack
 from dpdist.certification import table as certificates
-from dpdist.certification.noise import ball_factor
+from dpdist.certification.noise import norm_equivalence_factor
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import key_id
-from dpdist.reports.charts import grid
+from dpdist.reports.charts import attack_outcome_table
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
-from dpdist.training.monitoring import sum_up
+from dpdist.training.monitoring import write_summary
 
 pytestmark = pytest.mark.whole
 
@@ -42,24 +42,24 @@ RECIPE = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that finished training: the nearest mean as a linear model (digits are easy)."""
     base = tmp_path_factory.mktemp("runs")
-    train = dpdist.data.load(dpdist.data.Source("digits", 10), "train")
-    recipe = parse(RECIPE, "recipe")
+    train = dpdist.data.load(dpdist.data.DataSource("digits", 10), "train")
+    recipe = parse_recipe(RECIPE, "recipe")
     folder = RunFolder(base / "small")
     plan = prepare(recipe, folder, "recipe").plan
     spec = models.ModelSpec("linear", train.input_shape, 10)
-    model = models.build(spec)
+    model = models.build_model(spec)
     x, y = train.batch(slice(None)).flatten(1), torch.from_numpy(np.array(train.labels))
     means = torch.stack([x[y == c].mean(0) for c in range(10)])
     with torch.no_grad():
         model[1].weight.copy_(means)  # type: ignore[index, operator, union-attr]
         model[1].bias.copy_(-means.square().sum(1) / 2)  # type: ignore[index, operator, union-attr]
-    models.save(model, spec, folder.model)
+    models.save(model, spec, folder.model_folder)
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
         told = {"machines": "by hand", "world_size": "1", "threads": "1", "code": "none"}
-        ledger.begin_attempt({**told, "key": key_id(folder.read_key())})
+        ledger.begin_attempt({**told, "key": key_id(folder.read_run_key())})
         ledger.record(0, "0" * 64)
-        own = models.model_hash(folder.model)
-        sum_up(folder, ledger, 1, 1.0, fallback_layers=[], model=own)
+        own = models.model_hash(folder.model_folder)
+        write_summary(folder, ledger, 1, 1.0, fallback_layers=[], model=own)
     return base
 
 
@@ -84,7 +84,7 @@ def test_accuracy_is_shown_beside_the_certified_one(attacked: tuple[Path, str]) 
     path = folder / "attacks/l2-sigma-0.3-steps-4-first-20/attacks.parquet"
     assert str(path) in output and "smoothed, sigma 0.3" in output
     table = read_attack(path)
-    shown = grid(table, read_facts(RunFolder(folder)).tables)
+    shown = attack_outcome_table(table, read_facts(RunFolder(folder)).tables)
     assert shown.header == [
         "l2 size", "attack", "right", "abstained", "wrong", "certified sigma-0.3-fixed-n-1000"
     ]  # fmt: skip
@@ -112,8 +112,8 @@ def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> Non
             assert here.sum() == table.inputs == 20
             good_ones = table.index[here & (table.prediction == table.label)]
             right[name] = set(good_ones.tolist())
-            assert table.shares(name, size).right == len(right[name]) / 20
-        assert table.worst(size).right == pytest.approx(len(right["fgsm"] & right["pgd"]) / 20)
+            assert table.outcome_shares(name, size).correct == len(right[name]) / 20
+        assert table.worst(size).correct == pytest.approx(len(right["fgsm"] & right["pgd"]) / 20)
 
 
 def test_the_network_itself_by_default(attacked, runs: Path) -> None:
@@ -144,15 +144,15 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     source = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"
     table = certificates.read(source)
     false = source.parent.with_name("false") / source.name
-    certificates.write(of_next_class(table), false)
+    certificates.write(shift_classes(table), false)
     result = call(
         "attack", "small", "--runs", runs, "--check-certificates", "--certificates", "false",
         "--step-scale", 5,
     )  # fmt: skip
     assert result.exit_code == 1 and "IMPLAUSIBLE" in result.output
     facts = read_facts(RunFolder(runs / "small"))
-    assert [check["plausible"] for check in facts.checks] == [False, True]
-    assert "IMPLAUSIBLE" in check_line(facts.checks[0])
+    assert [check["plausible"] for check in facts.certificate_checks] == [False, True]
+    assert "IMPLAUSIBLE" in check_line(facts.certificate_checks[0])
     page = (runs / "small/report/index.html").read_text()
     assert "IMPLAUSIBLE: these certificates do not hold" in page
     assert '<p class="verdict bad">' in page and "<strong>Warning</strong>An attack" in page
@@ -192,7 +192,9 @@ def test_what_cannot_be_attacked_is_refused(
 
 
 def test_a_run_that_never_finished_is_refused(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "begun").begin(parse({**RECIPE, "name": "begun"}, "recipe"))
+    RunFolder(tmp_path / "begun").create_or_open(
+        parse_recipe({**RECIPE, "name": "begun"}, "recipe")
+    )
     result = call("attack", "begun", "--runs", tmp_path)
     assert "never finished training" in str(result.exception)
 
@@ -202,7 +204,7 @@ def test_a_run_that_never_finished_is_refused(tmp_path: Path) -> None:
 def test_balls_fit_into_certified_balls(certified: str, attacked_norm: str) -> None:
     order = {"l1": 1, "l2": 2, "linf": np.inf}
     rng = np.random.default_rng(0)
-    factor = ball_factor(certified, attacked_norm, 30)
+    factor = norm_equivalence_factor(certified, attacked_norm, 30)
     # The corners and axes are extreme; random points are in between.
     points = [np.ones(30), np.eye(30)[0], *rng.normal(size=(200, 30))]
     worst = max(
@@ -211,4 +213,4 @@ def test_balls_fit_into_certified_balls(certified: str, attacked_norm: str) -> N
     )
     assert worst == pytest.approx(factor)
     with pytest.raises(ValueError, match="norms must be"):
-        ball_factor("l3", "l2", 4)
+        norm_equivalence_factor("l3", "l2", 4)

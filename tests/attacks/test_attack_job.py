@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import special, stats
-from support import split_minds
+from support import vote_score_disagreement
 from support.certificates import Data
 from support.networks import save_small_cnn
-from support.points import Points
+from support.separable_points import Points
 
 from dpdist import models
 from dpdist.attacks import job
-from dpdist.attacks.evaluation import MeanScores
+from dpdist.attacks.counting import MeanScores
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE, read_attack
 from dpdist.certification import inference, score_bounds
@@ -55,7 +55,7 @@ def _one_form() -> Iterator[None]:
     """The executed form is the fastest of a short probe: under load not always the same one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            inference, "_seconds", lambda forms, batch, rounds=1: dict.fromkeys(forms, 1.0)
+            inference, "_time_forms", lambda forms, batch, rounds=1: dict.fromkeys(forms, 1.0)
         )
         yield
 
@@ -75,7 +75,7 @@ def test_every_attack_size_and_input_is_there(references, kind: str, model_folde
     settings, output = KINDS[kind], references[kind]
     found = rows(output)
     assert len(found) == 12 * (1 + 2 * 2)
-    assert {(row["attack"], row["size"]) for row in found} == set(settings.pairs)
+    assert {(row["attack"], row["size"]) for row in found} == set(settings.attack_sizes)
     for row in found:
         assert row["distance"] <= row["size"]
         assert row["label"] == row["index"] % 3
@@ -204,17 +204,17 @@ POINTS = Points(4, count=16)
 
 def test_hidden_noise_answers_by_mean_scores(here: None, tmp_path: Path) -> None:
     """As its certificates do: most draws say another class."""
-    split_minds.save(tmp_path / "model", POINTS.size)
+    vote_score_disagreement.save(tmp_path / "model", POINTS.size)
     settings = replace(SETTINGS, n=1000, labels="predicted")
     job.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
-    assert {row["prediction"] for row in rows(tmp_path / "out")} == {split_minds.SCORE}
+    assert {row["prediction"] for row in rows(tmp_path / "out")} == {vote_score_disagreement.SCORE}
     found = read_attack(tmp_path / "out" / TABLE)
-    assert not found.votes and "mean scores" in found.classifier
+    assert not found.predicts_by_vote and "mean scores" in found.description
     # With noise on the input besides it is smoothed, and certified by votes.
     smoothed = replace(settings, sigma=0.25, attacks=("fgsm",))
     job.attack_model(tmp_path / "model", POINTS, smoothed, tmp_path / "votes", actors=1)
-    assert {row["prediction"] for row in rows(tmp_path / "votes")} == {split_minds.VOTE}
-    assert read_attack(tmp_path / "votes" / TABLE).votes
+    assert {row["prediction"] for row in rows(tmp_path / "votes")} == {vote_score_disagreement.VOTE}
+    assert read_attack(tmp_path / "votes" / TABLE).predicts_by_vote
     # Results of the other answers are not continued.
     about = tmp_path / "out" / "settings.json"
     about.write_text(about.read_text().replace('"answers": "mean scores",', ""))
@@ -226,7 +226,7 @@ def mean_scores(first: np.ndarray) -> MeanScores:
     """Of draws that score the first of two classes so, in [0, 1]."""
     scores = np.round(np.stack([first, 1 - first], axis=1) * SCORE_UNIT).astype(np.int64)
     votes = np.bincount(scores.argmax(1), minlength=2)
-    return MeanScores(*score_bounds.binned(scores), votes)
+    return MeanScores(*score_bounds.bin_scores(scores), votes)
 
 
 def capital(scores: np.ndarray, mean: float) -> float:
@@ -239,16 +239,16 @@ def capital(scores: np.ndarray, mean: float) -> float:
 def test_mean_scores_are_apart_where_one_mean_is_refuted_for_both(alpha: float) -> None:
     # Two classes, so three statements: at alpha / 3 each a mean is refuted as one above the first
     # class's and below the second's, by symmetry 1/2. Scores at ends of bins are not moved.
-    ends = score_bounds.ENDS / SCORE_UNIT
+    ends = score_bounds.BIN_EDGES / SCORE_UNIT
     high, low = ends[40], ends[len(ends) - 41]
     seen = {0: 0, 1: 0, -1: 0}
     for hits in range(101):
         first = np.repeat([high, low], [hits, 100 - hits])
         found = mean_scores(first)
-        assert found.largest == (0 if hits >= 50 else 1)
-        ahead = first if found.largest == 0 else 1 - first
+        assert found.top_class == (0 if hits >= 50 else 1)
+        ahead = first if found.top_class == 0 else 1 - first
         clear = capital(ahead, 0.5) > np.log(3 / alpha)
-        assert found.predict(alpha) == (found.largest if clear else -1), hits
+        assert found.predict(alpha) == (found.top_class if clear else -1), hits
         seen[found.predict(alpha)] += 1
     assert min(seen.values()) >= 2
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.training import make, train
 
-from dpdist.attacks.attacked_copies import NAMED, At, AttackedCopies
+from dpdist.attacks.attacked_copies import DISCLAIMER, AttackedCopies, AttackedCopiesSpec
 from dpdist.attacks.gradient_attacks import distance
 from dpdist.certification import table_reader
 from dpdist.certification.registry import settings_of
 from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
 from dpdist.reports.facts import read_facts
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.training.records import data_source, test_records
 
 pytestmark = pytest.mark.whole
 
@@ -29,7 +29,7 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
         tmp_path / "runs", "x", model="linear", training__steps=30, certify=SETTINGS
     )
     train(recipe, folder)
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
 
     def shown(*more: str) -> str:
         done = command(monkeypatch, capsys, tmp_path, "certify", "x", *more)
@@ -38,7 +38,7 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
 
     shown()
     out = shown("--at", "attacked:pgd,0.3,l2")
-    assert NAMED in out and out.count("vote (Cohen), gaussian 0.25, l2 >= 0.3") == 2
+    assert DISCLAIMER in out and out.count("vote (Cohen), gaussian 0.25, l2 >= 0.3") == 2
     (path,) = Path(folder.path / "attacks").glob("certified-pgd-l2-0.3-*/certificates.parquet")
     attacked, (clean,) = table_reader.read(path), read_facts(folder).tables
     assert clean.about["data"] != attacked.about["data"]
@@ -47,8 +47,8 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
         (line,) = [line for line in out.splitlines() if line.startswith(of)]
         assert line.endswith(f"{100 * table.certified_accuracy(0.3):.2f} %")
     # What was certified: copies within the size that go from the label, the same every time.
-    data, model = evaluation_data(recipe, source_of(recipe)), load_model(recipe, folder)
-    at, settings = At.parse("attacked:pgd,0.3,l2"), settings_of(SETTINGS)
+    data, model = test_records(recipe, data_source(recipe)), load_model(recipe, folder)
+    at, settings = AttackedCopiesSpec.parse("attacked:pgd,0.3,l2"), settings_of(SETTINGS)
     copies = AttackedCopies(at, data, model, settings)
     assert copies.fingerprint == attacked.about["data"]
     rows = np.arange(20)
@@ -67,14 +67,14 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
 
 
 def test_what_no_copies_are_is_named() -> None:
-    assert At.parse("attacked:mim,0.1") == At("mim", 0.1, "linf")
+    assert AttackedCopiesSpec.parse("attacked:mim,0.1") == AttackedCopiesSpec("mim", 0.1, "linf")
     for text in ("pgd,0.1", "attacked:pgd", "attacked:pgd,much", "attacked:pgd,1,l2,x"):
         with pytest.raises(UserError, match="--at: give attacked:ATTACK,SIZE"):
-            At.parse(text)
+            AttackedCopiesSpec.parse(text)
     for text, message in (
         ("attacked:magic,0.1", "attack.attacks: must be out of"),
         ("attacked:pgd,-1", "attack.sizes: must be positive"),
         ("attacked:pgd,0.1,l3", "attack.norm: must be one of"),
     ):
         with pytest.raises(UserError, match=message):
-            At.parse(text)
+            AttackedCopiesSpec.parse(text)

@@ -13,7 +13,7 @@ from support.batch_dependent import Honest, Inputs, save
 from support.certificates import check_certificates
 from torch import Tensor, nn
 
-from dpdist.attacks import evaluation, job
+from dpdist.attacks import counting, job
 from dpdist.attacks.gradient_attacks import (
     RandomisedClassifier,
     _best,
@@ -25,8 +25,8 @@ from dpdist.attacks.table import TABLE, attack_line, read_attack
 from dpdist.certification import job as certifying
 from dpdist.certification import reexecution
 from dpdist.certification.registry import settings_of
-from dpdist.core.errors import InvalidResults, UserError
-from dpdist.models import mixing
+from dpdist.core.errors import InvalidResultsError, UserError
+from dpdist.models import find_batch_dependence
 
 pytestmark = pytest.mark.slow
 
@@ -65,9 +65,9 @@ def test_an_input_without_a_class_is_neither_right_nor_wrong(
     assert clean == own or (settings.sigma and set(clean) == {-1, 0, 1, 2})
     attack("Honest", settings, tmp_path, "honest")
     found = read_attack(path)
-    shares = found.shares("none", 0.0)
+    shares = found.outcome_shares("none", 0.0)
     assert shares.abstained >= 8 / 72
-    assert sum((shares.right, shares.abstained, shares.wrong)) == pytest.approx(1)
+    assert sum((shares.correct, shares.abstained, shares.wrong)) == pytest.approx(1)
     assert "% abstained" in attack_line(found)
     assert "abstained" not in attack_line(read_attack(tmp_path / "honest" / TABLE)) or (
         settings.sigma is not None
@@ -109,9 +109,9 @@ def test_a_point_without_an_answer_is_no_success() -> None:
 def test_answers_that_depend_on_the_batch_stop_an_attack(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: AttackSettings
 ) -> None:
-    monkeypatch.setattr(reexecution, "LEAST_ROWS", 10**6)
+    monkeypatch.setattr(reexecution, "EXPECTED_ROWS", 10**6)
     for expected in ("looks at its batch: a row of input", "its results do not hold: the model"):
-        with pytest.raises(InvalidResults, match=expected):
+        with pytest.raises(InvalidResultsError, match=expected):
             attack(kind, settings, tmp_path)
         assert not (tmp_path / "out" / TABLE).exists()
 
@@ -134,7 +134,11 @@ def test_experts_are_not_attacked(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: AttackSettings
 ) -> None:
     seen = []
-    monkeypatch.setattr(evaluation, "mixing", lambda *given: seen.append(given) or mixing(*given))
+    monkeypatch.setattr(
+        counting,
+        "find_batch_dependence",
+        lambda *given: seen.append(given) or find_batch_dependence(*given),
+    )
     with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
         attack("Experts", settings, tmp_path)
     _, batch, copies = seen[0]

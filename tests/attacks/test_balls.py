@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cases import cases
+from support.hypothesis_settings import hypothesis_settings
 from torch import Tensor
 
 from dpdist.attacks.gradient_attacks import Ball, distance
@@ -17,7 +17,7 @@ def sizes(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-@cases(150, derandomize=False)
+@hypothesis_settings(150, derandomize=False)
 @given(
     seed=st.integers(0, 2**31),
     size=st.one_of(st.just(0.0), st.floats(1e-9, 3.0)),
@@ -32,13 +32,13 @@ def test_no_point_is_a_hair_outside(seed, size, norm, numbers, boxed) -> None:
     ball = Ball(centre, sizes(size, size / 3, size, 0), norm, (0.0, 1.0) if boxed else None)
     far = centre + torch.randn(4, numbers, generator=generator) * 2
     for point in (far.double(), centre.double() + size * torch.sign(far - centre)):
-        moved = ball.round(point)
+        moved = ball.project_to_float32(point)
         assert moved.dtype == torch.float32
         # Exactly: no tolerance.
         assert (distance(moved.numpy(), centre.numpy(), norm) <= ball.size.numpy()).all()
         if boxed:
             assert moved.min() >= 0 and moved.max() <= 1
-    assert torch.equal(ball.round(far)[3], centre[3])
+    assert torch.equal(ball.project_to_float32(far)[3], centre[3])
 
 
 def test_plain_float32_projection_would_leave_the_ball() -> None:
@@ -53,19 +53,19 @@ def test_projection_reaches_the_surface_and_keeps_what_is_inside(norm) -> None:
     generator = torch.Generator().manual_seed(1)
     centre = torch.rand(50, 784, generator=generator)
     ball = Ball(centre, sizes(*[0.3] * 50), norm, None)
-    moved = ball.round(centre + torch.randn(50, 784, generator=generator) * 5)
+    moved = ball.project_to_float32(centre + torch.randn(50, 784, generator=generator) * 5)
     reached = distance(moved.numpy(), centre.numpy(), norm)
     assert reached == pytest.approx(0.3, rel=2e-6)
     inside = (centre + 0.001 * torch.randn(50, 784, generator=generator).clamp(-1, 1)).float()
-    assert torch.equal(ball.round(inside), inside)
+    assert torch.equal(ball.project_to_float32(inside), inside)
 
 
 def test_ascent_is_sign_or_unit_vector_even_when_tiny() -> None:
     gradient = torch.tensor([[3.0, -4.0], [3e-40, -4e-40], [0.0, 0.0]])
     centre = torch.zeros(3, 2)
-    linf = Ball(centre, sizes(1, 1, 1), "linf", None).ascent(gradient)
+    linf = Ball(centre, sizes(1, 1, 1), "linf", None).steepest_direction(gradient)
     assert linf.tolist() == [[1, -1], [1, -1], [0, 0]]
-    l2 = Ball(centre, sizes(1, 1, 1), "l2", None).ascent(gradient)
+    l2 = Ball(centre, sizes(1, 1, 1), "l2", None).steepest_direction(gradient)
     assert l2.numpy() == pytest.approx(np.array([[0.6, -0.8], [0.6, -0.8], [0, 0]]), abs=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_random_points_are_uniform_in_the_ball() -> None:
     error = 5 * 0.5 / count**0.5
     for norm, inner in (("linf", 0.5**3), ("l2", 0.5**3)):
         ball = Ball(centre, torch.full((count,), 0.2, dtype=torch.float64), norm, None)
-        points = ball.round(ball.random_point(uniform, normal))
+        points = ball.project_to_float32(ball.random_point(uniform, normal))
         lengths = distance(points.numpy(), centre.numpy(), norm)
         assert lengths.max() <= 0.2
         assert np.mean(lengths < 0.1) == pytest.approx(inner, abs=error)

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 import torch
 from scipy import stats
-from support import split_minds
-from support.certificates import check_certificates, of_next_class, of_sensitivity
-from support.points import Points
+from support import vote_score_disagreement
+from support.certificates import check_certificates, scale_sensitivity, shift_classes
+from support.separable_points import Points
 
 from dpdist import models
 from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.table import plausibility
+from dpdist.attacks.table import assess_plausibility
 from dpdist.certification import job, table_reader
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
@@ -87,7 +87,7 @@ def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: fl
 
 def test_wrong_predictions_are_caught(certified, model_folder, tmp_path) -> None:
     path = tmp_path / "wrong" / "certificates.parquet"
-    certificates.write(of_next_class(certificates.read(certified)), path)
+    certificates.write(shift_classes(certificates.read(certified)), path)
     _, verdict = check_certificates(
         model_folder, POINTS, path, ATTACK, tmp_path / "check", actors=1
     )
@@ -130,7 +130,7 @@ def test_certificates_of_expected_scores_are_checked_too(
     # Bounds of expected scores are loose: three times the radius may still be true, ten is not.
     model, table = noisy[norm]
     path = tmp_path / "inflated" / "certificates.parquet"
-    certificates.write(of_sensitivity(table, **{norm: 1 / factor}), path)
+    certificates.write(scale_sensitivity(table, **{norm: 1 / factor}), path)
     found, verdict = check_certificates(model, POINTS, path, ATTACK, tmp_path / "check", actors=1)
     assert found.num_rows >= 15 and verdict.error == pytest.approx(0.02)
     assert verdict.plausible == (factor == 1.0)
@@ -141,7 +141,7 @@ def test_a_claimed_column_is_attacked_in_place_of_the_radius(noisy, tmp_path: Pa
     model, table = noisy["l2"]
     # A column far too large beside a radius that holds.
     claimed = tmp_path / "claimed" / "certificates.parquet"
-    certificates.write(of_sensitivity(table, as_printed=0.05), claimed)
+    certificates.write(scale_sensitivity(table, as_printed=0.05), claimed)
     for claim, holds in (("exact_linf", True), ("as_printed_linf", False)):
         found, verdict = check_certificates(
             model, POINTS, claimed, ATTACK, tmp_path / claim, actors=1, claim=claim
@@ -157,14 +157,14 @@ def test_a_claimed_column_is_attacked_in_place_of_the_radius(noisy, tmp_path: Pa
 def split(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certified by scores and by counts: votes and mean scores are of two classes."""
     folder = tmp_path_factory.mktemp("split")
-    split_minds.save(folder / "model", POINTS.size)
+    vote_score_disagreement.save(folder / "model", POINTS.size)
     for bound in ("hoeffding", "counts"):
         settings = ExpectedScores(n=2000, n0=1000, alpha=0.01, seed="1", batch=500, bound=bound)  # type: ignore[arg-type]
         job.certify(folder / "model", POINTS, settings, folder / bound, actors=1)
         found = table_reader.read(folder / bound / job.TABLE)
-        assert set(found.sizes_of("cohen", "l2").answer) == {split_minds.VOTE}
+        assert set(found.select_sizes("cohen", "l2").prediction) == {vote_score_disagreement.VOTE}
         assert set(found.prediction) == {
-            getattr(split_minds, "VOTE" if bound == "counts" else "SCORE")
+            getattr(vote_score_disagreement, "VOTE" if bound == "counts" else "SCORE")
         }
     return folder
 
@@ -192,12 +192,12 @@ def test_false_claims_of_votes_are_caught(
     # The boundary of the vote lies 6.33 away; about twice that is claimed.
     path = tmp_path / "claimed" / "certificates.parquet"
     table = certificates.read(split / bound / job.TABLE)
-    certificates.write(of_sensitivity(table, l2=0.3), path)
+    certificates.write(scale_sensitivity(table, l2=0.3), path)
     found, verdict = check_certificates(
         split / "model", POINTS, path, ATTACK, tmp_path / "check", actors=1, claim=claim
     )
     assert not verdict.plausible and verdict.contradictions == POINTS.count
-    assert {row["prediction"] for row in found.to_pylist()} == {split_minds.SCORE}
+    assert {row["prediction"] for row in found.to_pylist()} == {vote_score_disagreement.SCORE}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_other_certificates_are_refused(
     certified, model_folder, tmp_path, change: dict, message: str
 ) -> None:
     table = certificates.read(certified)
-    about = {**certificates.about(table), **change}
+    about = {**certificates.read_job_record(table), **change}
     path = tmp_path / "other.parquet"
     certificates.write(certificates.build(table.to_pylist(), about), path)
     with pytest.raises(UserError, match=message):
@@ -222,7 +222,7 @@ def test_l1_certificates_are_refused(certified, model_folder, tmp_path) -> None:
     table = certificates.read(certified)
     rows = [{**row, "norm": "l1"} for row in table.to_pylist()]
     path = tmp_path / "l1.parquet"
-    certificates.write(certificates.build(rows, certificates.about(table)), path)
+    certificates.write(certificates.build(rows, certificates.read_job_record(table)), path)
     with pytest.raises(UserError, match="norm of input 0 must be 'l2'"):
         check_certificates(model_folder, POINTS, path, ATTACK, tmp_path / "check")
 
@@ -233,28 +233,28 @@ def test_l1_certificates_are_refused(certified, model_folder, tmp_path) -> None:
 def test_plausibility_is_the_binomial_tail(inputs: int, alpha: float, points: int) -> None:
     error = (1 + points) * alpha
     for count in {0, 1, 5, inputs // 50, 7}:
-        found = plausibility(min(count, inputs), inputs, alpha, points)
+        found = assess_plausibility(min(count, inputs), inputs, alpha, points)
         expected = sum(stats.binom.pmf(range(min(count, inputs), inputs + 1), inputs, error))
         assert found.p_value == pytest.approx(expected, rel=1e-9)
     limit = found.allowed
-    assert plausibility(limit, inputs, alpha, points).plausible
+    assert assess_plausibility(limit, inputs, alpha, points).plausible
     if limit < inputs:
-        assert not plausibility(limit + 1, inputs, alpha, points).plausible
+        assert not assess_plausibility(limit + 1, inputs, alpha, points).plausible
 
 
 def test_plausibility_holds_its_level_in_the_worst_case() -> None:
     # Certificates that are contradicted as often as the union bound allows: "implausible" must
     # come out with probability at most 0.001 (200,000 simulated sets; 5 standard errors).
     rng = np.random.default_rng(0)
-    limit = plausibility(0, 300, 0.01, 1).allowed
+    limit = assess_plausibility(0, 300, 0.01, 1).allowed
     counts = rng.binomial(300, 0.02, 200_000)
     assert np.mean(counts > limit) <= 0.001 + 5 * (0.001 / 200_000) ** 0.5
     # Comparing with alpha alone, as if only the first certificate could err, would not hold it.
-    assert np.mean(counts > plausibility(0, 300, 0.01, 0).allowed) > 0.01
+    assert np.mean(counts > assess_plausibility(0, 300, 0.01, 0).allowed) > 0.01
 
 
 def test_a_shared_noise_bank_allows_errors_to_coincide() -> None:
     # All 500 wrong together has probability 0.002 then: not yet implausible at 0.001.
-    assert plausibility(500, 500, 0.001, 1, independent=False).plausible
-    assert plausibility(500, 500, 1e-5, 1, independent=False).p_value == pytest.approx(2e-5)
-    assert not plausibility(500, 500, 0.001, 1).plausible
+    assert assess_plausibility(500, 500, 0.001, 1, independent=False).plausible
+    assert assess_plausibility(500, 500, 1e-5, 1, independent=False).p_value == pytest.approx(2e-5)
+    assert not assess_plausibility(500, 500, 0.001, 1).plausible

@@ -14,17 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.certificates import check_certificates
-from support.files import changed_at
-from support.points import Points
+from support.folder_contents import changed_at
+from support.separable_points import Points
 
 from dpdist import models
-from dpdist.attacks.job import Check
+from dpdist.attacks.job import CertificateCheckJob
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import CHECK_TABLE, VERDICT, read_check
 from dpdist.certification import job
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
-from dpdist.cluster.resumable_job import run
+from dpdist.cluster.resumable_job import run_job
 from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.whole
@@ -95,8 +95,8 @@ def believed(place: Path, table: pa.Table, output: Path) -> bool:
     except pa.ArrowException:
         return False  # no file can hold it
     try:
-        work = Check(place / "model", POINTS, path, ATTACK)
-        run(work, output / "check", actors=1)
+        work = CertificateCheckJob(place / "model", POINTS, path, ATTACK)
+        run_job(work, output / "check", actors=1)
     except UserError as error:
         assert str(error) and "\n" not in str(error)
         return False
@@ -107,7 +107,7 @@ def believed(place: Path, table: pa.Table, output: Path) -> bool:
 @pytest.mark.long
 def test_every_edit_of_a_table_is_refused_or_its_own_word(place, tmp_path):
     table = certificates.read(place / "certificates" / job.TABLE)
-    about, rows = certificates.about(table), table.to_pylist()
+    about, rows = certificates.read_job_record(table), table.to_pylist()
     schema, passed, tried = table.schema.remove_metadata(), set(), 0
     for path in leaves(about):
         value = about
@@ -149,7 +149,7 @@ def test_tables_of_something_else_are_refused(place, tmp_path, kind):
         data = replace(POINTS, count=5)
     elif kind == "labels":
         table = certificates.read(path)
-        about = {k: v for k, v in certificates.about(table).items() if k != "labels"}
+        about = {k: v for k, v in certificates.read_job_record(table).items() if k != "labels"}
         rows = [row | {"label": 1 - row["label"]} for row in table.to_pylist()]
         certificates.write(certificates.build(rows, about, table.schema.remove_metadata()), path)
     elif kind == "half":
@@ -157,14 +157,14 @@ def test_tables_of_something_else_are_refused(place, tmp_path, kind):
     else:
         path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError):
-        Check(model, data, path, ATTACK)
+        CertificateCheckJob(model, data, path, ATTACK)
 
 
 @pytest.mark.parametrize("claim", ["", "_", "radius", "l2", "as_printed_linf", "x_l2", "a_b_c"])
 def test_a_claim_that_the_table_does_not_make_is_refused(place, claim):
     path = place / "certificates" / job.TABLE
     with pytest.raises(UserError, match="no column"):
-        Check(place / "model", POINTS, path, ATTACK, claim)
+        CertificateCheckJob(place / "model", POINTS, path, ATTACK, claim)
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ from support.training import make, train
 
 from dpdist import pipeline
 from dpdist.audits import registry
-from dpdist.certification.evaluation import Evaluation, Subject
+from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.cluster import job_folder
-from dpdist.cluster.resumable_job import Task, Work
+from dpdist.cluster.resumable_job import JobSpec, WorkItems
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_table
 from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive, export_text, unpack_text
+from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
@@ -29,23 +29,25 @@ pytestmark = pytest.mark.whole
 SCHEMA = pa.schema([pa.field("index", pa.int64()), pa.field("score", pa.float64())])
 
 
-class Counting(Work):
+class Counting(JobSpec):
     """The toy's job: each record's number of letters in its place."""
 
-    kind, key, schema = job_folder.Kind("toy", "toying"), b"dpdist.toy", SCHEMA
+    kind, metadata_key, schema = job_folder.JobKind("toy", "toying"), b"dpdist.toy", SCHEMA
 
-    def __init__(self, toy: Toy, subject: Subject) -> None:
-        self.file, self._toy = toy.file, toy
-        self._data = subject.training() if toy.private else subject.test
+    def __init__(self, toy: Toy, subject: EvaluatedModel) -> None:
+        self.table_file, self._toy = toy.file, toy
+        self._data = subject.load_training_data() if toy.private else subject.test_data
 
     def identity(self) -> dict[str, Any]:
         return {"data": self._data.fingerprint, "settings": {"factor": self._toy.factor}}
 
-    def begin(self, output: Path) -> dict[str, Any]:
+    def initial_record(self, output: Path) -> dict[str, Any]:
         return {"seed": "s"}
 
-    def open(self, about: dict[str, Any], output: Path) -> Task:
-        return Task({f"record {i}": i for i in range(4)}, worker, about["settings"]["factor"])
+    def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
+        return WorkItems(
+            {f"record {i}": i for i in range(4)}, worker, job_record["settings"]["factor"]
+        )
 
 
 def worker(factor: int) -> Callable[[int], list[dict[str, Any]]]:
@@ -64,7 +66,7 @@ class Toy(Evaluation):
     def folder_name(self) -> str:
         return f"toy-{self.factor}"
 
-    def work(self, subject: Subject) -> Work:
+    def job_spec(self, subject: EvaluatedModel) -> JobSpec:
         return Counting(self, subject)
 
     @classmethod
@@ -72,8 +74,10 @@ class Toy(Evaluation):
         return read_table(path, {"index": (int, 0), "score": (float, 0)})
 
     @classmethod
-    def lines(cls, found: Sequence[pa.Table]) -> list[tuple[str, str]]:
-        return [(cls.name, f"largest score {max(table['score'].to_pylist()):g}") for table in found]
+    def summary_rows(cls, results: Sequence[pa.Table]) -> list[tuple[str, str]]:
+        return [
+            (cls.name, f"largest score {max(table['score'].to_pylist()):g}") for table in results
+        ]
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def test_public_results_are_reported(run: tuple[Any, RunFolder]) -> None:
     _, folder = run
     assert (folder.path / "attacks/toy-3/toy.parquet").exists()
     assert ("toy evaluation", "largest score 9") in read_facts(folder).summary()
-    assert "largest score 9" in folder.report.read_text()
+    assert "largest score 9" in folder.report_file.read_text()
 
 
 def test_answers_of_a_removed_option_are_not_passed_over(run: tuple[Any, RunFolder]) -> None:
@@ -137,18 +141,20 @@ def test_private_results_leave_by_no_door(run: tuple[Any, RunFolder], tmp_path: 
     assert not [name for name in names(folder.path) if "membership" in name
                 and not name.startswith("private/")]  # fmt: skip
     assert all(name != Membership.name for name, _ in read_facts(folder).summary())
-    assert "membership" not in folder.report.read_text()
+    assert "membership" not in folder.report_file.read_text()
     released = write_release(folder)
-    assert released and "membership" not in "".join(names(folder.release))
+    assert released and "membership" not in "".join(names(folder.release_folder))
     # What `dpdist cluster fetch` brings home.
-    unpack_text(export_text(folder), tmp_path / "fetched")
+    unpack_export(export_text(folder), tmp_path / "fetched")
     assert "attacks/toy-3/toy.parquet" in names(tmp_path / "fetched")
     assert "membership" not in "".join(names(tmp_path / "fetched"))
     # An archive without private state.
-    archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
+    archive = Archive.claim(folder, f"file://{tmp_path}/archive", False)
     assert archive is not None
     archive.update()
-    brought, _ = archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
+    brought, _ = archives.fetch_publishable_files(
+        f"file://{tmp_path}/archive", tmp_path / "archived"
+    )
     assert "attacks/toy-3/toy.parquet" in names(brought)
     everything = [path for path in (tmp_path / "archive").rglob("*") if path.is_file()]
     assert not any(b"membership" in path.read_bytes() for path in everything)
@@ -161,9 +167,9 @@ def test_private_results_are_not_written_where_they_may_be_published(
     for place in ("attacks/mine", "certificates", "private/../report"):
         with pytest.raises(UserError, match="says something of training records"):
             pipeline.evaluation_stage(recipe, folder, Membership(2), folder.path / place)
-    assert Toy().place(folder, folder.path / "attacks/mine") == folder.path / "attacks/mine"
+    assert Toy().output_folder(folder, folder.path / "attacks/mine") == folder.path / "attacks/mine"
     for place in (folder.private / "mine", tmp_path / "elsewhere"):
-        assert Membership(2).place(folder, place) == place
+        assert Membership(2).output_folder(folder, place) == place
 
 
 def test_evaluations_of_other_settings_are_not_mixed(run: tuple[Any, RunFolder]) -> None:

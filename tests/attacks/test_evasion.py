@@ -16,14 +16,14 @@ from dpdist.attacks.gradient_attacks import (
     mim,
     success_score,
 )
-from dpdist.certification.worker import Randomness
+from dpdist.certification.worker import KeyedGenerator
 from dpdist.core.fields import ATTACKS
-from dpdist.randomness.keys import UnitSource
-from dpdist.randomness.noise_location import BehindLayer, OnInput
+from dpdist.randomness.keys import StreamKeys
+from dpdist.randomness.noise_location import HiddenNoise, InputNoise
 
 
-def randomness(seed: str = "1") -> Randomness:
-    return Randomness(UnitSource("test", seed, "m", "d", "n", 0.0))
+def randomness(seed: str = "1") -> KeyedGenerator:
+    return KeyedGenerator(StreamKeys("test", seed, "m", "d", "n", 0.0))
 
 
 def linear(numbers: int = 50, seed: int = 0, scale: float = 1.0) -> nn.Sequential:
@@ -159,7 +159,7 @@ def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
     x = torch.tensor([[0.6, 0.3], [0.2, 0.8]])
     targets = torch.tensor([0, 1])
     std = np.array([0.8, 0.4]) if where == "hidden" else np.array([0.5, 0.5])
-    noise = OnInput(0.5) if where == "input" else BehindLayer("first", torch.tensor([0.8, 0.4]))
+    noise = InputNoise(0.5) if where == "input" else HiddenNoise("first", torch.tensor([0.8, 0.4]))
     classifier = RandomisedClassifier(Curved(), noise)
     normals = randomness().normals((0, 1), "eot", 0, 40_000, (2,))
     found = loss_gradient(classifier, x, targets, normals).double().numpy()
@@ -176,7 +176,7 @@ def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
 
 def test_hidden_noise_leaves_no_hook_behind() -> None:
     model = Curved()
-    classifier = RandomisedClassifier(model, BehindLayer("first", torch.ones(2)))
+    classifier = RandomisedClassifier(model, HiddenNoise("first", torch.ones(2)))
     x = torch.rand(4, 2)
     before = model(x)
     classifier.logits(x, torch.randn(4, 2))
@@ -193,7 +193,7 @@ def test_eot_beats_the_noise_free_gradient_on_a_randomised_model() -> None:
             return torch.cat([-score, score], 1) * 5
 
     x, targets = torch.tensor([[0.6]]), torch.tensor([1])
-    with_noise = run("pgd", Bump(), x, 0.2, targets, "linf", noise=OnInput(0.1), draws=200)
+    with_noise = run("pgd", Bump(), x, 0.2, targets, "linf", noise=InputNoise(0.1), draws=200)
     plain = run("fgsm", Bump(), x, 0.2, targets, "linf")
     assert float(with_noise) < 0.45 and float(plain) > 0.7
 
@@ -233,7 +233,7 @@ def test_by_mean_scores_the_target_is_to_score_less_than_another() -> None:
     x, targets = torch.tensor([[0.0], [0.2]]), torch.tensor([0, 0])
     normals = torch.tensor([[-0.1], [-0.1], [9.0], [0.01], [0.01], [-9.0]])
     votes, scores = (
-        success_score(RandomisedClassifier(model, OnInput(1.0), by), x, targets, normals)
+        success_score(RandomisedClassifier(model, InputNoise(1.0), by), x, targets, normals)
         for by in (None, False)
     )
     p = torch.softmax(model(x.repeat_interleave(3, 0) + normals).double(), 1).view(2, 3, 2).mean(1)
@@ -241,7 +241,7 @@ def test_by_mean_scores_the_target_is_to_score_less_than_another() -> None:
     assert votes[1] > votes[0] and scores[0] > scores[1]
 
 
-@pytest.mark.parametrize("noise", [None, OnInput(0.3)])
+@pytest.mark.parametrize("noise", [None, InputNoise(0.3)])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_input_is_attacked_alike_in_any_company(name: str, noise) -> None:
     # In two dimensions, on a curved model: a linear one has the same gradient under any noise.

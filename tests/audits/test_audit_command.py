@@ -11,14 +11,14 @@ from support.training import make, train
 
 from dpdist.audits import mechanism
 from dpdist.audits.target import Target
-from dpdist.privacy.card import Audited
+from dpdist.privacy.card import AuditFinding
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.reports import compare, facts
 from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import find, load
+from dpdist.runs.recipe import find_recipe, load_recipe
 from dpdist.training.private_step import PrivateStep
 
 pytestmark = pytest.mark.whole
@@ -29,7 +29,11 @@ FEW = ("--set", "releases=400", "--set", "workers=1")
 @pytest.fixture(autouse=True)
 def one_scene(monkeypatch):
     """All scenes are played where the zoo is tested."""
-    monkeypatch.setattr(mechanism, "play", functools.partial(mechanism.play, scenes=["canaries"]))
+    monkeypatch.setattr(
+        mechanism,
+        "run_scenarios",
+        functools.partial(mechanism.run_scenarios, scenarios=["canaries"]),
+    )
 
 
 @pytest.fixture
@@ -52,9 +56,9 @@ def test_of_a_run(run, dpdist, monkeypatch):
     assert 0 < audited.epsilon < audited.proved == facts.guarantee.epsilon
     assert ("audited, mechanism", audited.line) in facts.summary()
     assert any(audited.line in note for note in facts.card()["notes"])
-    header, row = compare.privacy_grid([facts])
+    header, row = compare.privacy_rows([facts])
     assert row[header.index("audited epsilon")] == audited.short
-    assert audited.line.split("(")[0] in run.report.read_text().replace("&gt;", ">")
+    assert audited.line.split("(")[0] in run.report_file.read_text().replace("&gt;", ">")
 
     # A fault in the code that trains: the exit code says so.
     real = PrivateStep.release
@@ -77,7 +81,7 @@ def test_proved_is_of_the_search_that_chose_a_run(run, dpdist, monkeypatch):
 
 
 def test_a_claim_of_other_data_sets_or_at_a_larger_delta_is_not_refuted(monkeypatch):
-    recipe = load(find("digits"))
+    recipe = load_recipe(find_recipe("digits"))
     for delta, neighbours, claimed in (
         (1e-6, "add-or-remove-one", 0.1), (1e-5, "add-or-remove-one", 0.1),
         (1e-4, "add-or-remove-one", None), (1e-5, "replace-one", None),
@@ -96,7 +100,7 @@ def test_of_a_recipe(dpdist, tmp_path):
     assert done.code == 0, done.err
     (path,) = tmp_path.rglob("audit.json")
     assert path.parent == tmp_path / "digits.audit" / "mechanism"
-    assert Audited.read(path).model is None
+    assert AuditFinding.read(path).model is None
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,27 @@ import pytest
 import torch
 import yaml
 from support.benchmarks import load as load_benchmark
-from support.keys import NOISE, SAMPLING, record
+from support.key_recorder import NOISE, SAMPLING, record_keys
 from support.recipes import write_recipe
-from support.training import execute, interrupted, make, prepared, train
+from support.training import execute, make, prepare_job, train, train_and_crash
 
 from dpdist import pipeline
-from dpdist.audits.canaries import _every_step, _final, audited_recipe
+from dpdist.audits.canaries import _scores_of_every_step, _scores_of_final_model, audited_recipe
 from dpdist.config.sections import CanaryAudit
 from dpdist.core.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.sampling import poisson_sample
-from dpdist.privacy.audit_bounds import OneRun, _epsilon, log_likelihood_ratio, noise_rejected
-from dpdist.privacy.card import Audited
+from dpdist.privacy.audit_bounds import (
+    OneRunGuesses,
+    _epsilon,
+    largest_rejected_epsilon,
+    log_likelihood_ratio,
+)
+from dpdist.privacy.card import AuditFinding
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import checkpoint, private_step
-from dpdist.training.canaries import SLOT, WithCanaries, coins, places
+from dpdist.training.canaries import SLOT, DatasetWithCanaries, canary_coordinates, draw_coins
 from dpdist.training.job import TrainJob
 from dpdist.training.records import training_records
 
@@ -48,7 +53,7 @@ def job_of(tmp: Path, name: str = "run", canary: str = "gradient", **changes: An
         "resources__checkpoint_seconds": 1e9,
         "audit": {"kind": "canaries", "canaries": CANARIES, "canary": canary},
     }  # fmt: skip
-    return prepared(tmp, name, **(base | changes))
+    return prepare_job(tmp, name, **(base | changes))
 
 
 class Watched:
@@ -75,7 +80,7 @@ class Watched:
             return noisy
 
         with patch.context() as inner:
-            self.keys = record(inner)
+            self.keys = record_keys(inner)
             inner.setattr(GradientEngine, "clipped_sum", summing)
             inner.setattr(private_step, "add_noise", noising)
             execute(job, workers)
@@ -85,7 +90,9 @@ class Watched:
         found = []
         draws = list(dict.fromkeys(key for key, _, _ in self.parts))
         noise = list(self.before)
-        for sampling, draw, key in zip(self.keys.of(SAMPLING), draws, noise, strict=True):
+        for sampling, draw, key in zip(
+            self.keys.keys_opened_by(SAMPLING), draws, noise, strict=True
+        ):
             mine = [(ids, flat) for of, ids, flat in self.parts if of == draw]
             ids = {int(i) for ids, _ in mine for i in ids}
             total = np.sum([flat for _, flat in mine], axis=0)
@@ -94,7 +101,7 @@ class Watched:
 
 
 def scores_of(job: TrainJob) -> np.ndarray:
-    state = checkpoint.latest(job.folder.checkpoints)
+    state = checkpoint.load_latest(job.folder.checkpoints)
     assert state is not None and state.step == job.plan.steps
     return state.slots[SLOT].numpy()
 
@@ -108,8 +115,8 @@ def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, ne
     records = len(training_records(job.recipe, job.source))
     assert job.plan.records == records + CANARIES
     watched = Watched(job, monkeypatch, workers)
-    present = coins(job.folder.read_key(), CANARIES)
-    where = places(CANARIES, 650)
+    present = draw_coins(job.folder.read_run_key(), CANARIES)
+    where = canary_coordinates(CANARIES, 650)
     assert len(set(where)) == CANARIES and 100 < present.sum() < 200
     scores, joined = np.zeros(CANARIES), 0
     for key, ids, own, before, noisy in watched.steps():
@@ -134,9 +141,9 @@ def test_canaries_that_are_records(tmp_path, monkeypatch, canary):
     """Those that are in train the model; those that are out are dropped once sampled."""
     job = job_of(tmp_path, canary=canary, training__reproducible=True)
     dataset = job.records()
-    assert isinstance(dataset, WithCanaries)
+    assert isinstance(dataset, DatasetWithCanaries)
     records = training_records(job.recipe, job.source)
-    present = np.concatenate([np.ones(len(records), bool), coins(b"\x5a" * 32, CANARIES)])
+    present = np.concatenate([np.ones(len(records), bool), draw_coins(b"\x5a" * 32, CANARIES)])
     fed = set()
     for key, ids, *_ in Watched(job, monkeypatch, 2).steps():
         members = poisson_sample(key, 0, len(dataset), job.plan.step(0).sample_rate)
@@ -154,28 +161,28 @@ def test_canaries_that_are_records(tmp_path, monkeypatch, canary):
         assert inputs[1].unique().tolist() == [0.0] and inputs[2].unique().tolist() == [1.0]
         assert labels[1:].tolist() == [0, 299 % 10]
     else:
-        public = dataset.public
+        public = dataset.public_records
         assert public.name == "digits/test"
         rows = public.batch(slice(0, len(public)))
-        for image, label in zip(*dataset.planted_rows, strict=True):
+        for image, label in zip(*dataset.canary_records, strict=True):
             (place,) = (rows == image).flatten(1).all(1).nonzero()[:1].flatten().tolist()
             assert public.labels[place] != label
     with pytest.raises(UserError, match="last checkpoint, with the scores"):
-        _every_step(job.folder)
+        _scores_of_every_step(job.folder)
 
 
 def test_the_coins_have_a_key_of_their_own(tmp_path, monkeypatch):
     job = job_of(tmp_path)
     seen = Watched(job, monkeypatch).keys
     (made,) = [d for d in seen.derived if d.purpose == "audit coin"]
-    assert made.parent == job.folder.read_key()
+    assert made.parent == job.folder.read_run_key()
     assert [(s.caller, s.start, s.count) for s in seen.streams if s.key == made.key] == [
         ("coins", 0, CANARIES)
     ]
     assert made.key not in {d.parent for d in seen.derived}
     assert made.key not in {*seen.of(SAMPLING), *seen.of(NOISE)}
-    other = coins(b"\x5b" * 32, CANARIES)
-    assert 100 < (other != coins(b"\x5a" * 32, CANARIES)).sum() < 200
+    other = draw_coins(b"\x5b" * 32, CANARIES)
+    assert 100 < (other != draw_coins(b"\x5a" * 32, CANARIES)).sum() < 200
 
 
 @pytest.mark.parametrize("at", [1, 3])
@@ -183,7 +190,7 @@ def test_a_restart_counts_every_step_once(tmp_path, monkeypatch, at):
     whole = job_of(tmp_path, "whole")
     execute(whole)
     job = job_of(tmp_path, resources__checkpoint_seconds=1e-6)
-    interrupted(job.recipe, job.folder, monkeypatch, at)
+    train_and_crash(job.recipe, job.folder, monkeypatch, at)
     execute(job)
     assert np.array_equal(scores_of(job), scores_of(whole))
 
@@ -196,13 +203,13 @@ def test_epsilon_of_a_full_batch_is_that_of_the_gaussian_mechanism():
         records=1000, batch_size=1000, noise_multiplier=4.0, steps=8, delta=1e-5
     )
     for right in (290, 330):
-        run = OneRun(5000, 400, right)
+        run = OneRunGuesses(5000, 400, right)
         exact = run.gaussian_epsilon(1e-5)
-        assert 0.98 * exact <= noise_rejected(run, plan) <= 1.002 * exact
-    assert noise_rejected(OneRun(5000, 400, 200), plan) == 0
+        assert 0.98 * exact <= largest_rejected_epsilon(run, plan) <= 1.002 * exact
+    assert largest_rejected_epsilon(OneRunGuesses(5000, 400, 200), plan) == 0
     # More than the plan allows: beyond it in the same family.
-    assert noise_rejected(OneRun(5000, 400, 390), plan) > plan.guarantee().epsilon
-    assert not OneRun(5000, 400, 330).rejects(lambda x: 0 * x)
+    assert largest_rejected_epsilon(OneRunGuesses(5000, 400, 390), plan) > plan.guarantee().epsilon
+    assert not OneRunGuesses(5000, 400, 330).rejects(lambda x: 0 * x)
 
 
 def test_more_noise_than_the_plans_never_exceeds_it():
@@ -214,11 +221,11 @@ def test_more_noise_than_the_plans_never_exceeds_it():
 
 
 def test_a_run_beside_the_recipes_has_no_place_in_its_archive():
-    recipe = parse({**RECIPE, "resources": {"archive": "file:///somewhere"}}, "test")
+    recipe = parse_recipe({**RECIPE, "resources": {"archive": "file:///somewhere"}}, "test")
     options = CanaryAudit(canaries=600)
     planted = audited_recipe(recipe, options, "test")
     assert planted.name == "small-canaries" and planted.resources.archive is None
-    own = parse({**recipe.model_dump(mode="json"), "audit": options.model_dump()}, "test")
+    own = parse_recipe({**recipe.model_dump(mode="json"), "audit": options.model_dump()}, "test")
     assert audited_recipe(own, options, "test").resources.archive == "file:///somewhere"
 
 
@@ -246,7 +253,7 @@ def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
     run = tmp_path / "runs" / "small-canaries"
     assert not (tmp_path / "runs" / "small").exists()
     path = run / "audit" / "canaries-every-step" / "audit.json"
-    found = Audited.read(path)
+    found = AuditFinding.read(path)
     assert 0 < found.epsilon < found.proved and found.alpha == 0.025 and found.trials == 48
     assert found.details["right"] > 24 and "every noisy sum" in found.view
     assert "every noisy sum" in done.out and "consistent" in done.out
@@ -293,8 +300,9 @@ def test_records_as_canaries_are_seen_in_the_trained_model(tmp_path):
         audit={"kind": "canaries", "canary": "mislabelled", "canaries": 60},
     )  # fmt: skip
     train(recipe, folder)
-    seen = _final(recipe.planted, recipe, folder)
-    assert OneRun.of(seen, coins(folder.read_key(), 60), 40).right >= 29  # by chance: 3e-3
+    seen = _scores_of_final_model(recipe.planted, recipe, folder)
+    # by chance: 3e-3
+    assert OneRunGuesses.from_scores(seen, draw_coins(folder.read_run_key(), 60), 40).right >= 29
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

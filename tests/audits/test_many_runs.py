@@ -10,32 +10,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.training import KEY, make, parameters, train
 
 from dpdist.audits import trainings as vectorised
-from dpdist.audits.canaries import audit_many_runs, expected
-from dpdist.audits.target import Target, of_recipe
-from dpdist.audits.trainings import Retraining, Trainer, TrainerSetup, Trainings
+from dpdist.audits.canaries import audit_many_runs, simulate_trials
+from dpdist.audits.target import Target, target_of_recipe
+from dpdist.audits.trainings import ManyRunsJob, Trainer, TrainerSetup, VectorizedTrainings
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.core.errors import UserError
 from dpdist.gradients.noise import add_noise as real
 from dpdist.privacy.audit_bounds import (
-    ASSUMED,
-    ManyRuns,
-    Trials,
+    NOISE_SCALE_ASSUMPTION,
+    CanaryScores,
+    ThresholdCounts,
+    largest_rejected_epsilon,
     log_likelihood_ratio,
-    noise_rejected,
-    of_plan,
+    plan_tradeoff,
 )
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
-from dpdist.runs.archive import publishable
+from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
-from dpdist.training.records import source_of, training_data
+from dpdist.training.records import data_source, records_with_canaries
 
 pytestmark = pytest.mark.whole
 
@@ -49,11 +49,11 @@ def test_one_of_many_is_the_loops_training(tmp_path: Path, clipping: str) -> Non
         tmp_path, model="linear", privacy__clipping=clipping, training__ema=0.9, training__steps=8
     )
     job = prepare(recipe, folder, "test")
-    dataset = training_data(recipe, source_of(recipe))
+    dataset = records_with_canaries(recipe, data_source(recipe))
     key = derive_key(
         bytes.fromhex(KEY), "run", job.plan.fingerprint(), dataset.fingerprint, "trial", 0
     )
-    trainings = Trainings(recipe, job.plan, dataset)
+    trainings = VectorizedTrainings(recipe, job.plan, dataset)
     others = [derive_key(key, "other"), key, derive_key(key, "another")]
     flat, _ = trainings.run(others, "0/", [0, 0, 0])
     train(recipe, folder)
@@ -68,7 +68,7 @@ def target_of(tmp_path: Path, **more: Any) -> Target:
         tmp_path, data__max_train=120, privacy__run_key=None,
         **({"model": "linear", "training__batch_size": 60, "training__steps": 4} | more),
     )  # fmt: skip
-    return of_recipe(recipe, "test")
+    return target_of_recipe(recipe, "test")
 
 
 def quiet(done: int, total: int) -> None:
@@ -79,15 +79,20 @@ def test_a_gradient_seen_at_every_step_is_nearly_all_of_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of full batches the sums are Gaussian: mu = sqrt(steps) / sigma, and no audit finds more."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     target = target_of(tmp_path, training__batch_size=108, privacy__noise_multiplier=2.0)
-    assert len(training_data(target.recipe, source_of(target.recipe))) == 108
+    assert len(records_with_canaries(target.recipe, data_source(target.recipe))) == 108
     options = ManyRunsAudit(trainings=400, canary="gradient", seed=SEED)
     found = audit_many_runs(options, target, tmp_path / "audit", quiet)
     truth = gaussian_epsilon(target.plan.delta, 1.0, math.sqrt(4) / 2.0)
     assert 0 < found.epsilon <= found.proved == pytest.approx(truth, rel=1e-3)
-    assert found.view.startswith("every noisy sum, knowing the records") and not found.bug
-    assert found.assumptions == (ASSUMED,) and found.details["epsilon_by_counting"] < found.epsilon
+    assert (
+        found.view.startswith("every noisy sum, knowing the records") and not found.exceeds_proved
+    )
+    assert (
+        found.assumptions == (NOISE_SCALE_ASSUMPTION,)
+        and found.details["epsilon_by_counting"] < found.epsilon
+    )
     # 200 and 200 are counted: each rate is known to .06, mu to .35 or so.
     assert 0.2 * truth < found.epsilon < truth > found.details["if_gaussian"] > 0.2 * truth
     before = (tmp_path / "audit/trainings.parquet").read_bytes()
@@ -96,7 +101,7 @@ def test_a_gradient_seen_at_every_step_is_nearly_all_of_the_loss(
     # Noise that was forgotten in the steps is found.
     monkeypatch.setattr(vectorised, "add_noise", lambda total, key, std: real(total, key, std / 4))
     fewer = options.model_copy(update={"trainings": 200})
-    assert audit_many_runs(fewer, target, tmp_path / "less", quiet).bug
+    assert audit_many_runs(fewer, target, tmp_path / "less", quiet).exceeds_proved
 
 
 def test_the_records_part_of_a_sum_is_known(
@@ -105,8 +110,8 @@ def test_the_records_part_of_a_sum_is_known(
     """What is left of a sum without noise is the canary alone, wherever records move it."""
     monkeypatch.setattr(vectorised, "add_noise", lambda total, key, std: total)
     target = target_of(tmp_path)
-    trainings = Trainings(
-        target.recipe, target.plan, training_data(target.recipe, source_of(target.recipe))
+    trainings = VectorizedTrainings(
+        target.recipe, target.plan, records_with_canaries(target.recipe, data_source(target.recipe))
     )
     keys = [bytes([number]) * 32 for number in range(8)]
     bias = 640
@@ -127,21 +132,21 @@ def test_thousands_of_trainings_show_most_of_epsilon() -> None:
     rng, present = np.random.default_rng(18), np.arange(6000) % 2 == 1
     joined = present[:, None] * (rng.random((6000, plan.steps)) < 0.5)
     sums = joined + 1.5 * rng.standard_normal(joined.shape)
-    trials = Trials(np.arange(6000), present, log_likelihood_ratio(sums, 1.5, 0.5).sum(1))
+    trials = CanaryScores(np.arange(6000), present, log_likelihood_ratio(sums, 1.5, 0.5).sum(1))
     # The plan says beforehand where the threshold lies, so all trainings count.
-    pilot = expected(plan, 1)
-    runs = ManyRuns.of(trials, 0.025, curve=of_plan(plan), pilot=pilot)
-    assert runs.inside == runs.outside == 3000
-    proved, found = plan.guarantee().epsilon, noise_rejected(runs, plan)
+    pilot = simulate_trials(plan, 1)
+    runs = ThresholdCounts.from_scores(trials, 0.025, curve=plan_tradeoff(plan), pilot=pilot)
+    assert runs.num_with_canary == runs.num_without_canary == 3000
+    proved, found = plan.guarantee().epsilon, largest_rejected_epsilon(runs, plan)
     assert 0.8 * proved < found <= proved
-    assert 2 * noise_rejected(runs, plan, size=2) < 1.5 * found
-    assert abs(trials.sides[1].mean() - pilot.sides[1].mean()) < 0.1
+    assert 2 * largest_rejected_epsilon(runs, plan, copies=2) < 1.5 * found
+    assert abs(trials.scores_by_canary[1].mean() - pilot.scores_by_canary[1].mean()) < 0.1
 
 
 def test_without_noise_the_model_gives_the_canary_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     noisy = target_of(tmp_path, privacy__noise_multiplier=1.0)
     plan = replace(noisy.plan, phases=(replace(noisy.plan.phases[0], noise_multiplier=0.0),))
     claimed = Target(noisy.recipe, plan, noisy.proved)  # proved for what is not run
@@ -158,18 +163,20 @@ def test_without_noise_the_model_gives_the_canary_away(
 def test_what_is_more_than_gradients_and_noise_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     target = target_of(tmp_path, **more)
     with pytest.raises(UserError, match="draws noise, crops or flips, clips by layer"):
-        Trainings(
-            target.recipe, target.plan, training_data(target.recipe, source_of(target.recipe))
+        VectorizedTrainings(
+            target.recipe,
+            target.plan,
+            records_with_canaries(target.recipe, data_source(target.recipe)),
         )
 
 
 def test_the_command_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     target = target_of(tmp_path)
     (tmp_path / "x.yaml").write_text(target.recipe.to_yaml())
     asked = ("audit", "x.yaml", "--kind", "many-runs", "--set")
@@ -188,7 +195,7 @@ def test_the_command_asks_for_it(
     assert done.code == 0 and "stays private" in done.out, done.err
     (kept,) = folder.path.rglob("audit.json")
     assert kept.is_relative_to(folder.private) and not read_facts(folder).audits
-    assert not [path for path in publishable(folder) if path.parts[0] == "audit"]
+    assert not [path for path in publishable_files(folder) if path.parts[0] == "audit"]
     refused = command(monkeypatch, capsys, tmp_path, *asked, "--output", folder.path / "audit/x")
     assert refused.code == 2 and "says something of training records" in refused.err
 
@@ -196,12 +203,12 @@ def test_the_command_asks_for_it(
 def test_what_others_planted_is_refused(tmp_path: Path) -> None:
     planted = {"kind": "canaries", "canary": "blank", "canaries": 20}
     with pytest.raises(UserError, match="many runs are of a recipe without it"):
-        Retraining(ManyRunsAudit(), target_of(tmp_path, audit=planted))
+        ManyRunsJob(ManyRunsAudit(), target_of(tmp_path, audit=planted))
     with pytest.raises(UserError, match="of a fixed number of records, and many runs add one"):
         target = target_of(tmp_path)
         privacy = target.recipe.privacy.model_copy(update={"batch_cap": 80})
         capped = target.recipe.model_copy(update={"privacy": privacy})
-        Retraining(ManyRunsAudit(), replace(target, recipe=capped))
+        ManyRunsJob(ManyRunsAudit(), replace(target, recipe=capped))
 
 
 def test_a_training_that_diverged_says_nothing(tmp_path: Path) -> None:
@@ -209,7 +216,7 @@ def test_a_training_that_diverged_says_nothing(tmp_path: Path) -> None:
         tmp_path, training__learning_rate=1e9, training__momentum=0.9, training__steps=9,
         model={"name": "mlp", "options": {"hidden": [32] * 4}},
     )  # fmt: skip
-    records = training_data(target.recipe, source_of(target.recipe))
+    records = records_with_canaries(target.recipe, data_source(target.recipe))
     setup = TrainerSetup(target.recipe, target.plan, records, bytes(32), 1, False)
     rows = Trainer(setup)(range(2))
     assert {row["score"] for row in rows} == {0.0}

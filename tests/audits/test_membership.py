@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.benchmarks import load as load_benchmark
-from support.files import contents
+from support.folder_contents import contents
 from support.training import make, parameters, train
 
 from dpdist import pipeline
@@ -23,9 +23,9 @@ from dpdist.publishing import write_release
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive, export_text, unpack_text
+from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, find, load, parse
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe
 from dpdist.training import job, records
 
 pytestmark = pytest.mark.whole
@@ -76,7 +76,7 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
     assert done.code == 0 and "above 0.55" in done.out, done.err
     assert "ceiling," not in done.out and "nothing is proved of these trainings" in done.out
     settings = Membership("quarters", 2, seed=SEED)
-    (own, plan), (plain, free) = settings.shadows(recipe, 108)
+    (own, plan), (plain, free) = settings.plan_shadows(recipe, 108)
     assert own.method == recipe.method and plan.clip_norm == 0.01
     assert plain.privacy.clipping == "none" and free.clip_norm == math.inf
     assert plan.records == free.records == 27 and not plan.nominal
@@ -94,8 +94,8 @@ def test_a_shadow_is_the_recipes_own_training(
     assert about["seed"] == SEED and banks[1].member.sum(1).tolist() == [half, half]
     key = derive_key(bytes.fromhex(SEED), "shadow", 1).hex()
     privacy = recipe.privacy.model_copy(update={"run_key": key})
-    kept, real = banks[1].member[1], records.training_data
-    monkeypatch.setattr(job, "training_data", lambda *given: real(*given).only(kept))
+    kept, real = banks[1].member[1], records.records_with_canaries
+    monkeypatch.setattr(job, "records_with_canaries", lambda *given: real(*given).select(kept))
     alone = RunFolder(tmp_path / "alone")
     train(recipe.model_copy(update={"privacy": privacy}), alone)
     tensors = load_file(path.parent / "models/0001/model.safetensors")
@@ -105,12 +105,12 @@ def test_a_shadow_is_the_recipes_own_training(
 
 def test_a_recipe_that_needs_teachers_is_refused_before_a_shadow_is_trained() -> None:
     with pytest.raises(UserError, match="teachers of its own"):
-        Membership().shadows(load(find("digits-pate")), 1400)
+        Membership().plan_shadows(load_recipe(find_recipe("digits-pate")), 1400)
 
 
 def _begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "runs" / recipe.name)
-    folder.begin(recipe)
+    folder.create_or_open(recipe)
     return folder
 
 
@@ -158,15 +158,15 @@ def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Pat
     pipeline.evaluate_stage(recipe, folder)
     pipeline.evaluation_stage(recipe, folder, Membership(models=2, seed=SEED))
     pipeline.report_stage(folder)
-    assert "membership" not in folder.report.read_text()
+    assert "membership" not in folder.report_file.read_text()
     assert all("membership" not in name for name, _ in read_facts(folder).summary())
-    assert write_release(folder) and "membership" not in "".join(contents(folder.release))
-    unpack_text(export_text(folder), tmp_path / "fetched")
+    assert write_release(folder) and "membership" not in "".join(contents(folder.release_folder))
+    unpack_export(export_text(folder), tmp_path / "fetched")
     assert "membership" not in "".join(contents(tmp_path / "fetched"))
-    archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
+    archive = Archive.claim(folder, f"file://{tmp_path}/archive", False)
     assert archive is not None
     archive.update()
-    archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
+    archives.fetch_publishable_files(f"file://{tmp_path}/archive", tmp_path / "archived")
     assert "membership" not in "".join(contents(tmp_path / "archived"))
     assert not any(b"membership" in content for content in contents(tmp_path / "archive").values())
 
@@ -251,7 +251,7 @@ def test_the_benchmark_makes_its_table(
 ) -> None:
     benchmark = vars(load_benchmark("membership"))
     monkeypatch.setattr(subprocess, "run", lambda asked, check: dpdist_without_ray(*asked[3:]))
-    recipe, private = benchmark["variants"](parse(benchmark["QUICK"], "quick"), 150, 8.0)
+    recipe, private = benchmark["variants"](parse_recipe(benchmark["QUICK"], "quick"), 150, 8.0)
     assert private.privacy.epsilon == 8.0 and recipe.data.max_train == 150
     (line,) = benchmark["measure"](recipe, tmp_path, 4, "lira-offline", None)
     assert line.startswith("| digits-membership | lira-offline | inf | 0.")

@@ -52,7 +52,7 @@ def test_lira_is_the_likelihood_ratio(bank: BankScores) -> None:
     assert found == pytest.approx(ratio)
     assert offline == pytest.approx(norm.cdf(bank.phi[3], *sides[1]))
     # With known means the AUC would be Phi(1.5 / sqrt 2) = .856; they are estimated from 5 or 6.
-    assert 0.75 < Roc.of(found, bank.member[3]).auc.value < 0.856
+    assert 0.75 < Roc.from_scores(found, bank.member[3]).auc.value < 0.856
 
 
 def test_rmia_counts_the_population(bank: BankScores) -> None:
@@ -70,7 +70,7 @@ def test_no_attack_looks_at_the_targets_members(bank: BankScores) -> None:
     flipped = bank.member.copy()
     flipped[0] = ~flipped[0]
     for attack in ATTACKS.values():
-        if not attack.quarters:
+        if not attack.needs_quarters_game:
             for one in (bank.member, flipped):
                 copy = BankScores(one, bank.phi, bank.top, bank.population)
                 scored = attack().score(copy, 0, np.ones(300, bool), 1)
@@ -107,7 +107,7 @@ def remembered(models: int = 24) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_lira_finds_what_was_remembered_and_nothing_else() -> None:
     phi, member, _ = remembered()
     aucs = [
-        Roc.of(membership_statistics.lira_online(phi, member, t), member[t]).auc.value
+        Roc.from_scores(membership_statistics.lira_online(phi, member, t), member[t]).auc.value
         for t in range(24)
     ]
     assert min(aucs) >= 0.9
@@ -117,7 +117,7 @@ def test_lira_finds_what_was_remembered_and_nothing_else() -> None:
     never = rng.random(member.shape) < 0.5
     for bits in (shuffled, never):
         aucs = [
-            Roc.of(membership_statistics.lira_online(phi, bits, t), bits[t]).auc.value
+            Roc.from_scores(membership_statistics.lira_online(phi, bits, t), bits[t]).auc.value
             for t in range(24)
         ]
         # 4,800 pairs of record and model: a standard deviation of about .008.
@@ -130,7 +130,9 @@ def test_a_model_that_saw_neither_half_tells_nothing() -> None:
     for stranger, coin in zip(strangers, np.random.default_rng(5).random(phi.shape) < 0.5,
                               strict=True):  # fmt: skip
         both, bits = np.vstack([stranger, phi]), np.vstack([coin, member])
-        found.append(Roc.of(membership_statistics.lira_online(both, bits, 0), coin).auc.value)
+        found.append(
+            Roc.from_scores(membership_statistics.lira_online(both, bits, 0), coin).auc.value
+        )
     assert np.mean(found) == pytest.approx(0.5, abs=0.02)  # 2.4 standard deviations
 
 
@@ -141,10 +143,10 @@ def test_the_shadow_network_learns_from_the_shadow_alone() -> None:
     top = rng.dirichlet([4, 2, 1], (2, 400))
     top[member] = rng.dirichlet([30, 1, 1], int(member.sum()))
     bank = BankScores(member, np.zeros((2, 400)), -np.sort(-top, axis=2), np.zeros((2, 5)))
-    judged = game.judged(KEY, 0, 400)
-    found = Shadow().score(bank, 0, game.judged(KEY, 1, 400), 1)
-    assert Roc.of(found[judged], member[0][judged]).auc.value > 0.9
-    assert np.array_equal(found, Shadow().score(bank, 0, game.judged(KEY, 1, 400), 1))
+    judged = game.guessed_records(KEY, 0, 400)
+    found = Shadow().score(bank, 0, game.guessed_records(KEY, 1, 400), 1)
+    assert Roc.from_scores(found[judged], member[0][judged]).auc.value > 0.9
+    assert np.array_equal(found, Shadow().score(bank, 0, game.guessed_records(KEY, 1, 400), 1))
 
 
 # --- games
@@ -159,17 +161,17 @@ def test_games_are_what_they_say() -> None:
     assert not np.array_equal(halves[0], halves[1])
     quarters = Quarters()
     target, shadow = (quarters.members(KEY, m, 395) for m in range(2))
-    assert target.sum() == shadow.sum() == quarters.size(395) == 98
-    d_target, d_shadow = (quarters.judged(KEY, m, 395) for m in range(2))
+    assert target.sum() == shadow.sum() == quarters.expected_members(395) == 98
+    d_target, d_shadow = (quarters.guessed_records(KEY, m, 395) for m in range(2))
     assert d_target.sum() == d_shadow.sum() == 196 and not (d_target & d_shadow).any()
     assert (target <= d_target).all() and (shadow <= d_shadow).all()
-    assert quarters.plain(1) and not quarters.plain(0) and list(quarters.targets) == [0]
+    assert quarters.is_plain(1) and not quarters.is_plain(0) and list(quarters.targets) == [0]
     for name, game in GAMES.items():
         assert name == game.name and game.relation in ("add-or-remove-one", "replace-one")
 
 
 def test_too_few_models_are_refused() -> None:
     with pytest.raises(UserError, match="lira needs at least 4 models, got 3"):
-        Lira().check(Coins(3))
+        Lira().check_game(Coins(3))
     with pytest.raises(UserError, match="a target and a shadow"):
         Quarters(3)

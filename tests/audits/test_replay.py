@@ -21,7 +21,7 @@ class Played:
         self.noise[-1, :common] = self.noise[0, :common]
         self.done = 0
 
-    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray:
+    def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray:
         self.done += 1
         return self.noise[self.done - 1]
 

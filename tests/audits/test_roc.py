@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, norm
 
-from dpdist.audits.membership_statistics import Ceiling, Estimate, Roc, claimed, plan_curve, proved
-from dpdist.privacy.audit_bounds import approximate_dp_curve, gaussian_curve
+from dpdist.audits.membership_statistics import (
+    Ceiling,
+    Estimate,
+    Roc,
+    claimed_ceiling,
+    plan_curve,
+    proved_ceiling,
+)
+from dpdist.privacy.audit_bounds import approximate_dp_tradeoff, gaussian_tradeoff
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.mechanisms import gaussian_epsilon
@@ -20,7 +27,7 @@ from dpdist.privacy.plan import PrivacyPlan
 def normal(mu: float, members: int, others: int, seed: int = 0) -> Roc:
     rng = np.random.default_rng(seed)
     scores = np.concatenate([rng.normal(mu, 1, members), rng.normal(0, 1, others)])
-    return Roc.of(scores, np.arange(members + others) < members)
+    return Roc.from_scores(scores, np.arange(members + others) < members)
 
 
 @pytest.mark.parametrize("decimals", [8, 0])
@@ -33,7 +40,7 @@ def test_auc_counts_pairs_and_ties_by_half(decimals: int) -> None:
     false, true = roc.curve
     assert np.trapezoid(true, false) == pytest.approx(pairs, abs=1e-12)
     rates = np.linspace(0, 1, 20_001)
-    assert np.trapezoid(roc.at_rates(rates), rates) == pytest.approx(pairs, abs=1e-3)
+    assert np.trapezoid(roc.interpolate(rates), rates) == pytest.approx(pairs, abs=1e-3)
     kernel = (difference > 0) + (difference == 0) / 2
     variance = kernel.mean(1).var(ddof=1) / 60 + kernel.mean(0).var(ddof=1) / 90
     assert roc.auc.high - roc.auc.low == pytest.approx(2 * 1.959964 * math.sqrt(variance))
@@ -49,15 +56,15 @@ def test_auc_interval_covers_the_closed_form() -> None:
 
 
 def test_scores_that_do_not_overlap_are_not_certain() -> None:
-    perfect = Roc.of(np.arange(40.0), np.arange(40) >= 20).auc
+    perfect = Roc.from_scores(np.arange(40.0), np.arange(40) >= 20).auc
     assert perfect.value == 1 and perfect.high == 1 and 0.8 < perfect.low < 0.87
-    assert Roc.of([0.0, 0.0], [True, False]).auc.value == 0.5
+    assert Roc.from_scores([0.0, 0.0], [True, False]).auc.value == 0.5
 
 
 def test_rates_are_those_of_normal_scores() -> None:
     roc = normal(1.0, 4000, 4000)
     for rate in (0.01, 0.001):
-        true, false = roc.at(rate)
+        true, false = roc.rates_at(rate)
         assert false.value <= rate and false.low <= rate
         truth = norm.sf(norm.isf(false.value) - 1)
         assert true.low - 0.01 <= truth <= true.high + 0.01
@@ -70,14 +77,14 @@ def test_rates_are_those_of_normal_scores() -> None:
 
 
 def test_mean_over_models_is_students() -> None:
-    found = Estimate.mean([0.5, 0.6, 0.7])
+    found = Estimate.from_values([0.5, 0.6, 0.7])
     assert (found.value, found.high) == pytest.approx((0.6, 0.6 + 4.302653 * 0.1 / math.sqrt(3)))
-    assert Estimate.mean([0.5]).high == math.inf
+    assert Estimate.from_values([0.5]).high == math.inf
 
 
 def test_one_kind_alone_has_no_roc() -> None:
     with pytest.raises(ValueError, match="members and others"):
-        Roc.of([1.0, 2.0], [True, True])
+        Roc.from_scores([1.0, 2.0], [True, True])
 
 
 # --- ceilings
@@ -92,11 +99,11 @@ def test_auc_ceilings(epsilon: float, by_gaussian: float, pure: float) -> None:
     for _ in range(50):
         mu = (low + high) / 2
         low, high = (mu, high) if gaussian_epsilon(1e-5, 1.0, mu) < epsilon else (low, mu)
-    ceiling = Ceiling("", gaussian_curve(mu))
+    ceiling = Ceiling("", gaussian_tradeoff(mu))
     assert ceiling.auc == pytest.approx(norm.cdf(mu / math.sqrt(2)), abs=2e-4)
     assert ceiling.auc >= norm.cdf(mu / math.sqrt(2))
     assert ceiling.auc == pytest.approx(by_gaussian, abs=6e-4)
-    assert Ceiling("", approximate_dp_curve(epsilon)).auc == pytest.approx(
+    assert Ceiling("", approximate_dp_tradeoff(epsilon)).auc == pytest.approx(
         (1 + math.tanh(epsilon / 2)) / 2, abs=1e-3
     )
     assert (1 + math.tanh(epsilon / 2)) / 2 == pytest.approx(pure, abs=6e-4)
@@ -109,40 +116,46 @@ def plan(noise: float = 2.0, **more: float) -> PrivacyPlan:
 
 def test_the_ceiling_of_a_plan_is_its_best_test() -> None:
     rates = np.array([1e-4, 0.01, 0.3, 0.9])
-    ceiling = proved(plan(), "add-or-remove-one", "")
+    ceiling = proved_ceiling(plan(), "add-or-remove-one", "")
     assert ceiling is not None
     best = norm.cdf(norm.ppf(rates) + 0.5)
-    assert np.all(ceiling.at(rates) >= best - 1e-12)
-    assert ceiling.at(rates) == pytest.approx(best, abs=1e-3)
+    assert np.all(ceiling.max_true_positive_rates(rates) >= best - 1e-12)
+    assert ceiling.max_true_positive_rates(rates) == pytest.approx(best, abs=1e-3)
     # Replacing a record moves the sum twice as far.
-    twice = proved(plan(), "replace-one", "")
+    twice = proved_ceiling(plan(), "replace-one", "")
     assert twice is not None
-    assert twice.at(rates) == pytest.approx(norm.cdf(norm.ppf(rates) + 1), abs=1e-3)
+    assert twice.max_true_positive_rates(rates) == pytest.approx(
+        norm.cdf(norm.ppf(rates) + 1), abs=1e-3
+    )
     sampled = plan(1.0, batch_size=10, steps=5)
     direct = plan_curve(sampled, "replace-one")
     assert direct is not None and float(direct(np.asarray(0.9))) < 0.9
 
 
 def test_a_roc_above_the_ceiling_is_told_and_one_below_is_not() -> None:
-    ceiling = Ceiling("", gaussian_curve(0.5))
-    assert ceiling.above(normal(1.0, 3000, 3000)) != []
-    assert [ceiling.above(normal(0.5, 1000, 1000, seed)) for seed in range(20)] == [[]] * 20
+    ceiling = Ceiling("", gaussian_tradeoff(0.5))
+    assert ceiling.exceeded_rates(normal(1.0, 3000, 3000)) != []
+    assert [ceiling.exceeded_rates(normal(0.5, 1000, 1000, seed)) for seed in range(20)] == [
+        []
+    ] * 20
 
 
 def test_what_bounds_nothing_has_no_ceiling() -> None:
-    assert proved(plan(0.0), "add-or-remove-one", "") is None
-    assert claimed(None, "replace-one") is None
+    assert proved_ceiling(plan(0.0), "add-or-remove-one", "") is None
+    assert claimed_ceiling(None, "replace-one") is None
 
 
 def test_a_claim_is_a_ceiling_under_its_own_relation() -> None:
     guarantee = Guarantee(1.0, 1e-5, "replace-one", "claimed", "a paper")
     infinite = Guarantee(math.inf, 1e-5, "replace-one", "proved", "nothing")
     claim = Claim("x", "as run", None, guarantee, infinite, "not sound", "labels")
-    ceiling = claimed(claim, "replace-one")
-    assert ceiling is not None and "not sound" in ceiling.words
-    assert ceiling.at(0.1) == pytest.approx(0.1 * math.e + 1e-5)
-    assert claimed(claim, "add-or-remove-one") is None
+    ceiling = claimed_ceiling(claim, "replace-one")
+    assert ceiling is not None and "not sound" in ceiling.description
+    assert ceiling.max_true_positive_rates(0.1) == pytest.approx(0.1 * math.e + 1e-5)
+    assert claimed_ceiling(claim, "add-or-remove-one") is None
     one = replace(claim, claimed=replace(guarantee, neighbours="add-or-remove-one"))
-    both = claimed(one, "replace-one")
+    both = claimed_ceiling(one, "replace-one")
     assert both is not None
-    assert both.at(0.05) == pytest.approx(0.05 * math.e**2 + 1e-5 * (1 + math.e))
+    assert both.max_true_positive_rates(0.05) == pytest.approx(
+        0.05 * math.e**2 + 1e-5 * (1 + math.e)
+    )

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpdist.audits.mechanism import Step, audit_step
+from dpdist.audits.mechanism import AuditedStep, audit_step
 from dpdist.privacy import audit_bounds
 from dpdist.privacy.audit_bounds import log_likelihood_ratio
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "audits.md"
 
 
-def gaussian(sigma: float, promised: float, score=lambda seen: seen) -> Step:
+def gaussian(sigma: float, promised: float, score=lambda seen: seen) -> AuditedStep:
     def release(included: bool, key: int) -> np.ndarray:
         return np.random.default_rng(key).normal([included, 0.0], sigma)
 
-    return Step(release, score, audit_bounds.gaussian_curve(1 / promised))
+    return AuditedStep(release, score, audit_bounds.gaussian_tradeoff(1 / promised))
 
 
 def test_the_example_in_the_docs():
@@ -36,10 +36,10 @@ def test_a_step_that_keeps_its_promise_and_one_that_does_not(score):
 
 
 def test_no_release_is_seen_too():
-    step = Step(
+    step = AuditedStep(
         lambda included, key: 1.0 if included else None,
         lambda seen: seen,
-        audit_bounds.gaussian_curve(1.0),
+        audit_bounds.gaussian_tradeoff(1.0),
     )
     assert audit_step(step, 100, 1e-3).rejected
 

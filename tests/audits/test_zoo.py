@@ -9,7 +9,7 @@ import pytest
 import zoo
 from zoo import FAULTS, SOUND, Fault, depends_on_records
 
-from dpdist.audits.mechanism import SCENES
+from dpdist.audits.mechanism import SCENARIOS
 
 pytestmark = pytest.mark.slow
 
@@ -31,21 +31,21 @@ BY = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_is_found(fault: Fault) -> None:
     if fault.replay is not None:
-        assert len(fault.found()) == 1
+        assert len(fault.find()) == 1
         return
     of_ranks = "share" in fault.name or "rank" in fault.name
     few = fault if of_ranks else dataclasses.replace(fault, workers=1)
-    assert few.found([BY[fault.name]]) == [BY[fault.name]]
+    assert few.find([BY[fault.name]]) == [BY[fault.name]]
 
 
 @pytest.mark.parametrize("fault", SOUND, ids=lambda fault: fault.name)
 def test_sound_pieces_are_not_accused(fault: Fault) -> None:
-    scenes = SCENES if fault.workers > 1 else SCENES[:1]
-    assert dataclasses.replace(fault, needs=1000).found(scenes) == []
+    scenes = SCENARIOS if fault.workers > 1 else SCENARIOS[:1]
+    assert dataclasses.replace(fault, releases_needed=1000).find(scenes) == []
 
 
 def test_what_is_paid_for_or_public_may_be_made_first():
-    records = np.random.default_rng(0).random((9, 4))
+    records = np.random.default_rng(0).is_random((9, 4))
     assert depends_on_records(lambda found: {"a": np.ones(4)}, records) == []
     assert depends_on_records(lambda found: {"a": np.ones(4), "b": found.sum(0)}, records) == ["b"]
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpdist.audits.mechanism import SCENES, play
-from dpdist.audits.step_harness import Driven, forgets_releases, reuses_noise
+from dpdist.audits.mechanism import SCENARIOS, run_scenarios
+from dpdist.audits.step_harness import StepHarness, forgets_releases, reuses_noise
 from dpdist.core import console
-from dpdist.gradients.clipping import clipping_for
+from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import ClippedSum
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import poisson_sample
@@ -40,28 +40,32 @@ class Fault:
     """
 
     name: str
-    words: str
-    seen: str
-    pieces: type[Driven] = Driven
-    needs: int = RELEASES
+    description: str
+    found_in: str
+    harness_class: type[StepHarness] = StepHarness
+    releases_needed: int = RELEASES
     workers: int = _WORKERS
     clipping: str = "flat"
     clip: float = 1.0
     replay: Callable[[], list[str]] | None = None
 
-    def found(self, scenes: Sequence[str] = SCENES) -> list[str]:
+    def find(self, scenarios: Sequence[str] = SCENARIOS) -> list[str]:
         """The scenes, of these, or the replays that find it."""
         if self.replay is not None:
             return self.replay()
-        return play(self.make, 1.0, self.needs, ERROR, scenes=scenes).rejected
+        return run_scenarios(
+            self.build_harness, 1.0, self.releases_needed, ERROR, scenarios=scenarios
+        ).rejected_scenarios
 
-    def make(self, todo: StepPlan) -> Driven:
+    def build_harness(self, step_plan: StepPlan) -> StepHarness:
         """Its pieces of a step."""
-        clipping = clipping_for(self.clipping, todo.clip_norm * self.clip)
-        return self.pieces(todo, clipping, self.workers, derive_key(bytes(32), "zoo", repr(todo)))
+        clipping = make_clipping(self.clipping, step_plan.clip_norm * self.clip)
+        return self.harness_class(
+            step_plan, clipping, self.workers, derive_key(bytes(32), "zoo", repr(step_plan))
+        )
 
 
-class LessNoise(Driven):
+class LessNoise(StepHarness):
     class kind(PrivateStep):
         def release(
             self, step: int, rows: Tensor, noise_std: float, flag: bool = False
@@ -69,7 +73,7 @@ class LessNoise(Driven):
             return super().release(step, rows, 0.9 * noise_std, flag)
 
 
-class MissingShare(Driven):
+class MissingShare(StepHarness):
     """Every worker adds its share of the noise, and the last one's is not there."""
 
     class kind(PrivateStep):
@@ -91,15 +95,15 @@ class Counting(PrivateStep):
         return chosen
 
 
-class SkipsEmpty(Driven):
+class SkipsEmpty(StepHarness):
     """A step without records is left out, and the next one taken in its place."""
 
     kind = Counting
 
-    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+    def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
         for later in range(8):
             self.step.joined = 0
-            found = super().seen(coordinates, step + later * 1_000_003)
+            found = super().run_step(coordinates, step + later * 1_000_003)
             if self.step.joined:
                 return found
         return None
@@ -108,26 +112,26 @@ class SkipsEmpty(Driven):
 class RealisedDivisor(SkipsEmpty):
     """Divides by the number of records that joined."""
 
-    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+    def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
         self.step.joined = 0
-        found = Driven.seen(self, coordinates, step)
+        found = StepHarness.run_step(self, coordinates, step)
         joined = max(1, self.step.joined)
-        return None if found is None else found * self.todo.expected_batch / joined
+        return None if found is None else found * self.step_plan.expected_batch / joined
 
 
-class DivisorOfRecords(Driven):
+class DivisorOfRecords(StepHarness):
     """Divides by the rate times the true number of records, rounded down."""
 
-    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
-        found = super().seen(coordinates, step)
-        expected = max(1, int(self.todo.sample_rate * len(coordinates)))
-        return None if found is None else found * self.todo.expected_batch / expected
+    def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        found = super().run_step(coordinates, step)
+        expected = max(1, int(self.step_plan.sample_rate * len(coordinates)))
+        return None if found is None else found * self.step_plan.expected_batch / expected
 
 
-class BatchStatistic(Driven):
+class BatchStatistic(StepHarness):
     """Normalises inputs by their mean over the batch."""
 
-    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+    def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
         real = self.step.engine.clipped_sum
 
         def centred(inputs: Tensor, targets: Tensor, **more: Any) -> ClippedSum:
@@ -136,20 +140,20 @@ class BatchStatistic(Driven):
 
         self.step.engine.clipped_sum = centred  # type: ignore[method-assign]
         try:
-            return super().seen(coordinates, step)
+            return super().run_step(coordinates, step)
         finally:
             self.step.engine.clipped_sum = real  # type: ignore[method-assign]
 
 
-class EveryRankAllRecords(Driven):
+class EveryRankAllRecords(StepHarness):
     """No sampler shares the records out: every worker takes all of them."""
 
-    def shard(self, rank: int) -> Shards:
+    def shards_of_rank(self, rank: int) -> Shards:
         records = len(self.step.data)
         return Shards(1, max(1, records), [(0, 0, records)])
 
 
-class OneSeed(Driven):
+class OneSeed(StepHarness):
     """Every worker draws its own sample from the same seed."""
 
     class kind(PrivateStep):
@@ -157,7 +161,7 @@ class OneSeed(Driven):
             return begin + poisson_sample(key, 0, end - begin, todo.sample_rate)
 
 
-class Weighted(Driven):
+class Weighted(StepHarness):
     """A weighted sampler draws a record more often than the rate that is accounted."""
 
     class kind(PrivateStep):
@@ -165,14 +169,14 @@ class Weighted(Driven):
             return poisson_sample(key, begin, end, min(1.0, 1.9 * todo.sample_rate))
 
 
-class KeyTwice(Driven):
+class KeyTwice(StepHarness):
     """The noise key forgets the step."""
 
     class kind(PrivateStep):
         def release(
             self, step: int, rows: Tensor, noise_std: float, flag: bool = False
         ) -> tuple[Tensor, bool]:
-            total, flagged = self.reducer.sum(rows, flag)
+            total, flagged = self.reducer.sum_rows(rows, flag)
             noisy = add_noise(total.numpy(), derive_key(self.key, "noise"), noise_std)
             return torch.from_numpy(noisy), flagged
 
@@ -182,7 +186,7 @@ class Forgetful(Ledger):
 
     def _apply(self, record: dict[str, Any]) -> None:
         if record.get("kind") == "attempt":
-            self._per_step.clear()
+            self._releases_per_step.clear()
         super()._apply(record)
 
 
@@ -201,10 +205,10 @@ def private_redistribution(records: np.ndarray) -> Mapping[str, np.ndarray]:
     return {"r": weights / weights.sum()}
 
 
-def _noise(pieces: type[Driven]) -> Callable[[], list[str]]:
+def _noise(pieces: type[StepHarness]) -> Callable[[], list[str]]:
     fault = Fault("", "", "", pieces)
     todo = StepPlan(1.0, 1.0, 64.0, 1.0, None)
-    return lambda: ["replay of keys"] if reuses_noise(fault.make(todo)) else []
+    return lambda: ["replay of keys"] if reuses_noise(fault.build_harness(todo)) else []
 
 
 def _fixed() -> list[str]:
@@ -219,11 +223,12 @@ def _ledger(kind: type[Ledger]) -> Callable[[], list[str]]:
 SOUND = (
     Fault("none, 1 worker", "the pieces as they are", "here", workers=1),
     Fault("none, 2 workers", "the pieces as they are", "here"),
-    Fault("none: keys", "no noise twice, in steps or attempts", "here", replay=_noise(Driven)),
+    Fault("none: keys", "no noise twice, in steps or attempts", "here", replay=_noise(StepHarness)),
     Fault("none: ledger", "superseded attempts are charged", "here", replay=_ledger(Ledger)),
 )
 FAULTS = (
-    Fault("noise x 0.9", "a tenth of the noise is missing", "any", LessNoise, needs=20_000),
+    Fault("noise x 0.9", "a tenth of the noise is missing", "any", LessNoise,
+        releases_needed=20_000),
     Fault("missing share", "one of two workers' noise is missing", "noise in shares", MissingShare),
     Fault("per-tensor clip", "every tensor has the whole clip", "hand-written loops",
           clipping="per-layer", clip=math.sqrt(2)),
@@ -257,12 +262,12 @@ def main() -> int:
     with console.progress("audit, zoo", "faults", "faults") as show:
         for place, fault in enumerate(everything):
             show(place, len(everything), 0.0)
-            found = fault.found()
+            found = fault.find()
             right = right and bool(found) == (fault in FAULTS)
             verdict = f"found: {', '.join(found)}" if found else "nothing found"
-            rows.append([fault.name, verdict, f"{fault.words} ({fault.seen})"])
+            rows.append([fault.name, verdict, f"{fault.description} ({fault.found_in})"])
         show(len(everything), len(everything), 0.0)
-    print(console.columns(["fault", "verdict", "what it is"], rows))
+    print(console.format_columns(["fault", "verdict", "what it is"], rows))
     print(f"each verdict is wrong with probability at most {ERROR:g}")
     return 0 if right else 1
 

@@ -8,13 +8,13 @@ from torch import nn
 
 from dpdist import models
 from dpdist.certification.noise import Gaussian
-from dpdist.certification.worker import BankSampler, split_first_layer
+from dpdist.certification.worker import NoiseBankCounter, split_first_layer
 from dpdist.randomness import keys
-from dpdist.randomness.keys import RandomWords, UnitSource
+from dpdist.randomness.keys import AesWords, StreamKeys
 
 pytestmark = pytest.mark.guarantee
 
-SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
+SOURCE = StreamKeys("test", "seed", "model", "data", "gaussian", 0.5)
 
 
 def model(name: str = "mlp", **changes: object) -> nn.Module:
@@ -22,10 +22,10 @@ def model(name: str = "mlp", **changes: object) -> nn.Module:
     return models.initialise(spec, 1).eval()
 
 
-def bank(network: nn.Module, *, evict: bool = True) -> BankSampler:
+def bank(network: nn.Module, *, evict: bool = True) -> NoiseBankCounter:
     parts = split_first_layer(network)
     assert parts is not None
-    return BankSampler(
+    return NoiseBankCounter(
         *parts, "frozen", Gaussian(0.5), SOURCE, 3, [(200, 1, 6, 6), (50, 1, 6, 6)], evict=evict
     )
 
@@ -41,7 +41,7 @@ def test_the_split_is_the_model(network: nn.Module) -> None:
         parts = split_first_layer(network)
         assert parts is not None
         assert torch.allclose(parts[1](parts[0](inputs)), network(inputs), atol=1e-5)
-    assert (bank(network).classes_of(noise, inputs) == expected).all()
+    assert (bank(network).classify_noisy(noise, inputs) == expected).all()
 
 
 def test_other_structures_are_left_alone() -> None:
@@ -58,7 +58,7 @@ def test_counts_are_those_of_the_same_noise_on_every_input(evict: bool) -> None:
         for block in (0, 1, 0):
             noise = torch.empty(200, 1, 6, 6)
             key = SOURCE.key(None, keys.ESTIMATE, block)
-            Gaussian(0.5).draw(RandomWords().fill(key, noise.numel()), noise.numpy().reshape(-1))
+            Gaussian(0.5).draw(AesWords().fill(key, noise.numel()), noise.numpy().reshape(-1))
             with torch.no_grad():
                 expected = torch.bincount(network(noise + x).argmax(1), minlength=3)
             got = it.histogram(x, index, keys.ESTIMATE, block, 200, 200)
@@ -75,7 +75,7 @@ def test_kept_blocks_stay_within_memory(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(worker, "_CACHE_BYTES", 2 * it._kept_bytes)
         for block in range(6):
             it.histogram(x, 0, keys.ESTIMATE, block, 200, 200)
-        assert len(it._kept) <= 2 and it._kept_bytes <= worker._CACHE_BYTES
+        assert len(it._cache) <= 2 and it._kept_bytes <= worker._CACHE_BYTES
         assert (it.histogram(x, 0, keys.ESTIMATE, 0, 200, 200) == one).all()
         monkeypatch.undo()
 

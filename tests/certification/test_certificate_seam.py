@@ -14,7 +14,7 @@ from dpdist.certification.expected_scores import BettingScores, ExpectedScores
 from dpdist.certification.registry import BY_MODE, CERTIFICATES, settings_of
 from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
 from dpdist.core.errors import UserError
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OWN = {"cohen", "sequential", "expected_scores", "certificate", "registry"}
@@ -101,10 +101,12 @@ def test_a_recipe_with_the_defaults_of_every_certificate_still_opens() -> None:
         kind = BY_MODE["scores" if sigma is None else mode]
         assert type(settings_of(section)) is kind
         if sigma is not None:
-            read = parse({**recipe, "certify": section}, "recipe")
+            read = parse_recipe({**recipe, "certify": section}, "recipe")
             assert type(read.certify) is kind
             assert read.certify == settings_of(section)
-            again = parse({**recipe, "certify": read.certify.model_dump(mode="json")}, "recipe")  # type: ignore[union-attr]
+            again = parse_recipe(
+                {**recipe, "certify": read.certify.model_dump(mode="json")}, "recipe"
+            )  # type: ignore[union-attr]
             assert again == read
 
 
@@ -180,7 +182,7 @@ def test_complaints_name_the_key() -> None:
         ("sigma", r"certify: .*"),
     ):
         with pytest.raises(UserError, match=f"^recipe: {complaint}"):
-            parse({**recipe, "certify": section}, "recipe")
+            parse_recipe({**recipe, "certify": section}, "recipe")
         if isinstance(section, dict):
             with pytest.raises(UserError, match=complaint):
                 settings_of(section)

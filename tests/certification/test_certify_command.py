@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.here import call
+from support.local_execution import call
 
 from dpdist import models
 from dpdist.certification import table as tables
@@ -16,7 +16,7 @@ from dpdist.certification import table_reader
 from dpdist.cli import certify
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 
 pytestmark = pytest.mark.whole
 
@@ -38,25 +38,25 @@ def runs(tmp_path: Path) -> Path:
 
     import dpdist.data
 
-    train = dpdist.data.load(dpdist.data.Source("digits", 10), "train")
-    recipe = parse(RECIPE, "recipe")
+    train = dpdist.data.load(dpdist.data.DataSource("digits", 10), "train")
+    recipe = parse_recipe(RECIPE, "recipe")
     folder = RunFolder(tmp_path / "small")
-    folder.begin(recipe)
+    folder.create_or_open(recipe)
     spec = models.ModelSpec("linear", train.input_shape, 10)
-    model = models.build(spec)
+    model = models.build_model(spec)
     x, y = train.batch(slice(None)).flatten(1), torch.from_numpy(np.array(train.labels))
     means = torch.stack([x[y == c].mean(0) for c in range(10)])
     with torch.no_grad():
         model[1].weight.copy_(means)
         model[1].bias.copy_(-means.square().sum(1) / 2)
-    models.save(model, spec, folder.model)
+    models.save(model, spec, folder.model_folder)
     finish(folder)
     return tmp_path
 
 
 def finish(folder: RunFolder) -> None:
-    trained = {"steps": 1, "fallback_layers": [], "model": models.model_hash(folder.model)}
-    folder.trained.write_text(json.dumps(trained))
+    trained = {"steps": 1, "fallback_layers": [], "model": models.model_hash(folder.model_folder)}
+    folder.training_summary.write_text(json.dumps(trained))
 
 
 def good(*arguments: object) -> str:
@@ -89,7 +89,7 @@ def test_an_answer_of_a_removed_option_is_refused(here: None, runs: Path) -> Non
 def test_tables_of_a_removed_mode_are_refused(here: None, runs: Path) -> None:
     good("certify", "small", "--runs", runs)
     (path,) = (runs / "small/certificates").glob("*/certificates.parquet")
-    table, about = tables.read(path), tables.about(tables.read(path))
+    table, about = tables.read(path), tables.read_job_record(tables.read(path))
     about["settings"]["mode"] = "randomised"
     old = runs / "small/certificates/old/certificates.parquet"
     old.parent.mkdir()
@@ -112,7 +112,7 @@ def test_certify_export_rebound(here: None, runs: Path) -> None:
     assert "of the population, at least" in output
     table = tables.read(path)
     assert table.num_rows == 8
-    assert table_reader.of(table).certified_accuracy(0.0) > 0.5
+    assert table_reader.from_arrow(table).certified_accuracy(0.0) > 0.5
     assert len((runs / "c.tsv").read_text().splitlines()) == 9
     # Again: nothing is computed, the same file stays.
     before = path.read_bytes()
@@ -205,7 +205,7 @@ def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -
     assert not (folder / "certificates.parquet").exists()
     shutil.rmtree(folder)
     good("certify", "small", "--runs", runs)
-    about = tables.about(tables.read(folder / "certificates.parquet"))
+    about = tables.read_job_record(tables.read(folder / "certificates.parquet"))
     assert about["model"] == models.model_hash(model)
 
 
@@ -236,7 +236,7 @@ def test_early_stopping_by_command(here: None, runs: Path) -> None:
 def test_predict(runs: Path) -> None:
     import dpdist.data
 
-    test = dpdist.data.load(dpdist.data.Source("digits", 10), "test")
+    test = dpdist.data.load(dpdist.data.DataSource("digits", 10), "test")
     image = np.array(test.inputs[0])
     pixels = image[0] if image.dtype == np.uint8 else (image[0] * 255).astype(np.uint8)
     Image.fromarray(pixels).save(runs / "a.png")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support.certificates import changed
-from support.device import NAME, counted, simulated
-from support.here import without_ray
+from support.certificates import with_changes
+from support.local_execution import run_without_ray
+from support.simulated_device import NAME, count_transfers, simulated_device
 from torch import nn
 
 from dpdist import models
@@ -23,22 +23,22 @@ from dpdist.certification import inference, job, table
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.inference import (
+    ACCELERATOR_FORMS,
     CPU,
     DEFAULT_FORMS,
-    DEVICE_FORMS,
-    OTHER_FORMATS,
+    REDUCED_PRECISION_FORMS,
     STREAMS,
     Aes,
     Philox,
-    choose,
+    choose_inference_form,
 )
 from dpdist.certification.noise import NOISES, Gaussian
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.worker import (
     Assignment,
-    Piece,
-    Randomness,
+    InputWorkUnit,
+    KeyedGenerator,
     Worker,
     expected_log_scores,
     probe,
@@ -46,21 +46,21 @@ from dpdist.certification.worker import (
 from dpdist.core.errors import UserError
 from dpdist.core.fields import ATTACKS
 from dpdist.randomness import device_generators
-from dpdist.randomness.keys import UnitSource
-from dpdist.randomness.noise_location import OnInput, Several, place_of
+from dpdist.randomness.keys import StreamKeys
+from dpdist.randomness.noise_location import InputNoise, ModuleNoise, find_noise_location
 
 SHAPE, KEY = (1, 6, 6), bytes(range(32))
-SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
+SOURCE = StreamKeys("test", "seed", "model", "data", "gaussian", 0.5)
 
 
 # ---- the generator
 
 
-@pytest.mark.parametrize("vector", device_generators.KNOWN)
+@pytest.mark.parametrize("vector", device_generators.PHILOX_TEST_VECTORS)
 def test_words_are_the_published_ones(vector) -> None:
     counter, key, known = vector
     assert device_generators.philox(counter, key) == known
-    for device in (CPU, simulated()):
+    for device in (CPU, simulated_device()):
         places = tuple(torch.tensor([word], device=device) for word in counter)
         assert tuple(int(word) for word in device_generators.philox(places, key)) == known
 
@@ -73,30 +73,32 @@ def test_a_device_that_multiplies_otherwise_is_refused(monkeypatch) -> None:
 
 
 def test_streams_begin_anywhere_and_end() -> None:
-    whole = device_generators.words_on(KEY, 0, 1000, CPU)
+    whole = device_generators.philox_words(KEY, 0, 1000, CPU)
     for low, high in ((0, 1), (999, 1000), (7, 600)):
-        part = device_generators.words_on(KEY, low, high - low, CPU)
+        part = device_generators.philox_words(KEY, low, high - low, CPU)
         assert all(torch.equal(a[low:high], b) for a, b in zip(whole, part, strict=True))
     assert all(
         torch.equal(a, b.cpu())
-        for a, b in zip(whole, device_generators.words_on(KEY, 0, 1000, simulated()), strict=True)
+        for a, b in zip(
+            whole, device_generators.philox_words(KEY, 0, 1000, simulated_device()), strict=True
+        )
     )
-    device_generators.words_on(KEY, (1 << 32) - 1, 1, CPU)
+    device_generators.philox_words(KEY, (1 << 32) - 1, 1, CPU)
     with pytest.raises(ValueError, match="places"):
-        device_generators.words_on(KEY, (1 << 32) - 1, 2, CPU)
+        device_generators.philox_words(KEY, (1 << 32) - 1, 2, CPU)
 
 
 def test_every_bit_of_a_key_counts_and_words_are_even() -> None:
     """Words of keys that differ in one bit: half of the bits differ, of any place of the word."""
-    first = torch.cat(device_generators.words_on(KEY, 0, 500, CPU))
+    first = torch.cat(device_generators.philox_words(KEY, 0, 500, CPU))
     for bit in range(0, 8 * device_generators.PHILOX_KEY_BYTES, 7):
         other = bytearray(KEY)
         other[bit // 8] ^= 1 << bit % 8
-        moved = first ^ torch.cat(device_generators.words_on(bytes(other), 0, 500, CPU))
+        moved = first ^ torch.cat(device_generators.philox_words(bytes(other), 0, 500, CPU))
         share = [float((moved >> place & 1).double().mean()) for place in range(32)]
         # 2,000 coins for each place: 6 deviations, 23 x 32 places, false failure below 2e-6.
         assert max(abs(s - 0.5) for s in share) < 6 * 0.5 / np.sqrt(2000)
-    words = torch.cat(device_generators.words_on(KEY, 0, 250_000, CPU)).numpy()
+    words = torch.cat(device_generators.philox_words(KEY, 0, 250_000, CPU)).numpy()
     assert words.min() >= 0 and words.max() < 1 << 32
     for shift in (0, 12, 24):  # each byte, and pairs of neighbours; false failure 1e-5 each
         bytes_ = words >> shift & 255
@@ -125,18 +127,18 @@ def test_noise_has_its_law_and_no_other(name: str) -> None:
 def test_the_tails_of_the_gaussian_end_beyond_seven_and_a_half() -> None:
     """The largest length has 40 bits: what is cut off has a mass of 2^-41 for each pair."""
     zero, most = torch.tensor([0, 0]), torch.tensor([0, (1 << 24) - 1])
-    first, second = Gaussian(1.0).numbers(zero, most)
+    first, second = Gaussian(1.0).words_to_noise(zero, most)
     assert float(first[0]) == pytest.approx(np.sqrt(2 * 41 * np.log(2)), rel=1e-6)
     assert float(first[0]) > 7.5 and bool(first.isfinite().all() and second.isfinite().all())
     words = (
         torch.tensor([0, 1]),
         torch.tensor([1 << 24, 0]),
     )  # the next to smallest, and 256 further
-    lengths = torch.stack(Gaussian(1.0).numbers(*words)).norm(dim=0).double()
+    lengths = torch.stack(Gaussian(1.0).words_to_noise(*words)).norm(dim=0).double()
     exact = torch.tensor([3.0, 513.0], dtype=torch.float64).mul(2.0**-41).log().mul(-2).sqrt()
     assert torch.allclose(lengths, exact, rtol=1e-6)
     ends = torch.tensor([(1 << 32) - 1])  # the smallest: no square root of a negative number
-    assert all(abs(float(v)) < 1e-3 for v in Gaussian(1.0).numbers(ends, ends))
+    assert all(abs(float(v)) < 1e-3 for v in Gaussian(1.0).words_to_noise(ends, ends))
     tail = Philox().fill(Gaussian(1.0), KEY, torch.empty(1_000_000)).abs()
     # Expected 63 beyond 4 sigma; 5 standard deviations of a Poisson either way: 6e-7.
     assert abs(int((tail > 4).sum()) - 1e6 * 2 * stats.norm.sf(4)) < 5 * np.sqrt(63)
@@ -147,7 +149,7 @@ def test_a_tensor_is_filled_alike_on_both_devices(noise: type[Gaussian]) -> None
     filled = [
         STREAMS[name](device).fill(noise(0.5), KEY, torch.empty(40, 37, device=device)).cpu()
         for name in STREAMS
-        for device in (CPU, simulated())
+        for device in (CPU, simulated_device())
     ]
     assert torch.equal(filled[0], filled[1]) and torch.equal(filled[2], filled[3])
     assert not torch.equal(filled[0], filled[2])
@@ -167,7 +169,7 @@ def network(noise: str) -> tuple[nn.Module, dict[str, Any]]:
         split = models.require_split(model)
         models.attach_noise(model, torch.rand(split.hidden_shape(SHAPE)) + 0.1)
     if noise == "several":
-        Several({"0": 0.2, "3": 0.1}, input_std=0.5).attach(model)
+        ModuleNoise({"0": 0.2, "3": 0.1}, input_std=0.5).attach(model)
     if noise == "bank":
         model = models.initialise(models.ModelSpec("mlp", SHAPE, 3), 3)
         return model, {"sigma": 0.5, "noise_bank": True}
@@ -179,10 +181,10 @@ def assignment(
     settings: Certificate, model: nn.Module, device: torch.device, reexecuted: bytes | None = KEY
 ) -> Assignment:
     inputs = torch.rand(9, *SHAPE, generator=torch.Generator().manual_seed(0)).numpy()
-    place = settings.place(model, SHAPE)
+    place = settings.build_sampler(model, SHAPE)
     made = Assignment(
         model, settings, place, SOURCE, 3, SHAPE, inputs, device=device.type, gpus=1,
-        reexecuted=reexecuted,
+        reexecution_key=reexecuted,
     )  # fmt: skip
     return replace(made, spec=probe(made))
 
@@ -216,15 +218,15 @@ def test_counts_are_those_of_the_generator_on_a_cpu(noise: str, mode: dict[str, 
             "form": "eager",
         }
     )
-    rows, blocks = [], settings.units(50)
-    for device in (CPU, simulated()):
+    rows, blocks = [], settings.num_units(50)
+    for device in (CPU, simulated_device()):
         x = np.full(SHAPE, 0.4, np.float32)
-        (checked,) = Worker(assignment(settings, model, device))([Piece(2, 0, blocks, x)])
+        (checked,) = Worker(assignment(settings, model, device))([InputWorkUnit(2, 0, blocks, x)])
         rows.append({k: v for k, v in checked.items() if k != "seconds"})
         worker = Worker(assignment(settings, model, device, reexecuted=None))
-        worker([Piece(1, 0, 1, x)])  # parts that are made once
-        with counted() as seen:
-            (row,) = worker([Piece(2, 0, blocks, x)])
+        worker([InputWorkUnit(1, 0, 1, x)])  # parts that are made once
+        with count_transfers() as seen:
+            (row,) = worker([InputWorkUnit(2, 0, blocks, x)])
         rows.append({k: v for k, v in row.items() if k != "seconds"})
         assert next(worker._assignment.model.parameters()).device == CPU  # the caller's own
     assert all(row == rows[0] for row in rows)  # where rows are executed again too
@@ -237,9 +239,9 @@ def test_aes_gives_its_own_numbers_there_too() -> None:
     model, section = network("gaussian")
     settings = settings_of({**section, "n0": 10, "n": 90, "batch": 50, "generator": "aes"})
     x, verdicts = np.full(SHAPE, 0.4, np.float32), []
-    for device in (CPU, simulated()):
-        made = assignment(changed(settings, form="eager"), model, device)
-        assert made.executed.generator == "aes" and isinstance(made.stream, Aes)
+    for device in (CPU, simulated_device()):
+        made = assignment(with_changes(settings, form="eager"), model, device)
+        assert made.executed_spec.generator == "aes" and isinstance(made.stream, Aes)
         verdicts.append(Worker(made).certify(x, 5))
     assert verdicts[0] == verdicts[1]
 
@@ -247,29 +249,32 @@ def test_aes_gives_its_own_numbers_there_too() -> None:
 def test_batch_and_generator_are_chosen_once_for_the_device(monkeypatch) -> None:
     """By its memory, and so that the last block is about full; a CPU's are as they were."""
     model, section = network("gaussian")
-    module = torch.get_device_module(simulated())
+    module = torch.get_device_module(simulated_device())
     settings = settings_of({**section, "n": 100_000, "form": "eager"})
     chosen = []
     for free in (1 << 16, 1 << 18):
         monkeypatch.setattr(type(module), "free", free)
-        spec = assignment(settings, model, simulated()).executed
+        spec = assignment(settings, model, simulated_device()).executed_spec
         assert (spec.device, spec.generator, spec.machine) == (NAME, "philox", "Simulated 1")
-        assert set(spec.pinned) >= {"device", "generator"}
+        assert set(spec.pinned_fields) >= {"device", "generator"}
         chosen.append(spec.batch)
-        blocks = settings.units(spec.batch)
+        blocks = settings.num_units(spec.batch)
         assert 0 <= blocks * spec.batch - settings.n < blocks
-    assert chosen[0] < chosen[1] <= settings.device_batch
-    assert assignment(changed(settings, batch=70), model, simulated()).executed.batch == 70
-    spec = assignment(settings, model, CPU).executed
-    assert (spec.batch, spec.generator) == (settings.usual_batch, "aes")
-    assert not set(spec.pinned) & {"device", "generator"}
+    assert chosen[0] < chosen[1] <= settings.max_device_batch
+    assert (
+        assignment(with_changes(settings, batch=70), model, simulated_device()).executed_spec.batch
+        == 70
+    )
+    spec = assignment(settings, model, CPU).executed_spec
+    assert (spec.batch, spec.generator) == (settings.default_batch, "aes")
+    assert not set(spec.pinned_fields) & {"device", "generator"}
 
 
 def test_another_kind_of_gpu_is_refused(monkeypatch) -> None:
     model, section = network("gaussian")
     settings = settings_of({**section, "n": 100, "form": "eager"})
-    made = assignment(settings, model, simulated())
-    module = torch.get_device_module(simulated())
+    made = assignment(settings, model, simulated_device())
+    module = torch.get_device_module(simulated_device())
     monkeypatch.setattr(type(module), "get_device_name", lambda *_: "Simulated 2")
     with pytest.raises(UserError, match="on Simulated 2, the certification began on Simulated 1"):
         Worker(made)
@@ -278,13 +283,14 @@ def test_another_kind_of_gpu_is_refused(monkeypatch) -> None:
 def test_another_number_format_is_a_classifier_of_its_own() -> None:
     model, _ = network("gaussian")
     batch = torch.rand(50, *SHAPE)
-    for device in (CPU, simulated()):
-        spec, classify = choose(model.to(device).eval(), batch.to(device), "bf16")
+    for device in (CPU, simulated_device()):
+        spec, classify = choose_inference_form(model.to(device).eval(), batch.to(device), "bf16")
         assert spec.form == "bf16" and classify.logits(batch.to(device)).dtype == torch.float32
         want = model.bfloat16()(batch.to(device).bfloat16()).argmax(1)
         assert torch.equal(classify(batch.to(device)), want)
         model = model.float()
-    assert not {*DEFAULT_FORMS, *DEVICE_FORMS} & {*OTHER_FORMATS}  # for the asking only
+    # for the asking only
+    assert not {*DEFAULT_FORMS, *ACCELERATOR_FORMS} & {*REDUCED_PRECISION_FORMS}
 
 
 # ---- the job
@@ -306,17 +312,17 @@ class Images:
 
 @pytest.fixture
 def certify(tmp_path, monkeypatch):
-    without_ray(monkeypatch)
-    simulated()
+    run_without_ray(monkeypatch)
+    simulated_device()
     monkeypatch.setattr(inference, "GPU", NAME)
-    monkeypatch.setattr(inference, "settle", lambda device: None)
+    monkeypatch.setattr(inference, "make_deterministic", lambda device: None)
     spec = models.ModelSpec("small-cnn", SHAPE, 3, {"width": 4})
     models.save(models.initialise(spec, 3), spec, tmp_path / "model")
     settings = Cohen(sigma=0.5, n0=10, n=90, batch=50, seed="5", form="eager")
 
     def run(name: str, have: float = 0.0, **options: Any) -> tuple[list[dict[str, Any]], Path]:
-        monkeypatch.setattr(job.actor_pool, "gpus", lambda: have)
-        own = changed(settings, **options.pop("settings", {}))
+        monkeypatch.setattr(job.actor_pool, "cluster_gpus", lambda: have)
+        own = with_changes(settings, **options.pop("settings", {}))
         found = job.certify(tmp_path / "model", Images(), own, tmp_path / name, **options)
         return found.to_pylist(), tmp_path / name
 
@@ -329,7 +335,10 @@ def test_a_certification_on_gpus_is_the_generators_on_a_cpu(certify, monkeypatch
     there, folder = certify("gpu", 1.0, gpus=0.5, actors=2, chunk_seconds=1e-3, say=said.append)
     (line,) = [line for line in said if "GPUs" in line]
     assert there == on_cpu and "0.5 for each actor" in line
-    assert table.about(table.read(folder / job.TABLE))["classifier"]["machine"] == "Simulated 1"
+    assert (
+        table.read_job_record(table.read(folder / job.TABLE))["classifier"]["machine"]
+        == "Simulated 1"
+    )
     about = json.loads((folder / "settings.json").read_text())
     assert about["classifier"]["device"] == NAME and about["classifier"]["generator"] == "philox"
     plain, folder = certify("plain")
@@ -360,10 +369,10 @@ def test_a_gpu_is_made_repeatable(monkeypatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     try:
-        inference.settle(torch.device("cpu"))
+        inference.make_deterministic(torch.device("cpu"))
         assert not asked
         cudnn.allow_tf32 = matmul.allow_tf32 = True
-        inference.settle(torch.device("cuda"))
+        inference.make_deterministic(torch.device("cuda"))
         assert asked == [True] and not cudnn.allow_tf32 and not matmul.allow_tf32
     finally:
         cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
@@ -392,14 +401,14 @@ def test_attacks_work_where_the_model_is(name, norm) -> None:
     model, _ = network("hidden")
     x, size = torch.rand(5, *SHAPE), torch.full((5,), 0.1, dtype=torch.float64)
     targets, found = torch.arange(5) % 3, []
-    for device in (CPU, simulated()):
+    for device in (CPU, simulated_device()):
         model = model.to(device).eval().requires_grad_(False)
-        for place in (place_of(model), OnInput(0.2)):
+        for place in (find_noise_location(model), InputNoise(0.2)):
             found.append(
                 attack(
                     name, RandomisedClassifier(model, place),
                     Ball(x.to(device), size.to(device), norm), targets.to(device), range(5),
-                    Randomness(SOURCE), steps=2, draws=3, restarts=2,
+                    KeyedGenerator(SOURCE), steps=2, draws=3, restarts=2,
                 ).cpu()
             )  # fmt: skip
     for a, b in zip(found[:2], found[2:], strict=True):
@@ -411,5 +420,5 @@ def test_mean_scores_are_asked_where_the_model_is(noise: str) -> None:
     model, _ = network(noise)
     x = torch.rand(5, *SHAPE)
     want = expected_log_scores(model.eval(), x, 3, seed="1")
-    got = expected_log_scores(model.to(simulated()), x.to(simulated()), 3, seed="1")
+    got = expected_log_scores(model.to(simulated_device()), x.to(simulated_device()), 3, seed="1")
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)

@@ -76,13 +76,13 @@ def test_who_is_better_where() -> None:
     first = np.array([0.1] * 300 + [0.9] * 200 + [-1.0] * 100)
     second = np.array([0.4] * 300 + [-1.0] * 200 + [-1.0] * 100)
     found = curve_difference(first, second, 1.0, cells=20)
-    assert found.ahead == [pytest.approx((0.1, 0.4))]
-    assert found.behind == [pytest.approx((0.0, 0.1)), pytest.approx((0.4, 0.9))]
+    assert found.better_ranges == [pytest.approx((0.1, 0.4))]
+    assert found.worse_ranges == [pytest.approx((0.0, 0.1)), pytest.approx((0.4, 0.9))]
     back = curve_difference(second, first, 1.0, cells=20)
-    assert back.ahead == found.behind and back.behind == found.ahead
+    assert back.better_ranges == found.worse_ranges and back.worse_ranges == found.better_ranges
     assert (back.low == -found.high).all()
     alike = curve_difference(first, first, 1.0)
-    assert alike.ahead == [] and alike.behind == []
+    assert alike.better_ranges == [] and alike.worse_ranges == []
 
 
 def test_many_cells_cost_little() -> None:
@@ -90,6 +90,6 @@ def test_many_cells_cost_little() -> None:
     first = rng.uniform(0, 1, 1000)
     second = np.clip(first + 0.2, 0, 1)
     few, many = (curve_difference(first, second, 1.0, cells=cells) for cells in (4, 64))
-    assert not few.ahead or few.low.max() < many.low.max()
-    ((above, upto),) = many.ahead
+    assert not few.better_ranges or few.low.max() < many.low.max()
+    ((above, upto),) = many.better_ranges
     assert above < 0.25 and upto > 0.95

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from support.certificates import Data
-from support.here import without_ray
+from support.local_execution import run_without_ray
 from support.networks import save_small_cnn
 
 from dpdist.attacks import job as attacks
@@ -22,7 +22,7 @@ from dpdist.certification.expected_scores import SIZE_COLUMNS
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.sequential import HITS
-from dpdist.certification.table_reader import merge_tables, rebound
+from dpdist.certification.table_reader import merge_tables, recertify
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 
@@ -64,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """The table of each section."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
+        run_without_ray(patch)
         for name, section in SECTIONS.items():
             own = dict(section)
             noisy = own.pop("hidden", "sigma" not in own)
@@ -81,7 +81,9 @@ def edited(path: Path, to: Path, place: int, **changes: Any) -> Path:
     rows = table.to_pylist()
     rows[place] |= changes
     to.parent.mkdir(exist_ok=True, parents=True)
-    tables.write(tables.build(rows, tables.about(table), table.schema.remove_metadata()), to)
+    tables.write(
+        tables.build(rows, tables.read_job_record(table), table.schema.remove_metadata()), to
+    )
     return to
 
 
@@ -127,9 +129,9 @@ def test_every_value_of_a_row_is_held_against_its_counts(
 def follows(path: Path, to: Path, place: int, **changes: Any) -> Path:
     """A copy in which one row has other counts, and says all that follows from these."""
     table = tables.read(edited(path, to, place, **changes))
-    kind = table_reader.kind_of(table)
+    kind = table_reader.certificate_class_of(table)
     try:
-        made = kind.made(table, table["alpha"][0].as_py())
+        made = kind.recompute_columns(table, table["alpha"][0].as_py())
     except ValueError:  # nothing does
         return to
     return edited(to, to, place, **{name: column[place].item() for name, column in made.items()})
@@ -238,13 +240,13 @@ def test_other_counts_that_draws_can_have_are_read(
 @pytest.mark.parametrize("name", SECTIONS)
 def test_what_nobody_edited_is_read(made: dict[str, Path], tmp_path: Path, name: str) -> None:
     found = table_reader.read(made[name])
-    if found.kind.mode_name() in ("target", "target-scores"):
+    if found.certificate_class.mode_name() in ("target", "target-scores"):
         return
     # At another error, too; and as the same table again at its own.
-    looser = rebound(found.table, 0.2)
+    looser = recertify(found.table, 0.2)
     tables.write(looser, tmp_path / "looser.parquet")
     assert table_reader.read(tmp_path / "looser.parquet").alpha == 0.2
-    assert rebound(found.table, 0.05).to_pylist() == found.table.to_pylist()
+    assert recertify(found.table, 0.05).to_pylist() == found.table.to_pylist()
 
 
 def test_counts_of_target_radii_are_kept_at_each_look(
@@ -293,7 +295,7 @@ def test_settings_that_are_edited_with_the_rows_are_told(
 ) -> None:
     """Another norm of the first layer, or another sigma, makes other radii."""
     table = tables.read(made[name])
-    about = tables.about(table)
+    about = tables.read_job_record(table)
     schema = table.schema.remove_metadata()
     if name == "scores":
         norms = {key: value / 2 for key, value in about["sensitivity"].items()}
@@ -315,25 +317,25 @@ def test_labels_are_those_of_the_data(made: dict[str, Path], tmp_path: Path) -> 
     for start in (0, 1):
         rows = table.to_pylist()[start::2]
         pairs = [[row[name] for row in rows] for name in ("index", "label")]
-        about = tables.about(table) | {"labels": job_folder.label_digest(*pairs)}
+        about = tables.read_job_record(table) | {"labels": job_folder.label_digest(*pairs)}
         parts.append(tables.build(rows, about))
     whole = merge_tables(parts)
-    assert tables.about(whole)["labels"] == tables.about(table)["labels"]
+    assert tables.read_job_record(whole)["labels"] == tables.read_job_record(table)["labels"]
     assert whole.to_pylist() == table.to_pylist()
     wrong = [{**row, "label": (row["label"] + 1) % 3} for row in table.to_pylist()]
     with pytest.raises(UserError, match="its labels are not those it was made with"):
-        table_reader.of(tables.build(wrong, tables.about(whole)))
-    about = {k: v for k, v in tables.about(table).items() if k != "labels"}
-    unsaid = table_reader.of(tables.build(wrong, about))
+        table_reader.from_arrow(tables.build(wrong, tables.read_job_record(whole)))
+    about = {k: v for k, v in tables.read_job_record(table).items() if k != "labels"}
+    unsaid = table_reader.from_arrow(tables.build(wrong, about))
     assert unsaid.label.tolist() == [(label + 1) % 3 for label in Data(10).labels]
     silent = tables.build(parts[1].to_pylist(), about)
-    assert "labels" not in tables.about(merge_tables([parts[0], silent]))
+    assert "labels" not in tables.read_job_record(merge_tables([parts[0], silent]))
 
 
 def test_labels_under_attack_are_those_of_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
 
     settings = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
     model = model_of(tmp_path / "model", noisy=False)
@@ -345,7 +347,7 @@ def test_labels_under_attack_are_those_of_the_data(
             changed[place]["label"] = (changed[place]["label"] + 1) % 3
         path = tmp_path / "edited.parquet"
         schema = table.schema.remove_metadata()
-        about = attack_tables.about(table)
+        about = attack_tables.read_job_record(table)
         job_folder.write_table(
             job_folder.build_table(changed, schema, about, attack_tables.KEY), path
         )

@@ -59,7 +59,9 @@ def believed(path: Path, to: Path, column: str, rows: slice, value: Any) -> bool
     for row in changed[rows]:
         row[column] = value
     try:
-        tables.write(tables.build(changed, tables.about(table), table.schema.remove_metadata()), to)
+        tables.write(
+            tables.build(changed, tables.read_job_record(table), table.schema.remove_metadata()), to
+        )
     except (pa.ArrowException, TypeError, OverflowError):
         return False  # no such table can be written
     try:
@@ -83,7 +85,9 @@ def test_an_edit_of_any_column_is_refused_or_listed(
                     tried += 1
                     if believed(made[name], tmp_path / "x.parquet", column, some, value):
                         passed.add(column)
-    assert passed <= found.kind.drawn and tried > 5 * len(found.table.column_names)
+    assert passed <= found.certificate_class.sampled_columns and tried > 5 * len(
+        found.table.column_names
+    )
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -100,7 +104,7 @@ def test_rows_stand_in_the_order_of_their_inputs(
 def test_the_docs_list_what_was_drawn() -> None:
     lines = DOCS.read_text().splitlines()
     for kind in CERTIFICATES:
-        names = ", ".join(f"`{name}`" for name in sorted(kind.drawn))
+        names = ", ".join(f"`{name}`" for name in sorted(kind.sampled_columns))
         assert f"| `{kind.mode_name()}` | {names} |" in lines
 
 
@@ -108,10 +112,10 @@ def test_every_listed_column_is_one_that_an_edit_passes(
     made: dict[str, Path], tmp_path: Path
 ) -> None:
     """The list names no more than it must."""
-    left = {(kind.mode_name(), column) for kind in CERTIFICATES for column in kind.drawn}
+    left = {(kind.mode_name(), column) for kind in CERTIFICATES for column in kind.sampled_columns}
     for path in made.values():
         found = table_reader.read(path)
-        rows, mode = found.table.to_pylist(), found.kind.mode_name()
+        rows, mode = found.table.to_pylist(), found.certificate_class.mode_name()
         for column in [name for of, name in sorted(left) if of == mode]:
             for some in rows_to_edit(rows)[:-1]:
                 was = rows[some][0][column]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from support.here import call
+from support.local_execution import call
 from torch import nn
 
 import dpdist
@@ -115,7 +115,7 @@ def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path:
     p = [float(exact(k, 500, 0.001)) for k in found.table["k"].to_pylist()]
     assert found.table["p_lower"].to_numpy() == pytest.approx(np.asarray(p), abs=1e-12)
     assert (found.radius <= other.radius).all() and "Hoeffding" in found.words
-    again = table_reader.rebound(found.table, 0.2)
+    again = table_reader.recertify(found.table, 0.2)
     wider = [float(exact(k, 500, 0.2)) for k in found.table["k"].to_pylist()]
     assert again["p_lower"].to_numpy() == pytest.approx(np.asarray(wider), abs=1e-12)
     # Radii of the other bound, which are larger, are not taken for these.
@@ -144,4 +144,4 @@ def test_the_command(here: None, tmp_path: Path) -> None:
     assert done.exit_code == 0, (done.output, done.exception)
     (path,) = tmp_path.glob("x/certificates/*/certificates.parquet")
     assert path.parent.name == "sigma-0.25-hoeffding-n-100"
-    assert table_reader.read(path).kind is HoeffdingVotes
+    assert table_reader.read(path).certificate_class is HoeffdingVotes

@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import stats
-from support.certificates import Data, changed
+from support.certificates import Data, with_changes
 from support.networks import save_small_cnn
 
 from dpdist import models
 from dpdist.certification import job, table, worker
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.inference import ClassifierSpec
-from dpdist.certification.worker import Assignment, BankSampler, SmoothedPlace
+from dpdist.certification.worker import Assignment, NoiseBankCounter, VoteSampler
 from dpdist.cluster import resumable_job
 from dpdist.core.errors import UserError
-from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.keys import StreamKeys
 
 pytestmark = pytest.mark.guarantee
 
@@ -113,13 +113,13 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
     # At 1,000 draws per second one sequential test of 100,000 may honestly take 100 seconds.
     seen = []
     monkeypatch.setattr(resumable_job, "run_chunks", lambda *arguments: seen.append(arguments[-1]))
-    monkeypatch.setattr(job, "_stored_rate", lambda _: 1000.0)
-    settings = changed(SETTINGS, n=100_000, mode="target", radii=(0.25,))
+    monkeypatch.setattr(job, "_read_rate", lambda _: 1000.0)
+    settings = with_changes(SETTINGS, n=100_000, mode="target", radii=(0.25,))
     for _ in range(2):  # the second call reads the stored rate
         with pytest.raises(KeyError):  # nothing was computed
             job.certify(model_folder, FakeData(), settings, tmp_path)
-    assert seen[1].stall_after >= 1000
-    assert seen[0].stall_after >= 60
+    assert seen[1].stall_seconds >= 1000
+    assert seen[0].stall_seconds >= 60
 
 
 @pytest.mark.slow
@@ -153,13 +153,13 @@ def test_an_interrupted_job_computes_only_what_is_missing(
 
 @pytest.mark.slow
 def test_a_secret_seed_is_stored_and_kept(here: None, model_folder: Path, tmp_path: Path) -> None:
-    settings = changed(SETTINGS, seed=None, max_inputs=2)
+    settings = with_changes(SETTINGS, seed=None, max_inputs=2)
     first = job.certify(model_folder, FakeData(), settings, tmp_path, actors=1)
     (tmp_path / job.TABLE).unlink()
     (tmp_path / "journal.jsonl").unlink()
     again = job.certify(model_folder, FakeData(), settings, tmp_path, actors=1)
     assert again.equals(first)
-    assert len(table.about(first)["seed"]) == 32
+    assert len(table.read_job_record(first)["seed"]) == 32
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_results_of_other_settings_are_not_mixed(
     reference: Path, model_folder: Path, change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        job.certify(model_folder, FakeData(), changed(SETTINGS, **change), reference, actors=1)
+        job.certify(model_folder, FakeData(), with_changes(SETTINGS, **change), reference, actors=1)
 
 
 def test_other_data_and_models_are_not_mixed(
@@ -213,32 +213,34 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
     inputs, blocks = 10, 200
     settings = Cohen(sigma=0.5, n=blocks * 10, batch=10, noise_bank=noise_bank)
     data = FakeData(count=inputs)
-    source = UnitSource("certify", "0", "", "", "gaussian", 0.5)
+    source = StreamKeys("certify", "0", "", "", "gaussian", 0.5)
     spec = ClassifierSpec("eager", 10, "", "", "", 1.0)
-    place = SmoothedPlace(settings.smoothing, noise_bank)
+    place = VoteSampler(settings.smoothing_noise, noise_bank)
     assignment = Assignment(None, settings, place, source, 3, (1, 6, 6), None, spec)  # type: ignore[arg-type]
 
-    def book() -> resumable_job.Book:
-        return resumable_job.Book(job.Inputs(assignment, data, settings.indices(inputs)))
+    def book() -> resumable_job.JobState:
+        return resumable_job.JobState(
+            job.CertificationWorkItems(assignment, data, settings.indices(inputs))
+        )
 
-    cut = resumable_job.Cut(1, 1, across=noise_bank)
+    cut = resumable_job.ChunkPlan(1, 1, interleave_items=noise_bank)
     tracemalloc.start()
     try:
         done, count = book(), 0
-        for chunk in resumable_job.chunks(done, cut):
+        for chunk in resumable_job.iter_chunks(done, cut):
             count += 1
             for piece in chunk.payload:
                 partial = {"histogram": [9, 1, 0]} | ({"selected": 0} if not piece.low else {})
-                done.add({"index": piece.index, "low": piece.low, "high": piece.high,
+                done.add_entry({"index": piece.index, "low": piece.low, "high": piece.high,
                           "partial": partial, "seconds": 0.0})  # fmt: skip
         streamed = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        stored = list(resumable_job.chunks(book(), cut))
+        stored = list(resumable_job.iter_chunks(book(), cut))
         kept = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert count == len(stored) == inputs * blocks == 2_000
-    assert [row["histogram"] for (row,) in done.rows.values()] == [(1800, 200, 0)] * inputs
+    assert [row["histogram"] for (row,) in done.finished_rows.values()] == [(1800, 200, 0)] * inputs
     assert streamed < 0.5e6 and kept > 1e6
 
 
@@ -247,7 +249,7 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
 def test_sequential_modes_are_independent_of_workers_too(
     here: None, model_folder: Path, tmp_path: Path, mode: str
 ) -> None:
-    settings = changed(SETTINGS, n=3000, mode=mode, radii=(0.0, 0.25, 0.5))
+    settings = with_changes(SETTINGS, n=3000, mode=mode, radii=(0.0, 0.25, 0.5))
     one = job.certify(model_folder, FakeData(), settings, tmp_path / "1", actors=1)
     job.certify(model_folder, FakeData(), settings, tmp_path / "2", actors=2, chunk_seconds=1e-3)
     assert raw(tmp_path / "1") == raw(tmp_path / "2")
@@ -268,13 +270,13 @@ def test_sequential_modes_are_independent_of_workers_too(
 def test_a_noise_bank_is_independent_of_workers_too(here: None, tmp_path: Path, name: str) -> None:
     spec = models.ModelSpec(name, (1, 6, 6), 3)
     models.save(models.initialise(spec, 3), spec, tmp_path / "model")
-    settings = changed(SETTINGS, noise_bank=True, n=400)
+    settings = with_changes(SETTINGS, noise_bank=True, n=400)
     job.certify(tmp_path / "model", FakeData(), settings, tmp_path / "1", actors=1)
     job.certify(
         tmp_path / "model", FakeData(), settings, tmp_path / "2", actors=2, chunk_seconds=1e-3
     )
     assert raw(tmp_path / "1") == raw(tmp_path / "2")
-    assert table.about(table.read(tmp_path / "1" / job.TABLE))["settings"]["noise_bank"]
+    assert table.read_job_record(table.read(tmp_path / "1" / job.TABLE))["settings"]["noise_bank"]
 
 
 @pytest.mark.slow
@@ -285,15 +287,15 @@ def test_what_a_noise_bank_rounds_otherwise_stops_nothing(
     the model's, ties aside."""
     spec = models.ModelSpec("mlp", (1, 6, 6), 3)
     models.save(models.initialise(spec, 3), spec, tmp_path / "model")
-    real = BankSampler.classes_of
+    real = NoiseBankCounter.classify_noisy
 
-    def one_other(self: BankSampler, *parts: torch.Tensor) -> torch.Tensor:
+    def one_other(self: NoiseBankCounter, *parts: torch.Tensor) -> torch.Tensor:
         classes = real(self, *parts).clone()
         classes[0] = (classes[0] + 1) % 3
         return classes
 
-    monkeypatch.setattr(BankSampler, "classes_of", one_other)
-    settings = changed(SETTINGS, noise_bank=True, n=100)
+    monkeypatch.setattr(NoiseBankCounter, "classify_noisy", one_other)
+    settings = with_changes(SETTINGS, noise_bank=True, n=100)
     work = (tmp_path / "model", FakeData(), settings, tmp_path / "out")
     with pytest.raises(
         UserError, match="with a noise bank 1 of 100 check inputs get another class"
@@ -323,7 +325,7 @@ def test_models_that_cannot_be_certified_are_refused(
 
 def test_exports(reference: Path, tmp_path: Path) -> None:
     results = table.read(reference / job.TABLE)
-    table.write_cohen_tsv(results, tmp_path / "t.tsv", job.timings(reference))
+    table.write_cohen_tsv(results, tmp_path / "t.tsv", job.read_timings(reference))
     lines = [line.split("\t") for line in (tmp_path / "t.tsv").read_text().splitlines()]
     assert lines[0] == ["idx", "label", "predict", "radius", "correct", "time"]
     for line, row in zip(lines[1:], results.to_pylist(), strict=True):
@@ -355,4 +357,4 @@ def test_settings_that_cannot_be_used_are_refused(wrong: dict[str, object]) -> N
     with pytest.raises(
         UserError, match=f"certify.{'radii' if 'mode' in wrong else next(iter(wrong))}"
     ):
-        changed(Cohen(sigma=0.5), **wrong)
+        with_changes(Cohen(sigma=0.5), **wrong)

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from dpdist import models
 from dpdist.certification import cohen, job, table_reader
-from dpdist.certification.certificate import counted, join, totals
+from dpdist.certification.certificate import counts_to_json, merge_partials, total_counts
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT, score_bounds_counts
 from dpdist.certification.statistics import population_bounds
-from dpdist.certification.table_reader import label_reach, rebound
-from dpdist.certification.worker import HiddenNoiseSampler, class_counts, expected_log_scores
+from dpdist.certification.table_reader import achievable_label_radii, recertify
+from dpdist.certification.worker import HiddenNoiseCounter, count_classes, expected_log_scores
 from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper, two_sided_p_value
 from dpdist.models import NO_CLASS, predicted_classes, softmax_scores
 from dpdist.randomness import keys
-from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.keys import StreamKeys
 
-SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
+SOURCE = StreamKeys("test", "seed", "model", "data", "gaussian", 0.5)
 SETTINGS: dict[str, Any] = {
     "sigma": 0.1, "n0": 20, "n": 200, "batch": 25, "seed": "1", "form": "eager"
 }  # fmt: skip
@@ -43,7 +43,7 @@ def test_only_rows_of_numbers_have_a_class(dtype: torch.dtype) -> None:
     logits = torch.tensor(ROWS, dtype=dtype)
     assert predicted_classes(logits).tolist() == [NO_CLASS] * 6 + [1, 0]
     assert predicted_classes(logits.view(2, 4, 3)).tolist() == [[-1] * 4, [-1, -1, 1, 0]]
-    assert class_counts(logits, 3).tolist() == [1, 1, 0]
+    assert count_classes(logits, 3).tolist() == [1, 1, 0]
     scores = softmax_scores(logits)
     assert (scores[:6] == 0).all() and torch.equal(scores[6:], torch.softmax(logits[6:], 1))
 
@@ -77,13 +77,13 @@ def test_what_no_check_input_shows_is_certified_as_nothing(
     assert found.certified_accuracy(0.0) == np.mean([
         row["prediction"] == row["label"] for row in tables["Overflows"]
     ])  # fmt: skip
-    assert not found.correct[64:].any() and not found.certified()[64:].clip(0).any()
+    assert not found.correct[64:].any() and not found.size_if_correct()[64:].clip(0).any()
     for stated in population_bounds(found, (0.01,)):
-        right = int((found.certified() >= 0.01).sum())
-        assert stated.low <= clopper_pearson_lower(right, 72, 0.05)
+        right = int((found.size_if_correct() >= 0.01).sum())
+        assert stated.accuracy_lower_bound <= clopper_pearson_lower(right, 72, 0.05)
     if not mode:
-        assert (label_reach(found.table)[64:] <= 0).all()  # type: ignore[index]
-        looser = rebound(found.table, 0.2).to_pylist()
+        assert (achievable_label_radii(found.table)[64:] <= 0).all()  # type: ignore[index]
+        looser = recertify(found.table, 0.2).to_pylist()
         assert [row["prediction"] for row in looser[64:]] == [-1] * 8
 
 
@@ -177,17 +177,18 @@ def test_the_label_is_an_outcome_against_no_class() -> None:
 
 
 def test_counts_of_another_number_of_draws_are_refused() -> None:
-    some = counted(np.array([3, 4]), 7)
+    some = counts_to_json(np.array([3, 4]), 7)
     assert some == {"histogram": [3, 4]}  # as ever where all draws have a class
-    others = counted(np.array([1, 0]), 5)
+    others = counts_to_json(np.array([1, 0]), 5)
     assert others == {"histogram": [1, 0], "undefined": [4]}
-    for parts in ([some, others], [others, some], [join(some, others)], [join(others, some)],
+    for parts in ([some, others], [others, some], [merge_partials(some, others)],
+        [merge_partials(others, some)],
                   ):  # fmt: skip
-        assert totals(parts, "histogram", 12).tolist() == [4, 4]
+        assert total_counts(parts, "histogram", 12).tolist() == [4, 4]
         for wrong in (8, 11, 13):
             with pytest.raises(ValueError, match=f"12 draws counted instead of {wrong}"):
-                totals(parts, "histogram", wrong)
-    assert totals([join(others, others), some], "histogram", 17).tolist() == [5, 4]
+                total_counts(parts, "histogram", wrong)
+    assert total_counts([merge_partials(others, others), some], "histogram", 17).tolist() == [5, 4]
 
 
 # ---- scores
@@ -195,18 +196,18 @@ def test_counts_of_another_number_of_draws_are_refused() -> None:
 
 def test_scores_of_what_is_no_number_are_zero() -> None:
     """They were the smallest int64 there is."""
-    sampler = HiddenNoiseSampler(nn.Identity(), Sometimes(), 1.0, SOURCE)
+    sampler = HiddenNoiseCounter(nn.Identity(), Sometimes(), 1.0, SOURCE)
     x = torch.tensor([5.0, 0.0, 0.0])
-    noisy = sampler.noisy(x, 0, keys.ESTIMATE, 0, 400)
+    noisy = sampler.noisy_hidden(x, 0, keys.ESTIMATE, 0, 400)
     none = int((noisy[:, 1] < 0).sum())
-    found = sampler.block(x, 0, 0, 400, 400, binned=True)
+    found = sampler.sample_block(x, 0, 0, 400, 400, binned=True)
     assert 0 < none < 400 and found.draws == 400
     assert found.histogram.sum() == 400 - none
     assert (found.sums >= 0).all() and found.sums.sum() <= SCORE_UNIT * (400 - none)
     scores = torch.softmax(Sometimes()(noisy[noisy[:, 1] >= 0]).double(), 1)
     assert found.sums.tolist() == (scores * SCORE_UNIT).long().sum(0).tolist()
     assert found.bins is not None and (found.bins.sum(1) == 400).all()
-    lead = sampler.block(x, 0, 0, 400, 400, binned=True, leader=0)
+    lead = sampler.sample_block(x, 0, 0, 400, 400, binned=True, leader=0)
     assert lead.bins is not None and (lead.bins.sum(1) == 400).all()
 
 
@@ -261,7 +262,7 @@ def test_predictions_abstain() -> None:
     marked = Inputs(65, marked=True).batch(slice(64, 65))[0]
     settings = settings_of({"sigma": 0.1, "n": 500})
     predictor = Predictor(Overflows().eval(), settings, CLASSES, SHAPE)
-    assert predictor.label(marked) == -1
+    assert predictor.predict(marked) == -1
     found = predictor.certify(marked)
     assert (found.prediction, found.radius, found.k) == (-1, 0.0, 0)
     # Its class has probability 0.62 under secret noise: it abstains with probability below 1e-11.

@@ -8,9 +8,9 @@ from scipy import stats
 from test_rebound import BOUNDARY, DRAWS, HISTOGRAMS, LABELS, counted, make
 
 from dpdist.certification import table_reader
-from dpdist.certification.statistics import line, population_bounds
-from dpdist.certification.table_reader import rebound
-from dpdist.core.console import percent
+from dpdist.certification.statistics import population_bounds, population_summary_row
+from dpdist.certification.table_reader import recertify
+from dpdist.core.console import format_percent
 from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.guarantee
@@ -19,7 +19,7 @@ ALPHA = 0.1
 
 
 def stated(hits: np.ndarray, at: list[float], error: float, alpha: float = ALPHA) -> list:
-    return population_bounds(table_reader.of(counted(hits, alpha)), at, error)
+    return population_bounds(table_reader.from_arrow(counted(hits, alpha)), at, error)
 
 
 def test_the_bounds_are_clopper_pearsons_with_alpha_folded_in() -> None:
@@ -29,16 +29,21 @@ def test_the_bounds_are_clopper_pearsons_with_alpha_folded_in() -> None:
     low = stats.beta.ppf(0.2 / 4, 45, 16)  # two radii, two sides
     high = stats.beta.ppf(1 - 0.2 / 4, 46, 15)
     for each in (first, second):
-        assert each.low == pytest.approx((low - ALPHA) / (1 - ALPHA), rel=1e-9)
-        assert each.certifiable == pytest.approx(min(1, high / (1 - ALPHA)), rel=1e-9)
+        assert each.accuracy_lower_bound == pytest.approx((low - ALPHA) / (1 - ALPHA), rel=1e-9)
+        assert each.certifiable_upper_bound == pytest.approx(min(1, high / (1 - ALPHA)), rel=1e-9)
     (alone,) = stated(hits, [0.5], 0.2)
-    assert alone.low > first.low  # less is stated of one radius, and it is tighter
+    # less is stated of one radius, and it is tighter
+    assert alone.accuracy_lower_bound > first.accuracy_lower_bound
     assert (first.radius, second.radius) == (0.25, 0.5)
 
 
 def test_nothing_certified_states_nothing() -> None:
     (each,) = stated(np.zeros(20, dtype=int), [0.5], 0.05)
-    assert each.low == 0.0 and each.certifiable is not None and each.certifiable < 0.25
+    assert (
+        each.accuracy_lower_bound == 0.0
+        and each.certifiable_upper_bound is not None
+        and each.certifiable_upper_bound < 0.25
+    )
 
 
 @pytest.mark.slow
@@ -53,8 +58,8 @@ def test_a_known_population_is_covered(robust: float) -> None:
         sure = rng.random(60) < robust
         hits = np.where(sure, DRAWS, rng.binomial(DRAWS, BOUNDARY - 1e-9, 60))
         (each,) = stated(hits, [0.5], 0.2)
-        missed += each.low > robust
-        unfolded += each.low * (1 - ALPHA) + ALPHA > robust
+        missed += each.accuracy_lower_bound > robust
+        unfolded += each.accuracy_lower_bound * (1 - ALPHA) + ALPHA > robust
     assert missed <= 15
     assert unfolded > missed
 
@@ -67,37 +72,42 @@ def test_what_cannot_be_certified_is_covered() -> None:
     missed = 0
     for _ in range(60):
         (each,) = stated(rng.binomial(DRAWS, BOUNDARY + 1e-9, 60), [0.5], 0.2)
-        assert each.certifiable is not None
-        missed += each.certifiable < 1
+        assert each.certifiable_upper_bound is not None
+        missed += each.certifiable_upper_bound < 1
     assert missed <= 15
 
 
 def test_by_default_it_is_stated_at_all_radii_that_are_printed() -> None:
-    found = table_reader.of(make(HISTOGRAMS, LABELS))
+    found = table_reader.from_arrow(make(HISTOGRAMS, LABELS))
     sigma = found.sigma
-    assert found.shown_radii == (0.0, sigma / 2, sigma, 2 * sigma)
-    assert population_bounds(found) == population_bounds(found, found.shown_radii)
+    assert found.reported_radii == (0.0, sigma / 2, sigma, 2 * sigma)
+    assert population_bounds(found) == population_bounds(found, found.reported_radii)
 
 
 def test_other_alphas_and_kinds() -> None:
-    strict = rebound(make(HISTOGRAMS, LABELS), 0.05)
-    (each,) = population_bounds(table_reader.of(strict), [0.0])
-    assert each.low == pytest.approx((stats.beta.ppf(0.025, 2, 3) - 0.05) / 0.95, abs=1e-9)
+    strict = recertify(make(HISTOGRAMS, LABELS), 0.05)
+    (each,) = population_bounds(table_reader.from_arrow(strict), [0.0])
+    assert each.accuracy_lower_bound == pytest.approx(
+        (stats.beta.ppf(0.025, 2, 3) - 0.05) / 0.95, abs=1e-9
+    )
     early = make(HISTOGRAMS, LABELS, mode="target")  # keeps no counts of all classes
-    (each,) = population_bounds(table_reader.of(early), [0.25])
-    assert each.certifiable is None
+    (each,) = population_bounds(table_reader.from_arrow(early), [0.25])
+    assert each.certifiable_upper_bound is None
 
 
 def test_a_noise_bank_is_no_independent_sample() -> None:
-    shared = table_reader.of(make(HISTOGRAMS, LABELS, noise_bank=True))
+    shared = table_reader.from_arrow(make(HISTOGRAMS, LABELS, noise_bank=True))
     with pytest.raises(UserError, match="noise bank"):
         population_bounds(shared, [0.25])
-    assert "nothing is stated" in line(shared)[1]
+    assert "nothing is stated" in population_summary_row(shared)[1]
 
 
 def test_what_is_printed_is_rounded_down() -> None:
-    assert percent(0.98769) == "98.76" and percent(0.0) == "0.00"
-    found = table_reader.of(counted(np.array([DRAWS] * 60), 0.001))
-    name, value = line(found)
-    shares = [f"{percent(each.low)} % at {each.radius:g}" for each in population_bounds(found)]
+    assert format_percent(0.98769) == "98.76" and format_percent(0.0) == "0.00"
+    found = table_reader.from_arrow(counted(np.array([DRAWS] * 60), 0.001))
+    name, value = population_summary_row(found)
+    shares = [
+        f"{format_percent(each.accuracy_lower_bound)} % at {each.radius:g}"
+        for each in population_bounds(found)
+    ]
     assert "population" in name and value.startswith(f"{', '.join(shares)} (95 %")

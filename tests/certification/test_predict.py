@@ -10,14 +10,14 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.evaluation import Counted, require_logits
+from dpdist.attacks.counting import AttackedClassifier, require_logits
 from dpdist.certification import cohen, predict
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores
-from dpdist.certification.predict import Predictor, as_input
+from dpdist.certification.predict import Predictor, to_model_input
 from dpdist.core import binomial
 from dpdist.core.errors import UserError
-from dpdist.randomness.noise_location import Nowhere
+from dpdist.randomness.noise_location import NoNoise
 
 pytestmark = pytest.mark.guarantee
 
@@ -67,7 +67,7 @@ def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
         Predictor(model, ExpectedScores(n=200, alpha=0.05), 2, (1, 2, 2))
     with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
         inputs = np.random.default_rng(0).random((8, 1, 2, 2), dtype=np.float32)
-        require_logits(Counted(BatchMean(), Nowhere(), 2, inputs))
+        require_logits(AttackedClassifier(BatchMean(), NoNoise(), 2, inputs))
 
 
 class OwnRows(Threshold):
@@ -90,11 +90,11 @@ def test_two_predictors_do_not_share_noise() -> None:
 
 def test_labels_and_abstention() -> None:
     it = predictor()
-    assert it.label(torch.full((1, 2, 2), 0.75)) == 1
-    assert it.label(torch.full((1, 2, 2), 0.25)) == 0
+    assert it.predict(torch.full((1, 2, 2), 0.75)) == 1
+    assert it.predict(torch.full((1, 2, 2), 0.25)) == 0
     boundary = torch.full((1, 2, 2), 0.5)
     # On the boundary a label comes out with probability 0.001 each time: twice in ten is 5e-5.
-    assert sum(it.label(boundary) != -1 for _ in range(10)) <= 1
+    assert sum(it.predict(boundary) != -1 for _ in range(10)) <= 1
 
 
 @pytest.mark.parametrize(("hits", "draws"), [(0, 0), (5, 10), (9, 10), (1, 10), (560, 1000)])
@@ -110,16 +110,16 @@ def test_label_uses_the_two_largest_counts() -> None:
 
 
 def test_inputs_are_checked() -> None:
-    assert as_input(np.full((1, 2, 2), 255, np.uint8), (1, 2, 2)).max() == 1.0
+    assert to_model_input(np.full((1, 2, 2), 255, np.uint8), (1, 2, 2)).max() == 1.0
     with pytest.raises(ValueError, match="the model takes"):
-        as_input(np.zeros((2, 2), np.float32), (1, 2, 2))
+        to_model_input(np.zeros((2, 2), np.float32), (1, 2, 2))
     with pytest.raises(ValueError, match="0, 1"):
-        as_input(np.full((1, 2, 2), 7.0), (1, 2, 2))
+        to_model_input(np.full((1, 2, 2), 7.0), (1, 2, 2))
     with pytest.raises(ValueError, match="finite"):
-        as_input(np.array([np.nan]), (1,))
+        to_model_input(np.array([np.nan]), (1,))
     with pytest.raises(ValueError, match="not finite as float32"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        as_input(np.array([1e300]), (1,))
+        to_model_input(np.array([1e300]), (1,))
 
 
 def test_a_label_is_wrong_with_the_stated_probability_and_no_larger() -> None:

@@ -16,36 +16,41 @@ import pytest
 import torch
 from scipy import stats
 from support.certificates import check_certificates
-from support.here import without_ray
+from support.local_execution import run_without_ray
 from support.mechanisms import laplace_epsilon
 from support.networks import SMALL_CNN
-from support.points import Points
+from support.separable_points import Points
 from torch import nn
 
 from dpdist import models
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import certificate, job, table_reader
 from dpdist.certification import table as tables
-from dpdist.certification.certificate import Quadrature, of_place
+from dpdist.certification.certificate import CombinedNoise, combined_noise_of_model
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import ScoreBounds, pure_epsilon
-from dpdist.certification.table_reader import label_reach, rebound
+from dpdist.certification.table_reader import achievable_label_radii, recertify
 from dpdist.core.errors import UserError
-from dpdist.models.zoo import Normalised
-from dpdist.randomness.noise_location import BehindLayer, OnInput, Several, place_of
+from dpdist.models.zoo import NormalisedNetwork
+from dpdist.randomness.noise_location import (
+    HiddenNoise,
+    InputNoise,
+    ModuleNoise,
+    find_noise_location,
+)
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 
 SIGMA = 0.25
 
 # What wrong rules take both noises for: of sigma, the hidden noise, and the layer's true norm.
-WRONG: dict[str, Callable[[Quadrature], float]] = {
-    "kappa + phi": lambda q: q.as_printed,
-    "a square forgotten": lambda q: math.sqrt(q.sigma**2 + q.behind),
-    "half the norm": lambda q: math.hypot(q.sigma, 2 * q.behind),
-    "the root of the norm": lambda q: math.hypot(q.sigma, q.hidden / math.sqrt(q.sensitivity)),
+WRONG: dict[str, Callable[[CombinedNoise], float]] = {
+    "kappa + phi": lambda q: q.sigma_as_printed,
+    "a square forgotten": lambda q: math.sqrt(q.sigma**2 + q.hidden_as_input_sigma),
+    "half the norm": lambda q: math.hypot(q.sigma, 2 * q.hidden_as_input_sigma),
+    "the root of the norm": lambda q: math.hypot(q.sigma, q.hidden_std / math.sqrt(q.sensitivity)),
 }
 
 
@@ -73,20 +78,20 @@ def test_no_direction_moves_further_than_the_rule_says(rows, columns, scale) -> 
     std = scale * (0.3 + torch.rand(rows, generator=torch.Generator().manual_seed(1)))
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(rows, 2)).eval()
     models.attach_noise(model, std)
-    where = place_of(model).smoothed(SIGMA)
-    both = of_place(where, model, (columns,), SIGMA)
-    assert both is not None and both.hidden == pytest.approx(float(std.square().mean().sqrt()))
+    where = find_noise_location(model).with_input_noise(SIGMA)
+    both = combined_noise_of_model(where, model, (columns,), SIGMA)
+    assert both is not None and both.hidden_std == pytest.approx(float(std.square().mean().sqrt()))
     directions = torch.randn(100_000, columns, generator=torch.Generator().manual_seed(2))
     directions /= directions.norm(dim=1, keepdim=True)
     worst = float(lengths(layer, std.square(), directions).max())
-    assert 0.98 / both.both <= worst <= 1 / both.both
+    assert 0.98 / both.combined_sigma <= worst <= 1 / both.combined_sigma
     wrong = {name: rule(both) for name, rule in WRONG.items()}
     assert 1 / wrong["kappa + phi"] < worst  # and so it promises what is not so
     # Each noise alone certifies less; without the shares' weights the norm is another one.
-    assert max(both.sigma, both.behind) < both.both < both.as_printed
+    assert max(both.sigma, both.hidden_as_input_sigma) < both.combined_sigma < both.sigma_as_printed
     unweighted = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
     if unweighted < both.sensitivity:
-        assert 1 / math.hypot(SIGMA, both.hidden / unweighted) < worst
+        assert 1 / math.hypot(SIGMA, both.hidden_std / unweighted) < worst
 
 
 # ---- two classes, one plane: the distance is known
@@ -110,8 +115,10 @@ def plane(weight: float = 5.0, std: float = 1.7678, twist: float = 2.0) -> nn.Mo
     return model
 
 
-def both_of(model: nn.Module) -> Quadrature:
-    found = of_place(place_of(model).smoothed(SIGMA), model, (3,), SIGMA)
+def both_of(model: nn.Module) -> CombinedNoise:
+    found = combined_noise_of_model(
+        find_noise_location(model).with_input_noise(SIGMA), model, (3,), SIGMA
+    )
     assert found is not None
     return found
 
@@ -121,27 +128,28 @@ def both_of(model: nn.Module) -> Quadrature:
 def test_a_plane_is_certified_up_to_its_distance(std: float) -> None:
     model = plane(std=std)
     both = both_of(model)
-    distance = 0.9 * both.both
+    distance = 0.9 * both.combined_sigma
     x = torch.tensor([distance, 0.3, -2.0])
     settings = settings_of({"sigma": SIGMA, "n": 100_000, "alpha": 1e-6})
     verdict = Predictor(model, settings, 2, (3,)).certify(x)
     # The executed noise is what the rule says: two-sided exact test, false failure 1e-5.
     assert stats.binomtest(verdict.k, verdict.n, stats.norm.cdf(0.9)).pvalue > 1e-5
     assert verdict.prediction == 1 and 0.95 * distance <= verdict.radius <= distance
-    z = verdict.radius / both.both
+    z = verdict.radius / both.combined_sigma
     for name, rule in WRONG.items():
         assert rule(both) * z > distance, name
-    assert max(both.sigma, both.behind) * z < 0.93 * distance
+    assert max(both.sigma, both.hidden_as_input_sigma) * z < 0.93 * distance
 
 
 @pytest.mark.parametrize("mode", ["target", "anytime"])
 def test_sequential_tests_decide_radii_under_both_noises(mode: str) -> None:
     model = plane()
     both = both_of(model)
-    distance = 0.9 * both.both
+    distance = 0.9 * both.combined_sigma
     x = torch.tensor([distance, 0.3, -2.0])
     radii = (0.5 * distance, 0.93 * distance, 1.02 * distance)
-    assert radii[1] > 0.9 * max(both.sigma, both.behind)  # neither noise alone certifies that
+    # neither noise alone certifies that
+    assert radii[1] > 0.9 * max(both.sigma, both.hidden_as_input_sigma)
     settings = settings_of(
         {"sigma": SIGMA, "n": 100_000, "alpha": 1e-6, "mode": mode, "radii": radii}
     )
@@ -165,7 +173,7 @@ def factory(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 @pytest.fixture
 def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A table of the plane, certified under both noises in equal parts."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     return certify_plane(tmp_path)
 
 
@@ -179,30 +187,30 @@ def certify_plane(home: Path, **more: object) -> Path:
 
 def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) -> None:
     found, both = table_reader.read(certified), both_of(plane())
-    assert found.about["hidden"] == both.hidden
-    assert found.about["sensitivity"] == {"l2": both.sensitivity}
+    assert found.job_record["hidden"] == both.hidden_std
+    assert found.job_record["sensitivity"] == {"l2": both.sensitivity}
     for row in found.table.to_pylist():
         z = stats.norm.ppf(row["p_lower"]) if row["p_lower"] > 0.5 else 0.0
-        assert row["radius"] == pytest.approx(both.both * z, rel=1e-9)
+        assert row["radius"] == pytest.approx(both.combined_sigma * z, rel=1e-9)
     sizes = {s.name: s for s in found.sizes}
-    assert [name for name, s in sizes.items() if not s.holds] == ["as_printed"]
+    assert [name for name, s in sizes.items() if not s.is_valid] == ["as_printed"]
     positive = found.radius > 0
     for name, worth in (
-        ("cohen", both.both), ("input", SIGMA), ("hidden", both.behind),
-        ("as_printed", SIGMA + both.behind),
+        ("cohen", both.combined_sigma), ("input", SIGMA), ("hidden", both.hidden_as_input_sigma),
+        ("as_printed", SIGMA + both.hidden_as_input_sigma),
     ):  # fmt: skip
         share = sizes[name].size[positive] / found.radius[positive]
-        assert share == pytest.approx(worth / both.both, rel=1e-9)
+        assert share == pytest.approx(worth / both.combined_sigma, rel=1e-9)
     # Another alpha from the stored counts, as if certified so.
-    stricter = rebound(found.table, 1e-5)
+    stricter = recertify(found.table, 1e-5)
     p = [Cohen.lower_bound(k, 1000, 1e-5) for k in stricter["k"].to_pylist()]
-    want = [both.both * stats.norm.ppf(q) if q > 0.5 else 0.0 for q in p]
+    want = [both.combined_sigma * stats.norm.ppf(q) if q > 0.5 else 0.0 for q in p]
     assert stricter["radius"].to_pylist() == pytest.approx(want, rel=1e-9)
     # Nothing beyond what the label's own probability could give: about 0.5 / both is possible.
-    reach = label_reach(found.table)
+    reach = achievable_label_radii(found.table)
     assert reach is not None
-    assert (reach >= 0.3).mean() > 0.3 and (reach >= 4 * both.both).mean() < 0.1
-    lines = dict(found.kind.lines(found, (0.1,)))
+    assert (reach >= 0.3).mean() > 0.3 and (reach >= 4 * both.combined_sigma).mean() < 0.1
+    lines = dict(found.certificate_class.summary_rows(found, (0.1,)))
     assert "vote, kappa + phi (does not hold)" in lines
 
 
@@ -224,23 +232,23 @@ def test_the_sum_is_refuted_by_attack_and_the_rule_is_not(certified: Path) -> No
 
 def test_a_damaged_description_is_named(certified: Path) -> None:
     table = tables.read(certified)
-    rows, about = table.to_pylist(), tables.about(table)
+    rows, about = table.to_pylist(), tables.read_job_record(table)
     for change, message in (
         ({"sensitivity": {}}, r"damaged: sensitivity\.l2 is missing"),
         ({"hidden": "much"}, "damaged: hidden must be float"),
         ({"hidden": 0.0}, r"hidden and sensitivity\.l2 must be > 0"),
     ):
         with pytest.raises(UserError, match=message):
-            certificate.of_table(tables.build(rows, about | change))
+            certificate.combined_noise_of_table(tables.build(rows, about | change))
 
 
 @pytest.mark.parametrize("mode", ["fixed", "target", "anytime"])
 def test_a_description_that_its_radii_do_not_follow_from_is_refused(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     table = table_reader.read(certify_plane(tmp_path, mode=mode, radii=[0.0, 0.1, 0.3])).table
-    rows, about = table.to_pylist(), tables.about(table)
+    rows, about = table.to_pylist(), tables.read_job_record(table)
     assert max(row["radius"] for row in rows) > 0
     for change in ({"hidden": about["hidden"] * 1.001}, {"sensitivity": {"l2": 0.1}}):
         tables.write(tables.build(rows, about | change), tmp_path / "t.parquet")
@@ -255,50 +263,56 @@ def test_only_affine_additive_noise_everywhere_counts() -> None:
     layer = dense(4, 3)
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(4, 2)).eval()
 
-    def found(place) -> Quadrature | None:
-        return of_place(place, model, (3,), SIGMA)
+    def found(place) -> CombinedNoise | None:
+        return combined_noise_of_model(place, model, (3,), SIGMA)
 
-    one = found(Several({"0": 0.5, "2": 3.0}, input_std=SIGMA))
-    assert one is not None and one.hidden == pytest.approx(0.5)  # what follows is post-processing
+    one = found(ModuleNoise({"0": 0.5, "2": 3.0}, input_std=SIGMA))
+    # what follows is post-processing
+    assert one is not None and one.hidden_std == pytest.approx(0.5)
     norm = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
     assert one.sensitivity == pytest.approx(norm)
-    assert found(BehindLayer("0", torch.full((4,), 0.5)).smoothed(SIGMA)) == one
+    assert found(HiddenNoise("0", torch.full((4,), 0.5)).with_input_noise(SIGMA)) == one
     some = torch.tensor([0.5, 0.5, 0.5, 0.0])
     for place in (
-        OnInput(SIGMA),
-        Several({"2": 0.5}, input_std=SIGMA),  # behind what is not linear
-        Several({"0": 0.5}, "multiplicative", SIGMA),
-        Several({"0": 0.5}, "relative", SIGMA),
-        Several({"0": some}, input_std=SIGMA),  # a component without noise
+        InputNoise(SIGMA),
+        ModuleNoise({"2": 0.5}, input_std=SIGMA),  # behind what is not linear
+        ModuleNoise({"0": 0.5}, "multiplicative", SIGMA),
+        ModuleNoise({"0": 0.5}, "relative", SIGMA),
+        ModuleNoise({"0": some}, input_std=SIGMA),  # a component without noise
     ):
         assert found(place) is None
     squared = nn.Sequential(nn.Tanh(), layer).eval()
-    assert of_place(Several({"1": 0.5}, input_std=SIGMA), squared, (3,), SIGMA) is None
+    assert (
+        combined_noise_of_model(ModuleNoise({"1": 0.5}, input_std=SIGMA), squared, (3,), SIGMA)
+        is None
+    )
     # In input units, whatever normalises before the layer.
-    scaled = Normalised(model, torch.zeros(3), torch.full((3,), 0.5)).eval()
+    scaled = NormalisedNetwork(model, torch.zeros(3), torch.full((3,), 0.5)).eval()
     name = models.require_split(scaled).name
-    two = of_place(Several({name: 0.5}, input_std=SIGMA), scaled, (3,), SIGMA)
+    two = combined_noise_of_model(ModuleNoise({name: 0.5}, input_std=SIGMA), scaled, (3,), SIGMA)
     assert two is not None and two.sensitivity == pytest.approx(2 * norm)
 
 
 def test_both_noises_are_saved_with_the_model(tmp_path: Path) -> None:
     spec = SMALL_CNN
     model = models.initialise(spec, 0)
-    place = Several({models.require_split(model).name: 0.3}, input_std=0.5)
+    place = ModuleNoise({models.require_split(model).name: 0.3}, input_std=0.5)
     place.attach(model)
     models.save(model, replace(spec, block_noise=models.BlockNoise(("0",))), tmp_path)
-    again = place_of(models.load(tmp_path))
-    assert again == place and again.smoothing == 0.5
-    both = settings_of({"sigma": 0.5}).place(models.load(tmp_path), (1, 6, 6)).quadrature
-    assert both is not None and both.hidden == pytest.approx(0.3)
+    again = find_noise_location(models.load(tmp_path))
+    assert again == place and again.smoothing_sigma == 0.5
+    both = (
+        settings_of({"sigma": 0.5}).build_sampler(models.load(tmp_path), (1, 6, 6)).combined_noise
+    )
+    assert both is not None and both.hidden_std == pytest.approx(0.3)
     with pytest.raises(UserError, match="one number for each module"):
         replace(place, stds={"0": torch.ones(4, 4, 4)}).attach(model)
     alone = models.initialise(spec, 0)
-    OnInput(0.5).attach(alone)
-    assert place_of(alone) == OnInput(0.5)
+    InputNoise(0.5).attach(alone)
+    assert find_noise_location(alone) == InputNoise(0.5)
     for bad in (torch.tensor([0.1, -0.1]), torch.tensor([0.1, float("nan")])):
         with pytest.raises(UserError, match="noise on 0: must be a finite number >= 0"):
-            Several({"0": bad})
+            ModuleNoise({"0": bad})
 
 
 def test_the_product_of_two_passes_is_the_harmonic_sum() -> None:

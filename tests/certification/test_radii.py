@@ -78,9 +78,9 @@ def test_l1_radii_are_tight_on_a_threshold(noise: str, radius: object) -> None:
 
 def test_conversions_between_norms() -> None:
     assert radii.linf_from_l2(2.8, 784) == pytest.approx(0.1)
-    assert 784.0 / radii.ball_factor("l1", "linf", 784) == pytest.approx(1.0)
-    assert 2.8 / radii.ball_factor("l2", "linf", 784) == pytest.approx(0.1)
-    assert 0.7 / radii.ball_factor("l2", "l1", 784) == 0.7
+    assert 784.0 / radii.norm_equivalence_factor("l1", "linf", 784) == pytest.approx(1.0)
+    assert 2.8 / radii.norm_equivalence_factor("l2", "linf", 784) == pytest.approx(0.1)
+    assert 0.7 / radii.norm_equivalence_factor("l2", "l1", 784) == 0.7
     r = 0.3
     assert radii.gaussian_probability_for_radius(r, 0.25) == pytest.approx(stats.norm.cdf(1.2))
 

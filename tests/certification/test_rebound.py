@@ -10,7 +10,13 @@ from scipy import stats
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.registry import settings_of
-from dpdist.certification.table_reader import apart, label_reach, merge_tables, rebound, shares
+from dpdist.certification.table_reader import (
+    achievable_label_radii,
+    merge_tables,
+    recertify,
+    shards_of_one_run,
+    unmerged_tables,
+)
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
 
@@ -30,7 +36,9 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
         if mode != "fixed":
             partial |= {"k": int(histogram[selected]), "n": n, "looks": 1, "passed": 1}
         rows.append(
-            settings.row(index, label, settings.verdict([partial], settings.place(None, ())), None)
+            settings.row(
+                index, label, settings.decide([partial], settings.build_sampler(None, ())), None
+            )
         )
     about = {
         "settings": {"sigma": 0.5, "noise": settings.noise, "alpha": settings.alpha,
@@ -47,17 +55,17 @@ LABELS = [0, 1, 0, 2]
 
 def test_rebound_equals_certifying_at_that_alpha() -> None:
     table = make(HISTOGRAMS, LABELS)
-    again = rebound(table, 0.05)
+    again = recertify(table, 0.05)
     assert again.column("k").equals(table.column("k"))
     expected = make(HISTOGRAMS, LABELS, alpha=0.05)
     assert again.to_pylist() == expected.to_pylist()
-    assert tables.about(again)["rebound_alpha"] == 0.05
-    assert rebound(table, 0.001).to_pylist() == table.to_pylist()
+    assert tables.read_job_record(again)["rebound_alpha"] == 0.05
+    assert recertify(table, 0.001).to_pylist() == table.to_pylist()
 
 
 def test_rebound_of_anytime_results_is_a_confidence_sequence() -> None:
     table = make(HISTOGRAMS, LABELS, mode="anytime")
-    again = rebound(table, 0.05)
+    again = recertify(table, 0.05)
     assert again.to_pylist() == make(HISTOGRAMS, LABELS, mode="anytime", alpha=0.05).to_pylist()
     naive = clopper_pearson_lower(990, 1000, 0.05)
     assert again["p_lower"][0].as_py() < naive
@@ -65,14 +73,14 @@ def test_rebound_of_anytime_results_is_a_confidence_sequence() -> None:
 
 def test_early_stopped_results_cannot_be_rebounded() -> None:
     with pytest.raises(UserError, match="early stopping"):
-        rebound(make(HISTOGRAMS, LABELS, mode="target"), 0.05)
+        recertify(make(HISTOGRAMS, LABELS, mode="target"), 0.05)
 
 
 def test_shares_merge_into_the_whole() -> None:
     parts = [make(HISTOGRAMS[i::2], LABELS[i::2], start=i, every=2) for i in (1, 0)]
     whole = merge_tables(parts)
     assert whole.to_pylist() == make(HISTOGRAMS, LABELS).to_pylist()
-    assert tables.about(whole)["seeds"] == ["s0", "s1"]
+    assert tables.read_job_record(whole)["seeds"] == ["s0", "s1"]
     assert merge_tables([whole, parts[0]]).num_rows == 4  # the same row twice is one row
 
 
@@ -84,8 +92,8 @@ def test_other_results_do_not_merge() -> None:
     with pytest.raises(UserError, match="cannot merge results that differ in alpha"):
         merge_tables([table, make(HISTOGRAMS, LABELS, alpha=0.05)])
     with pytest.raises(UserError, match="differ in alpha, rebound_alpha"):
-        merge_tables([table, rebound(table, 0.05)])
-    about = {**tables.about(table), "model": "other"}
+        merge_tables([table, recertify(table, 0.05)])
+    about = {**tables.read_job_record(table), "model": "other"}
     with pytest.raises(UserError, match="differ in model"):
         merge_tables([table, tables.build(table.to_pylist(), about)])
     with pytest.raises(UserError):
@@ -108,41 +116,43 @@ def test_shares_of_one_certification_differ_in_their_inputs_alone(
     change: dict[str, Any], named: str
 ) -> None:
     first, second = half(0), half(1)
-    about = tables.about(second)
+    about = tables.read_job_record(second)
     for name, value in change.items():
         more = about["settings"] if name == "settings" else {}
         about[name] = {**more, **value} if isinstance(value, dict) else value
     rows = [{**row, "n0": 50} if named == "n0" else row for row in second.to_pylist()]
     other = tables.build(rows, about)
-    assert shares([first, other]) == [] and apart([first, other])[0][2] == [named]
+    assert shards_of_one_run([first, other]) == [] and unmerged_tables([first, other])[0][2] == [
+        named
+    ]
     with pytest.raises(UserError, match=f"cannot merge results that differ in {named}$"):
         merge_tables([first, other])
-    assert shares([first, second]) == [[0, 1]]
+    assert shards_of_one_run([first, second]) == [[0, 1]]
 
 
 def test_shown_radii_keep_no_shares_apart() -> None:
     """No count depends on them; decided radii are another matter."""
     parts = [half(0, settings={"radii": [0.5, 0.1]}), half(1, settings={"radii": [0.25]}), half(1)]
-    assert shares(parts[:2]) == [[0, 1]] and shares(parts) == [[0, 1, 2]]
+    assert shards_of_one_run(parts[:2]) == [[0, 1]] and shards_of_one_run(parts) == [[0, 1, 2]]
     whole = merge_tables(parts)
-    assert whole.num_rows == 4 and table_reader.of(whole).radii == (0.1, 0.25, 0.5)
-    assert "radii" not in tables.about(merge_tables([half(0), half(1)]))["settings"]
+    assert whole.num_rows == 4 and table_reader.from_arrow(whole).radii == (0.1, 0.25, 0.5)
+    assert "radii" not in tables.read_job_record(merge_tables([half(0), half(1)]))["settings"]
     for mode in ("target", "anytime"):
         decided = []
         for start, radius in enumerate((0.25, 0.5)):
             part = make(HISTOGRAMS[start::2], LABELS[start::2], mode, start=start, every=2)
-            about = tables.about(part)
+            about = tables.read_job_record(part)
             about["settings"] = {**about["settings"], "mode": mode, "radii": [radius]}
             decided.append(tables.build(part.to_pylist(), about))
-        assert shares(decided) == [] and apart(decided)[0][2] == ["radii"]
+        assert shards_of_one_run(decided) == [] and unmerged_tables(decided)[0][2] == ["radii"]
         with pytest.raises(UserError, match="cannot merge results that differ in radii"):
             merge_tables(decided)
 
 
 def test_certified_accuracy_is_of_all_inputs() -> None:
     # Right and certified: the first two of four. The third abstains, the last is wrong.
-    found = table_reader.of(make(HISTOGRAMS, LABELS))
-    assert found.certified_accuracy(0.0) == 0.5 and found.abstained == 0.25
+    found = table_reader.from_arrow(make(HISTOGRAMS, LABELS))
+    assert found.certified_accuracy(0.0) == 0.5 and found.abstention_rate == 0.25
     radii = found.radius[:2]
     assert found.certified_accuracy(float(radii.max())) == 0.25
     assert found.average_radius == pytest.approx(radii.sum() / 4)
@@ -153,14 +163,14 @@ def test_one_table_states_one_alpha() -> None:
     table = make(HISTOGRAMS, LABELS)
     rows = table.to_pylist()
     rows[2] = {**rows[2], "alpha": 0.05}
-    mixed = tables.build(rows, tables.about(table))
+    mixed = tables.build(rows, tables.read_job_record(table))
     with pytest.raises(UserError, match=r"its rows differ in alpha \(0.001, 0.05\)"):
-        table_reader.of(mixed)
+        table_reader.from_arrow(mixed)
     for row in rows:
         row["alpha"] = 0.05
     with pytest.raises(UserError, match=r"its rows say alpha 0.05, its settings 0.001"):
-        table_reader.of(tables.build(rows, tables.about(table)))
-    assert table_reader.of(rebound(table, 0.05)).alpha == 0.05
+        table_reader.from_arrow(tables.build(rows, tables.read_job_record(table)))
+    assert table_reader.from_arrow(recertify(table, 0.05)).alpha == 0.05
 
 
 def test_shares_are_found_among_other_tables() -> None:
@@ -168,16 +178,16 @@ def test_shares_are_found_among_other_tables() -> None:
     others = [
         make(HISTOGRAMS[i::2], LABELS[i::2], start=i, every=2, noise="laplace") for i in (0, 1)
     ]
-    looser = [rebound(half, 0.05) for half in halves]
+    looser = [recertify(half, 0.05) for half in halves]
     parts = [halves[0], looser[0], merge_tables(halves), others[1], halves[1], others[0], looser[1]]
-    assert shares(parts) == [[0, 4], [1, 6], [3, 5]]
-    assert shares(parts[:4]) == []
-    assert table_reader.of(merge_tables(looser)).alpha == 0.05
+    assert shards_of_one_run(parts) == [[0, 4], [1, 6], [3, 5]]
+    assert shards_of_one_run(parts[:4]) == []
+    assert table_reader.from_arrow(merge_tables(looser)).alpha == 0.05
 
 
 def half(start: int, settings: dict[str, Any] | None = None, **classifier: object) -> pa.Table:
     part = make(HISTOGRAMS[start::2], LABELS[start::2], start=start, every=2)
-    about = tables.about(part)
+    about = tables.read_job_record(part)
     about["classifier"] = {**about["classifier"], **classifier}
     about["settings"] = {**about["settings"], **(settings or {})}
     return tables.build(part.to_pylist(), about)
@@ -185,8 +195,8 @@ def half(start: int, settings: dict[str, Any] | None = None, **classifier: objec
 
 def test_what_was_seen_on_check_inputs_keeps_no_shares_apart() -> None:
     parts = [half(0, notes=["b"]), half(1, check="other", notes=["a", "b"])]
-    assert shares(parts) == [[0, 1]] and apart(parts) == []
-    classifier = tables.about(merge_tables(parts))["classifier"]
+    assert shards_of_one_run(parts) == [[0, 1]] and unmerged_tables(parts) == []
+    classifier = tables.read_job_record(merge_tables(parts))["classifier"]
     assert classifier["notes"] == ["a", "b"] and "check" not in classifier
     assert classifier["form"] == CLASSIFIER["form"]
 
@@ -194,25 +204,27 @@ def test_what_was_seen_on_check_inputs_keeps_no_shares_apart() -> None:
 @pytest.mark.parametrize("more", [{"form": "frozen"}, {"batch": 9}, {"generator": "aes"}])
 def test_what_was_asked_for_is_not_what_is_executed(more: dict[str, Any]) -> None:
     parts = [half(0), half(1, settings=more)]
-    assert shares(parts) == [[0, 1]] and merge_tables(parts).num_rows == 4
+    assert shards_of_one_run(parts) == [[0, 1]] and merge_tables(parts).num_rows == 4
     # A key that there was not, and one that is not set, are the same.
-    assert shares([half(0), half(1, settings={"new": None})]) == [[0, 1]]
-    assert shares([half(0), half(1, settings={"new": 0})]) == []
+    assert shards_of_one_run([half(0), half(1, settings={"new": None})]) == [[0, 1]]
+    assert shards_of_one_run([half(0), half(1, settings={"new": 0})]) == []
 
 
 def test_what_is_left_apart_is_said() -> None:
     far = make(HISTOGRAMS, LABELS, alpha=0.05, noise="laplace")
     whole = merge_tables([half(0), half(1)])
     parts = [far, whole, half(0), half(1, form="eager")]
-    assert shares(parts) == []
-    assert [(place, near, names) for place, near, names in apart(parts)][:2] == [
+    assert shards_of_one_run(parts) == []
+    assert [(place, near, names) for place, near, names in unmerged_tables(parts)][:2] == [
         (2, 3, ["classifier.form"]),
         (3, 2, ["classifier.form"]),
     ]
-    assert apart([whole, far]) == []  # nothing else is near, a merged one is no share
+    assert unmerged_tables([whole, far]) == []  # nothing else is near, a merged one is no share
     # Beside shares that are merged, too.
     parts = [half(0), half(1, form="eager"), half(1)]
-    assert shares(parts) == [[0, 2]] and apart(parts) == [(1, 0, ["classifier.form"])]
+    assert shards_of_one_run(parts) == [[0, 2]] and unmerged_tables(parts) == [
+        (1, 0, ["classifier.form"])
+    ]
 
 
 N, DRAWS = 60, 1000
@@ -225,7 +237,7 @@ def counted(hits: Any, alpha: float) -> pa.Table:
 
 def test_the_reach_of_a_label_is_that_of_its_upper_bound_rounded_up() -> None:
     k = np.arange(1, DRAWS, 37)
-    reach = label_reach(counted(k, 0.1))
+    reach = achievable_label_radii(counted(k, 0.1))
     wanted = 0.5 * stats.norm.ppf(stats.beta.ppf(0.9, k + 1, DRAWS - k))
     assert reach is not None and (reach[wanted > 0] >= wanted[wanted > 0]).all()
     assert reach[wanted > 0] == pytest.approx(wanted[wanted > 0], rel=1e-9)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.certification import job, reexecution, worker
 from dpdist.certification.predict import Predictor
-from dpdist.certification.reexecution import LEAST_ROWS, Reexecution, RowChoice
+from dpdist.certification.reexecution import EXPECTED_ROWS, Reexecution, RowChoice
 from dpdist.certification.registry import settings_of
-from dpdist.core.errors import InvalidResults, UserError
-from dpdist.models import batch_independence, mixing
+from dpdist.core.errors import InvalidResultsError, UserError
+from dpdist.models import batch_independence, find_batch_dependence
 from dpdist.randomness.keys import ESTIMATE, SELECT
 
 KEY = b"k" * 32
@@ -66,15 +66,16 @@ def test_experts_are_never_full_for_different_inputs_but_for_copies(capacity: in
         batch_independence._compare(model, batch, batch_independence._arrangements(batch), allowed)
         is None
     )
-    assert "copies" in str(mixing(model, batch, copies))
-    assert mixing(model, batch) is not None  # near copies, where nobody says which noise
-    assert mixing(Honest().eval(), batch, copies) is None
+    assert "copies" in str(find_batch_dependence(model, batch, copies))
+    # near copies, where nobody says which noise
+    assert find_batch_dependence(model, batch) is not None
+    assert find_batch_dependence(Honest().eval(), batch, copies) is None
 
 
 def test_copies_stand_among_other_inputs_in_several_numbers() -> None:
     batch, copies = batches()
     seen = []
-    for _, rows, arranged in batch_independence._among_copies(copies, batch):
+    for _, rows, arranged in batch_independence._copy_arrangements(copies, batch):
         assert torch.equal(arranged[: len(rows)], copies[rows])
         assert torch.equal(arranged[len(rows) :], batch[: len(arranged) - len(rows)])
         seen.append((len(rows), len(arranged)))
@@ -88,7 +89,7 @@ def test_a_copy_without_a_number_has_no_answer_to_change() -> None:
 
     batch, copies = batches()
     batch[:, 0], copies[:, 0] = 0.0, torch.arange(16) / 16
-    assert mixing(Overflows().eval(), batch, copies) is None
+    assert find_batch_dependence(Overflows().eval(), batch, copies) is None
 
 
 def test_a_model_with_experts_is_not_certified(here: None, tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_copies_have_the_noise_that_is_executed(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(worker, "mixing", lambda *given: seen.append(given))
+    monkeypatch.setattr(worker, "find_batch_dependence", lambda *given: seen.append(given))
     spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=noise == "hidden")
     model = models.initialise(models.ModelSpec("mlp", SHAPE, CLASSES), 0)
     section = {**SETTINGS, "batch": 64, "sigma": 0.2, "noise_bank": noise == "bank"}
@@ -134,14 +135,14 @@ def test_copies_have_the_noise_that_is_executed(
 def test_what_no_check_input_shows_stops_the_counting(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
 ) -> None:
-    monkeypatch.setattr(reexecution, "LEAST_ROWS", 10**6)  # all rows: with what luck, see below
+    monkeypatch.setattr(reexecution, "EXPECTED_ROWS", 10**6)  # all rows: with what luck, see below
     radii = {"radii": (0.01, 0.05)} if mode in ("target", "anytime") else {}
-    with pytest.raises(InvalidResults, match=r"looks at its batch: a row of input 6\d is"):
+    with pytest.raises(InvalidResultsError, match=r"looks at its batch: a row of input 6\d is"):
         certify(kind, tmp_path, mode=mode, **radii)
     assert not (tmp_path / "out" / job.TABLE).exists()
     assert not (tmp_path / "out" / "parts").exists()
     # What a job found out is not forgotten when it is called again.
-    with pytest.raises(InvalidResults, match="its results do not hold: the model looks at"):
+    with pytest.raises(InvalidResultsError, match="its results do not hold: the model looks at"):
         certify(kind, tmp_path, mode=mode, **radii)
     assert not (tmp_path / "out" / job.TABLE).exists()
 
@@ -150,7 +151,7 @@ def test_without_it_each_of_them_is_certified(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative of the test above: nothing else would have noticed."""
-    monkeypatch.setattr(worker.Assignment, "reexecution", lambda *_: None)
+    monkeypatch.setattr(worker.Assignment, "build_reexecution", lambda *_: None)
     for kind in LOOKS:
         assert (certify(kind, tmp_path / kind) / job.TABLE).exists()
 
@@ -160,7 +161,7 @@ def test_no_byte_depends_on_the_rows_that_are_executed_again(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     tables = [(certify("Honest", tmp_path, f"{i}", form=form) / job.TABLE) for i in range(2)]
-    monkeypatch.setattr(worker.Assignment, "reexecution", lambda *_: None)
+    monkeypatch.setattr(worker.Assignment, "build_reexecution", lambda *_: None)
     tables.append(certify("Honest", tmp_path, "2", form=form) / job.TABLE)
     assert len({table.read_bytes() for table in tables}) == 1
 
@@ -204,14 +205,14 @@ def test_every_sampler_is_looked_at(
 def test_a_prediction_is_looked_at_and_so_are_all_later_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reexecution, "LEAST_ROWS", 10**6)
+    monkeypatch.setattr(reexecution, "EXPECTED_ROWS", 10**6)
     image, quiet = (Inputs(70, marked=True).batch(slice(i, i + 1))[0] for i in (65, 3))
     for kind in LOOKS:
         model = MODELS[kind]().eval()
         predictor = Predictor(model, settings_of({"sigma": 0.1, "n": 500}), CLASSES, SHAPE)
-        for ask, x in ((predictor.certify, image), (predictor.label, image),
+        for ask, x in ((predictor.certify, image), (predictor.predict, image),
                        (predictor.certify, quiet)):  # fmt: skip
-            with pytest.raises(InvalidResults, match="looks at its batch"):
+            with pytest.raises(InvalidResultsError, match="looks at its batch"):
                 ask(x)
 
 
@@ -223,16 +224,16 @@ def test_the_chosen_rows_follow_from_the_key_alone_and_from_nothing_that_a_model
     choice = RowChoice(20 * 2 * 5 * 100, 5, key=KEY)
 
     def chosen(choice: RowChoice) -> dict[Any, list[int]]:
-        return {name: choice.of(*name, 100, 100).tolist() for name in names}
+        return {name: choice.choose_rows(*name, 100, 100).tolist() for name in names}
 
     first = chosen(choice)
     assert first == chosen(RowChoice(20 * 2 * 5 * 100, 5, key=KEY))
-    every = RowChoice(2 * LEAST_ROWS, 5, key=KEY)  # one row in two
-    parts = [every.of(*name, 100, 100).tolist() for name in names]
+    every = RowChoice(2 * EXPECTED_ROWS, 5, key=KEY)  # one row in two
+    parts = [every.choose_rows(*name, 100, 100).tolist() for name in names]
     assert len({tuple(part) for part in parts}) == len(names)
     assert first != chosen(RowChoice(20 * 2 * 5 * 100, 5)) != chosen(RowChoice(20_000, 5))
-    assert first != chosen(choice.named("answers")) != chosen(choice.named("others"))
-    assert [choice.of(*name, 100, 100).tolist() for name in reversed(names)] == list(
+    assert first != chosen(choice.for_purpose("answers")) != chosen(choice.for_purpose("others"))
+    assert [choice.choose_rows(*name, 100, 100).tolist() for name in reversed(names)] == list(
         reversed(first.values())
     )
 
@@ -244,26 +245,28 @@ def test_rows_are_chosen_alike_from_all_blocks_and_as_many_as_are_stated() -> No
     keys, counts, places = 100, [], np.zeros(200)
     for number in range(keys):
         choice = RowChoice(30 * (200 + 2 * 1000), 2, key=number.to_bytes(32, "little"))
-        found = [choice.of(i, SELECT, 0, 200, 200) for i in range(30)]
-        found += [choice.of(i, ESTIMATE, b, 1000, 1000) for i in range(30) for b in range(2)]
+        found = [choice.choose_rows(i, SELECT, 0, 200, 200) for i in range(30)]
+        found += [
+            choice.choose_rows(i, ESTIMATE, b, 1000, 1000) for i in range(30) for b in range(2)
+        ]
         counts.append(sum(map(len, found)))
         for each in found[:30]:
             places[each] += 1
         for each in found:
             assert len(set(each.tolist())) == len(each)
-    assert abs(np.mean(counts) - LEAST_ROWS) < 5 * math.sqrt(LEAST_ROWS / keys)
-    expected = keys * LEAST_ROWS * 30 / (30 * 2200)
+    assert abs(np.mean(counts) - EXPECTED_ROWS) < 5 * math.sqrt(EXPECTED_ROWS / keys)
+    expected = keys * EXPECTED_ROWS * 30 / (30 * 2200)
     assert abs(places.sum() - 200 * expected) < 5 * math.sqrt(200 * expected)
     parts = places.reshape(25, 8).sum(1)
     assert (abs(parts - 8 * expected) < 5 * math.sqrt(8 * expected)).all()
     # Beyond what is counted for certain: one row in a hundred blocks.
-    later = [len(choice.of(i, ESTIMATE, 7, 1000, 1000)) for i in range(20_000)]
+    later = [len(choice.choose_rows(i, ESTIMATE, 7, 1000, 1000)) for i in range(20_000)]
     assert max(later) == 1 and abs(sum(later) - 200) < 5 * math.sqrt(200)
-    assert choice.of(0, ESTIMATE, 0, 1000, 500).max(initial=0) < 500
+    assert choice.choose_rows(0, ESTIMATE, 0, 1000, 500).max(initial=0) < 500
     # Less than is to be looked at: all of it; and of later inputs the same as of later blocks.
-    assert sorted(RowChoice(40, 1).of(0, ESTIMATE, 0, 40, 40)) == list(range(40))
+    assert sorted(RowChoice(40, 1).choose_rows(0, ESTIMATE, 0, 40, 40)) == list(range(40))
     last = RowChoice(40, 1, last=1)
-    assert sum(len(last.of(i, ESTIMATE, 0, 40, 40)) for i in range(2, 2002)) < 60
+    assert sum(len(last.choose_rows(i, ESTIMATE, 0, 40, 40)) for i in range(2, 2002)) < 60
 
 
 class Changes(nn.Module):
@@ -287,7 +290,7 @@ def test_a_model_that_changes_a_twentieth_of_its_answers_is_found_as_often_as_st
             for block in range(20):
                 rows = torch.rand(100, 2, generator=generator)
                 again(0, ESTIMATE, block, rows, model(rows), 100)
-        except InvalidResults:
+        except InvalidResultsError:
             found += 1
     assert 270 <= found < 300
 
@@ -314,30 +317,31 @@ class Constant(nn.Module):
 def test_two_classes_that_tie_within_rounding_are_no_difference() -> None:
     for lead in (0.0, 1e-7, 1e-6):
         compared(torch.tensor([[1.0, 1.0 + lead, 0.0]] * 4), Constant(1.0, 1.0, 0.0))
-    with pytest.raises(InvalidResults, match=r"input 3 is class 1 .* and class 0 alone"):
+    with pytest.raises(InvalidResultsError, match=r"input 3 is class 1 .* and class 0 alone"):
         compared(torch.tensor([[1.0, 1.001, 0.0]] * 4), Constant(1.0, 1.0, 0.0))
-    with pytest.raises(InvalidResults):  # the counted ones tie, those alone do not
+    with pytest.raises(InvalidResultsError):  # the counted ones tie, those alone do not
         compared(torch.tensor([[1.0, 1.0, 0.0]] * 4), Constant(0.0, 1.0, 0.0))
     # A large third class leaves no room for the others.
-    with pytest.raises(InvalidResults):
+    with pytest.raises(InvalidResultsError):
         compared(torch.tensor([[1.0, 1.001, -1e6]] * 4), Constant(1.0, 1.0, -1e6))
 
 
 def test_another_number_format_has_its_own_rounding() -> None:
     near = torch.tensor([[1.0, 1.01, 0.0]] * 4)
     compared(near, Constant(1.0, 1.0, 0.0), form="bf16")
-    with pytest.raises(InvalidResults):
+    with pytest.raises(InvalidResultsError):
         compared(near, Constant(1.0, 1.0, 0.0))
-    with pytest.raises(InvalidResults):
+    with pytest.raises(InvalidResultsError):
         compared(torch.tensor([[1.0, 1.2, 0.0]] * 4), Constant(1.0, 1.0, 0.0), form="bf16")
 
 
 def test_no_class_is_an_answer_like_any_other() -> None:
     none = torch.tensor([[torch.nan, 0.0, 0.0]] * 4)
     compared(none, Constant(torch.inf, 0.0, 0.0))
-    with pytest.raises(InvalidResults, match=r"is no class in the batch .* and class 1 alone"):
+    with pytest.raises(InvalidResultsError, match=r"is no class in the batch .* and class 1 alone"):
         compared(none, Constant(0.0, 1.0, 0.0))
-    with pytest.raises(InvalidResults, match="and class 1 alone"):  # no class ties with another
+    # no class ties with another
+    with pytest.raises(InvalidResultsError, match="and class 1 alone"):
         compared(none, Constant(-1.0, 1.0, 1.0 - 1e-7))
 
 
@@ -352,7 +356,9 @@ def test_scores_are_compared_where_scores_are_counted() -> None:
 
     look(sharper)  # votes alone
     look(network(rows) + 1e-7, scores=True)
-    with pytest.raises(InvalidResults, match=r"score 1.000000 of class 0 .* score 0.665241 of"):
+    with pytest.raises(
+        InvalidResultsError, match=r"score 1.000000 of class 0 .* score 0.665241 of"
+    ):
         look(sharper, scores=True)
 
 

@@ -11,18 +11,23 @@ from torch import nn
 
 from dpdist.certification import inference
 from dpdist.certification.certificate import FormName
-from dpdist.certification.inference import ExecutedClassifier, check_digest, choose, differing_rows
+from dpdist.certification.inference import (
+    ExecutedClassifier,
+    choose_inference_form,
+    differing_rows,
+    digest_classes,
+)
 from dpdist.certification.noise import NOISES, Noise
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
-from dpdist.certification.worker import HiddenNoiseSampler, Sampler
+from dpdist.certification.worker import HiddenNoiseCounter, InputNoiseCounter
 from dpdist.core.errors import UserError
 from dpdist.randomness import keys as units
-from dpdist.randomness.keys import RandomWords, UnitSource
+from dpdist.randomness.keys import AesWords, StreamKeys
 
 pytestmark = pytest.mark.guarantee
 
-SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
+SOURCE = StreamKeys("test", "seed", "model", "data", "gaussian", 0.5)
 DISTRIBUTIONS = {
     "gaussian": lambda s: stats.norm(scale=s),
     "laplace": lambda s: stats.laplace(scale=s / np.sqrt(2)),
@@ -32,7 +37,7 @@ DISTRIBUTIONS = {
 
 def draw(noise: Noise, count: int, key: bytes = b"k" * 32) -> np.ndarray:
     out = np.empty(count, np.float32)
-    noise.draw(RandomWords().fill(key, count + count % 2), out)
+    noise.draw(AesWords().fill(key, count + count % 2), out)
     return out
 
 
@@ -74,7 +79,7 @@ def test_pieces_are_those_of_the_whole(name: str, count: int) -> None:
     key, even = b"k" * 32, count + count % 2
     cipher = Cipher(algorithms.AES(key[:16]), modes.CTR(key[16:])).encryptor()
     words = np.frombuffer(cipher.update(bytes(4 * even)), dtype="<i4")
-    filled = RandomWords()
+    filled = AesWords()
     filled.fill(b"x" * 32, 3 * even)  # a longer one before leaves nothing behind
     assert np.array_equal(filled.fill(key, even), words)
     u = ((words & 0x7FFFFFFF).astype(np.float64) + 0.5) * 2.0**-31
@@ -92,28 +97,28 @@ def test_pieces_are_those_of_the_whole(name: str, count: int) -> None:
 def test_every_part_of_the_name_counts() -> None:
     base = SOURCE.key(0, units.ESTIMATE, 0)
     changed = [
-        UnitSource("p", "seed", "model", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
-        UnitSource("test", "s", "model", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
-        UnitSource("test", "seed", "m", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
-        UnitSource("test", "seed", "model", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
-        UnitSource("test", "seed", "model", "data", "laplace", 0.5).key(0, units.ESTIMATE, 0),
-        UnitSource("test", "seed", "model", "data", "gaussian", 0.25).key(0, units.ESTIMATE, 0),
+        StreamKeys("p", "seed", "model", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
+        StreamKeys("test", "s", "model", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
+        StreamKeys("test", "seed", "m", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
+        StreamKeys("test", "seed", "model", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
+        StreamKeys("test", "seed", "model", "data", "laplace", 0.5).key(0, units.ESTIMATE, 0),
+        StreamKeys("test", "seed", "model", "data", "gaussian", 0.25).key(0, units.ESTIMATE, 0),
         SOURCE.key(1, units.ESTIMATE, 0),
         SOURCE.key(None, units.ESTIMATE, 0),
         SOURCE.key(0, units.SELECT, 0),
         SOURCE.key(0, units.ESTIMATE, 1),
     ]
     assert len({base, *changed}) == len(changed) + 1
-    streams = {RandomWords().fill(key, 8).tobytes() for key in [base, *changed]}
+    streams = {AesWords().fill(key, 8).tobytes() for key in [base, *changed]}
     assert len(streams) == len(changed) + 1
 
 
 def test_seeds_equal_modulo_32_bits_differ() -> None:
     keys = [
-        UnitSource("test", str(seed), "m", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0)
+        StreamKeys("test", str(seed), "m", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0)
         for seed in (5, 5 + 2**32, 5 + 2**64)
     ]
-    assert len({RandomWords().fill(key, 4).tobytes() for key in keys}) == 3
+    assert len({AesWords().fill(key, 4).tobytes() for key in keys}) == 3
 
 
 class Threshold(nn.Module):
@@ -124,10 +129,10 @@ class Threshold(nn.Module):
         return torch.cat([-score, score], 1)
 
 
-def sampler(sigma: float, rows: int = 500) -> Sampler:
+def sampler(sigma: float, rows: int = 500) -> InputNoiseCounter:
     classify = ExecutedClassifier(Threshold(), "eager", [(rows, 1, 4, 4)])
-    source = UnitSource("test", "seed", "model", "data", "gaussian", sigma)
-    return Sampler(classify, NOISES["gaussian"](sigma), source, 2, (1, 4, 4))
+    source = StreamKeys("test", "seed", "model", "data", "gaussian", sigma)
+    return InputNoiseCounter(classify, NOISES["gaussian"](sigma), source, 2, (1, 4, 4))
 
 
 def test_counts_have_the_exact_probability() -> None:
@@ -154,7 +159,7 @@ def test_the_fast_form_says_the_same_as_the_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
     batch = torch.randn(200, 1, 8, 8)
-    spec, classify = choose(model.eval(), batch)
+    spec, classify = choose_inference_form(model.eval(), batch)
     assert spec.form == "frozen" and not spec.notes
     assert (classify(batch) == model(batch).argmax(1)).all()
 
@@ -168,7 +173,7 @@ class Moody(nn.Module):
 
 
 def test_a_form_that_disagrees_is_refused_and_named() -> None:
-    spec, classify = choose(Moody(), torch.randn(64, 1, 2, 2))
+    spec, classify = choose_inference_form(Moody(), torch.randn(64, 1, 2, 2))
     assert spec.form != "frozen"
     assert any(note.startswith("frozen: argmax differs") for note in spec.notes)
     batch = torch.randn(10, 1, 2, 2)
@@ -198,14 +203,14 @@ def with_zeros(count: int) -> torch.Tensor:
 def test_what_rounding_decides_refuses_no_form() -> None:
     """Else the luck of the noise chose the form, and with it which shares can be merged."""
     batch = with_zeros(1)
-    spec, classify = choose(Close(1e-5), batch)
+    spec, classify = choose_inference_form(Close(1e-5), batch)
     assert (spec.form, spec.notes) == ("frozen", ())
     assert classify(batch)[0] == 0 and Close(1e-5)(batch).argmax(1).all()
     # Workers execute the form: the digest is of its answers.
-    assert spec.check == check_digest(classify(batch)) != check_digest(torch.ones(200))
+    assert spec.check == digest_classes(classify(batch)) != digest_classes(torch.ones(200))
     # More than rounding, or more often than by luck.
     for model, count in ((Close(1e-3), 1), (Close(1e-5), 3)):
-        spec, _ = choose(model, with_zeros(count))
+        spec, _ = choose_inference_form(model, with_zeros(count))
         assert spec.form != "frozen"
         assert spec.notes == (f"frozen: argmax differs on {count} of 200 check inputs",)
 
@@ -238,10 +243,10 @@ class OwnRows(nn.Module):
 @pytest.mark.parametrize("ones", [False, True])
 def test_a_trace_of_one_batch_size_is_refused(ones: bool) -> None:
     model, batch = OwnRows(ones), torch.randn(64, 1, 2, 2)
-    assert choose(model, batch)[0].form == "frozen"
+    assert choose_inference_form(model, batch)[0].form == "frozen"
     for rows in ((64, 16), (64, 256), (64, 1)):
         for asked in (None, "frozen"):
-            spec, classify = choose(model, batch, asked, rows)
+            spec, classify = choose_inference_form(model, batch, asked, rows)
             assert spec.form != "frozen" and spec.notes[0].startswith("frozen: cannot be built")
             for count in rows:
                 inputs = torch.randn(count, 1, 2, 2)
@@ -257,27 +262,29 @@ def test_forms_have_one_list_of_names() -> None:
 def test_a_form_that_was_asked_for_is_taken_whatever_its_speed(monkeypatch) -> None:
     slow = {"frozen": 9.0, "eager": 1.0, "channels-last": 1.0}
     monkeypatch.setattr(
-        inference, "_seconds", lambda forms, _, rounds: {form: slow[form] for form in forms}
+        inference, "_time_forms", lambda forms, _, rounds: {form: slow[form] for form in forms}
     )
     model, batch = nn.Linear(5, 3), torch.randn(16, 5)
-    forms = [choose(model, batch, asked)[0].form for asked in (None, "frozen", "eager")]
+    forms = [
+        choose_inference_form(model, batch, asked)[0].form for asked in (None, "frozen", "eager")
+    ]
     assert forms == ["eager", "frozen", "eager"]
 
 
 def test_forms_that_would_cost_more_than_the_probe_may_are_not_tried() -> None:
     model, batch = nn.Linear(5, 3), torch.randn(16, 5)
-    assert choose(model, batch, seconds=0.0)[0].form == "eager"
-    assert choose(model, batch, "frozen", seconds=0.0)[0].form == "frozen"
+    assert choose_inference_form(model, batch, seconds=0.0)[0].form == "eager"
+    assert choose_inference_form(model, batch, "frozen", seconds=0.0)[0].form == "frozen"
 
 
 def test_a_form_that_cannot_be_built_is_skipped() -> None:
-    spec, _ = choose(nn.Linear(5, 3), torch.randn(16, 5), "channels-last")
+    spec, _ = choose_inference_form(nn.Linear(5, 3), torch.randn(16, 5), "channels-last")
     assert spec.form == "eager"
     assert spec.notes == ("channels-last: cannot be built (ValueError)",)
 
 
 def test_a_form_of_images_is_not_tried_on_anything_else() -> None:
-    spec, _ = choose(nn.Linear(5, 3), torch.randn(16, 5))
+    spec, _ = choose_inference_form(nn.Linear(5, 3), torch.randn(16, 5))
     assert spec.notes == ()
 
 
@@ -292,9 +299,9 @@ class Soft(nn.Module):
 @pytest.mark.parametrize("laplace", [False, True])
 def test_hidden_noise_has_its_scale_per_component(laplace: bool) -> None:
     scale = torch.tensor([0.5, 7.0])
-    it = HiddenNoiseSampler(nn.Identity(), Soft(), scale, SOURCE, laplace=laplace)
+    it = HiddenNoiseCounter(nn.Identity(), Soft(), scale, SOURCE, laplace=laplace)
     x = torch.tensor([1.4, 0.0])
-    got = it.block(x, 0, 0, 21_000, 20_050)
+    got = it.sample_block(x, 0, 0, 21_000, 20_050)
     law = stats.laplace if laplace else stats.norm
     assert got.histogram.sum() == got.draws == 20_050
     # Two-sided exact test, false failure 1e-4; scales wrong by 10 % are rejected.
@@ -303,10 +310,10 @@ def test_hidden_noise_has_its_scale_per_component(laplace: bool) -> None:
         assert stats.binomtest(int(got.histogram[1]), 20_050, law.cdf(0.4 / wrong)).pvalue < 1e-4
     assert got.sums / SCORE_UNIT == pytest.approx(got.histogram, abs=25)
     assert got.squares / SCORE_UNIT**2 == pytest.approx(got.histogram, abs=25)
-    again = it.block(x, 0, 0, 21_000, 20_050)
+    again = it.sample_block(x, 0, 0, 21_000, 20_050)
     assert (again.sums == got.sums).all() and (again.squares == got.squares).all()
-    assert (it.block(x, 1, 0, 21_000, 20_050).sums != got.sums).any()
-    assert (it.block(x, 0, 1, 21_000, 20_050).sums != got.sums).any()
+    assert (it.sample_block(x, 1, 0, 21_000, 20_050).sums != got.sums).any()
+    assert (it.sample_block(x, 0, 1, 21_000, 20_050).sums != got.sums).any()
     for wrong in ([0.0, 0.0], [-0.1, 1.0], [float("nan"), 1.0]):
         with pytest.raises(ValueError):
-            HiddenNoiseSampler(nn.Identity(), Soft(), torch.tensor(wrong), SOURCE)
+            HiddenNoiseCounter(nn.Identity(), Soft(), torch.tensor(wrong), SOURCE)

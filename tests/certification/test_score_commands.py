@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.here import call as invoked
+from support.local_execution import call as invoked
 from support.threads import one_thread
 from typer.testing import Result
 
@@ -18,14 +18,14 @@ from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.core.errors import UserError
 from dpdist.publishing import write_release
-from dpdist.randomness.noise_location import place_of
-from dpdist.release.verify import verify
+from dpdist.randomness.noise_location import find_noise_location
+from dpdist.release.verify import verify_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.worker import run
+from dpdist.training.worker import run_training
 
 pytestmark = pytest.mark.whole
 
@@ -58,10 +58,12 @@ def runs(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two trained runs."""
     folder = tmp_path_factory.mktemp("runs")
     for name, (method, privacy) in METHODS.items():
-        recipe = parse({**RECIPE, "name": name, "method": method, "privacy": privacy}, "recipe")
+        recipe = parse_recipe(
+            {**RECIPE, "name": name, "method": method, "privacy": privacy}, "recipe"
+        )
         at = RunFolder(folder / name)
         with one_thread():
-            run(prepare(recipe, at, "recipe"), Reducer(0, 1, torch.device("cpu")))
+            run_training(prepare(recipe, at, "recipe"), Reducer(0, 1, torch.device("cpu")))
             pipeline.evaluate_stage(recipe, at)
     return folder
 
@@ -80,7 +82,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     got = tables.read(path)
     assert got.num_rows == 10 and set(got["mode"].to_pylist()) == {"scores"}
     # 0.3 or 0.4 with twelve seeds: three or four of ten.
-    assert table_reader.of(got).certified_accuracy(1e-9, "exact", "l2") > 0.1
+    assert table_reader.from_arrow(got).certified_accuracy(1e-9, "exact", "l2") > 0.1
     assert "exact_linf" in (tmp_path / "all.csv").read_text().splitlines()[0]
 
     again = call("certify", "noisy", "--runs", runs, "--rebound", "alpha=0.001")
@@ -91,7 +93,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     call("certify", "noisy", "--runs", runs, "--sigma", "0.25", "--n", "200")
     smoothed = runs / "noisy/certificates/sigma-0.25-fixed-n-200/certificates.parquet"
     both = table_reader.read(smoothed)
-    assert both.mode == "fixed" and both.about["hidden"] > 0
+    assert both.mode == "fixed" and both.job_record["hidden"] > 0
     assert [sizes.name for sizes in both.sizes] == ["cohen", "input", "hidden", "as_printed"]
     with pytest.raises(UserError, match="must be left out or be target-scores without sigma"):
         call("certify", "noisy", "--runs", runs, "--mode", "target")
@@ -156,6 +158,6 @@ def test_release_carries_the_noise_and_says_what_is_not_private(runs: Path) -> N
     from dpdist import models
 
     for name in ("noisy", "private"):
-        verify(runs / name / "release")
-    noise = place_of(models.load(runs / "private/release"))
-    assert noise.random and noise.scale > 0
+        verify_release(runs / name / "release")
+    noise = find_noise_location(models.load(runs / "private/release"))
+    assert noise.is_random and noise.rms_std > 0

@@ -10,27 +10,27 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support.certificates import Data, changed
+from support.certificates import Data, with_changes
 from torch import nn
 
 from dpdist import models
 from dpdist.certification import expected_scores, job, table, table_reader
-from dpdist.certification.certificate import join, totals
+from dpdist.certification.certificate import merge_partials, total_counts
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.expected_scores import ExpectedScores, decide
+from dpdist.certification.expected_scores import ExpectedScores, certify_scores
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.table_reader import rebound
+from dpdist.certification.table_reader import recertify
 from dpdist.certification.worker import (
-    HiddenNoiseSampler,
+    HiddenNoiseCounter,
     expected_log_scores,
     first_layer_sensitivity,
 )
 from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.randomness import keys
-from dpdist.randomness.noise_location import BehindLayer, place_of
+from dpdist.randomness.noise_location import HiddenNoise, find_noise_location
 
 pytestmark = pytest.mark.guarantee
 
@@ -99,29 +99,33 @@ def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: 
     # At alpha 1e-6 each of the 3 x 2 seeded cases fails by chance with probability below 1e-5.
     model, x = threshold_model(weight, std), torch.tensor([0.3, 0.1])
     truth = {"l2": 0.5 / np.sqrt(5), "linf": 0.5 / 3}  # |w . x| / dual norm of w
-    split, noise = models.require_split(model), place_of(model).behind_first()
+    split, noise = models.require_split(model), find_noise_location(model).as_first_layer_noise()
     assert noise is not None
     norms = first_layer_sensitivity(split, noise, (2,))
     assert norms.l2 == pytest.approx(weight * np.sqrt(5), rel=1e-6)
     assert norms.linf == pytest.approx(3 * weight, rel=1e-6)
-    source = keys.UnitSource("test", "s", "m", "d", "hidden", 1.0)
-    sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
-    got = sampler.block(x, 0, 0, 20_000, 20_000)
+    source = keys.StreamKeys("test", "s", "m", "d", "hidden", 1.0)
+    sampler = HiddenNoiseCounter(split.first, split.rest, noise.std, source)
+    got = sampler.sample_block(x, 0, 0, 20_000, 20_000)
     # 20,000 draws agree with the exact probability: false failure 1e-4.
     p = stats.norm.cdf(0.5 * weight / std)
     assert stats.binomtest(int(got.histogram[1]), 20_000, p).pvalue > 1e-4
     settings = ExpectedScores(n=20_000, alpha=1e-6, bound="counts")
-    verdict = decide(got.sums, got.squares, got.histogram, 1, settings, noise.scale, norms)
+    verdict = certify_scores(
+        got.sums, got.squares, got.histogram, 1, settings, noise.rms_std, norms
+    )
     assert verdict.prediction == 1
     for norm, most in truth.items():
-        sizes = [verdict.sizes[f"{name}_{norm}"] for name in expected_scores.CERTIFICATES]
+        sizes = [verdict.sizes[f"{name}_{norm}"] for name in expected_scores.CERTIFICATE_STYLES]
         assert all(0 < size <= most for size in sizes)
         classical, extended, analytic, exact, cohen = sizes
         assert classical < analytic <= exact and extended < analytic
         assert cohen == pytest.approx(exact, rel=0.02)
         assert cohen > 0.6 * most  # not vacuous
     # Twice the noise that was drawn certifies what is not true: the test can fail.
-    wrong = decide(got.sums, got.squares, got.histogram, 1, settings, 2 * noise.scale, norms)
+    wrong = certify_scores(
+        got.sums, got.squares, got.histogram, 1, settings, 2 * noise.rms_std, norms
+    )
     assert wrong.sizes["cohen_l2"] > truth["l2"]
 
 
@@ -141,19 +145,21 @@ def test_as_printed_exceeds_the_truth() -> None:
 
     model = nn.Sequential(layer, Mean()).eval()
     models.attach_noise(model, torch.full((maps, 1, 1), 0.5))
-    split, noise = models.require_split(model), place_of(model).behind_first()
+    split, noise = models.require_split(model), find_noise_location(model).as_first_layer_noise()
     assert noise is not None
     norms = first_layer_sensitivity(split, noise, (1, 1, 1))
     x = torch.full((1, 1, 1), 0.3)
-    source = keys.UnitSource("test", "s", "m", "d", "hidden", 1.0)
-    got = HiddenNoiseSampler(split.first, split.rest, noise.std, source).block(x, 0, 0, 5000, 5000)
-    verdict = decide(
+    source = keys.StreamKeys("test", "s", "m", "d", "hidden", 1.0)
+    got = HiddenNoiseCounter(split.first, split.rest, noise.std, source).sample_block(
+        x, 0, 0, 5000, 5000
+    )
+    verdict = certify_scores(
         got.sums,
         got.squares,
         got.histogram,
         1,
         ExpectedScores(n=5000, alpha=0.05),
-        noise.scale,
+        noise.rms_std,
         norms,
     )
     assert verdict.sizes[expected_scores.AS_PRINTED] > 0.3  # the boundary is 0.3 away
@@ -163,21 +169,21 @@ def test_as_printed_exceeds_the_truth() -> None:
 @pytest.mark.slow
 def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
     model = noisy_model()
-    split, noise = models.require_split(model), place_of(model).behind_first()
+    split, noise = models.require_split(model), find_noise_location(model).as_first_layer_noise()
     assert noise is not None
-    source = keys.UnitSource("test", "s", "m", "d", "hidden", 1.0)
-    sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
+    source = keys.StreamKeys("test", "s", "m", "d", "hidden", 1.0)
+    sampler = HiddenNoiseCounter(split.first, split.rest, noise.std, source)
     x = torch.rand(1, 6, 6)
-    hidden = sampler.noisy(x, 4, keys.ESTIMATE, 2, 50).clone()
+    hidden = sampler.noisy_hidden(x, 4, keys.ESTIMATE, 2, 50).clone()
     p = torch.softmax(split.rest(hidden)[:40].double(), 1).detach().numpy()
-    got = sampler.block(x, 4, 2, 50, 40)
+    got = sampler.sample_block(x, 4, 2, 50, 40)
     assert np.abs(got.sums / SCORE_UNIT - p.sum(0)).max() < 40 / SCORE_UNIT
     assert (got.sums <= p.sum(0) * SCORE_UNIT).all()
     assert np.abs(got.squares / SCORE_UNIT**2 - (p**2).sum(0)).max() < 80 / SCORE_UNIT
     assert (got.histogram == np.bincount(p.argmax(1), minlength=3)).all()
     # The evaluation's mean scores are the same expectation: 3,000 draws, 5 standard errors.
     mean = expected_log_scores(model, x[None], 3000, seed="x").exp()[0].numpy()
-    many = sampler.block(x, 4, 0, 3000, 3000)
+    many = sampler.sample_block(x, 4, 0, 3000, 3000)
     assert np.abs(mean - many.sums / SCORE_UNIT / 3000).max() < 5 * 0.5 * np.sqrt(2 / 3000)
 
 
@@ -189,9 +195,9 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
     reference: Path, model_folder: Path
 ) -> None:
     got = table.read(reference / job.TABLE)
-    about = table.about(got)
+    about = table.read_job_record(got)
     model = models.load(model_folder)
-    noise = place_of(model).behind_first()
+    noise = find_noise_location(model).as_first_layer_noise()
     assert noise is not None
     norms = first_layer_sensitivity(models.require_split(model), noise, (1, 6, 6))
     assert about["sensitivity"] == asdict(norms)
@@ -199,7 +205,7 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
     for row in got.to_pylist():
         assert sum(row["histogram"]) == row["n"] == 1130
         assert abs(sum(row["sums"]) - 1130 * SCORE_UNIT) <= 3 * 1130
-        assert row["sigma"] == noise.scale and row["norm"] == "l2"
+        assert row["sigma"] == noise.rms_std and row["norm"] == "l2"
         assert row["radius"] == row["exact_l2"]
         # Hoeffding by hand.
         half = np.sqrt(np.log(2 * 3 / 0.05) / (2 * 1130))
@@ -209,7 +215,7 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
         p_b = min(np.delete(means, label).max() + half, 1)
         assert row["p_upper"] == pytest.approx(p_b, abs=1e-9)
         exact = (
-            noise.scale
+            noise.rms_std
             / norms.l2
             / 2
             * (stats.norm.ppf(row["p_lower"]) - stats.norm.ppf(row["p_upper"]))
@@ -218,9 +224,9 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
         assert row["prediction"] == (label if exact > 0 else -1)
         assert row["exact_linf"] * norms.linf == pytest.approx(row["exact_l2"] * norms.l2)
     assert (np.asarray(got["radius"]) > 0).any()
-    assert table_reader.of(got).certified_accuracy(1e9, "exact", "l2") == 0
+    assert table_reader.from_arrow(got).certified_accuracy(1e9, "exact", "l2") == 0
     with pytest.raises(UserError, match="no column"):
-        table_reader.of(got).certified("magic", "l2")
+        table_reader.from_arrow(got).size_if_correct("magic", "l2")
 
 
 @pytest.mark.slow
@@ -241,7 +247,7 @@ def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
     job.certify(model_folder, FakeData(), SETTINGS, again, actors=1)
     assert (again / job.TABLE).read_bytes() == raw
     other = job.certify(
-        model_folder, FakeData(), changed(SETTINGS, seed="6"), tmp_path / "other", actors=1
+        model_folder, FakeData(), with_changes(SETTINGS, seed="6"), tmp_path / "other", actors=1
     )
     assert other["sums"] != table.read(reference / job.TABLE)["sums"]
 
@@ -250,7 +256,7 @@ def test_another_certification_in_the_folder_is_refused(
     reference: Path, model_folder: Path
 ) -> None:
     with pytest.raises(UserError, match="bound was 'hoeffding', now 'counts'"):
-        job.certify(model_folder, FakeData(), changed(SETTINGS, bound="counts"), reference)
+        job.certify(model_folder, FakeData(), with_changes(SETTINGS, bound="counts"), reference)
     with pytest.raises(UserError, match="holds another certification"):
         job.certify(model_folder, FakeData(), Cohen(sigma=0.5, n=100), reference)
 
@@ -264,14 +270,14 @@ def test_a_model_without_noise_has_no_such_certificate(tmp_path: Path) -> None:
 
 def test_rebound_is_what_a_certification_would_have_given(reference: Path) -> None:
     got = table.read(reference / job.TABLE)
-    again = rebound(got, 0.05)
+    again = recertify(got, 0.05)
     assert again.drop_columns([]).to_pylist() == got.to_pylist()
-    stricter = rebound(got, 0.001)
+    stricter = recertify(got, 0.001)
     for name in SIZES:
         old, new = np.asarray(got[name]), np.asarray(stricter[name])
         assert (new <= old).all()
-    tighter = expected_scores.rebound_rows(got, 0.05, "bernstein")
-    counts = expected_scores.rebound_rows(got, 0.05, "counts")
+    tighter = expected_scores.recertify_rows(got, 0.05, "bernstein")
+    counts = expected_scores.recertify_rows(got, 0.05, "counts")
     assert sum(row["exact_l2"] for row in counts) > np.asarray(got["exact_l2"]).sum()
     assert {row["bound"] for row in tighter} == {"bernstein"}
 
@@ -282,7 +288,7 @@ def test_prediction_of_single_inputs_certifies_with_fresh_noise() -> None:
     x = FakeData().batch(slice(0, 1))[0]
     first, second = predictor.certify(x), predictor.certify(x)
     assert first.sums != second.sums  # type: ignore[union-attr]
-    assert first.prediction == second.prediction == predictor.label(x)
+    assert first.prediction == second.prediction == predictor.predict(x)
     with pytest.raises(UserError, match="no noise of its own"):
         Predictor(nn.Linear(4, 3), ExpectedScores(), 3, (4,))
 
@@ -303,14 +309,16 @@ def test_a_component_without_noise_certifies_nothing() -> None:
     std = torch.ones(4, 3, 3)
     std[0, 0, 0] = 0
     with pytest.raises(UserError, match="every hidden component needs noise"):
-        first_layer_sensitivity(split, BehindLayer("0", std), (1, 6, 6))
+        first_layer_sensitivity(split, HiddenNoise("0", std), (1, 6, 6))
 
 
 def test_sizes_scale_with_noise_over_norm() -> None:
     sums = np.array([900, 60, 40]) * SCORE_UNIT
     counts, settings = np.array([1000, 0, 0]), ExpectedScores(n=1000, alpha=0.05)
-    one = decide(sums, sums * 0, counts, 0, settings, 1.0, Sensitivity(1.0, 10.0, 1.0)).sizes
-    two = decide(sums, sums * 0, counts, 0, settings, 3.0, Sensitivity(0.5, 5.0, 1.0)).sizes
+    one = certify_scores(
+        sums, sums * 0, counts, 0, settings, 1.0, Sensitivity(1.0, 10.0, 1.0)
+    ).sizes
+    two = certify_scores(sums, sums * 0, counts, 0, settings, 3.0, Sensitivity(0.5, 5.0, 1.0)).sizes
     for name in SIZES:
         assert two[name] == pytest.approx(6 * one[name])
         if name.endswith("_l2"):
@@ -327,7 +335,7 @@ def test_sums_of_squares_are_no_larger_than_their_columns(more: dict[str, object
         {name: [draws * SCORE_UNIT**power] for name, power in (("sums", 1), ("squares", 2))}
         for draws in (most // 2, most - most // 2)
     ]
-    total = totals([join(*halves)], "squares")
+    total = total_counts([merge_partials(*halves)], "squares")
     assert total.tolist() == [most * SCORE_UNIT**2] and total.dtype == np.int64
     assert settings.n == most
     for n in (most + 1, 10**9, 1):

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from dpdist.certification import sequential
-from dpdist.certification.sequential import TargetTest, planned_looks, thresholds
+from dpdist.certification.sequential import TargetTest, compute_thresholds, planned_looks
 from dpdist.core.binomial import clopper_pearson_lower
 
 pytestmark = pytest.mark.guarantee
@@ -24,7 +24,7 @@ def test_looks_are_geometric_multiples_and_end_at_the_cap() -> None:
 def error_by_walking(test: sequential.Thresholds, p: float) -> float:
     """Probability of ever rejecting at p, by a walk over single draws: another algorithm."""
     alive, rejected, at = np.ones(1), 0.0, 0
-    for look, needed in zip(test.looks, test.needed, strict=True):
+    for look, needed in zip(test.looks, test.critical_counts, strict=True):
         while at < look:
             alive = np.append(alive * (1 - p), 0.0) + np.append(0.0, alive * p)
             at += 1
@@ -35,7 +35,7 @@ def error_by_walking(test: sequential.Thresholds, p: float) -> float:
 
 @pytest.mark.parametrize("p0", [0.5, 0.8413, 0.97725])
 def test_error_at_p0_is_exactly_what_is_stated(p0: float) -> None:
-    test = thresholds(p0, ALPHA, planned_looks(2000, 50))
+    test = compute_thresholds(p0, ALPHA, planned_looks(2000, 50))
     assert error_by_walking(test, p0) == pytest.approx(test.error, rel=1e-9)
     assert test.error <= ALPHA
     # It is not conservative either, but for the grain of the counts.
@@ -58,22 +58,22 @@ def test_clopper_pearson_at_the_same_looks_would_err_too_often() -> None:
 @pytest.mark.slow
 def test_spending_follows_the_square_root() -> None:
     looks = planned_looks(5000, 100)
-    test = thresholds(0.9, ALPHA, looks)
+    test = compute_thresholds(0.9, ALPHA, looks)
     for i, look in enumerate(looks):
-        cut = sequential.Thresholds(0.9, ALPHA, looks[: i + 1], test.needed[: i + 1], 0.0)
+        cut = sequential.Thresholds(0.9, ALPHA, looks[: i + 1], test.critical_counts[: i + 1], 0.0)
         assert error_by_walking(cut, 0.9) <= ALPHA * np.sqrt(look / 5000) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("wrong", [(0.0, 0.1, (5,)), (0.5, 0.0, (5,)), (0.5, 0.1, (5, 5))])
 def test_wrong_tests_are_refused(wrong: tuple[float, float, tuple[int, ...]]) -> None:
     with pytest.raises(ValueError):
-        thresholds(*wrong)
+        compute_thresholds(*wrong)
 
 
 def run_target(counts: np.ndarray, probabilities: tuple[float, ...], looks: tuple[int, ...]) -> int:
     test = TargetTest(probabilities, ALPHA, looks, 0.01)
     for place in range(len(looks)):
-        if test.look(place, int(counts[place])):
+        if test.update(place, int(counts[place])):
             break
     return test.passed()
 
@@ -109,11 +109,11 @@ def test_a_failed_radius_ends_the_sequence() -> None:
 def test_futility_stops_early_and_adds_nothing() -> None:
     looks = planned_looks(100_000, 500)
     hopeless = TargetTest((0.97725,), 0.001, looks, 0.01)
-    assert hopeless.look(0, 400) and hopeless.passed() == 0
+    assert hopeless.update(0, 400) and hopeless.passed() == 0
     unreachable = TargetTest((0.97725,), 0.001, (500, 600), 1e-300)
-    assert unreachable.look(0, 450) and unreachable.passed() == 0
+    assert unreachable.update(0, 450) and unreachable.passed() == 0
     open_test = TargetTest((0.97725,), 0.001, looks, 0.01)
-    assert not open_test.look(0, 492)
+    assert not open_test.update(0, 492)
 
 
 def mixture_error(p: float, p0: float, alpha: float, cap: int) -> float:

@@ -16,11 +16,11 @@ from dpdist.certification.expected_scores import BettingScores, ExpectedScores
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
-from dpdist.certification.worker import ScoredPlace, Scores, SmoothedPlace
+from dpdist.certification.worker import BlockScores, ScoreSampler, VoteSampler
 from dpdist.randomness import keys
 
 SIGMA, ALPHA = 0.5, 0.05
-PLACE = SmoothedPlace(Gaussian(SIGMA))
+PLACE = VoteSampler(Gaussian(SIGMA))
 X = torch.zeros(1)
 
 
@@ -46,8 +46,8 @@ def test_three_targets_share_one_error(true: int) -> None:
     p = float(stats.norm.cdf(settings.radii[true] / SIGMA))
     wrong = 0
     for seed in range(600):
-        partial = settings.work(Coin(p, seed), X, 0, 0, 1, 50, PLACE)
-        verdict = settings.verdict([partial], PLACE)
+        partial = settings.sample(Coin(p, seed), X, 0, 0, 1, 50, PLACE)
+        verdict = settings.decide([partial], PLACE)
         wrong += verdict.prediction == 0 and verdict.radius >= settings.radii[true]
     assert wrong <= 54
     assert wrong >= 9  # the error is used: fewer has probability below 1e-5 at 3.5 %
@@ -66,7 +66,7 @@ def test_a_confidence_sequence_ends_where_the_evidence_is_one_over_alpha() -> No
 
     settings = Anytime(sigma=SIGMA, n=draws, alpha=ALPHA)
     partial = {"selected": 0, "k": hits, "n": draws, "looks": 1}
-    bound = settings.verdict([partial], PLACE).p_lower
+    bound = settings.decide([partial], PLACE).p_lower
     expected = optimize.brentq(lambda p: np.log(evidence(p) * ALPHA), 0.7, 0.88)
     assert bound == pytest.approx(expected, rel=1e-6)
 
@@ -109,18 +109,20 @@ def capital(scores: np.ndarray, mean: float) -> float:
 def test_one_sided_bets_are_at_the_whole_error_and_no_more() -> None:
     # Scores at ends of bins, so that nothing is moved: the capital against the bound is 1 / alpha.
     rng = np.random.default_rng(0)
-    ends = score_bounds.ENDS[rng.integers(40, len(score_bounds.ENDS), 200)]
+    ends = score_bounds.BIN_EDGES[rng.integers(40, len(score_bounds.BIN_EDGES), 200)]
     scores = np.stack([ends, SCORE_UNIT - ends], axis=1)
-    found = score_bounds.one_score_bound(*score_bounds.binned(scores), 0, 1 - ALPHA)
+    found = score_bounds.score_bounds_betting_one_sided(
+        *score_bounds.bin_scores(scores), 0, 1 - ALPHA
+    )
     assert capital(ends / SCORE_UNIT, found.p_a) == pytest.approx(1 / ALPHA, rel=1e-6)
     assert found.lower[1] == 0 and found.p_b == pytest.approx(1 - found.p_a)
 
 
 def test_two_sided_bets_share_the_error_among_classes_and_sides() -> None:
     rng = np.random.default_rng(1)
-    ends = score_bounds.ENDS[rng.integers(40, len(score_bounds.ENDS), 200)]
+    ends = score_bounds.BIN_EDGES[rng.integers(40, len(score_bounds.BIN_EDGES), 200)]
     scores = np.stack([ends, SCORE_UNIT - ends], axis=1)
-    found = score_bounds.score_bounds(*score_bounds.binned(scores), 1 - ALPHA)
+    found = score_bounds.score_bounds_betting(*score_bounds.bin_scores(scores), 1 - ALPHA)
     share = ALPHA / 4  # two classes, two sides
     for k in range(2):
         own = scores[:, k] / SCORE_UNIT
@@ -134,20 +136,20 @@ class SureLead:
     def histogram(self, *_: Any) -> np.ndarray:
         return np.array([1, 0])
 
-    def block(
+    def sample_block(
         self, x: Any, index: int, block: int, rows: int, draws: int, binned: bool, leader: int
-    ) -> Scores:
+    ) -> BlockScores:
         scores = np.array([[SCORE_UNIT, 0]] * draws)
-        bins = score_bounds.binned(score_bounds.leads(scores, leader))
-        return Scores(scores.sum(0), scores.sum(0), np.array([draws, 0]), draws, *bins)
+        bins = score_bounds.bin_scores(score_bounds.lead_scores(scores, leader))
+        return BlockScores(scores.sum(0), scores.sum(0), np.array([draws, 0]), draws, *bins)
 
 
 def test_targets_of_scores_share_one_error() -> None:
     # Every lead is 1: with a draw a look the last radius passes at the first number of draws at
     # which its own capital is 1 / alpha.
     settings = TargetScores(n=1000, n0=1, alpha=ALPHA, radii=(0.1, 0.2, 0.3), mode="target-scores")
-    place = ScoredPlace(1.0, Sensitivity(1.0, 1.0, 1.0))
-    partial = settings.work(SureLead(), X, 0, 0, 1, 1, place)  # type: ignore[arg-type]
+    place = ScoreSampler(1.0, Sensitivity(1.0, 1.0, 1.0))
+    partial = settings.sample(SureLead(), X, 0, 0, 1, 1, place)  # type: ignore[arg-type]
     mean = float(stats.norm.cdf(0.3))
     needed = next(n for n in range(1, 1000) if capital(np.ones(n), mean) >= 1 / ALPHA)
     assert (partial["passed"], partial["n"]) == (3, needed)
@@ -159,8 +161,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "scores": (ExpectedScores(n=100), {"sums": [90 * SCORE_UNIT, 0], "squares": [0, 0]}),
     "betting": (
         BettingScores(n=100),
-        {"sums": [0, 0], "squares": [0, 0], "bins": [0] * 2 * score_bounds.BINS,
-         "excess": [0] * 2 * score_bounds.BINS},
+        {"sums": [0, 0], "squares": [0, 0], "bins": [0] * 2 * score_bounds.NUM_BINS,
+         "excess": [0] * 2 * score_bounds.NUM_BINS},
     ),
 }  # fmt: skip
 

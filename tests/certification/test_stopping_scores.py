@@ -19,11 +19,11 @@ from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.sequential import LeadTest, TargetScores
-from dpdist.certification.table_reader import rebound
-from dpdist.certification.worker import HiddenNoiseSampler, ScoredPlace, first_layer_sensitivity
+from dpdist.certification.table_reader import recertify
+from dpdist.certification.worker import HiddenNoiseCounter, ScoreSampler, first_layer_sensitivity
 from dpdist.core.errors import UserError
 from dpdist.randomness import keys
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.noise_location import find_noise_location
 
 pytestmark = pytest.mark.guarantee
 
@@ -31,8 +31,8 @@ ALPHA = 0.05
 
 
 def leads_of(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `LeadTest.look` takes, of leads in [0, 1], (n, K)."""
-    return score_bounds.binned(np.round(scores * SCORE_UNIT).astype(np.int64))
+    """What `LeadTest.update` takes, of leads in [0, 1], (n, K)."""
+    return score_bounds.bin_scores(np.round(scores * SCORE_UNIT).astype(np.int64))
 
 
 def test_a_lead_beyond_phi_of_t_keeps_the_order() -> None:
@@ -66,7 +66,7 @@ def test_the_error_over_all_looks_by_dynamic_programming(p0: float, middle: floa
         counts = np.stack([number - half - one, half, one]).reshape(3, -1)
         there = counts[0] >= 0
         shown = np.zeros(there.shape, bool)
-        shown[there] = score_bounds.means_above(counts[:, there], values, p0, ALPHA)
+        shown[there] = score_bounds.means_exceed(counts[:, there], values, p0, ALPHA)
         shown = shown.reshape(after.shape)
         wrong += float(after[shown].sum())
         alive = np.where(shown, 0.0, after)
@@ -85,10 +85,10 @@ def test_no_class_pays_for_another() -> None:
         wrong = 0
         for _ in range(300):
             votes = rng.multinomial(10, shares, 15)
-            test = LeadTest((p0,), ALPHA, futile=0.2)
+            test = LeadTest((p0,), ALPHA, futility_alpha=0.2)
             for a, b, c in votes:
                 leads = np.repeat([[1.0, 1.0], [0.0, 0.5], [0.5, 0.0]], (a, b, c), axis=0)
-                if test.look(*leads_of(leads)):
+                if test.update(*leads_of(leads)):
                     break
             wrong += test.passed
         assert wrong <= 34
@@ -98,17 +98,18 @@ def test_leads_show_at_least_what_the_class_alone_does() -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(0, 1, (400, 5)) + np.array([4.0, 2.0, 0, 0, 0])
     scores = (special.softmax(logits, 1) * SCORE_UNIT).astype(np.int64)
-    leads = score_bounds.leads(scores, 0)
+    leads = score_bounds.lead_scores(scores, 0)
     assert leads.shape == (400, 4)
     assert (leads >= scores[:, [0]] - 1).all() and (leads <= SCORE_UNIT).all()
     exact = (1 + (scores[:, [0]] - scores[:, 1:]) / SCORE_UNIT) / 2
     assert (leads / SCORE_UNIT <= exact).all() and leads / SCORE_UNIT == pytest.approx(
         exact, abs=1 / SCORE_UNIT
     )
-    ends = score_bounds.ENDS / SCORE_UNIT
+    ends = score_bounds.BIN_EDGES / SCORE_UNIT
     for mean in (0.6, 0.75, 0.85):
         own, ahead = (
-            score_bounds.log_capital(score_bounds.at_ends(*score_bounds.binned(s)).T, ends, mean)
+            score_bounds.log_capital(score_bounds.bin_edge_weights(*score_bounds.bin_scores(s)).T,
+                ends, mean)
             for s in (scores[:, [0]], leads)
         )  # fmt: skip
         assert (ahead > own - 0.05).all()
@@ -117,14 +118,16 @@ def test_leads_show_at_least_what_the_class_alone_does() -> None:
 def test_radii_pass_in_their_order_and_hopeless_ones_end_it() -> None:
     sure, poor = np.full((300, 2), 0.9), np.array([[0.9, 0.5]] * 300)
     test = LeadTest((0.6, 0.8, 0.95), ALPHA)
-    assert test.look(*leads_of(sure)) and test.passed == 2  # given up on the third
+    assert test.update(*leads_of(sure)) and test.passed == 2  # given up on the third
     test = LeadTest((0.6,), ALPHA)
-    assert test.look(*leads_of(poor)) and test.passed == 0  # one class too close
+    assert test.update(*leads_of(poor)) and test.passed == 0  # one class too close
     test = LeadTest((0.6,), ALPHA)
-    assert not test.look(*leads_of(sure[:2])) and test.look(*leads_of(sure)) and test.passed == 1
+    assert (
+        not test.update(*leads_of(sure[:2])) and test.update(*leads_of(sure)) and test.passed == 1
+    )
     # Draw by draw it passes where the mean over all stakes of the capital is 1 / alpha.
     stakes, test, draws = special.expit(np.linspace(-9, 7, 48)), LeadTest((0.6,), ALPHA), 1
-    while not test.look(*leads_of(np.array([[1.0]]))):
+    while not test.update(*leads_of(np.array([[1.0]]))):
         draws += 1
     capital = [np.mean((1 + stakes * (1 / 0.6 - 1)) ** n) for n in range(draws + 1)]
     assert capital[draws - 1] < 1 / ALPHA <= capital[draws]
@@ -162,30 +165,34 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     assert (
         found.title == settings.folder_name == "target-scores-l2-r-0.001-0.03-0.4-n-1130-eta-0.95"
     )
-    assert "given radii" in found.words and found.terms["radii"] == (0.001, 0.03, 0.4)
+    assert "given radii" in found.description and found.comparison_key["radii"] == (
+        0.001,
+        0.03,
+        0.4,
+    )
     assert [sizes.name for sizes in found.sizes] == ["exact"]
-    assert len(found.kind.lines(found, (0.001, 0.03))) == 2
-    other, place = found.kind.again(found, "linf", 100)
+    assert len(found.certificate_class.summary_rows(found, (0.001, 0.03))) == 2
+    other, place = found.certificate_class.recreate(found, "linf", 100)
     assert type(other) is BettingScores and other.one_sided and place.sigma == found.sigma
     with pytest.raises(UserError, match="early stopping"):
-        rebound(found.table, 0.01)
+        recertify(found.table, 0.01)
     passed = next(place for place, row in enumerate(rows) if row["radius"])
     for column, forged in (("radius", 0.4), ("prediction", 1 - rows[passed]["prediction"])):
         broken = [dict(row) for row in rows]
         broken[passed][column] = forged
         with pytest.raises(UserError, match="does not follow from its counts"):
-            TargetScores.check(table.from_pylist(broken, schema=table.schema), "x")
+            TargetScores.check_table(table.from_pylist(broken, schema=table.schema), "x")
     with pytest.raises(UserError, match=r"certify\.n: must be >= 2, got 1"):
         settings_of({**settings.model_dump(mode="json"), "n": 1})
 
 
 def test_other_norms_need_more(model_folder: Path) -> None:
-    place = ScoredPlace.of(models.load(model_folder), (1, 6, 6))
+    place = ScoreSampler.from_model(models.load(model_folder), (1, 6, 6))
     by_norm = [
         settings_of({"mode": "target-scores", "radii": (0.01,), "norm": norm}).hypotheses(place)  # type: ignore[attr-defined]
         for norm in ("l2", "linf")
     ]
-    for (mean,), norm in zip(by_norm, (place.norms.l2, place.norms.linf), strict=True):
+    for (mean,), norm in zip(by_norm, (place.sensitivity.l2, place.sensitivity.linf), strict=True):
         assert mean == pytest.approx(stats.norm.cdf(0.01 * norm / place.sigma))
         assert mean > stats.norm.cdf(0.01 * norm / place.sigma)
 
@@ -206,22 +213,22 @@ def test_no_target_beyond_the_distance_to_the_boundary_passes() -> None:
     models.attach_noise(model, torch.tensor([0.5]))
     split, noise, x = (
         models.require_split(model),
-        place_of(model).behind_first(),
+        find_noise_location(model).as_first_layer_noise(),
         torch.tensor([0.3, 0.1]),
     )
-    place = ScoredPlace(noise.scale, first_layer_sensitivity(split, noise, (2,)))
-    source = keys.UnitSource("test", "s", "m", "d", "hidden", 1.0)
-    sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
+    place = ScoreSampler(noise.rms_std, first_layer_sensitivity(split, noise, (2,)))
+    source = keys.StreamKeys("test", "s", "m", "d", "hidden", 1.0)
+    sampler = HiddenNoiseCounter(split.first, split.rest, noise.std, source)
     radii = (0.5 * truth, 0.8 * truth, 1.01 * truth, 1.2 * truth)
     settings = settings_of({"mode": "target-scores", "radii": radii, "alpha": 1e-6, "n": 20_000})
-    verdict = settings.verdict([settings.work(sampler, x, 0, 0, 1, 500, place)], place)
+    verdict = settings.decide([settings.sample(sampler, x, 0, 0, 1, 500, place)], place)
     assert verdict.radius == radii[1] and verdict.prediction == verdict.selected == 1
     assert verdict.n == 20_000  # open to the end: at 1.01 nothing is hopeless yet
     easy = settings_of({**settings.model_dump(), "radii": radii[:1]})
-    assert easy.verdict([easy.work(sampler, x, 0, 0, 1, 500, place)], place).n <= 1000
+    assert easy.decide([easy.sample(sampler, x, 0, 0, 1, 500, place)], place).n <= 1000
     # Twice the noise that was drawn certifies what is not true: the test can fail.
-    wrong = ScoredPlace(2 * noise.scale, place.norms)
-    assert settings.verdict([settings.work(sampler, x, 0, 0, 1, 500, wrong)], wrong).radius > truth
+    wrong = ScoreSampler(2 * noise.rms_std, place.sensitivity)
+    assert settings.decide([settings.sample(sampler, x, 0, 0, 1, 500, wrong)], wrong).radius > truth
 
 
 def test_it_answers_single_inputs_and_refuses_mistakes(model_folder: Path) -> None:
@@ -229,7 +236,7 @@ def test_it_answers_single_inputs_and_refuses_mistakes(model_folder: Path) -> No
     settings = settings_of({**SECTION, "seed": None, "mode": "target-scores", "radii": (1e-4,)})
     x = Data().batch(slice(0, 1))[0]
     predictor = Predictor(model, settings, 3, (1, 6, 6))
-    assert predictor.label(x) in (-1, predictor.certify(x).selected)
+    assert predictor.predict(x) in (-1, predictor.certify(x).selected)
     for section, complaint in (
         ({"mode": "target-scores"}, r"certify\.radii: must be given when mode is target-scores"),
         ({"mode": "target-scores", "radii": (0.2, 0.1)}, r"certify\.radii: must be ascending"),
@@ -240,4 +247,4 @@ def test_it_answers_single_inputs_and_refuses_mistakes(model_folder: Path) -> No
             settings_of(section)
     far = settings_of({"mode": "target-scores", "radii": (1e6,)})
     with pytest.raises(UserError, match="reachable"):
-        far.place(model, (1, 6, 6))
+        far.build_sampler(model, (1, 6, 6))

@@ -17,16 +17,16 @@ from dpdist.certification import score_bounds as betting
 from dpdist.certification.expected_scores import BettingScores
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import (
-    ENDS,
+    BIN_EDGES,
     SCORE_UNIT,
-    at_ends,
-    lower_bound,
-    one_score_bound,
-    score_bounds,
+    betting_lower_bound,
+    bin_edge_weights,
     score_bounds_bernstein,
+    score_bounds_betting,
+    score_bounds_betting_one_sided,
     score_bounds_hoeffding,
 )
-from dpdist.certification.table_reader import rebound
+from dpdist.certification.table_reader import recertify
 from dpdist.core.errors import UserError
 
 pytestmark = pytest.mark.guarantee
@@ -36,7 +36,7 @@ def test_betting_errs_no_more_often_than_allowed() -> None:
     """Exact: scores 0, 1/2 and 1, every outcome of 14 draws, at many means."""
     n, scores, alpha = 14, np.array([0.0, 0.5, 1.0]), 0.1
     counts = [(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]
-    bounds = np.array([lower_bound(np.array(c), scores, alpha) for c in counts])
+    bounds = np.array([betting_lower_bound(np.array(c), scores, alpha) for c in counts])
     worst = 0.0
     for shares in ((0.5, 0.0, 0.5), (0.1, 0.0, 0.9), (0.02, 0.0, 0.98), (0.1, 0.8, 0.1),
                    (0.0, 0.5, 0.5), (0.3, 0.3, 0.4), (0.9, 0.08, 0.02)):  # fmt: skip
@@ -57,27 +57,27 @@ def test_the_bound_is_where_the_capital_is_one_over_alpha() -> None:
         return float(np.mean(np.prod(1 - stakes[:, None] * (1 - draws / mean), axis=1)))
 
     expected = optimize.brentq(lambda m: math.log(capital(m) * alpha), 0.5, 0.999)
-    found = lower_bound(counts, scores, alpha)
+    found = betting_lower_bound(counts, scores, alpha)
     assert found == pytest.approx(expected, rel=1e-9) and found <= expected
-    assert lower_bound(np.zeros(5, np.int64), scores[:5], 0.1) == 0
-    assert lower_bound(np.array([40]), np.array([0.0]), 0.1) == 0
+    assert betting_lower_bound(np.zeros(5, np.int64), scores[:5], 0.1) == 0
+    assert betting_lower_bound(np.array([40]), np.array([0.0]), 0.1) == 0
 
 
 def test_bins_state_no_more_than_the_scores_themselves() -> None:
     rng = np.random.default_rng(3)
     scores = (special.softmax(rng.normal(0, 3, (300, 4)), 1) * SCORE_UNIT).astype(np.int64)
-    scores[0], scores[1] = (0, SCORE_UNIT, 1, SCORE_UNIT - 1), ENDS[[5, 20, 40, 50]]
-    counts, excess = betting.binned(scores)
-    assert counts.shape == excess.shape == (4, betting.BINS) and (counts.sum(1) == 300).all()
-    weights = at_ends(counts, excess)
+    scores[0], scores[1] = (0, SCORE_UNIT, 1, SCORE_UNIT - 1), BIN_EDGES[[5, 20, 40, 50]]
+    counts, excess = betting.bin_scores(scores)
+    assert counts.shape == excess.shape == (4, betting.NUM_BINS) and (counts.sum(1) == 300).all()
+    weights = bin_edge_weights(counts, excess)
     assert (weights >= 0).all() and weights.sum(1) == pytest.approx(np.full(4, 300.0))
-    assert weights @ ENDS == pytest.approx(scores.sum(0), rel=1e-12)
-    found = score_bounds(counts, excess, 0.95)
+    assert weights @ BIN_EDGES == pytest.approx(scores.sum(0), rel=1e-12)
+    found = score_bounds_betting(counts, excess, 0.95)
     for k in range(4):
         values, often = np.unique(scores[:, k] / SCORE_UNIT, return_counts=True)
         for bound, exact in (
-            (found.lower[k], lower_bound(often, values, 0.05 / 8)),
-            (1 - found.upper[k], lower_bound(often, 1 - values, 0.05 / 8)),
+            (found.lower[k], betting_lower_bound(often, values, 0.05 / 8)),
+            (1 - found.upper[k], betting_lower_bound(often, 1 - values, 0.05 / 8)),
         ):
             assert exact * 0.98 < bound <= exact + 1e-12
 
@@ -90,8 +90,8 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
         logits = rng.normal(0, 1, (n, 10)) + np.array([7.0] + [0.0] * 9)
         scores = (special.softmax(logits, 1) * SCORE_UNIT).astype(np.int64)
         sums, squares = scores.sum(0), (scores.astype(float) ** 2).sum(0)
-        bets = score_bounds(*betting.binned(scores), 0.95)
-        one = one_score_bound(*betting.binned(scores), 0, 0.95)
+        bets = score_bounds_betting(*betting.bin_scores(scores), 0.95)
+        one = score_bounds_betting_one_sided(*betting.bin_scores(scores), 0, 0.95)
         hoeffding = score_bounds_hoeffding(sums / SCORE_UNIT, n, 0.95)
         bernstein = score_bounds_bernstein(sums / SCORE_UNIT, squares / SCORE_UNIT**2, n, 0.95)
         means = sums / SCORE_UNIT / n
@@ -118,21 +118,21 @@ def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
         assert table["sums"].equals(plain["sums"]) and table["selected"].equals(plain["selected"])
         for row in table.to_pylist():
             bins = [np.reshape(row[name], (3, -1)) for name in ("bins", "excess")]
-            assert (bins[0] @ ENDS[:-1] + bins[1].sum(1)).tolist() == row["sums"]
-            made = score_bounds(*bins, 0.95)
+            assert (bins[0] @ BIN_EDGES[:-1] + bins[1].sum(1)).tolist() == row["sums"]
+            made = score_bounds_betting(*bins, 0.95)
             if one_sided:
-                made = one_score_bound(*bins, row["selected"], 0.95)
+                made = score_bounds_betting_one_sided(*bins, row["selected"], 0.95)
             assert (row["p_lower"], row["p_upper"]) == (made.p_a, made.p_b)
         found = table_reader.read(home / job.TABLE)
-        assert found.terms["one_sided"] is one_sided
-        looser = rebound(found.table, 0.2)
+        assert found.comparison_key["one_sided"] is one_sided
+        looser = recertify(found.table, 0.2)
         assert (looser["p_lower"].to_numpy() > table["p_lower"].to_numpy()).all()
-        again_by, _ = found.kind.again(found, "linf", 100)
+        again_by, _ = found.certificate_class.recreate(found, "linf", 100)
         assert (again_by.one_sided, again_by.norm) == (one_sided, "linf")
         bad = table.to_pylist()
         bad[0]["bins"][3] += 1
         with pytest.raises(UserError, match="not of its draws"):
-            BettingScores.check(pa.Table.from_pylist(bad, schema=table.schema), "x")
+            BettingScores.check_table(pa.Table.from_pylist(bad, schema=table.schema), "x")
 
 
 def test_only_betting_has_one_side() -> None:

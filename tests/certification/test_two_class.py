@@ -18,7 +18,7 @@ from dpdist.certification.cohen import TwoClass
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.registry import settings_of
 from dpdist.certification.statistics import population_bounds
-from dpdist.certification.table_reader import label_reach, rebound
+from dpdist.certification.table_reader import achievable_label_radii, recertify
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
 
@@ -106,16 +106,19 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
         for name in ("p_lower", "p_upper", "radius", "prediction"):
             assert row[name] == getattr(made, name), name
     found = table_reader.read(tmp_path / "t" / job.TABLE)
-    assert "runner-up" in found.words and found.sizes[0].name == "cohen"
-    looser = rebound(found.table, 0.05)
+    assert "runner-up" in found.description and found.sizes[0].name == "cohen"
+    looser = recertify(found.table, 0.05)
     assert (looser["radius"].to_numpy() >= table["radius"].to_numpy()).all()
-    assert rebound(looser, 0.001).to_pylist() == table.to_pylist()
+    assert recertify(looser, 0.001).to_pylist() == table.to_pylist()
     # What no number of draws could certify allows for a rest that is spread evenly.
-    one, both = label_reach(plain), label_reach(found.table)
+    one, both = achievable_label_radii(plain), achievable_label_radii(found.table)
     assert one is not None and both is not None and (both >= one - 1e-9).all()
-    assert (both >= found.certified() - 1e-9).all() and (both > one)[both > 0].all()
-    assert all(0 <= s.low <= (s.certifiable or 1) for s in population_bounds(found, (0.1, 0.5)))
-    other, _ = found.kind.again(found, "l2", 100)
+    assert (both >= found.size_if_correct() - 1e-9).all() and (both > one)[both > 0].all()
+    assert all(
+        0 <= s.accuracy_lower_bound <= (s.certifiable_upper_bound or 1)
+        for s in population_bounds(found, (0.1, 0.5))
+    )
+    other, _ = found.certificate_class.recreate(found, "l2", 100)
     assert type(other) is TwoClass
     for column, forged in (
         ("p_lower", 0.999), ("p_upper", 0.0), ("radius", 0.01), ("prediction", 1), ("selected", 7),
@@ -124,7 +127,7 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
         broken = table.to_pylist()
         broken[4][column] = forged if broken[4][column] != forged else forged - 1
         with pytest.raises(UserError, match="does not follow from its counts"):
-            TwoClass.check(pa.Table.from_pylist(broken, schema=table.schema), "x")
+            TwoClass.check_table(pa.Table.from_pylist(broken, schema=table.schema), "x")
     pq.write_table(table.drop_columns("p_upper"), tmp_path / "t" / job.TABLE)
     with pytest.raises(UserError, match="p_upper"):
         table_reader.read(tmp_path / "t" / job.TABLE)

@@ -20,14 +20,21 @@ from torch import Tensor, nn
 
 from dpdist import models
 from dpdist.certification import predict, score_bounds
-from dpdist.certification.certificate import ABSTAIN, Certificate, SampledPlace
+from dpdist.certification.certificate import ABSTAIN, Certificate, NoiseSampler
 from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.noise import NOISES
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import BY_MODE, settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.worker import Assignment, Piece, ScoredPlace, Scores, Worker, probe
-from dpdist.models.zoo import Normalised
+from dpdist.certification.worker import (
+    Assignment,
+    BlockScores,
+    InputWorkUnit,
+    ScoreSampler,
+    Worker,
+    probe,
+)
+from dpdist.models.zoo import NormalisedNetwork
 from dpdist.randomness import keys as units
 
 pytestmark = pytest.mark.guarantee
@@ -94,8 +101,10 @@ def test_a_normalised_first_layer_is_certified_in_input_units(std: float) -> Non
     layer = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[3.0, 4.0]]))
-    inner = Normalised(nn.Sequential(layer, Threshold()), torch.zeros(2), torch.tensor([std]))
-    model = Normalised(inner, torch.zeros(2), torch.tensor([0.5])).eval()
+    inner = NormalisedNetwork(
+        nn.Sequential(layer, Threshold()), torch.zeros(2), torch.tensor([std])
+    )
+    model = NormalisedNetwork(inner, torch.zeros(2), torch.tensor([0.5])).eval()
     x = torch.tensor([0.03, 0.04])
     distance = 0.05
     models.attach_noise(model, torch.tensor([5 * distance / (0.5 * std)]))
@@ -122,18 +131,18 @@ class ByStage:
         counts[0 if stage == units.SELECT else 1] = draws
         return counts
 
-    def block(
+    def sample_block(
         self, x: Tensor, index: int, block: int, rows: int, draws: int, binned: bool = False
-    ) -> Scores:
+    ) -> BlockScores:
         votes = self.histogram(x, index, units.ESTIMATE, block, rows, draws)
         each = np.repeat(np.eye(3, dtype=np.int64) * SCORE_UNIT, votes, axis=0)
-        bins = score_bounds.binned(each) if binned else ()
-        return Scores(votes * SCORE_UNIT, votes * SCORE_UNIT**2, votes, draws, *bins)
+        bins = score_bounds.bin_scores(each) if binned else ()
+        return BlockScores(votes * SCORE_UNIT, votes * SCORE_UNIT**2, votes, draws, *bins)
 
 
 def settings_in(mode: str, **settings: Any) -> Certificate:
     """Of every mode with a radius that can be decided."""
-    if not BY_MODE[mode].votes:
+    if not BY_MODE[mode].is_vote_based:
         return settings_of({"bound": "betting"} | settings if mode == "betting" else settings)
     return settings_of({"sigma": SIGMA, "mode": mode, **settings})
 
@@ -142,14 +151,14 @@ def settings_in(mode: str, **settings: Any) -> Certificate:
 def test_selection_and_estimation_share_no_draw(mode: str) -> None:
     counter = ByStage()
     settings = settings_in(mode, n=1050, n0=70, radii=(0.1,))
-    place: SampledPlace = ScoredPlace(1.0, Sensitivity(1.0, 1.0, 1.0))
-    if settings.votes:
-        place = settings.place(nn.Identity(), (3,))
-    whole = settings.units(100)
+    place: NoiseSampler = ScoreSampler(1.0, Sensitivity(1.0, 1.0, 1.0))
+    if settings.is_vote_based:
+        place = settings.build_sampler(nn.Identity(), (3,))
+    whole = settings.num_units(100)
     half = max(1, whole // 2)
     pieces = [(0, half), (half, whole)] if whole > 1 else [(0, 1)]
-    partials = [settings.work(counter, torch.zeros(3), 0, *piece, 100, place) for piece in pieces]
-    verdict = settings.verdict(partials, place)
+    partials = [settings.sample(counter, torch.zeros(3), 0, *piece, 100, place) for piece in pieces]
+    verdict = settings.decide(partials, place)
     # Were one draw of the selection counted, k would not be 0; were the class chosen by the
     # estimate's draws, it would be 1.
     assert (verdict.selected, verdict.k) == (0, 0)
@@ -161,7 +170,7 @@ def test_selection_and_estimation_share_no_draw(mode: str) -> None:
     assert verdict.n == sum(draws for _, draws in counted) <= 1050
 
 
-class Recorder(units.UnitSource):
+class Recorder(units.StreamKeys):
     """Remembers which keys were asked for."""
 
     def key(self, index: int | None, stage: str, block: int) -> bytes:
@@ -179,14 +188,14 @@ def test_every_block_of_a_certification_has_its_own_noise(mode: str) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(3, 3), Threshold()).eval()
     models.attach_noise(model, torch.ones(3))
     settings = settings_in(mode, n=1050, batch=100, radii=(0.3,))
-    place = settings.place(model, (3,))
+    place = settings.build_sampler(model, (3,))
     source = Recorder("certify", "seed", "model", "data", settings.noise, SIGMA)
     check = np.random.default_rng(0).random((8, 3), dtype=np.float32)
     assignment = Assignment(model, settings, place, source, 2, (3,), check)
     assignment = replace(assignment, spec=probe(assignment))
     worker = Worker(assignment)
     for index in (0, 1):
-        worker([Piece(index, 0, assignment.units, at(0.3).numpy())])
+        worker([InputWorkUnit(index, 0, assignment.num_units, at(0.3).numpy())])
     stages = {stage for _, stage, _, _ in RECORDED}
     assert stages == {units.CHECK, units.SELECT, units.ESTIMATE}
     drawn = [entry for entry in RECORDED if entry[1] != units.CHECK]

@@ -11,8 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 import dpdist.cluster.submission as submission
-from dpdist.cluster.session import read_environment_again
-from dpdist.cluster.submission import Jobs
+from dpdist.cluster.session import reload_ray_environment
+from dpdist.cluster.submission import JobClient
 from dpdist.core.errors import ClusterError
 
 pytestmark = pytest.mark.whole
@@ -114,31 +114,31 @@ def server(monkeypatch):
         made.shutdown()
         thread.join()
     monkeypatch.undo()
-    read_environment_again()
+    reload_ray_environment()
 
 
 def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
     server.drop = 2
     said: list[str] = []
-    ended = Jobs(server.address).follow("run-1", said.append)
+    ended = JobClient(server.address).follow("run-1", said.append)
     assert "".join(said) == "".join(PARTS)
     assert ended.done and ended.state == "SUCCEEDED" and ended.metadata == {"run": "my"}
 
 
 def test_a_tunnel_that_stays_away_ends_the_following(server, monkeypatch):
-    monkeypatch.setattr(submission, "_SILENT", 0.1)
+    monkeypatch.setattr(submission, "_MAX_SILENCE_SECONDS", 0.1)
     server.drop = 1000
     with pytest.raises(ClusterError, match=r"no cluster answers at .* open the tunnel first"):
-        Jobs(server.address).follow("run-1", lambda text: None)
+        JobClient(server.address).follow("run-1", lambda text: None)
 
 
 def test_submit_list_and_stop(server):
-    jobs = Jobs(server.address)
+    jobs = JobClient(server.address)
     jobs.submit("run-1", "dpdist run digits", metadata={"run": "digits"})
     assert server.submitted[0]["entrypoint"] == "dpdist run digits"
     assert server.submitted[0]["submission_id"] == "run-1"
     assert server.submitted[0]["metadata"] == {"run": "digits"}
-    assert [job.name for job in jobs.jobs()] == ["run-1"]
+    assert [job.name for job in jobs.list_jobs()] == ["run-1"]
     assert jobs.stop("run-1") and server.stopped == ["/api/jobs/run-1/stop"]
     with pytest.raises(ClusterError, match="none: no such job"):
         jobs.stop("none")
@@ -147,14 +147,14 @@ def test_submit_list_and_stop(server):
 def test_a_wrong_token_is_refused(server, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
     with pytest.raises(ClusterError, match="refuses this machine's token"):
-        Jobs(server.address)
+        JobClient(server.address)
 
 
 def test_nobody_there_and_nonsense(monkeypatch):
     with pytest.raises(ClusterError, match=r"--address 10\.0\.0\.1: must be http://HOST:PORT"):
-        Jobs("10.0.0.1")
+        JobClient("10.0.0.1")
     with pytest.raises(ClusterError, match=r"no cluster answers at http://127\.0\.0\.1:1"):
-        Jobs("http://127.0.0.1:1")
+        JobClient("http://127.0.0.1:1")
 
 
 def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatch):

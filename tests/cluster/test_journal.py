@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.cluster.job_folder import InUse, Journal
+from dpdist.cluster.job_folder import Journal, JournalInUseError
 
 pytestmark = pytest.mark.whole
 
@@ -46,7 +46,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        with pytest.raises(InUse, match="being written by another process"):
+        with pytest.raises(JournalInUseError, match="being written by another process"):
             Journal(path)
     finally:
         holder.kill()  # it never closed the journal

@@ -5,28 +5,34 @@ from __future__ import annotations
 import pytest
 
 from dpdist.cluster.session import _check_reachable
-from dpdist.cluster.versions import _check_node, _loaded, check_same, code_digest, fingerprint
+from dpdist.cluster.versions import (
+    _check_node,
+    _compute_fingerprints,
+    check_same_versions,
+    code_digest,
+    package_fingerprints,
+)
 from dpdist.core.errors import ClusterError
 
 PACKAGES = ("dpdist",)
 
 
 def test_same_code_passes_wherever_it_lies():
-    driver = fingerprint(PACKAGES)
+    driver = package_fingerprints(PACKAGES)
     moved = {k: v.replace("/", "/elsewhere/", 1) if ":" in v else v for k, v in driver.items()}
     assert moved["dpdist"] == f"/elsewhere{driver['dpdist']}"
-    check_same(driver, PACKAGES, "here")
-    check_same(moved, PACKAGES, "here")
+    check_same_versions(driver, PACKAGES, "here")
+    check_same_versions(moved, PACKAGES, "here")
     with pytest.raises(ClusterError, match="here: dpdist is "):
-        check_same(moved | {"dpdist": moved["dpdist"] + "0"}, PACKAGES, "here")
+        check_same_versions(moved | {"dpdist": moved["dpdist"] + "0"}, PACKAGES, "here")
 
 
 @pytest.mark.parametrize("name", ["dpdist", "torch", "python"])
 def test_a_difference_is_named(name):
-    driver = fingerprint(PACKAGES)
+    driver = package_fingerprints(PACKAGES)
     driver[name] = "/somewhere:0123"
     with pytest.raises(ClusterError, match=f"node 7: {name} is .*on the driver it is /somewhere"):
-        check_same(driver, PACKAGES, "node 7")
+        check_same_versions(driver, PACKAGES, "node 7")
 
 
 def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
@@ -38,7 +44,7 @@ def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
     first = code_digest(("shadowed_package",))
     (folder / "__init__.py").write_text("x = 2\n")
     assert code_digest(("shadowed_package",)) == first  # of what this process has loaded
-    _loaded.cache_clear()  # as in another process
+    _compute_fingerprints.cache_clear()  # as in another process
     assert code_digest(("shadowed_package",)) != first
     assert code_digest(("dpdist.cluster",)) == before
 
@@ -46,7 +52,7 @@ def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
 def test_a_host_without_the_shared_folder_is_named(tmp_path):
     token = tmp_path / ".seen"
     token.write_bytes(b"driver's")
-    driver = fingerprint(PACKAGES)
+    driver = package_fingerprints(PACKAGES)
     _check_node(driver, PACKAGES, "node 7", token, b"driver's")
     for other, content in ((token, b"another folder's"), (tmp_path / "x" / ".seen", b"driver's")):
         with pytest.raises(ClusterError, match=r"^node 7 does not see the run folder .*--runs"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.cluster.submission import Sending, closed_by, pack
+from dpdist.cluster.submission import PackageSpec, excluded_paths, pack
 from dpdist.core.errors import ClusterError
 
 SENT = ["Makefile", "my.yaml", "nets.py", "requirements-extra.txt", "sub/deep/kernel.CU",
@@ -36,7 +36,7 @@ def test_only_code_and_recipes_travel(tmp_path):
     source = tmp_path / "work"
     fill(source, SENT + KEPT)
     (source / "link.txt").symlink_to("/etc/hostname")
-    packed = pack(Sending(source), tmp_path / "package")
+    packed = pack(PackageSpec(source), tmp_path / "package")
     assert [str(path) for path in packed.files] == sorted(SENT)
     assert packed.size == sum(map(len, SENT))
     found = [p.relative_to(packed.folder) for p in packed.folder.rglob("*") if p.is_file()]
@@ -50,14 +50,14 @@ def test_what_is_named_travels_and_secrets_never_do(tmp_path):
     source = tmp_path / "work"
     fill(source, SENT + KEPT)
     named = (source / "notes.txt", source / "sub" / "deep")
-    sent = {str(path) for path in Sending(source, named, (source / "labels.json",)).chosen()[0]}
+    sent = {str(path) for path in PackageSpec(source, named, (source / "labels.json",)).chosen()[0]}
     more = {"notes.txt", "sub/deep/slice.dcm", "sub/deep/array.npy", "labels.json"}
     assert sent == {*SENT, *more}
     for name in ("id.pem", "runs", "sub/private/key.txt", ".env", "nowhere", "../other.txt"):
         with pytest.raises(ClusterError, match=r"--send .*: must be a file or folder of"):
-            Sending(source, ((source / name),)).chosen()
+            PackageSpec(source, ((source / name),)).chosen()
     # What the recipe reads is a wish of the user's, too, but no reason to refuse.
-    assert Sending(source, used=(source / "runs", source / "model.pt")).chosen()[0]
+    assert PackageSpec(source, recipe_files=(source / "runs", source / "model.pt")).chosen()[0]
 
 
 def test_nothing_below_data_or_a_budget_travels(tmp_path):
@@ -70,19 +70,19 @@ def test_nothing_below_data_or_a_budget_travels(tmp_path):
         "resources": {"archive": f"file://{source}/old"},
         "tune": {"score": {"public": {"name": "pub", "root": "."}}},
     }
-    closed = closed_by(recipe, source)
+    closed = excluded_paths(recipe, source)
     assert set(closed) == {source / name for name in ("sets", "sets/mine", "spent", "old", "pub")}
-    sent, left = Sending(source, closed=closed).chosen()
+    sent, left = PackageSpec(source, excluded=closed).chosen()
     assert [str(path) for path in sent] == ["my.yaml"]
     assert left == ["old/", "pub/", "sets/", "spent/"]
     with pytest.raises(ClusterError, match="--send"):
-        Sending(source, (source / "sets" / "mine",), closed=closed).chosen()
+        PackageSpec(source, (source / "sets" / "mine",), excluded=closed).chosen()
     # A root that holds the directory itself: the data set below it, and those of other sections.
     around = {
         "data": {"name": "mine", "root": str(source)},
         "public": {"name": "pub", "root": None},
     }
-    assert set(closed_by(around, source)) == {source / "mine", source / "pub"}
+    assert set(excluded_paths(around, source)) == {source / "mine", source / "pub"}
 
 
 def test_too_much_is_refused_with_the_largest_files(tmp_path):
@@ -90,21 +90,21 @@ def test_too_much_is_refused_with_the_largest_files(tmp_path):
     fill(source, ["a.py"])
     (source / "notes.yaml").write_bytes(bytes(3000))
     with pytest.raises(ClusterError, match=r"largest: notes.yaml .* shared storage"):
-        pack(Sending(source), tmp_path / "package", limit=2000)
+        pack(PackageSpec(source), tmp_path / "package", limit=2000)
     assert not (tmp_path / "package").exists()
-    assert pack(Sending(source), tmp_path / "package", limit=4000).size == 3004
+    assert pack(PackageSpec(source), tmp_path / "package", limit=4000).size == 3004
 
 
 @pytest.mark.parametrize("name", ["dpdist.py", "dpdist/__init__.py"])
 def test_a_file_that_would_hide_a_package_is_refused(name, tmp_path):
     fill(tmp_path / "work", [name])
     with pytest.raises(ClusterError, match="would hide the package"):
-        pack(Sending(tmp_path / "work"), tmp_path / "package")
+        pack(PackageSpec(tmp_path / "work"), tmp_path / "package")
 
 
 def test_names_of_our_folders_are_the_user_s_to_take(tmp_path):
     fill(tmp_path / "work", ["cluster.py", "tuning/x.py"])
-    files = pack(Sending(tmp_path / "work"), tmp_path / "package").files
+    files = pack(PackageSpec(tmp_path / "work"), tmp_path / "package").files
     assert [str(path) for path in files] == ["cluster.py", "tuning/x.py"]
 
 
@@ -112,6 +112,6 @@ def test_from_a_checkout_our_packages_stay(tmp_path):
     """The hosts have them installed."""
     ours = ["dpdist/runs/recipe.py", "cluster/actor_pool.py", "tuning/a.py", "tests/x.py"]
     fill(tmp_path / "work", ["recipes/digits.yaml", *ours])
-    assert [str(p) for p in pack(Sending(tmp_path / "work"), tmp_path / "package").files] == [
+    assert [str(p) for p in pack(PackageSpec(tmp_path / "work"), tmp_path / "package").files] == [
         "recipes/digits.yaml"
     ]

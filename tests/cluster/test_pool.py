@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dpdist.cluster.actor_pool import Chunk, PoolSettings, Runner, run_chunks
+from dpdist.cluster.actor_pool import Chunk, PoolActor, PoolSettings, run_chunks
 from dpdist.cluster.session import connect
-from dpdist.core.errors import ClusterError, InvalidResults
+from dpdist.core.errors import ClusterError, InvalidResultsError
 
 pytestmark = pytest.mark.whole
 
@@ -111,7 +111,7 @@ def counting(payload: int) -> Any:
 
 
 def test_a_call_stops_at_its_time_and_before_an_error() -> None:
-    runner = Runner(lambda _: counting, None)
+    runner = PoolActor(lambda _: counting, None)
     runner.ready()
     assert runner.run([0, 1, 2], 60.0)[0] == [0, 1, 2]
     assert runner.run([1, 2, 3, 4], 60.0)[0] == [1, 2]
@@ -308,12 +308,12 @@ def test_results_that_do_not_hold_are_not_tried_again() -> None:
     def work(payload: int) -> int:
         tried.append(payload)
         if payload == 3 and tried.count(3) == 1:
-            raise InvalidResults("they do not hold")
+            raise InvalidResultsError("they do not hold")
         return payload
 
-    runner = Runner(lambda _: work, None)
+    runner = PoolActor(lambda _: work, None)
     runner.ready()
-    with pytest.raises(InvalidResults, match="they do not hold"):
+    with pytest.raises(InvalidResultsError, match="they do not hold"):
         runner.run([1, 2, 3, 4], 60.0)  # no result of this call either
 
     def factory(folder: Path) -> Any:
@@ -321,12 +321,12 @@ def test_results_that_do_not_hold_are_not_tried_again() -> None:
             mark = folder / f"{payload}"
             if payload == 77 and not mark.exists():
                 mark.touch()
-                raise InvalidResults("they do not hold")
+                raise InvalidResultsError("they do not hold")
             return payload
 
         return once
 
     with tempfile.TemporaryDirectory() as folder:
-        with pytest.raises(InvalidResults, match=r"^they do not hold$"):
+        with pytest.raises(InvalidResultsError, match=r"^they do not hold$"):
             collect(factory, Path(folder), chunks_of(200), actors=2)
         assert (Path(folder) / "77").exists()

@@ -14,16 +14,16 @@ import pytest
 from dpdist.core import files
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
-    NoSuchFile,
+    MissingFileError,
     parse_json,
     read_bytes,
     read_json,
     read_table,
     read_yaml,
-    usable_path,
+    validate_path,
     write_json,
 )
-from dpdist.runs.recipe import read_changes
+from dpdist.runs.recipe import parse_changes
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(
     f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)
@@ -123,15 +123,15 @@ def test_what_is_no_file_is_never_opened(tmp_path):
     ]:
         with pytest.raises(UserError, match=complaint):
             read_json(path)
-    with pytest.raises(NoSuchFile, match="no such file"):
+    with pytest.raises(MissingFileError, match="no such file"):
         read_bytes(tmp_path / "nothing")
 
 
 def test_paths_that_no_file_system_holds():
     for text in ("a\0b", "~nosuchuser/x", "x" * 300, "a\nb", "/".join(["ab"] * 2000)):
         with pytest.raises(UserError):
-            usable_path(text)
-    assert usable_path("~/x") == Path.home() / "x"
+            validate_path(text)
+    assert validate_path("~/x") == Path.home() / "x"
 
 
 def test_nan_is_never_written_as_json(tmp_path):
@@ -182,7 +182,7 @@ def test_equal_keys_cost_one_comparison_each():
     """A request of 400 KB with many equal keys stopped a server for a minute."""
     pairs = [(CountedKey(f"k{i}"), i) for i in range(1000)] + [(CountedKey("k999"), 0)] * 1000
     with pytest.raises(ValueError, match="'k999' is given twice"):
-        files._unique(pairs)
+        files._reject_duplicate_keys(pairs)
     assert CountedKey.compared <= 10
 
 
@@ -194,7 +194,7 @@ def test_numbers_of_another_base_are_refused_in_recipes(tmp_path, text):
         read_yaml(tmp_path / "a.yaml")
     read_yaml(tmp_path / "a.yaml", other_bases=True)
     with pytest.raises(UserError, match="must be a decimal number"):
-        read_changes([f"training.batch_size={text}"])
+        parse_changes([f"training.batch_size={text}"])
 
 
 def test_numbers_and_text_in_recipes_are_read(tmp_path):

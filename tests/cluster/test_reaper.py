@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.processes import wait_for
 
-from dpdist.cluster.reaper import reaped, users
+from dpdist.cluster.reaper import find_processes_using, reap_on_exit
 
 pytestmark = pytest.mark.whole
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.whole
 COMMAND = """
 import sys, time
 from pathlib import Path
-from dpdist.cluster.reaper import reaped
-with reaped(Path(sys.argv[1])):
+from dpdist.cluster.reaper import reap_on_exit
+with reap_on_exit(Path(sys.argv[1])):
     print("here", flush=True)
     time.sleep(600)
 """
@@ -56,8 +56,8 @@ def test_a_command_that_ends_by_itself_removes_the_folder_and_kills_nobody(tmp_p
     folder.mkdir()
     reader = sleeper(folder / "log")  # somebody who reads the log, for instance
     try:
-        with reaped(folder):
-            assert users(folder) == [reader.pid]
+        with reap_on_exit(folder):
+            assert find_processes_using(folder) == [reader.pid]
         assert not folder.exists() and reader.poll() is None
     finally:
         reader.kill()

@@ -22,8 +22,8 @@ from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
 from dpdist.core.errors import Interrupted, UserError
 from dpdist.core.files import SESSION_FOLDER, TRAINING_FOLDER, temporary_folder
-from dpdist.pipeline import session
-from dpdist.runs.recipe import parse
+from dpdist.pipeline import run_session
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import rendezvous
 
 pytestmark = pytest.mark.whole
@@ -226,8 +226,8 @@ def test_gpus_that_are_not_there_are_refused_before_ray_starts(key, no_ray, monk
 
     monkeypatch.setattr(module, "connect", started)
     monkeypatch.setattr(pipeline, "connect", started)
-    monkeypatch.setattr(module, "gpus_here", lambda: 1.0)
-    recipe = parse(
+    monkeypatch.setattr(module, "count_local_gpus", lambda: 1.0)
+    recipe = parse_recipe(
         {
             "name": "r", "data": {"name": "digits"}, "model": "linear",
             "privacy": {"noise_multiplier": 4.0, "delta": 1e-4},
@@ -246,7 +246,7 @@ def test_gpus_that_are_not_there_are_refused_before_ray_starts(key, no_ray, monk
 
 def test_a_session_finds_as_many_gpus_as_are_looked_for_here(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert module.gpus_here() == 0
+    assert module.count_local_gpus() == 0
 
 
 def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
@@ -259,7 +259,7 @@ def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     monkeypatch.setattr(ray, "init", starts)
     try:
-        with pytest.raises(Interrupted, match="the same command continues"), session(None):
+        with pytest.raises(Interrupted, match="the same command continues"), run_session(None):
             pass
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:

@@ -16,15 +16,15 @@ from dpdist.cluster import job_folder
 from dpdist.core.files import (
     SESSION_FOLDER,
     TRAINING_FOLDER,
-    built_aside,
-    private_folder,
+    atomic_folder,
+    atomic_replacement,
+    make_private_folder,
     remove_leftovers,
     temporary_folder,
     write_atomic,
+    write_files_atomic,
     write_json,
     write_result,
-    write_together,
-    written_aside,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,12 +92,12 @@ def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path, monkeypatch)
 
 
 def test_a_folder_built_aside_is_there_whole_or_not_at_all(tmp_path):
-    with pytest.raises(KeyboardInterrupt), built_aside(tmp_path / "folder") as aside:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "folder") as aside:
         aside.mkdir()
         (aside / "half").write_text("x")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    with built_aside(tmp_path / "folder") as aside:
+    with atomic_folder(tmp_path / "folder") as aside:
         aside.mkdir()
         (aside / "whole").write_text("x")
         assert not (tmp_path / "folder").exists()
@@ -108,25 +108,26 @@ def test_a_folder_built_aside_is_there_whole_or_not_at_all(tmp_path):
 def test_files_that_belong_together_are_replaced_together(tmp_path, first):
     """One that cannot be written (its name leaves no room for another beside it) leaves all."""
     files = {tmp_path / "a": "new", tmp_path / "b": "new"}
-    write_together(dict.fromkeys(files, "old"))
+    write_files_atomic(dict.fromkeys(files, "old"))
     with pytest.raises(OSError, match="too long"):
         bad = {tmp_path / ("x" * 255): "new"}
-        write_together(bad | files if first else files | bad)
+        write_files_atomic(bad | files if first else files | bad)
     assert {path: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(files, "old")
-    write_together(files)
+    write_files_atomic(files)
     assert {path: path.read_text() for path in tmp_path.iterdir()} == files
 
 
 def test_of_two_that_build_a_folder_the_first_one_s_stays(tmp_path):
     folder = tmp_path / "folder"
-    with built_aside(folder, first=True) as mine:
+    with atomic_folder(folder, keep_existing=True) as mine:
         mine.mkdir()
         (mine / "mine").write_text("x")
-        with built_aside(folder, first=True) as other:  # as another process, or another host
+        # as another process, or another host
+        with atomic_folder(folder, keep_existing=True) as other:
             other.mkdir()
             (other / "other").write_text("x")
     assert [p.name for p in folder.iterdir()] == ["other"] and len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(OSError), built_aside(folder) as late:
+    with pytest.raises(OSError), atomic_folder(folder) as late:
         late.mkdir()
 
 
@@ -153,9 +154,9 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path, dead):
         return {path.name for path in tmp_path.iterdir()} - kept
 
     assert len(there()) == 3
-    write_together({tmp_path / "a": "new"})
+    write_files_atomic({tmp_path / "a": "new"})
     assert there() == {"a", f".b.{dead}-0123abcd", folder.name}
-    with built_aside(tmp_path / "release", replace=True) as aside:
+    with atomic_folder(tmp_path / "release", replace=True) as aside:
         aside.mkdir()
     assert there() == {"a", f".b.{dead}-0123abcd", "release"}
     remove_leftovers(tmp_path, tmp_path / "nowhere")
@@ -168,16 +169,16 @@ def test_a_job_that_goes_on_removes_what_the_killed_one_left(tmp_path, dead):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")
     (tmp_path / "settings.json").write_text("{}")
-    with job_folder.held(tmp_path, job_folder.Kind("job", "working")):
+    with job_folder.open_job_folder(tmp_path, job_folder.JobKind("job", "working")):
         assert not any(path.exists() for path in left)
 
 
 def test_a_file_that_a_library_writes_is_whole_as_well(tmp_path, disk):
-    with pytest.raises(KeyboardInterrupt), written_aside(tmp_path / "table") as aside:
+    with pytest.raises(KeyboardInterrupt), atomic_replacement(tmp_path / "table") as aside:
         aside.write_bytes(b"123")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == [] and disk == []
-    with written_aside(tmp_path / "table") as aside:
+    with atomic_replacement(tmp_path / "table") as aside:
         aside.write_bytes(b"123")
     assert disk == [("synced", 3), ("renamed", "table"), ("folder",)]
 
@@ -357,7 +358,7 @@ def test_nothing_rests_on_the_time_of_day():
 def test_a_private_folder_is_its_owner_s(tmp_path):
     (tmp_path / "a").mkdir(mode=0o755)
     for name in ("a", "b/c"):
-        assert private_folder(tmp_path / name).stat().st_mode & 0o777 == 0o700
+        assert make_private_folder(tmp_path / name).stat().st_mode & 0o777 == 0o700
 
 
 # Sends a network to a process that it started itself, through a pipe: no file is read.

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from support import processes
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.processes import (
     finish,
     parameters,
@@ -264,7 +264,7 @@ def alone(path, tmp_path, monkeypatch, capsys) -> None:
     """Train in this process, by one worker."""
     (tmp_path / "alone").mkdir()
     with one_thread(), monkeypatch.context() as patch:
-        without_ray(patch)
+        run_without_ray(patch)
         done = command(patch, capsys, tmp_path / "alone", "train", path)
     assert done.code == 0, done.err
 

@@ -1,12 +1,14 @@
 """A cluster that has become too small for the work is named once, and once that it is whole."""
 
-from dpdist.cluster.session import Room
+from dpdist.cluster.session import CapacityMonitor
 
 
 def test_a_missing_host_is_told_once_each_time():
     said: list[str] = []
     have = {"CPU": 2.0, "GPU": 0.0}
-    room = Room("training", {"CPU": 2, "GPU": 0}, said.append, lambda: dict(have), look_every=0)
+    room = CapacityMonitor(
+        "training", {"CPU": 2, "GPU": 0}, said.append, lambda: dict(have), poll_seconds=0
+    )
     room.look()
     assert said == []
     for _ in range(2):
@@ -28,7 +30,7 @@ def test_it_does_not_ask_ray_at_every_look():
         asked.append(1)
         return {}
 
-    room = Room("training", {"CPU": 1}, lambda line: None, have, look_every=60)
+    room = CapacityMonitor("training", {"CPU": 1}, lambda line: None, have, poll_seconds=60)
     for _ in range(5):
         room.look()
     assert not asked

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 from support.datasets import write_split
 
-from dpdist.certification.predict import as_input
+from dpdist.certification.predict import to_model_input
 from dpdist.core.errors import UserError
-from dpdist.data import Columns, Source, load
-from dpdist.data.parquet import _ADAM7, Inexact, Unreadable, _png_bytes, decode_picture
+from dpdist.data import Columns, DataSource, load
+from dpdist.data.parquet import _ADAM7, InexactImage, UnreadableImage, _png_bytes, decode_picture
 
 GREY = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
 COLOUR = np.random.default_rng(1).integers(0, 256, (5, 4, 3), dtype=np.uint8)
@@ -114,23 +114,23 @@ REFUSED = [
 
 @pytest.mark.parametrize("raw, message", REFUSED)
 def test_what_cannot_be_read_exactly_is_refused(raw, message, tmp_path):
-    with pytest.raises(Inexact, match=message):
+    with pytest.raises(InexactImage, match=message):
         decode_picture(raw)
     write_split(tmp_path / "t", image=[saved(GREY), raw], label=[0, 1])
     with pytest.raises(UserError, match=rf"train.parquet row 1: .*{message}"):
-        load(Source("t", 2, tmp_path), "train")
+        load(DataSource("t", 2, tmp_path), "train")
 
 
 @pytest.mark.parametrize("first, second", [(GREY, DEEP), (DEEP, GREY), (GREY, COLOUR)])
 def test_pictures_of_one_set_are_of_one_kind(first, second, tmp_path):
     write_split(tmp_path / "t", image=[saved(first), saved(second)], label=[0, 1])
     with pytest.raises(UserError, match=r"row 1: image of shape .*, the first one is shape"):
-        load(Source("t", 2, tmp_path), "train")
+        load(DataSource("t", 2, tmp_path), "train")
     write_split(tmp_path / "t", "train-0", image=[saved(first)], label=[0])
     write_split(tmp_path / "t", "train-1", image=[saved(second)], label=[0])
     (tmp_path / "t" / "train.parquet").unlink()
     with pytest.raises(UserError, match=r"train-1.parquet row 0: shape .*, the rows before it"):
-        load(Source("t", 2, tmp_path), "train")
+        load(DataSource("t", 2, tmp_path), "train")
 
 
 # --- tables
@@ -138,7 +138,7 @@ def test_pictures_of_one_set_are_of_one_kind(first, second, tmp_path):
 
 def refused(root, message, **columns) -> None:
     with pytest.raises(UserError, match=message):
-        load(Source("t", 2, root, columns=Columns(**columns)), "train")
+        load(DataSource("t", 2, root, columns=Columns(**columns)), "train")
 
 
 def test_the_label_is_no_feature(tmp_path):
@@ -172,13 +172,13 @@ def test_a_column_is_there_once(tmp_path):
 @pytest.mark.parametrize("kind", [complex, bool, str])
 def test_inputs_to_predict_are_real_numbers(kind):
     with pytest.raises(ValueError, match="the model takes real numbers"):
-        as_input(np.ones((1, 2, 2)).astype(kind), (1, 2, 2))
+        to_model_input(np.ones((1, 2, 2)).astype(kind), (1, 2, 2))
 
 
 @pytest.mark.parametrize("raw", [b"", b"PAR1", b"\x89PNG\r\n"])
 def test_what_is_no_picture_is_said_without_an_address_in_memory(raw):
     """The words go into messages and into a server's answers."""
-    with pytest.raises(Unreadable) as error:
+    with pytest.raises(UnreadableImage) as error:
         decode_picture(raw)
     assert "0x" not in str(error.value) and "object" not in str(error.value)
 
@@ -198,7 +198,7 @@ def test_a_png_of_fewer_rows_than_it_says_is_refused(size, mode, interlaced):
     raw[20:24] = struct.pack(">I", 4 * height)
     raw[28] = interlaced
     raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
-    with pytest.raises(Unreadable, match="it is cut: "):
+    with pytest.raises(UnreadableImage, match="it is cut: "):
         decode_picture(bytes(raw))
 
 

@@ -15,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.datasets import png
-from support.parquet_footers import count_rows_as
+from support.parquet_footers import rewrite_row_count
 from typer.testing import CliRunner
 
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.data import discovery
-from dpdist.data.discovery import look
-from dpdist.runs.recipe import load
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.data.discovery import inspect_folder
+from dpdist.runs.recipe import load_recipe
+from dpdist.training.records import data_source, records_with_canaries, test_records
 
 pytestmark = pytest.mark.whole
 
@@ -51,9 +51,9 @@ def started(folder: Path, *options: str):
     """The recipe that was written, and the records it reads: those of training and of testing."""
     done = CliRunner().invoke(app, ["init", str(folder), *options])
     assert done.exit_code == 0, done.exception
-    recipe = load(Path(f"{folder.name}.yaml"))
-    source = source_of(recipe)
-    return recipe, training_data(recipe, source), evaluation_data(recipe, source)
+    recipe = load_recipe(Path(f"{folder.name}.yaml"))
+    source = data_source(recipe)
+    return recipe, records_with_canaries(recipe, source), test_records(recipe, source)
 
 
 def test_pictures_in_a_column_with_labels_in_words():
@@ -114,7 +114,7 @@ def test_folders_of_pictures_become_parquet():
         path.unlink()
     recipe, train, _ = started(Path("pets"))
     assert recipe.data.names == ["cat", "dog"] and train.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    again = look(Path("pets"))  # from the Parquet files now
+    again = inspect_folder(Path("pets"))  # from the Parquet files now
     assert again.names == ("cat", "dog") and again.records == 6
 
 
@@ -224,8 +224,8 @@ def test_a_pattern_stands_for_the_columns_that_it_fits():
         recipe = Path("mine.yaml").read_text()
         raw = recipe.replace('features: ["mean_a", "std_a", "mean_b"]', f"features: {features}")
         Path("other.yaml").write_text(raw)
-        recipe = load(Path("other.yaml"))
-        return training_data(recipe, source_of(recipe))
+        recipe = load_recipe(Path("other.yaml"))
+        return records_with_canaries(recipe, data_source(recipe))
 
     assert np.asarray(read("mean_*").inputs).tolist() == [[1.0, 5.0], [2.0, 6.0]]
     assert read("'*'").input_shape == (3,)
@@ -263,7 +263,7 @@ def test_each_file_is_looked_at(place, kind):
         right = "label column 'label' is string"
     elif kind in ("other label", "other rows"):
         pq.write_table(pa.table({"x": [1.0] * 100, "label": [0, 1] * 50}), path)
-        count_rows_as(path, 100, 5, only_in_all=True)
+        rewrite_row_count(path, 100, 5, only_in_all=True)
         right = "its footer counts 5 rows, its row groups 100"
     else:
         os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")

@@ -11,14 +11,14 @@ import pytest
 from dpdist import data
 from dpdist.core.errors import UserError
 from dpdist.data import synthetic
-from dpdist.data.registry import INVENTED
+from dpdist.data.registry import SYNTHETIC
 
-BOTH = pytest.mark.parametrize("name", sorted(INVENTED))
+BOTH = pytest.mark.parametrize("name", sorted(SYNTHETIC))
 
 
 @BOTH
 def test_they_follow_from_the_seed_alone(name, monkeypatch):
-    made = INVENTED[name]
+    made = SYNTHETIC[name]
 
     def refused(*arguments, **options):
         raise AssertionError(f"{name} read {arguments}")
@@ -60,7 +60,7 @@ def test_scenes_have_colours_and_use_the_whole_range():
     ("name", "least"), [("strokes", 0.5), pytest.param("scenes", 0.12, marks=pytest.mark.slow)]
 )
 def test_the_classes_are_the_same_for_every_seed(name, least):
-    invented = INVENTED[name].draw
+    invented = SYNTHETIC[name].draw
     first, labels = invented(2000, seed=0, classes=20)
     second, _ = invented(400, seed=1, classes=20)
     means = np.stack([first[labels == sign].mean(0).ravel() for sign in range(20)])
@@ -70,13 +70,13 @@ def test_the_classes_are_the_same_for_every_seed(name, least):
 
 @BOTH
 def test_they_are_a_data_set_by_name(name, monkeypatch, tmp_path):
-    made = INVENTED[name]
+    made = SYNTHETIC[name]
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path))
     monkeypatch.setattr(made, "records", 400)
-    splits = [data.load(data.Source(name, made.classes), s) for s in ("train", "test")]
+    splits = [data.load(data.DataSource(name, made.classes), s) for s in ("train", "test")]
     assert [len(split) for split in splits] == [400, 40]
     assert splits[0].name == f"{name}/train" and splits[0].input_shape == made.shape
     assert splits[0].classes == made.classes
     assert not np.isin(splits[1].hashes, splits[0].hashes).any()
     with pytest.raises(UserError, match=rf"data\.classes: {name} has {made.classes}, got 10"):
-        data.load(data.Source(name, 10), "train")
+        data.load(data.DataSource(name, 10), "train")

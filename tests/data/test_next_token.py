@@ -13,20 +13,20 @@ import pytest
 from support.datasets import write_split
 
 from dpdist.core.errors import UserError
-from dpdist.data import WORDS, Columns, Source, TextColumn, Words, load
+from dpdist.data import WORDS_FILE, Columns, DataSource, TextColumn, WordList, load
 from dpdist.data import text as docstrings
-from dpdist.data.text import words_of
+from dpdist.data.text import split_words
 
 
 def write(root, texts, words):
     write_split(root / "texts", text=texts)
-    (root / "texts" / WORDS).write_text("".join(f"{word}\n" for word in words))
+    (root / "texts" / WORDS_FILE).write_text("".join(f"{word}\n" for word in words))
 
 
 def source(root, count, length=6):
-    words = Words(root / "texts" / WORDS, count)
-    columns = Columns(text=TextColumn(length=length, words=words, following=True))
-    return Source("texts", count + 3, root, columns=columns)
+    words = WordList(root / "texts" / WORDS_FILE, count)
+    columns = Columns(text=TextColumn(length=length, words=words, predicts_next_token=True))
+    return DataSource("texts", count + 3, root, columns=columns)
 
 
 def test_words_and_what_follows_them(tmp_path):
@@ -50,7 +50,7 @@ def test_words_and_what_follows_them(tmp_path):
         load(replace(labels, columns=Columns(text=text)), "train")
     with pytest.raises(UserError, match=r"data\.text\.words: must be <= the 4 different words"):
         load(source(tmp_path, 5), "train")
-    (tmp_path / "texts" / WORDS).write_text("a\ncat\n,\nis\n")  # other tokens: read anew
+    (tmp_path / "texts" / WORDS_FILE).write_text("a\ncat\n,\nis\n")  # other tokens: read anew
     again = load(source(tmp_path, 4), "train")
     assert again.batch(slice(2, 3)).tolist() == [[0, 3, 2, 6, 3, 1]]
     assert again.read != other.read and (again.hashes == other.hashes).all()
@@ -97,24 +97,25 @@ def test_each_docstring_is_one_record_once_and_the_vocabulary_is_public(
 ):
     made = docstrings.make_docstrings(tmp_path / "first")
     private = texts_of(made, "train") + texts_of(made, "test")
-    assert sorted(" ".join(words_of(text)) for text in private) == [
+    assert sorted(" ".join(split_words(text)) for text in private) == [
         f"return the {what} of x , which is a number that somebody gave ."
         for what in ("length", "weight")
     ]
     assert len(texts_of(made, "public")) == 2  # "c" once, "b" is too short; "c" is not private
-    assert (made / WORDS).read_text().split() == [".", "one"]  # twice in these; "number" is not
+    # twice in these; "number" is not
+    assert (made / WORDS_FILE).read_text().split() == [".", "one"]
     about = json.loads((made / "about.json").read_text())
     assert about["read"]["else"] == {"version": "1", "docstrings": 4}
     installed.reverse()  # the order of what is read says nothing
     again = docstrings.make_docstrings(tmp_path / "second")
-    for name in ("train.parquet", "test.parquet", "public.parquet", WORDS):
+    for name in ("train.parquet", "test.parquet", "public.parquet", WORDS_FILE):
         assert (again / name).read_bytes() == (made / name).read_bytes()
     with pytest.raises(UserError, match="exists already"):
         docstrings.make_docstrings(tmp_path / "first")
 
 
 def test_one_private_document_moves_no_other_one_and_no_word(tmp_path, monkeypatch, installed):
-    monkeypatch.setattr(docstrings, "_TESTED", 0.5)
+    monkeypatch.setattr(docstrings, "_TEST_FRACTION", 0.5)
     before = docstrings.make_docstrings(tmp_path / "first")
     (tmp_path / "else" / "new.py").write_text(
         '"""one one more of the documents that nobody knows"""'
@@ -126,10 +127,10 @@ def test_one_private_document_moves_no_other_one_and_no_word(tmp_path, monkeypat
         assert [text for text in new if text in old] == old
         grown += len(new) - len(old)
     assert grown == 1
-    assert (after / WORDS).read_bytes() == (before / WORDS).read_bytes()
+    assert (after / WORDS_FILE).read_bytes() == (before / WORDS_FILE).read_bytes()
 
 
 def test_a_list_of_words_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / WORDS).write_bytes(b"a\nb\xff\n")
+    (tmp_path / WORDS_FILE).write_bytes(b"a\nb\xff\n")
     with pytest.raises(UserError, match="must be UTF-8 text, byte 3 is not"):
-        _ = Words(tmp_path / WORDS, 2).numbers
+        _ = WordList(tmp_path / WORDS_FILE, 2).numbers

@@ -13,19 +13,19 @@ from support.datasets import write_images
 
 from dpdist import pipeline
 from dpdist.core.errors import UserError
-from dpdist.data import Dataset, Source, load
-from dpdist.data.dataset import common
-from dpdist.data.record_hashes import hashes_of
+from dpdist.data import Dataset, DataSource, load
+from dpdist.data.dataset import count_common_records
+from dpdist.data.record_hashes import hash_inputs
 from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.pretraining import pretrain
-from dpdist.training.records import private_data, source_of, training_data
-from dpdist.tuning.search import prepare as prepare_search
+from dpdist.training.records import data_source, private_records, records_with_canaries
+from dpdist.tuning.search import prepare_search as prepare_search
 
 pytestmark = pytest.mark.whole
 
@@ -44,7 +44,7 @@ def recipe(root: Path, **sections: Any) -> Recipe:
         "training": {"batch_size": 5, "steps": 2, "learning_rate": 0.1},
         **sections,
     }
-    return parse(raw, "test")
+    return parse_recipe(raw, "test")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def root(tmp_path) -> Path:
 
 
 def whole(root: Path, name: str) -> Dataset:
-    return load(Source(name, 3, root), "train")
+    return load(DataSource(name, 3, root), "train")
 
 
 # --- the comparison
@@ -64,22 +64,22 @@ def whole(root: Path, name: str) -> Dataset:
 def test_neither_order_nor_label_nor_encoding_hides_a_record(root):
     records = whole(root, "mine")
     write_images(root / "shuffled", "train", pixels(0, 80)[::-1], np.full(80, 2))
-    assert common(records, whole(root, "shuffled")) == 80
+    assert count_common_records(records, whole(root, "shuffled")) == 80
     write_images(root / "some", "train", np.concatenate([pixels(7, 30), pixels(0, 80)[40:45]]))
-    assert common(records, whole(root, "some")) == 5
-    assert common(whole(root, "some"), records) == 5
+    assert count_common_records(records, whole(root, "some")) == 5
+    assert count_common_records(whole(root, "some"), records) == 5
     deeper = pixels(0, 80).astype(np.uint16) * 257  # the same grey values in 16 bits
     write_images(root / "deeper", "train", deeper)
-    assert common(records, whole(root, "deeper")) == 80
+    assert count_common_records(records, whole(root, "deeper")) == 80
     one = pixels(0, 80)
     one[:, 0, 0] ^= 1
     write_images(root / "changed", "train", one)
-    assert common(records, whole(root, "changed")) == 0
+    assert count_common_records(records, whole(root, "changed")) == 0
 
 
 def test_inputs_of_another_shape_are_not_said_to_differ(root):
     write_images(root / "larger", "train", pixels(0, 80, side=5))
-    assert common(whole(root, "mine"), whole(root, "larger")) is None
+    assert count_common_records(whole(root, "mine"), whole(root, "larger")) is None
 
 
 # --- the test split
@@ -103,7 +103,7 @@ def test_a_test_split_with_private_records_is_refused(root, images, labels, part
 
 def test_a_test_split_that_is_replaced_after_training_is_not_scored(root):
     described, folder = recipe(root), RunFolder(root / "run")
-    worker.run(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    worker.run_training(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
     write_images(root / "mine", "test", pixels(0, 80)[:10])
     with pytest.raises(UserError, match="10 of the 80 private records"):
         pipeline.evaluate_stage(described, folder)
@@ -117,12 +117,12 @@ def test_records_of_the_test_split_can_be_left_out_of_training(root):
     write_images(root / "mine", "test", np.concatenate([pixels(1, 20), pixels(0, 80)[3:6]]))
     described = recipe(root, data={"drop_test_records": True})
     job = prepare(described, RunFolder(root / "run"), "test")
-    records = training_data(described, job.source)
+    records = records_with_canaries(described, job.source)
     assert len(records) == job.plan.records == 77
     kept = np.delete(np.arange(80), [3, 4, 5])
     assert np.array_equal(records.inputs[:, 0], pixels(0, 80)[kept])
     assert np.array_equal(records.labels, (np.arange(80) % 3)[kept])
-    worker.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
 
 
 # --- public records
@@ -190,7 +190,7 @@ def test_what_could_not_be_compared_is_assumed_on_the_card(root):
 
 def trained(described: Recipe, path: Path):
     folder = RunFolder(path)
-    worker.run(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    worker.run_training(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
     return read_facts(folder)
 
 
@@ -246,12 +246,15 @@ def test_max_train_chooses_by_hash_and_a_record_less_moves_no_other(root):
     """Every record keeps its side whatever one is removed, in every part of the split."""
     data = {"max_train": 30, "public": 0.2, "hold_out": 0.3}
     described = recipe(root, data=data)
-    records, source = whole(root, "mine"), source_of(described)
+    records, source = whole(root, "mine"), data_source(described)
 
     def parts() -> tuple[set[bytes], ...]:
         return tuple(
             {row.tobytes() for row in part.inputs}
-            for part in (training_data(described, source), private_data(described, source))
+            for part in (
+                records_with_canaries(described, source),
+                private_records(described, source),
+            )
         )
 
     used, private = parts()
@@ -269,7 +272,7 @@ def test_max_train_takes_about_so_many(tmp_path):
     write_images(tmp_path / "mine", "train", pixels(3, 2000))
     for wanted, low, high in ((500, 400, 600), (2000, 2000, 2000), (5000, 2000, 2000)):
         described = recipe(tmp_path, data={"max_train": wanted})
-        assert low <= len(training_data(described, source_of(described))) <= high
+        assert low <= len(records_with_canaries(described, data_source(described))) <= high
 
 
 def test_hold_out_and_fraction_are_parts_beside_each_other(tmp_path):
@@ -278,7 +281,7 @@ def test_hold_out_and_fraction_are_parts_beside_each_other(tmp_path):
 
     def used(**own: Any) -> set[bytes]:
         described = recipe(tmp_path, data=own)
-        return set(training_data(described, source_of(described)).hashes)
+        return set(records_with_canaries(described, data_source(described)).hashes)
 
     kept, half = used(hold_out=0.2), used(hold_out=0.2, fraction=0.5)
     assert 1490 < len(kept) < 1710 and 670 < len(half) < 930 and half < kept
@@ -287,5 +290,5 @@ def test_hold_out_and_fraction_are_parts_beside_each_other(tmp_path):
 
 def test_a_record_is_the_same_with_minus_zero():
     rows = np.array([[[0.0, 0.5]], [[-0.0, 0.5]], [[0.5, 0.0]]], dtype=np.float32)
-    first, same, other = hashes_of(rows)
+    first, same, other = hash_inputs(rows)
     assert first == same != other

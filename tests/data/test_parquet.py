@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.datasets import png, write_split
-from support.parquet_footers import count_rows_as
+from support.parquet_footers import rewrite_row_count
 
 from dpdist.core.errors import UserError
-from dpdist.data import Columns, Source, load, split_by_id
+from dpdist.data import Columns, DataSource, load, split_by_id
 
 pytestmark = pytest.mark.whole
 
@@ -31,7 +31,7 @@ def write(root, name="shapes", split="train", *, rows=None, labels=None, image=N
 
 def test_images_round_trip(tmp_path):
     write(tmp_path)
-    dataset = load(Source("shapes", 6, tmp_path), "train")
+    dataset = load(DataSource("shapes", 6, tmp_path), "train")
     assert dataset.input_shape == (1, 5, 5)
     assert np.array_equal(dataset.inputs[:, 0], np.stack(images()))
     assert dataset.labels.tolist() == list(range(6))
@@ -43,7 +43,7 @@ def test_images_round_trip(tmp_path):
 def test_shards_are_one_data_set_and_cache_is_used(tmp_path):
     write(tmp_path, split="train-00000-of-00002")
     write(tmp_path, split="train-00001-of-00002")
-    source = Source("shapes", 6, tmp_path)
+    source = DataSource("shapes", 6, tmp_path)
     first = load(source, "train")
     assert len(first) == 12
     assert load(source, "train").folder == first.folder
@@ -52,7 +52,7 @@ def test_shards_are_one_data_set_and_cache_is_used(tmp_path):
 def test_some_labels_are_a_data_set_of_their_own(tmp_path):
     """Renumbered in the order asked for; no other record shows in anything, its number included."""
     write(tmp_path, labels=[3, 0, 5, 3, 1, 5])
-    source = Source("shapes", 6, tmp_path, labels=(5, 3))
+    source = DataSource("shapes", 6, tmp_path, labels=(5, 3))
     chosen = load(source, "train")
     assert (chosen.classes, chosen.labels.tolist()) == (2, [1, 0, 1, 0])
     assert np.array_equal(chosen.inputs[:, 0], np.stack(images())[[0, 2, 3, 5]])
@@ -62,15 +62,15 @@ def test_some_labels_are_a_data_set_of_their_own(tmp_path):
     kept = [image for place, image in enumerate(images()) if place in (0, 2, 3, 5)]
     rows = [{"bytes": png(image), "path": ""} for image in kept]
     write(tmp_path, name="alone", rows=rows, labels=[1, 0, 1, 0])
-    alone = load(Source("alone", 2, tmp_path), "train")
+    alone = load(DataSource("alone", 2, tmp_path), "train")
     assert chosen.fingerprint == alone.fingerprint
     with pytest.raises(UserError, match=r"data\.labels: .*/train has no record with one of \[2"):
-        load(Source("shapes", 6, tmp_path, labels=(2, 4)), "train")
+        load(DataSource("shapes", 6, tmp_path, labels=(2, 4)), "train")
 
 
 def test_dataset_pickles_small_and_first_is_another_data_set(tmp_path):
     write(tmp_path)
-    dataset = load(Source("shapes", 6, tmp_path), "train")
+    dataset = load(DataSource("shapes", 6, tmp_path), "train")
     assert dataset.inputs is not None
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(pickle.dumps(dataset)) < 1000
@@ -86,7 +86,7 @@ def test_feature_columns(tmp_path):
     table = pa.table({"a": [1.0, 2.0], "b": [3, 4], "y": [0, 1]})
     pq.write_table(table, folder / "train.parquet")
     columns = Columns(label="y", features=("a", "b"))
-    dataset = load(Source("table", 2, tmp_path, columns=columns), "train")
+    dataset = load(DataSource("table", 2, tmp_path, columns=columns), "train")
     assert dataset.batch(slice(None)).tolist() == [[1, 3], [2, 4]]
 
 
@@ -96,13 +96,13 @@ def test_list_feature_column(tmp_path):
     pq.write_table(
         pa.table({"f": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]}), folder / "train.parquet"
     )
-    dataset = load(Source("table", 2, tmp_path, columns=Columns(features=("f",))), "train")
+    dataset = load(DataSource("table", 2, tmp_path, columns=Columns(features=("f",))), "train")
     assert dataset.batch(slice(None)).tolist() == [[1, 2], [3, 4]]
 
 
 def complaint(root, classes=6, **columns) -> str:
     with pytest.raises(UserError) as caught:
-        load(Source("shapes", classes, root, columns=Columns(**columns)), "train")
+        load(DataSource("shapes", classes, root, columns=Columns(**columns)), "train")
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -194,11 +194,11 @@ def test_not_parquet_and_empty(tmp_path):
 
 def test_unknown_built_in():
     with pytest.raises(UserError, match="not built in"):
-        load(Source("nothing", 10), "train")
+        load(DataSource("nothing", 10), "train")
 
 
 def test_digits_are_built_in_and_the_split_is_stable():
-    train, test = (load(Source("digits", 10), split) for split in ("train", "test"))
+    train, test = (load(DataSource("digits", 10), split) for split in ("train", "test"))
     assert len(train) + len(test) == 1797
     assert 300 < len(test) < 420
     assert train.inputs.dtype == np.uint8 and train.inputs.max() == 255
@@ -213,7 +213,7 @@ def test_split_by_id_never_moves_other_records():
 
 
 def test_real_mnist(data_root):
-    test = load(Source("mnist", 10, data_root), "test")
+    test = load(DataSource("mnist", 10, data_root), "test")
     assert len(test) == 10_000 and test.input_shape == (1, 28, 28)
     # The class counts and the mean pixel of the original files.
     counts = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
@@ -224,12 +224,14 @@ def test_real_mnist(data_root):
 def test_bytes_become_the_same_floats_as_in_torch():
     import torch
 
-    from dpdist.data.record_hashes import as_model_sees
+    from dpdist.data.record_hashes import to_model_inputs
 
     values = np.arange(256, dtype=np.uint8).repeat(5)  # more than a vector's width, and a rest
-    assert np.array_equal(as_model_sees(values), torch.from_numpy(values).float().div_(255).numpy())
+    assert np.array_equal(
+        to_model_inputs(values), torch.from_numpy(values).float().div_(255).numpy()
+    )
     floats = np.array([0.25, -0.0], dtype=np.float32)
-    assert as_model_sees(floats) is floats
+    assert to_model_inputs(floats) is floats
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_bytes_become_the_same_floats_as_in_torch():
 def test_a_footer_that_counts_other_rows_is_refused(tmp_path, stated, only_in_all):
     """Rows that are not there were records of zeros, all of class 0."""
     write(tmp_path, rows=[{"bytes": png(images(1)[0])}] * 100, labels=[0, 1] * 50)
-    count_rows_as(tmp_path / "shapes" / "train.parquet", 100, stated, only_in_all=only_in_all)
+    rewrite_row_count(tmp_path / "shapes" / "train.parquet", 100, stated, only_in_all=only_in_all)
     said = complaint(tmp_path, classes=2)
     stored = f"{stated:,} records, as the files' footers count, cannot be stored"
     assert f"its footer counts {stated:,} rows, " in said or stored in said
@@ -255,9 +257,10 @@ def test_a_footer_that_counts_fewer_rows_everywhere_is_refused(tmp_path, stated,
     table = pa.table({"f": numbers, "of lists": [[1, 2]] * 50 + [[]] * 50, "label": [0, 1] * 50})
     pq.write_table(table, path, data_page_version=version, data_page_size=64)
     assert (
-        len(load(Source("shapes", 2, tmp_path, columns=Columns(features=("f",))), "train")) == 100
+        len(load(DataSource("shapes", 2, tmp_path, columns=Columns(features=("f",))), "train"))
+        == 100
     )
-    count_rows_as(path, 100, stated)
+    rewrite_row_count(path, 100, stated)
     assert pq.read_table(path, columns=["f"]).num_rows == stated  # nobody else notices
     said = complaint(tmp_path, classes=2, features=("f",))
     assert f"its footer counts {stated} values of column 'f', its pages hold" in said
@@ -273,7 +276,7 @@ def test_values_that_no_row_group_counts_are_refused(tmp_path, options):
     for rows in (50, 100):
         pq.write_table(table.slice(0, rows), folder / "train.parquet", row_group_size=50, **options)
         columns = Columns(features=("f",))
-        assert len(load(Source("shapes", 2, tmp_path, columns=columns), "train")) == rows
+        assert len(load(DataSource("shapes", 2, tmp_path, columns=columns), "train")) == rows
         raw = (folder / "train.parquet").read_bytes()
         footer = len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
         parts.append((raw[:footer], raw[footer:]))

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.extras import needs_datasets
+from support.optional_extras import needs_datasets
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from dpdist.core.errors import UserError
-from dpdist.data import Source, adapters, load
+from dpdist.data import DataSource, adapters, load
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, canonical
 
@@ -144,7 +144,7 @@ def test_a_hugging_face_data_set_is_taken():
 
 def test_a_built_in_data_set_is_its_training_split():
     records = as_records("digits")
-    split = load(Source("digits", 10), "train")
+    split = load(DataSource("digits", 10), "train")
     assert torch.equal(records.batch(FEW), split.batch(FEW))
     assert torch.equal(records.targets(FEW), split.targets(FEW))
     assert as_records(split) is split and split.unit_id(3) == 3 and split.for_step(KEY) is split

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.files import empty, gone, half
+from support.folder_contents import empty, gone, half
 
 from dpdist.core.errors import UserError
 from dpdist.data import record_hashes
@@ -43,12 +43,12 @@ def a_pickle(path):
 
 
 @pytest.mark.parametrize("damage", [gone, empty, half, one_bit, a_pickle])
-@pytest.mark.parametrize("name", [*FILES, "sums.json", record_hashes.STORED])
+@pytest.mark.parametrize("name", [*FILES, "sums.json", record_hashes.HASHES_FILE])
 def test_a_damaged_file_is_refused(made, name, damage):
     split = made()
     kept = split.hashes.copy()
     damage(split.folder / name)
-    if damage is gone and name == record_hashes.STORED:  # made again of the inputs
+    if damage is gone and name == record_hashes.HASHES_FILE:  # made again of the inputs
         assert np.array_equal(made().hashes, kept)
         return
     with pytest.raises(UserError, match="damaged") as caught:
@@ -56,7 +56,9 @@ def test_a_damaged_file_is_refused(made, name, damage):
     assert "\n" not in str(caught.value) and str(split.folder) in str(caught.value)
     shutil.rmtree(split.folder)
     again = made()
-    assert np.array_equal(again.hashes, kept) and again.stored == split.stored
+    assert (
+        np.array_equal(again.hashes, kept) and again.stored_fingerprint == split.stored_fingerprint
+    )
 
 
 def test_a_copied_cache_is_the_same(made):

@@ -10,7 +10,7 @@ import pytest
 from support.datasets import write_split
 
 from dpdist.core.errors import UserError
-from dpdist.data import Columns, Source, TextColumn, load
+from dpdist.data import Columns, DataSource, TextColumn, load
 
 TEXTS = ["ab", "", "é!", "longer than that"]
 
@@ -20,7 +20,7 @@ def write(root, texts, name="texts"):
 
 
 def source(root, name="texts", **text):
-    return Source(name, 9, root, columns=Columns(text=TextColumn(**text)))
+    return DataSource(name, 9, root, columns=Columns(text=TextColumn(**text)))
 
 
 def test_bytes_with_begin_end_and_padding(tmp_path):
@@ -50,7 +50,7 @@ def test_complaints(tmp_path):
     with pytest.raises(UserError, match="the label 'label' is among the features"):
         source(tmp_path, column="label")
     with pytest.raises(UserError, match=r"data\.text: digits are images; leave it out"):
-        load(Source("digits", 10, columns=Columns(text=TextColumn())), "train")
+        load(DataSource("digits", 10, columns=Columns(text=TextColumn())), "train")
 
 
 def test_a_document_is_known_by_all_of_its_text_whatever_reads_it(tmp_path):
@@ -64,6 +64,6 @@ def test_a_document_is_known_by_all_of_its_text_whatever_reads_it(tmp_path):
     chosen = replace(source(tmp_path, length=5), labels=(2, 0))
     assert (load(chosen, "train").hashes == short.hashes[[0, 2]]).all()
     # What is drawn for a part must differ where its inputs do: it is named by how they were read.
-    parts = [each.only(np.array([True, False, True, True])) for each in (short, long)]
+    parts = [each.select(np.array([True, False, True, True])) for each in (short, long)]
     assert (parts[0].hashes == parts[1].hashes).all()
     assert parts[0].fingerprint != parts[1].fingerprint

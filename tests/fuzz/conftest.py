@@ -34,10 +34,10 @@ def finished(tmp_path_factory) -> Path:
         training__batch_size=200,
         privacy__budget=str(runs.parent / "budgets"), certify=BASE["certify"],
     )  # fmt: skip
-    from dpdist.training.trainer import _charged
+    from dpdist.training.trainer import _budget_charged
 
     job = prepare(recipe, folder, "x")
-    with _charged(job):
+    with _budget_charged(job):
         execute(job)
     pipeline.evaluate_stage(recipe, folder)
     row = {

@@ -162,13 +162,13 @@ def listing(folder: Path | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def no_ray(*_: Any, **__: Any) -> Iterator[None]:
-    """In the place of `pipeline.session`: everything up to where work would begin."""
+    """In the place of `pipeline.run_session`: everything up to where work would begin."""
     raise UserError("would begin")
     yield
 
 
 def without_ray(patch: Any) -> None:
-    patch.setattr(pipeline, "session", no_ray)
+    patch.setattr(pipeline, "run_session", no_ray)
 
 
 def cases(count: int, *drawn: Callable[[Random], Any]) -> Callable[[Callable[..., Any]], Any]:

@@ -238,7 +238,7 @@ def test_archives(fuzz, tmp_path, finished):
     shutil.copytree(finished, work / "runs")
     folder = pipeline.RunFolder(work / "runs" / "x")
     url = f"file://{tmp_path}/store"
-    archive = Archive.begin(folder, url, True)
+    archive = Archive.claim(folder, url, True)
     assert archive is not None
     archive.update()
     whole, store = tmp_path / "whole", tmp_path / "store"
@@ -256,10 +256,10 @@ def test_archives(fuzz, tmp_path, finished):
             path = draw(st.sampled_from(MANIFEST))
             put(body, path, draw(values))
             body.pop("check", None)
-            from dpdist.runs.archive import digest_of
+            from dpdist.runs.archive import manifest_digest
 
             try:
-                body["check"] = digest_of(body)
+                body["check"] = manifest_digest(body)
                 manifest.write_text(json.dumps(body))
             except (ValueError, TypeError):
                 return

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import draws as st
 from harness import Fuzz, cases, listing
 from hostile import BASE, damage, put, restored, values
-from support.here import without_ray as executed_here
-from support.parquet_footers import count_rows_as
+from support.local_execution import run_without_ray as executed_here
+from support.parquet_footers import rewrite_row_count
 from test_fuzz import OPTIONS
 
 from dpdist import pipeline
@@ -40,11 +40,11 @@ from dpdist.data.parquet import decode_picture
 from dpdist.poisoning import certificates as votes
 from dpdist.privacy.budget import DataBudget
 from dpdist.privacy.ledger import Ledger
+from dpdist.release.bundle import compute_checksums
 from dpdist.release.bundle import load as load_release
-from dpdist.release.bundle import sums_of
-from dpdist.release.verify import verify
+from dpdist.release.verify import verify_release
 from dpdist.runs.archive import Archive
-from dpdist.serving.app import Gate, Limits
+from dpdist.serving.app import RequestHandler, RequestLimits
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -185,7 +185,7 @@ def _wrong_file(path: Path, draw: Any) -> str:
     elif kind == "rows":
         stated = draw(st.sampled_from([ROWS + 1, 3 * ROWS, 2**40, 2**62, -1, 0, ROWS - 1]))
         every = draw(st.booleans())  # which no reader notices where it counts fewer
-        count_rows_as(path, ROWS, stated, only_in_all=not every)
+        rewrite_row_count(path, ROWS, stated, only_in_all=not every)
         return f"rows {stated} {every}"
     else:
         how = "_flipped"
@@ -344,8 +344,8 @@ def test_http_bodies():
         return {"label": 1, "abstain": False}
 
     def request(method: str, path: str, headers: dict[str, str], raw: bytes) -> None:
-        gate = Gate({}, (1, 12, 12), answer, Limits(body=2**16))
-        reply = asyncio.run(gate.reply(method, path, headers, _pieces(raw)))
+        gate = RequestHandler({}, (1, 12, 12), answer, RequestLimits(max_body_bytes=2**16))
+        reply = asyncio.run(gate.handle(method, path, headers, _pieces(raw)))
         if reply.status >= 500:
             raise RuntimeError(reply.content.decode())
         if reply.status != 200:
@@ -460,7 +460,7 @@ def test_certificates(released, tmp_path):
     fuzz, path = Fuzz(), tmp_path / "certificates.parquet"
     whole = next((released / "runs/x/certificates").rglob("certificates.parquet"))
     table = pq.read_table(whole)
-    about = job_folder.about_table(table, certificates.KEY)
+    about = job_folder.read_job_record(table, certificates.KEY)
     names = ["radius", "p_lower", "k", "n", "label", "prediction", "index", "alpha", "sigma"]
 
     @cases(120, st.data())
@@ -487,7 +487,7 @@ def test_releases(released, tmp_path):
     names = sorted(path.name for path in whole.iterdir())
 
     def read() -> None:
-        verify(load_release(place))
+        verify_release(load_release(place))
 
     @cases(120, st.data())
     def one(data):
@@ -496,7 +496,7 @@ def test_releases(released, tmp_path):
         how = damage(place / name, data.draw)
         summed = name.endswith(".json") and how == "_edited" and data.draw(st.booleans())
         if summed:
-            (place / "SHA256SUMS").write_text(sums_of(place))
+            (place / "SHA256SUMS").write_text(compute_checksums(place))
         changed = summed or listing(place) != listing(whole)
         fuzz.read((name, how, summed), read, place=place, invalid=changed and not summed)
 
@@ -566,7 +566,7 @@ def test_archives(finished, tmp_path):
     """A manifest that is not the one that was written, or objects that it does not name."""
     fuzz, work = Fuzz(), tmp_path / "own"
     shutil.copytree(finished, work / "runs")
-    archive = Archive.begin(
+    archive = Archive.claim(
         pipeline.RunFolder(work / "runs" / "x"), f"file://{tmp_path}/store", True
     )
     assert archive is not None

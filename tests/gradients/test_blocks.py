@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cases import cases
+from support.hypothesis_settings import hypothesis_settings
 from support.networks import cross_entropy, small_layers
 from torch import Tensor, nn
 
-from dpdist.gradients.clipping import FlatClipping, rounding_slack, short_run, sum_slack
+from dpdist.gradients.clipping import FlatClipping, max_run_length, rounding_slack, sum_slack
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import Draws, InputDraws
-from dpdist.gradients.sampling import LARGEST, Blocks, padded
+from dpdist.gradients.perturbations import InputPerturbation, Perturbation
+from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks, iter_padded_passes
 
 pytestmark = pytest.mark.guarantee
 
@@ -29,7 +29,7 @@ def groups(blocks: Blocks, ids: np.ndarray, key: bytes = KEY) -> set[tuple[int, 
     return {tuple(int(i) for i in ids[block]) for block in blocks.split(key, ids)}
 
 
-@cases(100)
+@hypothesis_settings(100)
 @given(
     st.sets(st.integers(0, 2**40), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 20),
     st.binary(min_size=32, max_size=32), st.randoms(use_true_random=False),
@@ -66,7 +66,7 @@ def test_blocks_are_rarely_cut_and_no_larger_than_the_bound_allows():
     assert sum(len(groups(blocks, batch)) > 1 for batch in batches) < 20
     for records, rate in ((10**6, 0.5), (65_500, 1.0), (2000, 1.0), (1000, 1.0), (10, 0.01)):
         found = Blocks.for_batches(records, rate)
-        assert 1 <= found.capacity <= LARGEST
+        assert 1 <= found.capacity <= MAX_BLOCK_RECORDS
         assert found.count * found.capacity >= records * rate
     assert Blocks.for_batches(1000, 1.0) == Blocks(1, 1000)  # a full batch needs no room
     assert Blocks.for_batches(1000, 0.5, batch_cap=40).capacity <= 40
@@ -75,7 +75,7 @@ def test_blocks_are_rarely_cut_and_no_larger_than_the_bound_allows():
 def test_passes_have_one_shape_and_repeat_a_record_of_their_own():
     blocks = Blocks(1, 100)
     assert blocks.rows(1000) == 100 and blocks.rows(99) == 50 and blocks.rows(30) == 25
-    seen = list(padded(np.arange(60), 25))
+    seen = list(iter_padded_passes(np.arange(60), 25))
     assert [(len(rows), real.stop) for rows, real in seen] == [(25, 25), (25, 25), (25, 10)]
     assert seen[2][0].tolist() == [*range(50, 60), *[50] * 15]
 
@@ -89,14 +89,15 @@ def images(size: int) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, torch.arange(size) % 3, torch.randperm(1000, generator=generator)[:size]
 
 
-@pytest.mark.parametrize("draws", [None, InputDraws(2, 0.3)], ids=["plain", "draws"])
+@pytest.mark.parametrize("draws", [None, InputPerturbation(2, 0.3)], ids=["plain", "draws"])
 @pytest.mark.parametrize("micro_batch", [None, 7])
 def test_blocks_change_the_sum_by_their_slack_and_nothing_else(draws, micro_batch):
     inputs, targets, ids = images(50)
     results = []
     for blocks in (None, Blocks(3, 21)):
         engine = GradientEngine(
-            small_layers(), cross_entropy, clipping=FlatClipping(0.2), draws=draws, blocks=blocks,
+            small_layers(), cross_entropy, clipping=FlatClipping(0.2), perturbation=draws,
+            blocks=blocks,
             micro_batch=micro_batch,
         )  # fmt: skip
         results.append(engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids))
@@ -165,12 +166,12 @@ def test_in_one_shape_a_records_last_bits_do_not_depend_on_its_company(rows):
 
 def test_the_slack_covers_its_bound():
     """What `sum_slack` states, over all sizes of a block and both sums."""
-    for rows in range(1, LARGEST + 2):
-        run = short_run(rows)
+    for rows in range(1, MAX_BLOCK_RECORDS + 2):
+        run = max_run_length(rows)
         assert run * rows <= 2**13 and run >= 4
         bound = 2 * (run + 2) * 2.0**-24 * rows + rows * (rows + 2) * 2.0**-31
         assert bound <= sum_slack(torch.float32)
-    assert short_run(65_500) == 1
+    assert max_run_length(65_500) == 1
 
 
 def climbing(records: int, width: int, up: float, down: float) -> Tensor:
@@ -274,7 +275,7 @@ def test_a_norm_that_underflows_does_not_escape_the_clip(tiny, positions):
     for model in (nn.Linear(6, 4, bias=False), nn.Sequential(nn.Linear(6, 4), nn.Tanh())):
         engine = GradientEngine(
             model, lambda out, target: out.flatten(1).sum(1), clipping=FlatClipping(1.0),
-            draws=Draws(gradient_scale=1e30), micro_batch=5,
+            perturbation=Perturbation(gradient_scale=1e30), micro_batch=5,
         )  # fmt: skip
         for i in range(5):
             one = engine.clipped_sum(inputs[i : i + 1], torch.zeros(1)).flat
@@ -283,7 +284,7 @@ def test_a_norm_that_underflows_does_not_escape_the_clip(tiny, positions):
     bias.weight.requires_grad_(False)
     engine = GradientEngine(
         bias, lambda out, target: (out * target).sum(1), clipping=FlatClipping(1.0),
-        draws=Draws(gradient_scale=1e30), micro_batch=5,
+        perturbation=Perturbation(gradient_scale=1e30), micro_batch=5,
     )  # fmt: skip
     one = engine.clipped_sum(torch.zeros(1, 1), tiny * torch.randn(1, 6)).flat
     assert float(one.norm()) <= 1.0

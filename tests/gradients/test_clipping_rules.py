@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cases import cases
+from support.hypothesis_settings import hypothesis_settings
 from torch import Tensor, nn
 
 from dpdist.gradients import layer_rules
@@ -18,7 +18,7 @@ from dpdist.gradients.engine import GradientEngine
 
 pytestmark = pytest.mark.guarantee
 
-EXAMPLES = cases(25)
+EXAMPLES = hypothesis_settings(25)
 RTOL = 1e-6
 
 
@@ -212,7 +212,7 @@ class _Recurrent(nn.Module):
 
 
 @pytest.mark.slow
-@cases(20)
+@hypothesis_settings(20)
 @given(
     st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]), st.integers(2, 3), st.integers(1, 5),
     st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans(), st.booleans(),

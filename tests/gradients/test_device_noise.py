@@ -11,9 +11,14 @@ import torch
 
 from dpdist.core.errors import UserError
 from dpdist.gradients import noise
-from dpdist.gradients.noise import add_noise, add_noise_on, standard_normal, standard_normal_on
+from dpdist.gradients.noise import (
+    add_device_noise,
+    add_noise,
+    device_standard_normal,
+    standard_normal,
+)
 from dpdist.randomness import device_generators
-from dpdist.randomness.keys import words
+from dpdist.randomness.keys import stream_words
 
 pytestmark = pytest.mark.guarantee
 
@@ -22,12 +27,12 @@ KEY, CPU = bytes(range(32)), torch.device("cpu")
 
 def blocks(key: bytes, first: int, count: int) -> np.ndarray:
     """Words as the stream has them: uint64 (8 * count,)."""
-    made = device_generators.KeyBlocks(count, CPU).fill(key, first)
+    made = device_generators.ChaChaBlocks(count, CPU).fill(key, first)
     return made.T.contiguous().numpy().view("<u8").reshape(-1)
 
 
 def drawn(start: int, count: int, key: bytes = KEY) -> np.ndarray:
-    return standard_normal_on(CPU, key, start, count).numpy()
+    return device_standard_normal(CPU, key, start, count).numpy()
 
 
 # ---- words
@@ -37,7 +42,7 @@ def drawn(start: int, count: int, key: bytes = KEY) -> np.ndarray:
 def test_words_are_the_cpu_s(first):
     """Also where the counter, as a signed number, changes its sign, and at the stream's end."""
     for key in (KEY, bytes(32), b"\xff" * 32):
-        assert np.array_equal(blocks(key, first, 17), words(key, 8 * first, 8 * 17))
+        assert np.array_equal(blocks(key, first, 17), stream_words(key, 8 * first, 8 * 17))
 
 
 def test_words_are_chacha20_s():
@@ -79,10 +84,10 @@ def _rotated_with_sign(row, left, out):
     [("_DOUBLE_ROUNDS", 9), ("_COUNTER", 13), ("_SIGN", 1), ("_rotated", _rotated_with_sign)],
 )
 def test_a_device_that_computes_otherwise_is_refused(monkeypatch, name, value):
-    device_generators.check_aes.__wrapped__(CPU)
+    device_generators.check_chacha20.__wrapped__(CPU)
     monkeypatch.setattr(device_generators, name, value)
     with pytest.raises(UserError, match="cpu computes integers otherwise"):
-        device_generators.check_aes.__wrapped__(CPU)
+        device_generators.check_chacha20.__wrapped__(CPU)
 
 
 # ---- noise
@@ -108,7 +113,7 @@ def test_shards_of_a_sum_get_the_noise_of_their_places_on_any_mixture_of_ways():
         parts = []
         for turn, (low, high) in enumerate(pairwise(cuts)):
             mine = torch.from_numpy(total[low:high].copy())
-            there = add_noise_on(mine, KEY, 1.5, low)
+            there = add_device_noise(mine, KEY, 1.5, low)
             assert there.data_ptr() == mine.data_ptr()  # written over the sum
             parts.append(add_noise(total[low:high], KEY, 1.5, low) if turn % 2 else there.numpy())
         assert np.array_equal(np.concatenate(parts), whole)
@@ -117,13 +122,13 @@ def test_shards_of_a_sum_get_the_noise_of_their_places_on_any_mixture_of_ways():
 @pytest.mark.parametrize("std", [1e-9, 0.3, 1.0, 7e5])
 def test_every_scale_is_the_cpu_s(std):
     total = np.sin(np.arange(3000.0)) * std
-    found = add_noise_on(torch.from_numpy(total.copy()), KEY, std, 5)
+    found = add_device_noise(torch.from_numpy(total.copy()), KEY, std, 5)
     assert np.array_equal(found.numpy(), add_noise(total, KEY, std, 5))
 
 
 def test_without_noise_a_sum_stays_what_it_is():
     total = torch.linspace(-1, 1, 50, dtype=torch.float64)
-    assert torch.equal(add_noise_on(total.clone(), KEY, 0.0), total)
+    assert torch.equal(add_device_noise(total.clone(), KEY, 0.0), total)
 
 
 @pytest.mark.parametrize("std", [0.0, 1.0])
@@ -132,14 +137,14 @@ def test_nothing_is_released_from_a_sum_that_is_not_finite(std, bad):
     total = torch.zeros(40_000, dtype=torch.float64)
     total[3] = bad  # in the first of two pieces
     with pytest.raises(ValueError, match="not finite"):
-        add_noise_on(total, KEY, std)
+        add_device_noise(total, KEY, std)
 
 
 def _planted(monkeypatch, first: int) -> None:
     """The first word of every pair, in both generators."""
     made = np.tile(np.array([first, 12345 << 40], dtype=np.uint64), (64, 1))
     in_blocks = torch.from_numpy(made.view("<i4").reshape(-1, 16)[:16].T.copy())
-    monkeypatch.setattr(device_generators.KeyBlocks, "fill", lambda *_: in_blocks)
+    monkeypatch.setattr(device_generators.ChaChaBlocks, "fill", lambda *_: in_blocks)
     reader = SimpleNamespace(read=lambda: made.reshape(-1).copy())
     monkeypatch.setattr(noise, "WordReader", lambda *_: reader)
 

@@ -15,8 +15,8 @@ from dpdist.core.errors import UserError
 from dpdist.gradients import validation
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.hooks import _Pass, find_layers
-from dpdist.gradients.perturbations import HiddenDraws
+from dpdist.gradients.hooks import _PassState, find_layers
+from dpdist.gradients.perturbations import HiddenPerturbation
 
 pytestmark = pytest.mark.guarantee
 
@@ -304,12 +304,12 @@ def test_sparse_gradients_are_checked_too():
 def test_a_half_input_is_widened_before_the_rule(layer):
     """As autocast gives it to layers that answer in float32: norm and sum would be rounded."""
     (found,), calls = find_layers(layer), []
-    current = _Pass(
+    current = _PassState(
         6, dict(layer.named_parameters()), torch.zeros(0), lambda _, call: calls.append(call)
     )
     inputs, signal = torch.randn(6, 8).bfloat16(), torch.randn(6, 8)
     current.deliver(found, (inputs,), {}, [signal])
-    assert calls[0].input.dtype == torch.float32 and calls[0].backsignal.dtype == torch.float32
+    assert calls[0].input.dtype == torch.float32 and calls[0].output_gradient.dtype == torch.float32
     assert all(each.values.dtype == torch.float32 for _, each in found.rule(calls[0]))
 
 
@@ -462,7 +462,7 @@ def test_an_isolated_model_cannot_mix():
         )
     with pytest.raises(UserError, match=r"model\.isolate"):
         GradientEngine(honest, cross_entropy, clipping=FlatClipping(0.3), isolate=True,
-                       draws=HiddenDraws(1, "0", 0.1))  # fmt: skip
+                       perturbation=HiddenPerturbation(1, "0", 0.1))  # fmt: skip
 
 
 def test_dropout_is_allowed():
@@ -488,7 +488,7 @@ def test_mean_objective_and_frozen_model_are_refused(model):
 def test_per_layer_clipping(model):
     inputs, targets = batch(7)
     limits = [0.05, 0.1, 0.2, 0.4]
-    clipping = PerLayerClipping.of(limits)
+    clipping = PerLayerClipping.from_layer_norms(limits)
     assert clipping.sensitivity == pytest.approx(sum(c * c for c in limits) ** 0.5)
     engine = GradientEngine(model, cross_entropy, clipping=clipping)
     rows = per_example_gradients(model, inputs, targets)
@@ -523,7 +523,9 @@ def test_clipping_mistakes_are_named(model):
     with pytest.raises(UserError, match="total sensitivity"):
         PerLayerClipping(1.0, (1.0, 1.0))
     with pytest.raises(UserError, match="3 layer norms given for 4"):
-        GradientEngine(model, cross_entropy, clipping=PerLayerClipping.of([1.0, 1.0, 1.0]))
+        GradientEngine(
+            model, cross_entropy, clipping=PerLayerClipping.from_layer_norms([1.0, 1.0, 1.0])
+        )
 
 
 @pytest.mark.slow

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import (
-    BlockDraws,
-    Draws,
-    HiddenDraws,
-    InputDraws,
-    ParameterDraws,
+    HiddenPerturbation,
+    InputPerturbation,
+    ModulePerturbation,
+    ParameterPerturbation,
+    Perturbation,
 )
-from dpdist.randomness.noise_location import Several
+from dpdist.randomness.noise_location import ModuleNoise
 
 pytestmark = pytest.mark.guarantee
 
@@ -65,14 +65,16 @@ ROUNDING = 1e-5
 
 DRAWS = {
     "DP-SGD": None,
-    "gradient x K": Draws(gradient_scale=10),
-    "DPlis": ParameterDraws(3, 0.05),
-    "DPlis, sum": ParameterDraws(3, 0.05, aggregate="sum"),
-    "DPlis, per record": ParameterDraws(2, 0.05, per_example=True),
-    "input noise": InputDraws(3, 0.25),
-    "parameter and input noise": ParameterDraws(3, 0.1, input_std=0.25),
-    "hidden noise": HiddenDraws(3, "2", 0.25),
-    "noise in several places": BlockDraws(2, Several({"0": 0.25, "2": 0.5}, "relative", 0.25)),
+    "gradient x K": Perturbation(gradient_scale=10),
+    "DPlis": ParameterPerturbation(3, 0.05),
+    "DPlis, sum": ParameterPerturbation(3, 0.05, aggregate="sum"),
+    "DPlis, per record": ParameterPerturbation(2, 0.05, per_example=True),
+    "input noise": InputPerturbation(3, 0.25),
+    "parameter and input noise": ParameterPerturbation(3, 0.1, input_std=0.25),
+    "hidden noise": HiddenPerturbation(3, "2", 0.25),
+    "noise in several places": ModulePerturbation(
+        2, ModuleNoise({"0": 0.25, "2": 0.5}, "relative", 0.25)
+    ),
 }
 
 
@@ -80,7 +82,11 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_one_record_changes_the_sum_by_at_most_c(name):
     engine = GradientEngine(
-        small_layers(), cross_entropy, clipping=FlatClipping(C), draws=DRAWS[name], micro_batch=3
+        small_layers(),
+        cross_entropy,
+        clipping=FlatClipping(C),
+        perturbation=DRAWS[name],
+        micro_batch=3,
     )
     worst = worst_change(engine_sum(engine))
     assert worst <= 1 + ROUNDING
@@ -103,12 +109,12 @@ def test_a_record_that_is_not_drawn_changes_nothing():
 # ---- the test must be able to fail
 
 
-def unscreened(model: nn.Module, draws: Draws | None = None) -> GradientEngine:
+def unscreened(model: nn.Module, draws: Perturbation | None = None) -> GradientEngine:
     """An engine without its screens, so that what they refuse can be shown to leak."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dpdist.gradients.engine.refuse_mixing_layers", lambda model: None)
         engine = GradientEngine(
-            model, cross_entropy, clipping=FlatClipping(C), draws=draws, micro_batch=100
+            model, cross_entropy, clipping=FlatClipping(C), perturbation=draws, micro_batch=100
         )
     engine._checked = True  # as if the self-check had passed
     return engine
@@ -134,17 +140,17 @@ def test_a_clip_per_batch_is_detected():
 
 
 def test_a_private_noise_scale_is_detected():
-    class Private(InputDraws):
-        def inputs(self, inputs, record_ids, draw_key, draw):
+    class Private(InputPerturbation):
+        def perturb_inputs(self, inputs, record_ids, draw_key, draw):
             self.std = inputs.std()
-            return super().inputs(inputs, record_ids, draw_key, draw)
+            return super().perturb_inputs(inputs, record_ids, draw_key, draw)
 
     engine = unscreened(small_layers(), Private(2, 0.1))
     assert worst_change(engine_sum(engine)) > 1.5
 
 
 def test_noise_keyed_by_position_instead_of_record_is_detected():
-    engine = unscreened(small_layers(), InputDraws(1, 1.0))
+    engine = unscreened(small_layers(), InputPerturbation(1, 1.0))
 
     def by_position(inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
         return engine_sum(engine)(inputs, targets, torch.arange(len(ids)))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from dpdist.gradients import row_independence
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, agreed_targets
-from dpdist.gradients.perturbations import InputDraws
-from dpdist.gradients.sampling import Blocks, padded, slots_of
+from dpdist.gradients.engine import GradientEngine, consistency_targets
+from dpdist.gradients.perturbations import InputPerturbation
+from dpdist.gradients.sampling import Blocks, hash_rows, iter_padded_passes
 from dpdist.methods.hidden_noise_shares import _passes
 
 pytestmark = pytest.mark.guarantee
@@ -29,10 +29,10 @@ def test_rows_that_round_alike_are_one_class() -> None:
         moved[3, 2] = -moved[3, 2]
         return [torch.ones(len(inputs), 0), targets > 0, moved]
 
-    found = row_independence.row_classes(run, examples, torch.ones(64), 6)
+    found = row_independence.find_row_classes(run, examples, torch.ones(64), 6)
     assert found is not None
     assert len(set(found[[0, 2, 4]])) == len(set(found[[1, 5]])) == 1 and len(set(found)) == 3
-    same = row_independence.row_classes(lambda x, y: [2 * x, y], examples, torch.ones(64), 6)
+    same = row_independence.find_row_classes(lambda x, y: [2 * x, y], examples, torch.ones(64), 6)
     assert same is None
 
 
@@ -44,20 +44,20 @@ def test_a_difference_that_one_example_in_four_shows_is_found() -> None:
         coarse[2:] = (coarse[2:] * 2**20).round() / 2**20
         return [coarse]
 
-    found = row_independence.row_classes(run, examples, torch.zeros(4), 4)
+    found = row_independence.find_row_classes(run, examples, torch.zeros(4), 4)
     assert found is not None and found[0] == found[1] != found[2] == found[3]
 
 
 @pytest.mark.parametrize("size", [1, 7, 60])
 def test_every_record_runs_once_in_a_row_of_its_own_class(size: int) -> None:
     members = np.arange(100, 100 + size)
-    slots = slots_of(KEY, members)
+    slots = hash_rows(KEY, members)
     seen = []
-    for rows, real in padded(members, 8, CLASSES, slots):
+    for rows, real in iter_padded_passes(members, 8, CLASSES, slots):
         assert len(rows) == 8 and isinstance(real, np.ndarray) and len(real)
         assert set(rows) == set(rows[real])  # filled up with records of its own
         for row in real:
-            assert CLASSES[row] == CLASSES[int(slots_of(KEY, rows[row : row + 1])[0]) % 8]
+            assert CLASSES[row] == CLASSES[int(hash_rows(KEY, rows[row : row + 1])[0]) % 8]
         seen += rows[real].tolist()
     assert sorted(seen) == members.tolist()
 
@@ -70,9 +70,9 @@ def test_rare_classes_of_rows_stay_empty() -> None:
     blocks = Blocks(1, 151)
     members = np.arange(128)
     for classes, used in ((odd, 148), (halves, 151)):
-        chosen = blocks.rows_in_use(classes)
+        chosen = blocks.choose_rows(classes)
         assert (chosen >= 0).sum() == used and set(chosen) <= {-1, *classes}
-        passes = list(padded(members, 151, chosen, slots_of(KEY, members)))
+        passes = list(iter_padded_passes(members, 151, chosen, hash_rows(KEY, members)))
         assert len(passes) == 1
         rows, real = passes[0]
         assert sorted(rows[real]) == members.tolist() and (chosen[real] >= 0).all()
@@ -80,7 +80,7 @@ def test_rare_classes_of_rows_stay_empty() -> None:
 
 def test_one_record_more_moves_nobody_into_another_class() -> None:
     def classes_of(members: np.ndarray) -> dict[int, int]:
-        passes = padded(members, 8, CLASSES, slots_of(KEY, members))
+        passes = iter_padded_passes(members, 8, CLASSES, hash_rows(KEY, members))
         return {int(rows[row]): int(CLASSES[row]) for rows, real in passes for row in real}
 
     members = np.arange(50)
@@ -179,13 +179,13 @@ def test_every_layer_s_gradient_is_compared() -> None:
 def test_agreed_targets_are_computed_in_rows_of_their_class() -> None:
     """Targets of the consistency term: one record more must not change another one's."""
     engine = in_blocks(nn.Sequential(RoundedByRow(), nn.Linear(3, 2)))
-    engine.draws = InputDraws(2, 0.3)
+    engine.perturbation = InputPerturbation(2, 0.3)
     inputs = torch.rand(30, 3, generator=torch.Generator().manual_seed(0))
     labels, ids = torch.zeros(30, dtype=torch.int64), torch.arange(30)
-    whole = agreed_targets(engine, inputs, labels, KEY, ids, 1.0)
+    whole = consistency_targets(engine, inputs, labels, KEY, ids, 1.0)
     for gone in range(5):
         keep = ids != gone
-        rest = agreed_targets(engine, inputs[keep], labels[keep], KEY, ids[keep], 1.0)
+        rest = consistency_targets(engine, inputs[keep], labels[keep], KEY, ids[keep], 1.0)
         assert torch.equal(rest, whole[keep])
 
 

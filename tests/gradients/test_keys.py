@@ -12,8 +12,8 @@ import torch
 from scipy import stats
 
 from dpdist.gradients.noise import add_noise, standard_normal
-from dpdist.gradients.sampling import poisson_sample, share
-from dpdist.randomness.keys import WordReader, derive_key, key_id, new_run_key, words
+from dpdist.gradients.sampling import poisson_sample, worker_range
+from dpdist.randomness.keys import WordReader, derive_key, key_id, new_run_key, stream_words
 
 pytestmark = pytest.mark.guarantee
 
@@ -22,21 +22,21 @@ FIRST = [-0.30008795403628297, 1.2928748160919075, -0.6054132183873209, -0.28896
 
 
 def test_stream_can_be_entered_anywhere():
-    whole = words(KEY, 0, 1000)
+    whole = stream_words(KEY, 0, 1000)
     for start, count in [(0, 1), (7, 9), (8, 8), (513, 200), (999, 1)]:
-        assert np.array_equal(words(KEY, start, count), whole[start : start + count])
+        assert np.array_equal(stream_words(KEY, start, count), whole[start : start + count])
 
 
 def test_words_are_read_in_order():
     for start, count, most in [(0, 1000, 1000), (7, 300, 64), (8, 128, 64), (513, 5, 9)]:
         reader = WordReader(KEY, start, count, most)
         parts = [reader.read().copy() for _ in range(-(-count // most))]
-        assert np.array_equal(np.concatenate(parts), words(KEY, start, count))
+        assert np.array_equal(np.concatenate(parts), stream_words(KEY, start, count))
 
 
 def test_stream_is_chacha20():
     """RFC 8439, A.1: the first block of the all-zero key and nonce."""
-    assert words(bytes(32), 0, 2).tobytes().hex() == "76b8e0ada0f13d90405d6ae55386bd28"
+    assert stream_words(bytes(32), 0, 2).tobytes().hex() == "76b8e0ada0f13d90405d6ae55386bd28"
 
 
 def test_labels_are_separated():
@@ -78,7 +78,10 @@ def test_wrong_key_length_is_refused():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_batch_is_the_same_for_any_number_of_workers(world_size):
     whole = poisson_sample(KEY, 0, 1000, 0.1)
-    parts = [poisson_sample(KEY, *share(1000, rank, world_size), 0.1) for rank in range(world_size)]
+    parts = [
+        poisson_sample(KEY, *worker_range(1000, rank, world_size), 0.1)
+        for rank in range(world_size)
+    ]
     assert np.array_equal(np.concatenate(parts), whole)
 
 
@@ -130,7 +133,8 @@ def test_cap_cuts_to_a_uniform_subset():
 def test_cap_is_the_same_for_any_number_of_workers():
     whole = poisson_sample(KEY, 0, 1000, 0.1, batch_cap=90, records=1000)
     parts = [
-        poisson_sample(KEY, *share(1000, r, 3), 0.1, batch_cap=90, records=1000) for r in range(3)
+        poisson_sample(KEY, *worker_range(1000, r, 3), 0.1, batch_cap=90, records=1000)
+        for r in range(3)
     ]
     assert len(whole) == 90
     assert np.array_equal(np.concatenate(parts), whole)
@@ -194,7 +198,7 @@ def test_noise_is_box_muller_of_the_key_s_words():
     drawn = standard_normal(KEY, 3, 20_000)
     for place in (0, 1, 2, 8_191, 16_380, 16_381, 19_999):
         pair, sine = divmod(3 + place, 2)
-        first, second = words(KEY, 2 * pair, 2).tolist()
+        first, second = stream_words(KEY, 2 * pair, 2).tolist()
         length = math.sqrt(-2 * math.log((first + 1) / 2**64))
         turn = 2 * math.pi * (second // 2**11) / 2**53
         expected = length * (math.sin(turn) if sine else math.cos(turn))
@@ -226,7 +230,7 @@ def test_the_tail_reaches_beyond_what_any_delta_would_notice(monkeypatch):
         reader = SimpleNamespace(read=lambda: planted_words)
         monkeypatch.setattr("dpdist.gradients.noise.WordReader", lambda *_: reader)
         monkeypatch.setattr(
-            "dpdist.gradients.noise.words", lambda *_: np.array([tail], dtype=np.uint64)
+            "dpdist.gradients.noise.stream_words", lambda *_: np.array([tail], dtype=np.uint64)
         )
         return float(standard_normal(KEY, 0, 1)[0])
 

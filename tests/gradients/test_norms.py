@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from dpdist.gradients.clipping import FlatClipping, rounding_slack, sum_slack
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.per_example import (
-    Dense,
-    Outer,
+    DenseGradient,
+    EmbeddingGradient,
+    OuterProductGradient,
     PerExampleGradient,
-    Rows,
     add_embedding_rows,
     add_products,
+    embedding_squared_norms,
     outer_squared_norms,
-    rows_squared_norms,
-    squared_lengths,
+    squared_row_norms,
 )
-from dpdist.gradients.sampling import LARGEST, Blocks
+from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks
 
 pytestmark = pytest.mark.guarantee
 
@@ -48,14 +48,16 @@ def exact_norms(left: Tensor, right: Tensor) -> np.ndarray:
     return np.array(found)
 
 
-def cancelling(width: int, other: int, positions: int, gap: float, seed: int) -> Outer:
+def cancelling(
+    width: int, other: int, positions: int, gap: float, seed: int
+) -> OuterProductGradient:
     """Records whose positions nearly cancel: constant left rows with a sum of nearly zero."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(4, 1, 1, generator=generator) * 10 + 0.1
     signs = torch.where(torch.arange(positions) % 2 == 0, 1.0, -(1.0 + gap))
     left = (scale * signs[None, :, None]).expand(4, positions, width).contiguous()
     right = torch.rand(4, 1, other, generator=generator).expand(4, positions, other).contiguous()
-    return Outer(left, right)
+    return OuterProductGradient(left, right)
 
 
 @pytest.mark.parametrize("gap", [1e-2, 1e-3, 1e-4, 1e-6])
@@ -79,7 +81,7 @@ def test_positions_that_cancel_do_not_escape(width, other, positions, gap):
 def test_random_positions_keep_their_norm(width):
     generator = torch.Generator().manual_seed(width)
     left, right = torch.randn(3, 6, width, generator=generator), torch.randn(3, 6, 5)
-    found = outer_squared_norms(Outer(left, right)).sqrt()
+    found = outer_squared_norms(OuterProductGradient(left, right)).sqrt()
     true = (left.double().transpose(1, 2) @ right.double()).flatten(1).norm(dim=1)
     assert (true <= found * (1 + SLACK)).all() and (found <= true * (1 + SLACK)).all()
 
@@ -91,10 +93,12 @@ def test_looked_up_rows_that_cancel_do_not_escape(width, gap):
     scale = torch.rand(6, 1, 1, generator=generator) * 10
     values = (scale * torch.tensor([1.0, -(1 + gap), 0.0])[None, :, None]).repeat(1, 1, width)
     ids = torch.tensor([[3, 3, -1]]).repeat(6, 1)
-    computed = rows_squared_norms(Rows(ids, values, 5)).sqrt()
+    computed = embedding_squared_norms(EmbeddingGradient(ids, values, 5)).sqrt()
     true = values.double().sum(1).norm(dim=1)
     assert (true <= computed * (1 + SLACK)).all()
-    apart = rows_squared_norms(Rows(torch.tensor([[3, 4, -1]]).repeat(6, 1), values, 5)).sqrt()
+    apart = embedding_squared_norms(
+        EmbeddingGradient(torch.tensor([[3, 4, -1]]).repeat(6, 1), values, 5)
+    ).sqrt()
     assert torch.allclose(apart, values.double().flatten(1).norm(dim=1), rtol=SLACK, atol=0)
 
 
@@ -103,14 +107,14 @@ def test_the_bound_on_rounding_grows_with_the_widths():
     width, other = 2**20, 3
     left = torch.ones(1, 2, width)
     left[:, 1] = -1
-    computed = float(outer_squared_norms(Outer(left, torch.ones(1, 2, other))))
+    computed = float(outer_squared_norms(OuterProductGradient(left, torch.ones(1, 2, other))))
     assert computed >= (width + other + 2**2 + 1) * 2.0**-52 * (4 * width * other)
 
 
 def test_many_positions_of_float64_models_cancel_too():
     """With a floor that did not grow with the widths, float64 factors would escape likewise."""
     piece = cancelling(4096, 4, 2, 1e-9, seed=1)
-    piece = Outer(piece.left.double() * (1 + 2.0**-40), piece.right.double())
+    piece = OuterProductGradient(piece.left.double() * (1 + 2.0**-40), piece.right.double())
     computed = outer_squared_norms(piece).sqrt()
     true = (piece.left.transpose(1, 2) @ piece.right).flatten(1).norm(dim=1)
     assert (true <= computed * (1 + rounding_slack(torch.float64))).all()
@@ -159,13 +163,13 @@ def test_norms_of_equal_entries_do_not_shrink_with_length(size, dtype):
     for value in (0.1, 1 / 3, 0.7, 1 + 2.0**-12):
         values = torch.full((1, size), value, dtype=dtype)
         true = math.sqrt(size) * float(values[0, 0])
-        computed = float(squared_lengths(values).sqrt())
+        computed = float(squared_row_norms(values).sqrt())
         assert true * (1 - 1e-13) <= computed * (1 + rounding_slack(dtype))
         assert computed <= true * (1 + rounding_slack(dtype))
 
 
 def test_a_block_of_squares_keeps_its_bound():
-    """`squared_lengths` proves 128 u: a sum of 128 float32 squares in sequence, which no order of
+    """`squared_row_norms` proves 128 u: a sum of 128 float32 squares in sequence, which no order of
     summation that a kernel may choose exceeds, found by search over equal entries."""
     worst = 0.0
     for value in np.linspace(1.0, 2.0, 2001, dtype=np.float32):
@@ -204,14 +208,17 @@ def test_a_pass_adds_the_same_whatever_was_summed_before():
     right = torch.randn(8, 1, 300, generator=generator).repeat(1, 2, 1)
     left = torch.randn(8, 1, 40, generator=generator).repeat(1, 2, 1) * 2.0**20
     left[:, 1] *= -(1 - 2.0**-20)
-    piece, factors = Outer(left, right), torch.rand(8, generator=generator, dtype=torch.float64)
+    piece, factors = (
+        OuterProductGradient(left, right),
+        torch.rand(8, generator=generator, dtype=torch.float64),
+    )
     zero, base = (torch.zeros(40 * 300, dtype=torch.float64) for _ in range(2))
     base += 1 / 3
     add_products(piece, factors, zero)
     before = base.clone()
     add_products(piece, factors, base)
     assert torch.equal(base, before + zero)
-    rows = Rows(torch.randint(0, 3, (8, 2), generator=generator), left, 3)
+    rows = EmbeddingGradient(torch.randint(0, 3, (8, 2), generator=generator), left, 3)
     sums, others = (torch.zeros(3, 40, dtype=torch.float64) for _ in range(2))
     others += 1 / 3
     add_embedding_rows(rows, factors, sums)
@@ -225,11 +232,11 @@ def test_the_floor_under_cancellation_bounds_what_a_record_multiplies_by():
     for positions in (2, 16, 100):
         left = torch.full((1, positions, 3), 2.0**40)
         left[:, 1::2] *= -1  # the sum over positions is exactly zero
-        piece = Outer(left, torch.ones(1, positions, 5))
+        piece = OuterProductGradient(left, torch.ones(1, positions, 5))
         clip = FlatClipping(1.0).factors(outer_squared_norms(piece)[None], 0.0)
         magnitude = positions * math.sqrt(15) * 2.0**40
         assert float(clip) * magnitude <= 2.0**21 / positions
-    both = 2 * (LARGEST + 1) * (LARGEST + 3) * 2.0**-32
+    both = 2 * (MAX_BLOCK_RECORDS + 1) * (MAX_BLOCK_RECORDS + 3) * 2.0**-32
     assert 2 * 34 * 2.0**-24 * 256 + both <= sum_slack(torch.float32)
 
 
@@ -242,13 +249,18 @@ def test_cross_terms_between_forms_are_in_the_norm(order):
     their sum."""
     generator = torch.Generator().manual_seed(2)
     left, right = torch.randn(2, 3, 600, generator=generator), torch.randn(2, 3, 500)
-    first = Outer(left, right)
-    dense = Dense(-(left.transpose(1, 2) @ right) * 0.999)
-    second = Outer(torch.randn(2, 1, 600, generator=generator) * 0.01, torch.randn(2, 1, 500))
+    first = OuterProductGradient(left, right)
+    dense = DenseGradient(-(left.transpose(1, 2) @ right) * 0.999)
+    second = OuterProductGradient(
+        torch.randn(2, 1, 600, generator=generator) * 0.01, torch.randn(2, 1, 500)
+    )
     gradient = PerExampleGradient(torch.Size((600, 500)))
     pieces = [first, dense, second]
     for place in order:
         gradient.add(pieces[place])
     found = gradient.squared_norms().sqrt()
-    true = sum(p.dense().double() if isinstance(p, Outer) else p.values.double() for p in pieces)
+    true = sum(
+        p.to_dense().double() if isinstance(p, OuterProductGradient) else p.values.double()
+        for p in pieces
+    )
     assert torch.allclose(found, true.flatten(1).norm(dim=1), rtol=1e-4)

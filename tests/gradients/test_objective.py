@@ -39,7 +39,7 @@ class TwoTowers(nn.Module):
         self.words = nn.Embedding(20, 5)
         self.left, self.right = nn.Linear(5, 3), nn.Linear(4, 3)
 
-    def scores(self, tokens: Tensor, features: Tensor) -> Tensor:
+    def scores_file(self, tokens: Tensor, features: Tensor) -> Tensor:
         return self.left(self.words(tokens).mean(1)) * self.right(features)
 
 
@@ -199,17 +199,17 @@ def test_examples_decide_what_is_run_in_screening():
     """Other passes are tried on the examples that were screened: invented tokens would not fit."""
     make, loss, inputs, targets, _ = CASES["dict batches"]
     engine = GradientEngine(make(), objective_of(loss), clipping=FlatClipping(CLIP))
-    engine.screen(inputs, targets)
+    engine.validate(inputs, targets)
     assert engine._invented(inputs, targets, 8)[0]["tokens"].max() > 1
-    assert engine.kept_apart(inputs, targets) in (BY_STRUCTURE, SCREENED)
+    assert engine.classify_independence(inputs, targets) in (BY_STRUCTURE, SCREENED)
 
 
 def test_the_card_says_how_an_own_loss_keeps_records_apart():
     make, loss, inputs, targets, _ = CASES["own mse"]
     assert (
-        GradientEngine(make(), objective_of(loss), clipping=FlatClipping(1.0)).kept_apart(
-            inputs, targets
-        )
+        GradientEngine(
+            make(), objective_of(loss), clipping=FlatClipping(1.0)
+        ).classify_independence(inputs, targets)
         == BY_STRUCTURE
     )
 
@@ -218,9 +218,9 @@ def test_the_card_says_how_an_own_loss_keeps_records_apart():
         return losses if float(losses.detach()[0]) < 1e9 else 2 * losses  # a branch on a value
 
     assert (
-        GradientEngine(make(), objective_of(looks), clipping=FlatClipping(1.0)).kept_apart(
-            inputs, targets
-        )
+        GradientEngine(
+            make(), objective_of(looks), clipping=FlatClipping(1.0)
+        ).classify_independence(inputs, targets)
         == SCREENED
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dpdist.gradients.clipping import FlatClipping, sum_slack
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.per_example import PerExampleGradient
-from dpdist.gradients.sampling import LARGEST, Blocks
+from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def test_large_batches_without_ids_are_not_added_up_in_float32(key, blocks):
     assert float((found - exact).abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("capacity", [1, 16, 200, 256, 600, LARGEST])
+@pytest.mark.parametrize("capacity", [1, 16, 200, 256, 600, MAX_BLOCK_RECORDS])
 def test_the_rounding_of_a_block_s_sum_is_below_its_slack(capacity, monkeypatch):
     """By the bound of `sum_slack`, at the runs that are executed: 2 (r + 2) u n of the float32
     runs, and what it leaves to sums over positions."""

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.per_example import Outer, PerExampleGradient
+from dpdist.gradients.per_example import OuterProductGradient, PerExampleGradient
 from dpdist.gradients.perturbations import (
-    BlockDraws,
     CropAndFlip,
-    Draws,
-    HiddenDraws,
-    InputDraws,
-    OneHiddenDraw,
-    ParameterDraws,
+    FixedHiddenPerturbation,
+    HiddenPerturbation,
+    InputPerturbation,
+    ModulePerturbation,
+    ParameterPerturbation,
+    Perturbation,
     standard_normal_per_record,
     standard_normal_shared,
 )
-from dpdist.randomness.noise_location import Several
+from dpdist.randomness.noise_location import ModuleNoise
 
 pytestmark = pytest.mark.guarantee
 
@@ -65,7 +65,7 @@ def flat_gradient(model: nn.Module, values: dict[str, Tensor], x: Tensor, y: Ten
     return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(values.values()))])
 
 
-def expected_sum(model: nn.Module, draws: Draws, clip_norm: float) -> Tensor:
+def expected_sum(model: nn.Module, draws: Perturbation, clip_norm: float) -> Tensor:
     """By the definition: autograd on every (record, draw), averaged or summed, then clipped."""
     inputs, targets = batch()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -74,16 +74,16 @@ def expected_sum(model: nn.Module, draws: Draws, clip_norm: float) -> Tensor:
         gradient = 0.0
         for k in range(draws.count):
             values, x, ids = parameters, inputs[i], IDS[i : i + 1]
-            if isinstance(draws, ParameterDraws):
+            if isinstance(draws, ParameterPerturbation):
                 if draws.per_example:
-                    own = draws.parameters_per_example(parameters, ids, KEY, k)
+                    own = draws.perturb_parameters_per_example(parameters, ids, KEY, k)
                     values = {name: value[0] for name, value in own.items()}
                 else:
-                    values = draws.parameters(parameters, KEY, k)
-            x = draws.inputs(x[None], ids, KEY, k)[0]
+                    values = draws.perturb_parameters(parameters, KEY, k)
+            x = draws.perturb_inputs(x[None], ids, KEY, k)[0]
             hooks = [
                 model.get_submodule(name).register_forward_hook(
-                    lambda _m, _a, out, ids=ids, k=k, i=i: draws.hidden(out, ids, KEY, k, i)
+                    lambda _m, _a, out, ids=ids, k=k, i=i: draws.perturb_output(out, ids, KEY, k, i)
                 )
                 for i, name in enumerate(draws.hidden_modules)
             ]
@@ -96,19 +96,19 @@ def expected_sum(model: nn.Module, draws: Draws, clip_norm: float) -> Tensor:
 
 
 ALL_DRAWS = [
-    ParameterDraws(4, 0.1),
-    ParameterDraws(4, 0.1, aggregate="sum"),
-    ParameterDraws(3, {"0.weight": 0.3, "5.bias": 0.1}),
-    ParameterDraws(3, 0.1, per_example=True),
-    ParameterDraws(3, 0.1, input_std=0.5),
-    ParameterDraws(2, 0.1, per_example=True, input_std=0.5),
-    InputDraws(3, 0.5),
-    InputDraws(2, torch.linspace(0, 1, 6)),
-    HiddenDraws(3, "1", 0.5),
-    HiddenDraws(3, "3", 0.5, aggregate="sum"),
-    BlockDraws(3, Several({"1": 0.5, "3": 0.2}, input_std=0.3)),
-    BlockDraws(2, Several({"1": 0.5, "3": 0.2}, "multiplicative", floor=0.1)),
-    BlockDraws(2, Several({"3": 0.5, "1": 0.2}, "relative"), aggregate="sum"),
+    ParameterPerturbation(4, 0.1),
+    ParameterPerturbation(4, 0.1, aggregate="sum"),
+    ParameterPerturbation(3, {"0.weight": 0.3, "5.bias": 0.1}),
+    ParameterPerturbation(3, 0.1, per_example=True),
+    ParameterPerturbation(3, 0.1, input_std=0.5),
+    ParameterPerturbation(2, 0.1, per_example=True, input_std=0.5),
+    InputPerturbation(3, 0.5),
+    InputPerturbation(2, torch.linspace(0, 1, 6)),
+    HiddenPerturbation(3, "1", 0.5),
+    HiddenPerturbation(3, "3", 0.5, aggregate="sum"),
+    ModulePerturbation(3, ModuleNoise({"1": 0.5, "3": 0.2}, input_std=0.3)),
+    ModulePerturbation(2, ModuleNoise({"1": 0.5, "3": 0.2}, "multiplicative", floor=0.1)),
+    ModulePerturbation(2, ModuleNoise({"3": 0.5, "1": 0.2}, "relative"), aggregate="sum"),
 ]
 
 
@@ -118,7 +118,7 @@ ALL_DRAWS = [
 def test_the_average_over_draws_is_what_is_clipped(draws, clip_norm, micro_batch):
     model = network()
     engine = GradientEngine(
-        model, cross_entropy, clipping=FlatClipping(clip_norm), draws=draws,
+        model, cross_entropy, clipping=FlatClipping(clip_norm), perturbation=draws,
         micro_batch=micro_batch,
     )  # fmt: skip
     inputs, targets = batch()
@@ -139,7 +139,9 @@ FIRST_LAYERS = {
 
 
 @pytest.mark.parametrize("name", FIRST_LAYERS)
-@pytest.mark.parametrize("draws", [ParameterDraws(5, 0.1), InputDraws(3, 0.5)], ids=["same", "own"])
+@pytest.mark.parametrize(
+    "draws", [ParameterPerturbation(5, 0.1), InputPerturbation(3, 0.5)], ids=["same", "own"]
+)
 def test_the_first_layer_makes_one_product_of_all_draws_that_see_one_input(
     name, draws, monkeypatch
 ):
@@ -152,13 +154,13 @@ def test_the_first_layer_makes_one_product_of_all_draws_that_see_one_input(
     made = PerExampleGradient._add
 
     def count(self, contribution):
-        if isinstance(contribution, Outer) and contribution.source is not None:
+        if isinstance(contribution, OuterProductGradient) and contribution.source is not None:
             counted.append(int(contribution.source.numel() == inputs.numel()))
         made(self, contribution)
 
     monkeypatch.setattr(PerExampleGradient, "_add", count)
     engine = GradientEngine(
-        model, cross_entropy, clipping=FlatClipping(0.1), draws=draws, micro_batch=5
+        model, cross_entropy, clipping=FlatClipping(0.1), perturbation=draws, micro_batch=5
     )
     engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS)  # with a self-check of its own
     counted.clear()
@@ -166,7 +168,7 @@ def test_the_first_layer_makes_one_product_of_all_draws_that_see_one_input(
     expected = expected_sum(model, draws, 0.1)
     torch.testing.assert_close(result.flat.float(), expected, rtol=1e-4, atol=2e-6)
     paths = 2 if name.startswith("two") else 1
-    assert sum(counted) == paths * (1 if isinstance(draws, ParameterDraws) else draws.count)
+    assert sum(counted) == paths * (1 if isinstance(draws, ParameterPerturbation) else draws.count)
 
 
 def test_an_input_that_is_changed_in_place_is_refused():
@@ -181,7 +183,8 @@ def test_an_input_that_is_changed_in_place_is_refused():
             return self.layer(x.detach().add_(0.1).flatten(1))
 
     engine = GradientEngine(
-        Brighter(), cross_entropy, clipping=FlatClipping(0.1), draws=ParameterDraws(3, 0.1),
+        Brighter(), cross_entropy, clipping=FlatClipping(0.1), perturbation=ParameterPerturbation(3,
+            0.1),
         micro_batch=5,
     )  # fmt: skip
     with pytest.raises(UserError, match="changes its input in place"):
@@ -190,7 +193,7 @@ def test_an_input_that_is_changed_in_place_is_refused():
 
 def test_clipping_each_draw_would_be_noticed():
     model = network()
-    draws = ParameterDraws(4, 0.5)
+    draws = ParameterPerturbation(4, 0.5)
     right = expected_sum(model, draws, 0.1)
     per_draw = 0.0
     for k in range(4):
@@ -205,8 +208,14 @@ def test_no_noise_is_plain_dp_sgd():
     model, (inputs, targets) = network(), batch()
     plain = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1))
     reference = plain.clipped_sum(inputs, targets).flat
-    for draws in (ParameterDraws(3, 0.0), InputDraws(2, 0.0), HiddenDraws(2, "1", 0.0)):
-        engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+    for draws in (
+        ParameterPerturbation(3, 0.0),
+        InputPerturbation(2, 0.0),
+        HiddenPerturbation(2, "1", 0.0),
+    ):
+        engine = GradientEngine(
+            model, cross_entropy, clipping=FlatClipping(0.1), perturbation=draws
+        )
         result = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS)
         torch.testing.assert_close(result.flat, reference, rtol=1e-5, atol=1e-6)
 
@@ -215,7 +224,10 @@ def test_the_control_without_smoothing():
     """Gradient x K before the clip C is K times the sum clipped at C / K."""
     model, (inputs, targets) = network(), batch()
     control = GradientEngine(
-        model, cross_entropy, clipping=FlatClipping(0.5), draws=Draws(gradient_scale=10)
+        model,
+        cross_entropy,
+        clipping=FlatClipping(0.5),
+        perturbation=Perturbation(gradient_scale=10),
     )
     plain = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.05))
     torch.testing.assert_close(
@@ -230,7 +242,7 @@ def test_weights_are_exactly_as_before():
     model = network()
     before = [p.detach().clone() for p in model.parameters()]
     engine = GradientEngine(
-        model, cross_entropy, clipping=FlatClipping(0.1), draws=ParameterDraws(3, 0.1)
+        model, cross_entropy, clipping=FlatClipping(0.1), perturbation=ParameterPerturbation(3, 0.1)
     )
     engine.clipped_sum(*batch(), draw_key=KEY)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
@@ -240,7 +252,9 @@ def test_weights_are_exactly_as_before():
 def test_draws_do_not_depend_on_the_split_or_the_order(draws):
     """Two 'workers' with a share each, in another order: the same sum as one process."""
     inputs, targets = batch()
-    engine = GradientEngine(network(), cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+    engine = GradientEngine(
+        network(), cross_entropy, clipping=FlatClipping(0.1), perturbation=draws
+    )
     whole = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS).flat
     parts = torch.zeros_like(whole)
     for share in ([4, 1], [2, 0, 3]):
@@ -257,7 +271,10 @@ def test_torch_seed_has_no_influence():
     sums = []
     for seed in (0, 1):
         engine = GradientEngine(
-            network(), cross_entropy, clipping=FlatClipping(0.1), draws=InputDraws(2, 0.5)
+            network(),
+            cross_entropy,
+            clipping=FlatClipping(0.1),
+            perturbation=InputPerturbation(2, 0.5),
         )
         torch.manual_seed(seed)
         sums.append(engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS).flat)
@@ -300,7 +317,7 @@ def test_records_draws_purposes_and_keys_are_independent():
 
 def test_parameter_noise_has_the_asked_scale():
     values = {"a": torch.ones(300, 300), "b": torch.zeros(100)}
-    noisy = ParameterDraws(1, {"a": 0.3}).parameters(values, KEY, 0)
+    noisy = ParameterPerturbation(1, {"a": 0.3}).parameters(values, KEY, 0)
     assert torch.equal(noisy["b"], values["b"])
     assert kolmogorov((noisy["a"] - 1).numpy().ravel(), 0.3) > 1e-6
 
@@ -310,7 +327,7 @@ def test_parameter_noise_has_the_asked_scale():
 
 def test_one_hidden_noise_is_the_run_s_and_of_its_scale():
     std = torch.linspace(0.1, 5, 400).view(4, 100)
-    draws = OneHiddenDraw("0", std, KEY)
+    draws = FixedHiddenPerturbation("0", std, KEY)
     once = draws.hidden(torch.zeros(3, 4, 100), IDS[:3], OTHER_KEY, 0)
     normals = standard_normal_shared(KEY, "draws/one-hidden", 0, 400).view(4, 100)
     torch.testing.assert_close(once, (std * normals).float().expand(3, -1, -1))
@@ -347,10 +364,14 @@ def test_a_copy_is_of_record_key_and_draw(shape):
     assert changed(images[:0], ids[:0], KEY, 0).shape == (0, *shape)
 
 
-@pytest.mark.parametrize("draws", [Draws(), InputDraws(2, 0.5)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "draws", [Perturbation(), InputPerturbation(2, 0.5)], ids=lambda d: type(d).__name__
+)
 def test_an_augmented_record_adds_its_own_gradient_whatever_the_batch(draws):
     """So one record more or less changes the sum by its clipped gradient: the neighbour's bound."""
-    engine = GradientEngine(network(), cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+    engine = GradientEngine(
+        network(), cross_entropy, clipping=FlatClipping(0.1), perturbation=draws
+    )
     engine.augmentation = CropAndFlip(2, flip=True)
     inputs, targets = batch()
 
@@ -373,26 +394,26 @@ def test_an_augmented_record_adds_its_own_gradient_whatever_the_batch(draws):
 def test_mistakes_are_named():
     model, (inputs, targets) = network(), batch()
 
-    def engine(draws: Draws) -> GradientEngine:
-        return GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+    def engine(draws: Perturbation) -> GradientEngine:
+        return GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), perturbation=draws)
 
     with pytest.raises(UserError, match="record_ids"):
-        engine(InputDraws(2, 0.1)).clipped_sum(inputs, targets, draw_key=KEY)
+        engine(InputPerturbation(2, 0.1)).clipped_sum(inputs, targets, draw_key=KEY)
     with pytest.raises(UserError, match="draw_key of 32 bytes, got 0"):
-        engine(ParameterDraws(2, 0.1)).clipped_sum(inputs, targets)
+        engine(ParameterPerturbation(2, 0.1)).clipped_sum(inputs, targets)
     with pytest.raises(UserError, match="no module named 'nowhere'"):
-        engine(HiddenDraws(2, "nowhere", 0.1))
+        engine(HiddenPerturbation(2, "nowhere", 0.1))
     with pytest.raises(UserError, match="no module named 'nowhere'"):
-        engine(BlockDraws(2, Several({"1": 0.1, "nowhere": 0.1})))
+        engine(ModulePerturbation(2, ModuleNoise({"1": 0.1, "nowhere": 0.1})))
     with pytest.raises(UserError, match="not trained"):
-        engine(ParameterDraws(2, {"nothing": 0.1}))
+        engine(ParameterPerturbation(2, {"nothing": 0.1}))
     for bad in (0, -1, 1.5):
         with pytest.raises(UserError, match="number of draws"):
-            Draws(bad)
+            Perturbation(bad)
     with pytest.raises(UserError, match="'mean' or 'sum'"):
-        ParameterDraws(2, 0.1, aggregate="median")
+        ParameterPerturbation(2, 0.1, aggregate="median")
     with pytest.raises(UserError, match="std"):
-        InputDraws(2, -0.1)
+        InputPerturbation(2, -0.1)
 
 
 def test_noise_behind_a_layer_without_a_rule_is_refused():
@@ -405,8 +426,13 @@ def test_noise_behind_a_layer_without_a_rule_is_refused():
             return x * self.factor
 
     model = nn.Sequential(nn.Linear(6, 6), Scale(), nn.Linear(6, 3))
-    place = Several({"0": 0.1, "1": 0.1})
-    for draws in (HiddenDraws(1, "1", 0.1), BlockDraws(1, place)):
+    place = ModuleNoise({"0": 0.1, "1": 0.1})
+    for draws in (HiddenPerturbation(1, "1", 0.1), ModulePerturbation(1, place)):
         with pytest.raises(UserError, match="output of 1: layer 1 has no rule"):
-            GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=draws)
-    GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=HiddenDraws(1, "0", 0.1))
+            GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), perturbation=draws)
+    GradientEngine(
+        model,
+        cross_entropy,
+        clipping=FlatClipping(0.1),
+        perturbation=HiddenPerturbation(1, "0", 0.1),
+    )

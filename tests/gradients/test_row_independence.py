@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.extras import needs_hf
+from support.optional_extras import needs_hf
 from torch import Tensor, nn
 
 from dpdist import models
@@ -20,8 +20,8 @@ from dpdist.core.fields import BY_STRUCTURE, INDEPENDENCE, ISOLATED, SCREENED, w
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy, squared_error
 from dpdist.gradients.hooks import Objective
-from dpdist.gradients.perturbations import ParameterDraws
-from dpdist.gradients.row_independence import mixing_operation
+from dpdist.gradients.perturbations import ParameterPerturbation
+from dpdist.gradients.row_independence import find_mixing_operation
 from dpdist.models import ModelSpec
 
 ROWS = 6
@@ -35,7 +35,7 @@ def why(model: nn.Module, inputs: Tensor, objective: Objective = cross_entropy) 
     targets = inputs if objective is squared_error else torch.arange(len(inputs)) % 3
     if inputs.dim() == 2 and objective is of_tokens:
         targets = inputs.long()
-    return mixing_operation(model, objective, inputs, targets)
+    return find_mixing_operation(model, objective, inputs, targets)
 
 
 def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -626,14 +626,14 @@ def test_the_trace_leaves_no_trace() -> None:
         (lambda x: x * (x > 9).any(1, keepdim=True) + x, {}, BY_STRUCTURE),
         (lambda x: x - x.mean(0), {}, SCREENED),
         (lambda x: x - x.mean(0), {"isolate": True}, ISOLATED),
-        (lambda x: x, {"draws": ParameterDraws(2, 0.1, per_example=True)}, ISOLATED),
+        (lambda x: x, {"draws": ParameterPerturbation(2, 0.1, per_example=True)}, ISOLATED),
     ],
 )
 def test_an_engine_says_how_records_are_kept_apart(
     change: Callable[[Tensor], Tensor], options: dict[str, Any], said: str
 ) -> None:
     engine = GradientEngine(Of(change), cross_entropy, clipping=FlatClipping(1.0), **options)
-    assert engine.kept_apart(images(6), torch.arange(ROWS) % 3) == said
+    assert engine.classify_independence(images(6), torch.arange(ROWS) % 3) == said
 
 
 def test_the_weakest_counts() -> None:

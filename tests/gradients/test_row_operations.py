@@ -20,11 +20,11 @@ from dpdist.gradients.row_operations import (
     OPERATIONS,
     POINTWISE,
     PUBLIC,
-    Mark,
-    Mixes,
+    MixesRecords,
     Operation,
-    Place,
-    places,
+    RecordLocation,
+    TensorMark,
+    possible_locations,
 )
 
 aten = torch.ops.aten
@@ -33,16 +33,16 @@ F, I = "float", "index"  # noqa: E741
 
 
 def call(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], marks: dict[int, Mark]
-) -> tuple[list[Mark], list[Tensor]]:
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], marks: dict[int, TensorMark]
+) -> tuple[list[TensorMark], list[Tensor]]:
     """The marks of the results, and these."""
     one = Operation(func, args, kwargs, lambda tensor: marks.get(id(tensor), PUBLIC), COUNT)
-    one.check_given(1)
-    found = one.marks(func(*args, **kwargs))
+    one.check_arguments(1)
+    found = one.result_marks(func(*args, **kwargs))
     return found, one.results
 
 
-def ordered(tensor: Tensor, place: Place | None, order: list[int]) -> Tensor:
+def ordered(tensor: Tensor, place: RecordLocation | None, order: list[int]) -> Tensor:
     """The records of a tensor in another order."""
     if place is None:
         return tensor
@@ -275,7 +275,7 @@ def test_what_is_accepted_treats_each_record_alone() -> None:
     for name, (func, arguments, arrange) in CASES:
         generator = torch.Generator().manual_seed(0)
         tensors = [numbers(shape, kind, generator) for shape, kind in arguments]
-        choices = [[None, *places(tensor.shape, COUNT)] for tensor in tensors]
+        choices = [[None, *possible_locations(tensor.shape, COUNT)] for tensor in tensors]
         for lying in product(*choices):
             if not any(lying):
                 continue
@@ -283,10 +283,12 @@ def test_what_is_accepted_treats_each_record_alone() -> None:
             # What an argument is called with may be made of it (a comparison): the same place.
             leaves = [t for t in torch.utils._pytree.tree_leaves((args, kwargs))
                       if isinstance(t, Tensor)]  # fmt: skip
-            marks = {id(t): Mark(p, turn=1) for t, p in zip(leaves, lying, strict=True)}
+            marks = {
+                id(t): TensorMark(p, pass_number=1) for t, p in zip(leaves, lying, strict=True)
+            }
             try:
                 found, results = call(func, args, kwargs, marks)
-            except Mixes:
+            except MixesRecords:
                 refused += 1
                 continue
             accepted.add(func._schema.name)
@@ -307,16 +309,16 @@ def test_what_is_accepted_treats_each_record_alone() -> None:
                      if isinstance(t, Tensor)]  # fmt: skip
             for mark, one, two, three in zip(found, results, again, moved, strict=True):
                 where = f"{name} with records at {lying}"
-                if mark.lost:
+                if mark.mixed:
                     continue
                 torch.testing.assert_close(
-                    two, ordered(one, mark.rows, ORDER), rtol=1e-9, atol=1e-12,
+                    two, ordered(one, mark.location, ORDER), rtol=1e-9, atol=1e-12,
                     msg=lambda text, where=where: f"{where}, in another order: {text}",
                 )  # fmt: skip
-                if mark.rows is None:
+                if mark.location is None:
                     torch.testing.assert_close(three, one, msg=f"{where}: not public")
                     continue
-                d, inner = mark.rows
+                d, inner = mark.location
                 keep = torch.arange(one.shape[d]) // inner % COUNT != 0
                 torch.testing.assert_close(
                     three.movedim(d, 0)[keep], one.movedim(d, 0)[keep], rtol=1e-9, atol=1e-12,
@@ -332,7 +334,7 @@ def test_what_is_said_to_be_the_same_for_all_records_is() -> None:
     for name, (func, arguments, arrange) in CASES:
         generator = torch.Generator().manual_seed(0)
         for chosen, (shape, kind) in enumerate(arguments):
-            for place in places(shape, COUNT):
+            for place in possible_locations(shape, COUNT):
                 tensors = [numbers(s, k, generator) for s, k in arguments]
                 equal = torch.zeros_like(tensors[chosen])
                 for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1]):
@@ -341,10 +343,10 @@ def test_what_is_said_to_be_the_same_for_all_records_is() -> None:
                 args, kwargs = arrange(*tensors)
                 leaves = [t for t in torch.utils._pytree.tree_leaves((args, kwargs))
                           if isinstance(t, Tensor)]  # fmt: skip
-                marks = {id(leaves[chosen]): Mark(same=frozenset((place,)))}
+                marks = {id(leaves[chosen]): TensorMark(uniform_locations=frozenset((place,)))}
                 found, results = call(func, args, kwargs, marks)
                 for mark, result in zip(found, results, strict=True):
-                    for same in mark.same:
+                    for same in mark.uniform_locations:
                         seen += 1
                         where = f"{name}, argument {chosen} the same at {place}"
                         torch.testing.assert_close(
@@ -367,9 +369,11 @@ def test_what_is_said_to_be_the_same_for_all_records_is() -> None:
 )  # fmt: skip
 def test_what_repeats_a_number_says_where(func: Any, args: tuple[Any, ...]) -> None:
     (mark,), (result,) = call(func, args, {}, {})
-    assert mark.same
-    for place in places(result.shape, COUNT):
-        assert torch.equal(ordered(result, place, ORDER), result) == (place in mark.same)
+    assert mark.uniform_locations
+    for place in possible_locations(result.shape, COUNT):
+        assert torch.equal(ordered(result, place, ORDER), result) == (
+            place in mark.uniform_locations
+        )
 
 
 def arguments_for(func: Any, shape: tuple[int, ...], whole: bool) -> list[Any] | None:
@@ -444,11 +448,11 @@ def test_every_name_on_the_list_is_an_operation() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_not_accepted(func: Any, args: tuple[Any, ...], why: str) -> None:
-    marks = {id(args[0]): Mark((0, 1), turn=1)}
-    with pytest.raises(Mixes, match=why):
+    marks = {id(args[0]): TensorMark((0, 1), pass_number=1)}
+    with pytest.raises(MixesRecords, match=why):
         call(func, args, {}, marks)
 
 
 def test_memory_that_is_not_filled_is_not_accepted() -> None:
-    with pytest.raises(Mixes, match="memory as it was"):
+    with pytest.raises(MixesRecords, match="memory as it was"):
         call(aten.empty.memory_format, ([3, 2],), {}, {})

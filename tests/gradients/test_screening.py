@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy, squared_error
-from dpdist.gradients.validation import EXAMPLES, invented, self_check
+from dpdist.gradients.validation import (
+    NUM_EXAMPLES,
+    check_example_independence,
+    make_synthetic_examples,
+)
 
 Batch = tuple[Tensor, Tensor]
 Pair = tuple[Callable[[], nn.Module], Batch, Batch]
@@ -218,10 +222,12 @@ def test_neither_how_many_records_there_are_nor_their_values_matter() -> None:
 def test_examples_are_invented_from_shapes_alone() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(8, 5))
     inputs, targets = uniform(3, 2, 4), torch.tensor([0, 1, 4])
-    found = invented(model, inputs, targets)
-    again = invented(model, torch.full((0, 2, 4), math.nan), torch.zeros(0, dtype=torch.long))
+    found = make_synthetic_examples(model, inputs, targets)
+    again = make_synthetic_examples(
+        model, torch.full((0, 2, 4), math.nan), torch.zeros(0, dtype=torch.long)
+    )
     assert all(torch.equal(*each) for each in zip(found, again, strict=True))
-    assert found[0].shape == (EXAMPLES, 2, 4) and found[0].dtype == torch.float32
+    assert found[0].shape == (NUM_EXAMPLES, 2, 4) and found[0].dtype == torch.float32
     assert float(found[0][:20].max()) < 1 < float(found[0].max())
     assert set(found[1].tolist()) == set(range(5))
 
@@ -236,9 +242,9 @@ def test_tokens_are_invented_below_the_vocabulary() -> None:
     embedding = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 9))
     for model, dtype in ((Words(), torch.float32), (embedding, torch.int64)):
         inputs, targets = torch.zeros(2, 50, dtype=dtype), torch.zeros(2, 50, dtype=torch.long)
-        tokens, following = invented(model, inputs, targets)
+        tokens, following = make_synthetic_examples(model, inputs, targets)
         assert tokens.dtype == dtype and set(tokens.flatten().tolist()) == set(range(7))
-        assert following.shape == (EXAMPLES, 50) and set(following.flatten().tolist()) == set(
+        assert following.shape == (NUM_EXAMPLES, 50) and set(following.flatten().tolist()) == set(
             range(9)
         )
 
@@ -267,7 +273,7 @@ def test_what_one_example_of_several_shows_is_refused() -> None:
 
 def check(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
-    self_check(model, cross_entropy, engine._empty_gradients, inputs, targets)
+    check_example_independence(model, cross_entropy, engine._empty_gradients, inputs, targets)
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -338,7 +344,7 @@ class Remembering(nn.Module):
     ],
 )
 def test_what_a_pass_leaves_behind_is_refused(where: str, said: str) -> None:
-    inputs, labels = uniform(EXAMPLES, 4), torch.arange(EXAMPLES) % 2
+    inputs, labels = uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2
     with pytest.raises(UserError, match=said):
         check(Remembering(where), inputs, labels)
 
@@ -352,7 +358,7 @@ def test_a_loss_that_remembers_is_refused() -> None:
 
     engine = GradientEngine(nn.Linear(4, 2), loss, clipping=FlatClipping(1.0))
     with pytest.raises(UserError, match="it remembers earlier examples"):
-        engine.screen(uniform(EXAMPLES, 4), torch.arange(EXAMPLES) % 2)
+        engine.validate(uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2)
 
 
 def test_a_random_layer_is_not_said_to_remember() -> None:
@@ -364,7 +370,7 @@ def test_a_random_layer_is_not_said_to_remember() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x + torch.randn(()))
 
-    check(Noisy(), uniform(EXAMPLES, 4), torch.arange(EXAMPLES) % 2)
+    check(Noisy(), uniform(NUM_EXAMPLES, 4), torch.arange(NUM_EXAMPLES) % 2)
 
 
 def test_a_model_that_views_its_pictures_as_rows_is_trained() -> None:

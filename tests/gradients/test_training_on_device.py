@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device import counted, simulated
+from support.simulated_device import count_transfers, simulated_device
 from support.training import make, parameters
 from torch import Tensor, nn
 
@@ -19,18 +19,18 @@ from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerC
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import (
-    BlockDraws,
     CropAndFlip,
-    Draws,
-    HiddenDraws,
-    InputDraws,
-    OneHiddenDraw,
-    ParameterDraws,
+    FixedHiddenPerturbation,
+    HiddenPerturbation,
+    InputPerturbation,
+    ModulePerturbation,
+    ParameterPerturbation,
+    Perturbation,
 )
 from dpdist.gradients.sampling import Blocks
 from dpdist.methods.transdenoiser import TransDenoiser
-from dpdist.methods.transdenoiser_split import split
-from dpdist.randomness.noise_location import Several
+from dpdist.methods.transdenoiser_split import split_noise
+from dpdist.randomness.noise_location import ModuleNoise
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
@@ -103,18 +103,21 @@ def built(network: str) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the engine's self-check, which has a test of its own."""
-    monkeypatch.setattr(engines, "self_check", lambda *_: True)
+    monkeypatch.setattr(engines, "check_example_independence", lambda *_: True)
 
 
 def on_both(network: str, **options: Any) -> tuple[Tensor, Tensor]:
     """The clipped sums of the CPU and of the device."""
     model, inputs, targets = built(network)
-    augmentation, make_draws = options.pop("augmentation", None), options.pop("draws", Draws)
+    augmentation, make_draws = options.pop("augmentation", None), options.pop("draws", Perturbation)
     sums = []
-    for device in (torch.device("cpu"), simulated()):
+    for device in (torch.device("cpu"), simulated_device()):
         there = copy.deepcopy(model).to(device)
         engine = GradientEngine(
-            there, cross_entropy, draws=make_draws(), **{"clipping": FlatClipping(0.5)} | options
+            there,
+            cross_entropy,
+            perturbation=make_draws(),
+            **{"clipping": FlatClipping(0.5)} | options,
         )
         engine.augmentation = augmentation
         found = engine.clipped_sum(
@@ -147,12 +150,12 @@ def test_the_self_check_works_there(network: str) -> None:
         {"blocks": Blocks(2, 8), "micro_batch": 4},
         {"isolate": True},
         {"augmentation": CropAndFlip(1, True)},
-        {"draws": lambda: ParameterDraws(2, 0.1, input_std=0.1)},
-        {"draws": lambda: ParameterDraws(2, 0.1, per_example=True)},
-        {"draws": lambda: InputDraws(3, torch.full((1, 8, 8), 0.1))},
-        {"draws": lambda: HiddenDraws(2, "0", STD)},
-        {"draws": lambda: OneHiddenDraw("0", STD, KEY)},
-        {"draws": lambda: BlockDraws(2, Several({"0": STD, "2": 0.1}, "relative"))},
+        {"draws": lambda: ParameterPerturbation(2, 0.1, input_std=0.1)},
+        {"draws": lambda: ParameterPerturbation(2, 0.1, per_example=True)},
+        {"draws": lambda: InputPerturbation(3, torch.full((1, 8, 8), 0.1))},
+        {"draws": lambda: HiddenPerturbation(2, "0", STD)},
+        {"draws": lambda: FixedHiddenPerturbation("0", STD, KEY)},
+        {"draws": lambda: ModulePerturbation(2, ModuleNoise({"0": STD, "2": 0.1}, "relative"))},
     ],
     ids="+".join,
 )  # fmt: skip
@@ -163,28 +166,28 @@ def test_every_way_of_clipping_and_drawing_gives_it(options: dict[str, Any], unc
 def test_a_gradient_that_is_not_finite_counts_as_zero_there_too(unchecked) -> None:
     model, inputs, targets = built("images")
     inputs[3] = torch.nan
-    engine = GradientEngine(model.to(simulated()), cross_entropy, clipping=FlatClipping(0.5))
-    found = engine.clipped_sum(inputs.to(simulated()), targets.to(simulated()))
+    engine = GradientEngine(model.to(simulated_device()), cross_entropy, clipping=FlatClipping(0.5))
+    found = engine.clipped_sum(inputs.to(simulated_device()), targets.to(simulated_device()))
     assert found.nonfinite == 1 and bool(found.flat.isfinite().all())
 
 
 def test_nothing_but_numbers_comes_back_from_a_clipped_sum(unchecked) -> None:
     """However many records there are: one number for each pass, and one for all losses."""
     model, inputs, targets = built("images")
-    device = simulated()
+    device = simulated_device()
     engine = GradientEngine(
         model.to(device), cross_entropy, clipping=FlatClipping(0.5), micro_batch=4
     )
     inputs, targets = inputs.to(device), targets.to(device)
     engine.clipped_sum(inputs, targets)
-    with counted() as seen:
+    with count_transfers() as seen:
         engine.clipped_sum(inputs, targets)
     assert seen.waits == 3 and seen.down == [(3,)]
     assert all(len(shape) == 1 for shape in seen.up)  # which rows are in a pass
 
 
 def test_a_forgotten_tensor_is_found() -> None:
-    device = simulated()
+    device = simulated_device()
     with pytest.raises(RuntimeError, match="device"):
         torch.zeros(2, device=device) + torch.zeros(2)
     with pytest.raises(TypeError):
@@ -238,12 +241,12 @@ QUICK = ("dp-sgd", "dplis", "input-noise", "pixeldp", "paid", "functional")
 @pytest.mark.parametrize("method", few(METHODS, *QUICK))
 def test_a_training_on_a_device_is_the_one_on_a_cpu(method, tmp_path, unchecked) -> None:
     found = []
-    for device in (torch.device("cpu"), simulated()):
+    for device in (torch.device("cpu"), simulated_device()):
         sections = {
             "data": {"name": "digits", "max_train": 30}, "training": SHORT, **METHODS[method]
         }  # fmt: skip
         recipe, folder = make(tmp_path, device.type, **sections)
-        worker.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
+        worker.run_training(prepare(recipe, folder, "test"), Reducer(0, 1, device))
         found.append(parameters(folder))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
 
@@ -257,11 +260,11 @@ def test_a_denoisers_noise_is_split_where_it_lies(between: type[nn.Module]) -> N
         nn.ConvTranspose2d(2, 1, 4, stride=2, padding=1),
     )  # fmt: skip
     found = [
-        split(denoiser.to(d), x.to(d), (x + 0.3 * noise).to(d), method, batch=9.0, steps=10)
-        for d in (torch.device("cpu"), simulated())
+        split_noise(denoiser.to(d), x.to(d), (x + 0.3 * noise).to(d), method, batch=9.0, steps=10)
+        for d in (torch.device("cpu"), simulated_device())
     ]
     assert found[0].nonnegative == found[1].nonnegative
-    assert found[0].added == pytest.approx(found[1].added, rel=1e-6)
+    assert found[0].added_std == pytest.approx(found[1].added_std, rel=1e-6)
 
 
 def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> None:
@@ -276,13 +279,13 @@ def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> No
         steps, original = [], worker.Loop._step
 
         def step(self, *arguments, steps=steps, original=original):
-            with counted() as seen:
+            with count_transfers() as seen:
                 original(self, *arguments)
             steps.append((seen, self.step.engine.size))
 
         with monkeypatch.context() as patch:
             patch.setattr(worker.Loop, "_step", step)
-            worker.run(prepare(recipe, folder, "test"), Reducer(0, 1, simulated()))
+            worker.run_training(prepare(recipe, folder, "test"), Reducer(0, 1, simulated_device()))
         seen, size = steps[1]  # neither the first, with its checks, nor the last, which saves
         assert [shape for shape in seen.down if shape == (size,)] == [(size,)]
         assert sum(shape != (size,) for shape in seen.down) <= 2  # tails of a few numbers
@@ -296,7 +299,7 @@ def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> No
 def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimizer) -> None:
     """The sum goes down, for its name in the ledger, and no vector comes up: the same parameters,
     to the bit, as with the CPU's noise."""
-    device, found = simulated(), []
+    device, found = simulated_device(), []
     training = {"batch_size": 10, "steps": 3, "learning_rate": 0.1, "optimizer": optimizer}
     for where in ("host", "device"):
         recipe, folder = make(
@@ -306,13 +309,13 @@ def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimi
         steps, original = [], worker.Loop._step
 
         def step(self, *arguments, steps=steps, original=original):
-            with counted() as seen:
+            with count_transfers() as seen:
                 original(self, *arguments)
             steps.append((seen, self.step.engine.size))
 
         with monkeypatch.context() as patch:
             patch.setattr(worker.Loop, "_step", step)
-            worker.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
+            worker.run_training(prepare(recipe, folder, "test"), Reducer(0, 1, device))
         seen, size = steps[1]
         found.append(parameters(folder))
         assert seen.down.count((size,)) == 1
@@ -322,7 +325,7 @@ def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimi
 
 def test_the_device_s_generator_makes_the_cpu_s_numbers() -> None:
     """In shards, and over its own pieces of them; the key alone comes up, once for each."""
-    device = simulated()
+    device = simulated_device()
     device_noise.check_device_noise(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_noise, "_DEVICE_PIECE", 48)
@@ -330,7 +333,7 @@ def test_the_device_s_generator_makes_the_cpu_s_numbers() -> None:
         whole = add_noise(total.numpy(), KEY, 0.7)
         for low, high in ((0, 1000), (0, 385), (385, 386), (386, 1000)):
             mine = total[low:high].to(device)
-            with counted() as seen:
-                found = device_noise.add_noise_on(mine, KEY, 0.7, low)
+            with count_transfers() as seen:
+                found = device_noise.add_device_noise(mine, KEY, 0.7, low)
             assert set(seen.up) == {(16,)} and not seen.down
             assert torch.equal(found.cpu(), torch.from_numpy(whole[low:high]))

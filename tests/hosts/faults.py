@@ -161,7 +161,7 @@ def train_here(recipe: dict, runs: Path) -> Path:
     """The training of a recipe in this process, without Ray and without a second host; its run
     folder under `runs`."""
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import parse
+    from dpdist.runs.recipe import parse_recipe
     from dpdist.training import worker
     from dpdist.training.collectives import Reducer
     from dpdist.training.job import prepare
@@ -169,7 +169,9 @@ def train_here(recipe: dict, runs: Path) -> Path:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = RunFolder(runs / recipe["name"])
-    worker.run(prepare(parse(recipe, "r"), folder, "r"), Reducer(0, 1, torch.device("cpu")))
+    worker.run_training(
+        prepare(parse_recipe(recipe, "r"), folder, "r"), Reducer(0, 1, torch.device("cpu"))
+    )
     torch.set_num_threads(threads)
     return folder.path
 

@@ -47,26 +47,28 @@ TRIALS = 3
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The same search in this process: one trial after the other, without Ray."""
-    from dpdist.cluster.versions import fingerprint
+    from dpdist.cluster.versions import package_fingerprints
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import parse
+    from dpdist.runs.recipe import parse_recipe
     from dpdist.training.job import PACKAGES
     from dpdist.tuning.manifest import read_trials
-    from dpdist.tuning.search import prepare
+    from dpdist.tuning.search import prepare_search
     from dpdist.tuning.searchers import ManifestSearcher
     from dpdist.tuning.trial import run_trial
 
     threads = torch.get_num_threads()
     folder = RunFolder(tmp_path_factory.mktemp("undisturbed") / "search")
-    search = prepare(parse(RECIPE, "r"), folder, "r")
+    search = prepare_search(parse_recipe(RECIPE, "r"), folder, "r")
     trials = read_trials(search.folder)
     assert len(trials) == TRIALS
-    searcher = ManifestSearcher(search.folder, trials, search.noise_of)
+    searcher = ManifestSearcher(search.folder, trials, search.trial_noise_multiplier)
     for trial in trials:
         searcher.suggest(f"id-{trial.number}")
-        run_trial(folder.path.resolve(), fingerprint(PACKAGES), trial.number, lambda *_: None)
-    search._decide()
-    search._promote(json.loads(search.folder.outcome.read_text())["winner"])
+        run_trial(
+            folder.path.resolve(), package_fingerprints(PACKAGES), trial.number, lambda *_: None
+        )
+    search._choose_winner()
+    search._promote_winner(json.loads(search.folder.outcome.read_text())["winner"])
     torch.set_num_threads(threads)
     return folder.path
 

@@ -16,10 +16,10 @@ import sys
 import pytest
 
 from dpdist.cli import main
-from dpdist.core.errors import no_room
+from dpdist.core.errors import is_disk_full
 from dpdist.core.files import write_json
 from dpdist.runs.folder import RunFolder
-from dpdist.training.trainer import _word_of
+from dpdist.training.trainer import _worker_error
 
 pytestmark = pytest.mark.whole
 
@@ -38,7 +38,7 @@ import json, os, sys
 from pathlib import Path
 import subprocess
 import torch
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.runs.folder import RunFolder
 from dpdist.training import worker as loop
 from dpdist.training.job import prepare
@@ -47,7 +47,7 @@ from dpdist.training.collectives import Reducer
 torch.set_num_threads(1)
 place = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "disk", str(place)], check=True)
-recipe = parse({
+recipe = parse_recipe({
     "name": "full",
     "data": {"name": "digits", "max_train": 200},
     "model": {"name": "small-cnn", "options": {"width": 4}},
@@ -57,7 +57,7 @@ recipe = parse({
 }, "r")
 
 def train(name):
-    loop.run(prepare(recipe, RunFolder(place / name), "r"), Reducer(0, 1, torch.device("cpu")))
+    loop.run_training(prepare(recipe, RunFolder(place / name), "r"), Reducer(0, 1, torch.device("cpu")))
 
 def outcome(name):
     folder = RunFolder(place / name)
@@ -83,27 +83,27 @@ for number, left in enumerate((4, 12, 20, 32, 48)):
     train(name)
     assert outcome(name) == quiet, f"with {left} KiB left: another model, or another ledger"
 print(json.dumps(errors))
-"""
+"""  # noqa: E501
 
 
 _SEARCH = """
 import json, os, sys, subprocess
 from pathlib import Path
-from dpdist.cluster.versions import fingerprint
-from dpdist.core.errors import no_room
-from dpdist.runs.recipe import parse
+from dpdist.cluster.versions import package_fingerprints
+from dpdist.core.errors import is_disk_full
+from dpdist.runs.recipe import parse_recipe
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import PACKAGES
-from dpdist.tuning.search import prepare
+from dpdist.tuning.search import prepare_search
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.searchers import ManifestSearcher
-from dpdist.tuning.trial import run_trial, scores_of
+from dpdist.tuning.trial import run_trial, read_scores
 
 place = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "disk", str(place)], check=True)
 
 def begin(name):
-    search = prepare(parse({
+    search = prepare_search(parse_recipe({
         "name": name,
         "data": {"name": "digits", "max_train": 200},
         "model": {"name": "small-cnn", "options": {"width": 4}},
@@ -113,12 +113,12 @@ def begin(name):
                  "law": {"name": "geometric", "mean": 4.0}, "score": {"noise": 5.0}},
         "resources": {"checkpoint_seconds": 1e-6},
     }, "r"), RunFolder(place / name), "r")
-    ManifestSearcher(search.folder, read_trials(search.folder), search.noise_of).suggest("0")
+    ManifestSearcher(search.folder, read_trials(search.folder), search.trial_noise_multiplier).suggest("0")
     return search.folder
 
 def trial(folder):
-    run_trial(folder.run.path, fingerprint(PACKAGES), 0, lambda rung, score: None)
-    return scores_of(folder, 0)
+    run_trial(folder.run.path, package_fingerprints(PACKAGES), 0, lambda rung, score: None)
+    return read_scores(folder, 0)
 
 quiet = trial(begin("quiet"))
 assert quiet["done"] and quiet["failed"] is None
@@ -131,13 +131,13 @@ for number, left in enumerate((4, 32, 48)):
     try:
         trial(folder)
     except Exception as error:
-        assert no_room(error) and folder.full.exists(), error
+        assert is_disk_full(error) and folder.full.exists(), error
         assert not folder.scores(0).exists(), "a full disk made it a failed trial"
         errors.append(f"{type(error).__name__}: {error}")
     filler.unlink()
     assert trial(folder) == quiet, f"with {left} KiB left: another score"
 print(json.dumps(errors))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.long
@@ -160,13 +160,17 @@ def test_what_a_worker_leaves_for_the_driver(tmp_path):
     """A mistake is told as it is; a full disk also when there was no room for its reason."""
     folder = RunFolder(tmp_path / "run")
     write_json(folder.failure, {"worker": 0, "error": "model: no such layer", "full": False})
-    assert str(_word_of(folder)) == "model: no such layer" and not no_room(_word_of(folder))
+    assert str(_worker_error(folder)) == "model: no such layer" and not is_disk_full(
+        _worker_error(folder)
+    )
     reason = "ledger.jsonl could not be written: [Errno 28] No space left on device"
     write_json(folder.failure, {"worker": 0, "error": reason, "full": True})
-    assert str(_word_of(folder)).startswith(f"{reason}; make room") and no_room(_word_of(folder))
+    assert str(_worker_error(folder)).startswith(f"{reason}; make room") and is_disk_full(
+        _worker_error(folder)
+    )
     folder.failure.write_text("")
-    assert "run: No space left on device; make room" in str(_word_of(folder))
-    assert not no_room(OSError(errno.ENOENT, "not there")) and not no_room(ValueError())
+    assert "run: No space left on device; make room" in str(_worker_error(folder))
+    assert not is_disk_full(OSError(errno.ENOENT, "not there")) and not is_disk_full(ValueError())
 
 
 FORBIDDEN = "Failed to open local file '/x'. Detail: [errno 13] Permission denied"  # pyarrow's

@@ -19,7 +19,7 @@ from dpdist.privacy.ledger import Anchor, JournalError, Ledger
 from dpdist.privacy.phases import NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
-from dpdist.training.ensembles import Oracle, released_once
+from dpdist.training.ensembles import QueryOracle, release_once
 from dpdist.training.job import prepare
 from dpdist.training.trainer import fit
 
@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         method={"name": "private-prediction", "teachers": 2, "logit_bound": 2.0, "queries": 6},
         training={"batch_size": 20, "steps": 2, "learning_rate": 0.5},
     )  # fmt: skip
-    fit(prepare(recipe, folder, "test"), here=True)
+    fit(prepare(recipe, folder, "test"), in_process=True)
     yield folder.path
     torch.set_num_threads(before)
 
@@ -51,16 +51,16 @@ def inputs(count: int) -> torch.Tensor:
 def test_no_answer_is_given_on_a_ledger_that_lost_what_was_given(run: RunFolder) -> None:
     """Lost after the run was opened: made anew, it would pay for all answers again."""
     recipe = run.read_recipe()
-    first = Oracle(recipe, run)
+    first = QueryOracle(recipe, run)
     first(inputs(6))
-    assert first.left == 0
-    late = Oracle(recipe, run)
+    assert first.answers_left == 0
+    late = QueryOracle(recipe, run)
     run.ledger.unlink()
     run.anchor.unlink()
     with pytest.raises(UserError, match="lacks releases"):
         late(inputs(7)[6:])
     with pytest.raises(UserError, match="lacks releases"):
-        Oracle(recipe, run)
+        QueryOracle(recipe, run)
 
 
 def test_answers_under_a_fixed_key_are_repeatable_and_no_two_share_noise(
@@ -75,11 +75,13 @@ def test_answers_under_a_fixed_key_are_repeatable_and_no_two_share_noise(
         return real(self, scores, plan, key)
 
     monkeypatch.setattr(PrivatePrediction, "answer", noted)
-    oracle = Oracle(run.read_recipe(), run)
+    oracle = QueryOracle(run.read_recipe(), run)
     found = torch.cat([oracle(inputs(2)), oracle(inputs(4)[2:])])
     assert len(keys) == len(set(keys)) == 4
     # Four at once are scored by other kernels than two: the noise is the same, not each last bit.
-    assert torch.allclose(Oracle(other.read_recipe(), other)(inputs(4)), found, rtol=0, atol=1e-5)
+    assert torch.allclose(
+        QueryOracle(other.read_recipe(), other)(inputs(4)), found, rtol=0, atol=1e-5
+    )
     assert keys[4:] == keys[:4]
 
 
@@ -96,8 +98,8 @@ def test_nothing_is_released_once_more_on_a_ledger_that_lost_it(tmp_path: Path) 
         drawn.append(key)
         return [1.0, 2.0]
 
-    assert released_once(job, b"votes", draw) == [1.0, 2.0]
-    assert released_once(job, b"votes", draw) == [1.0, 2.0] and len(drawn) == 1
+    assert release_once(job, b"votes", draw) == [1.0, 2.0]
+    assert release_once(job, b"votes", draw) == [1.0, 2.0] and len(drawn) == 1
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
         ledger.begin_attempt({})
         ledger.record(0, "ab" * 32)
@@ -106,9 +108,9 @@ def test_nothing_is_released_once_more_on_a_ledger_that_lost_it(tmp_path: Path) 
     checkpoint.mkdir(parents=True)
     write_json(checkpoint / "done.json", {"step": 1, "ledger": anchor.to_dict()})
     assert isinstance(anchor, Anchor)
-    assert released_once(job, b"votes", draw) == [1.0, 2.0] and len(drawn) == 1
+    assert release_once(job, b"votes", draw) == [1.0, 2.0] and len(drawn) == 1
     folder.ledger.unlink()
     folder.anchor.unlink()
     with pytest.raises((UserError, JournalError), match="lacks releases"):
-        released_once(job, b"votes", draw)
+        release_once(job, b"votes", draw)
     assert len(drawn) == 1

@@ -8,10 +8,10 @@ from torch import nn
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, agreed_targets, weighted_cross_entropy
-from dpdist.gradients.perturbations import InputDraws
-from dpdist.methods.dp_sgd import InputNoise
-from dpdist.runs.recipe import parse
+from dpdist.gradients.engine import GradientEngine, consistency_targets, weighted_cross_entropy
+from dpdist.gradients.perturbations import InputPerturbation
+from dpdist.methods.dp_sgd import InputNoiseMethod
+from dpdist.runs.recipe import parse_recipe
 
 KEY, DRAWS, WEIGHT = bytes(range(32)), 3, 4.0
 
@@ -30,13 +30,13 @@ def batch(count: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def engine(clip_norm: float = 1e6) -> GradientEngine:
     return GradientEngine(
         network(), weighted_cross_entropy, clipping=FlatClipping(clip_norm),
-        draws=InputDraws(DRAWS, 0.5),
+        perturbation=InputPerturbation(DRAWS, 0.5),
     )  # fmt: skip
 
 
 def clipped_sum(of: GradientEngine, inputs, labels, ids) -> torch.Tensor:
-    task = InputNoise(sigma=0.5, draws=DRAWS, consistency=WEIGHT).task()
-    targets = task.targets(of, inputs, labels, KEY, ids)
+    task = InputNoiseMethod(sigma=0.5, draws=DRAWS, consistency=WEIGHT).task()
+    targets = task.target_function(of, inputs, labels, KEY, ids)
     return of.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids).flat.float()
 
 
@@ -44,7 +44,9 @@ def by_hand(clip_norm: float, weight: float = WEIGHT) -> torch.Tensor:
     """Sum of clipped gradients of mean_k [CE_k + weight KL(mean || p_k)], one record at a time."""
     of, total = engine(), 0.0
     for x, label, record in zip(*batch(), strict=True):
-        copies = [of.draws.inputs(x[None], record[None], KEY, k) for k in range(DRAWS)]
+        copies = [
+            of.perturbation.perturb_inputs(x[None], record[None], KEY, k) for k in range(DRAWS)
+        ]
         logs = [of.model(copy).log_softmax(1)[0] for copy in copies]
         mean = torch.stack([log.exp() for log in logs]).mean(0).detach()
         losses = [-log[label] + weight * (mean * (mean.log() - log)).sum() for log in logs]
@@ -75,17 +77,17 @@ def test_a_record_changes_the_sum_by_no_more_than_the_clip():
 def test_a_mean_over_the_batch_would_be_noticed():
     inputs, labels, ids = batch()
     of = engine(0.3)
-    right = agreed_targets(of, inputs, labels, KEY, ids, WEIGHT)
+    right = consistency_targets(of, inputs, labels, KEY, ids, WEIGHT)
     one_hot = nn.functional.one_hot(labels, 4).float()
     mixed = one_hot + (right - one_hot).mean(0)  # another record's predictions inside the clip
     assert float((mixed - right).abs().max()) > 0.05
-    less = agreed_targets(of, inputs[1:], labels[1:], KEY, ids[1:], WEIGHT)
+    less = consistency_targets(of, inputs[1:], labels[1:], KEY, ids[1:], WEIGHT)
     torch.testing.assert_close(right[1:], less)
 
 
 def test_an_empty_batch_has_empty_targets():
     inputs, labels, ids = (part[:0] for part in batch())
-    assert agreed_targets(engine(), inputs, labels, KEY, ids, WEIGHT).shape == (0, 4)
+    assert consistency_targets(engine(), inputs, labels, KEY, ids, WEIGHT).shape == (0, 4)
 
 
 def test_one_copy_cannot_agree():
@@ -96,4 +98,4 @@ def test_one_copy_cannot_agree():
         "training": {"batch_size": 40, "steps": 1, "learning_rate": 0.1},
     }  # fmt: skip
     with pytest.raises(UserError, match="draws >= 2"):
-        parse(raw, "test")
+        parse_recipe(raw, "test")

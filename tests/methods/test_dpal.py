@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
-from support.training import execute, interrupted, make, train
+from support.training import execute, make, train, train_and_crash
 from torch import Tensor, nn
 
 from dpdist import models
@@ -21,9 +21,9 @@ from dpdist.core.errors import UserError
 from dpdist.methods import dpal_training
 from dpdist.methods.dpal import DPAL
 from dpdist.models import DPALNetwork, ModelSpec
-from dpdist.privacy.card import Audited
-from dpdist.runs.recipe import find, load, parse
-from dpdist.training.canaries import WithCanaries, coins
+from dpdist.privacy.card import AuditFinding
+from dpdist.runs.recipe import find_recipe, load_recipe, parse_recipe
+from dpdist.training.canaries import DatasetWithCanaries, draw_coins
 from dpdist.training.job import prepare
 
 pytestmark = pytest.mark.guarantee
@@ -66,7 +66,7 @@ def test_the_decoder_is_the_transpose_of_the_encoder() -> None:
         made = models.initialise(ModelSpec("dpal-cnn", shape, 10, OPTIONS), 0)
         x = torch.randn(2, *shape)
         code = torch.randn_like(made.encoder(x))
-        left, right = (made.encoder(x) * code).sum(), (made.decoded(code) * x).sum()
+        left, right = (made.encoder(x) * code).sum(), (made.decode(code) * x).sum()
         assert float(left) == pytest.approx(float(right), rel=1e-4)
 
 
@@ -74,17 +74,17 @@ def test_both_losses_are_the_expansions_at_zero() -> None:
     made = network()
     x, y = 2 * torch.rand(6, *SHAPE) - 1, torch.arange(6)
     small = 1e-2 * torch.randn(6, *made.hidden_noise.shape)
-    said = made.decoded(small)
+    said = made.decode(small)
     exact = nn.functional.softplus(said) - x * said  # cross-entropy, inputs as they are
     first, _ = dpal_training.taylor_errors(said)
-    loss = dpal_training.reconstruction(made, x, small) + said.numel() * math.log(2)
+    loss = dpal_training.reconstruction_loss(made, x, small) + said.numel() * math.log(2)
     assert float(exact.sum() - loss) == pytest.approx(float(first.sum()), abs=1e-4)
     last = 0.1 * torch.randn(6, 16)
     z = made.head(last)
     hot = nn.functional.one_hot(y, 10).float()
     exact = nn.functional.binary_cross_entropy_with_logits(z, hot, reduction="sum")
     noise = torch.randn_like(made.head.weight)
-    loss = dpal_training.classification(made.head, last, y, noise) + z.numel() * math.log(2)
+    loss = dpal_training.classification_loss(made.head, last, y, noise) + z.numel() * math.log(2)
     off = float(exact - loss - 6 * (noise * made.head.weight).sum())
     assert off == pytest.approx(-float(dpal_training.taylor_errors(z)[1].sum()), abs=1e-4)
 
@@ -101,10 +101,10 @@ def test_filters_are_kept_within_their_norm_and_the_loss_has_a_minimum_there() -
     made = network()
     with torch.no_grad():
         made.encoder.weight.mul_(100)
-    dpal_training.keep_filters(made.encoder, 0.5)
+    dpal_training.project_filter_norms(made.encoder, 0.5)
     assert torch.allclose(made.encoder.weight.abs().sum((1, 2, 3)), torch.full((4,), 0.5))
     before = made.encoder.weight.clone()
-    dpal_training.keep_filters(made.encoder, 1.0)  # nothing to do
+    dpal_training.project_filter_norms(made.encoder, 1.0)  # nothing to do
     assert torch.equal(made.encoder.weight, before)
 
 
@@ -114,9 +114,9 @@ def test_examples_stay_in_their_ball_and_raise_the_loss() -> None:
     found = dpal_training.adversarial_examples(made, noisy, method, KEY)
     moved = distance(found.numpy(), noisy.numpy(), "linf")
     assert 0 < moved.max() <= 0.2 and moved.max() - moved.min() < 1e-6  # one size for a step
-    predicted = made.answer(noisy).argmax(1)
+    predicted = made.logits(noisy).argmax(1)
     loss = [
-        nn.functional.cross_entropy(made.answer(x), predicted, reduction="none")
+        nn.functional.cross_entropy(made.logits(x), predicted, reduction="none")
         for x in (noisy, found)
     ]
     assert bool((loss[1] > loss[0]).all())
@@ -146,7 +146,7 @@ def test_sizes_are_the_printed_ones() -> None:
     assert float(budget[0]) == pytest.approx(math.log((0.9 - off) / (0.05 + off)) / 2)
     assert 0 < float(budget[1]) < 0.1
     assert dpal_training.robustness_budget(scores, 10)[1] == 0
-    kappa, phi = dpal_training.printed_sizes(budget, 0.2, 3.0, 784, 196, 1.0)
+    kappa, phi = dpal_training.published_certified_sizes(budget, 0.2, 3.0, 784, 196, 1.0)
     assert float(kappa[0]) == pytest.approx(3.0 / (0.2 * 784 / float(budget[0])))
     assert float(phi[0]) == pytest.approx(6.0 / (196 / float(budget[0])))
 
@@ -167,7 +167,7 @@ def test_predictions_are_products_around_the_training_s_noise() -> None:
 
 
 def noises(job: Any) -> list[Tensor]:
-    found = models.load(job.folder.model).network
+    found = models.load(job.folder.model_folder).network
     return [found.input_noise, found.hidden_noise]
 
 
@@ -177,7 +177,7 @@ def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
     whole, folder = run(tmp_path, "whole")
     expected = train(whole, folder)
     recipe, again = run(tmp_path, "cut")
-    interrupted(recipe, again, monkeypatch, 3)
+    train_and_crash(recipe, again, monkeypatch, 3)
     assert torch.equal(train(recipe, again), expected)
     job = prepare(*run(tmp_path, "whole"), "test")
     scale = recipe.method.noise_scale(50)
@@ -185,21 +185,21 @@ def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
     # The mean of so many absolute values is within half of the scale: 64 of them, beyond 1e-4.
     assert 0.5 < float(first.abs().mean()) / scale < 1.5
     assert 0.5 < float(second.abs().mean()) / (2 * scale) < 1.5
-    kept = models.load(folder.model).network.encoder.weight.abs().sum((1, 2, 3))
+    kept = models.load(folder.model_folder).network.encoder.weight.abs().sum((1, 2, 3))
     assert float(kept.max()) <= 1 + 1e-6
 
 
 @pytest.mark.slow
 def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
     seen: list[list[Tensor]] = []
-    real = dpal_training.Steps._records
+    real = dpal_training.DPALTrainer._batch_passes
 
     def watched(self: Any, step: int, *rest: int) -> Any:
         found = real(self, step, *rest)
         seen.append([noisy for noisy, _ in found])
         return found
 
-    monkeypatch.setattr(dpal_training.Steps, "_records", watched)
+    monkeypatch.setattr(dpal_training.DPALTrainer, "_batch_passes", watched)
     recipe, folder = run(tmp_path, training__steps=9)
     job = prepare(recipe, folder, "test")
     execute(job)
@@ -223,7 +223,7 @@ def test_first_steps_train_the_auto_encoder_alone(tmp_path) -> None:
     alone = {"method": {**METHOD, "pretraining": 5}}
     recipe, folder = run(tmp_path, **alone)
     train(recipe, folder)
-    after, before = models.load(folder.model).network, network()
+    after, before = models.load(folder.model_folder).network, network()
     assert torch.equal(after.head.weight, before.head.weight)
     assert not torch.equal(after.encoder.weight, before.encoder.weight)
 
@@ -263,9 +263,9 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
     recipe, folder = run(tmp_path, audit=audit, training__steps=6)
     job = prepare(recipe, folder, "test")
     dataset = job.records()
-    assert isinstance(dataset, WithCanaries)
+    assert isinstance(dataset, DatasetWithCanaries)
     seen: dict[int, int] = {}
-    real = dpal_training.Steps._gradient
+    real = dpal_training.DPALTrainer._gradient
 
     def watched(self: Any, step: int, noisy: Tensor, labels: Tensor, weight: float) -> Any:
         clean = ((noisy - self._network.input_noise + 1) / 2).round()
@@ -273,10 +273,10 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
             seen[hash(image.numpy().astype(np.int8).tobytes())] = int(label)
         return real(self, step, noisy, labels, weight)
 
-    monkeypatch.setattr(dpal_training.Steps, "_gradient", watched)
+    monkeypatch.setattr(dpal_training.DPALTrainer, "_gradient", watched)
     execute(job)
-    inputs, _ = dataset.planted_rows
-    present, found = coins(folder.read_key(), 40), 0
+    inputs, _ = dataset.canary_records
+    present, found = draw_coins(folder.read_run_key(), 40), 0
     for image, first in zip(inputs, present, strict=True):
         mine = seen.get(hash(image.numpy().astype(np.int8).tobytes()))
         found += mine is not None
@@ -284,12 +284,12 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
     assert found > 20 and 5 < present.sum() < 35
     added = {**PRIVACY, "neighbours": "add-or-remove-one"}
     with pytest.raises(UserError, match="neighbours: replace-one"):
-        parse({**recipe.model_dump(mode="json"), "privacy": added}, "x")
+        parse_recipe({**recipe.model_dump(mode="json"), "privacy": added}, "x")
 
 
 @pytest.mark.slow
 def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     recipe, _ = run(tmp_path)
     raw = {**recipe.model_dump(mode="json"), "name": "d"}
     raw["privacy"] |= {"run_key": None}
@@ -308,12 +308,12 @@ def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
 def test_one_run_refutes_its_epsilon(tmp_path, monkeypatch, capsys) -> None:
     """The claim is pure 0.2; canaries of one training on built-in data say more at 95 %. By a fixed
     key: one training in seven does not (docs/explanation/adversarial.md)."""
-    without_ray(monkeypatch)
-    recipe = load(find("digits-dpal-audited"), {"privacy.run_key": "5a" * 32})
+    run_without_ray(monkeypatch)
+    recipe = load_recipe(find_recipe("digits-dpal-audited"), {"privacy.run_key": "5a" * 32})
     (tmp_path / "x.yaml").write_text(recipe.to_yaml())
     done = command(monkeypatch, capsys, tmp_path, "audit", "x.yaml")
     assert done.code == 1 and "refutes the claim" in done.out, done.out + done.err
     (path,) = (tmp_path / "runs").rglob("audit.json")
-    found = Audited.read(path)
+    found = AuditFinding.read(path)
     assert found.proved == math.inf and found.claimed == pytest.approx(0.2)
     assert found.epsilon > 1 and found.assumptions == () and found.view == "the trained model"

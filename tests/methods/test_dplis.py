@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import Draws
-from dpdist.methods.base import Fixed, Method
-from dpdist.methods.dp_sgd import DPSGD, DPlis, dplis_scale
+from dpdist.gradients.perturbations import Perturbation
+from dpdist.methods.base import Method, MethodState
+from dpdist.methods.dp_sgd import DPSGD, DPlis, dplis_smoothing_std
 from dpdist.privacy.plan import StepPlan
 
 pytestmark = pytest.mark.guarantee
@@ -24,22 +24,22 @@ MNIST = {"learning_rate": 0.1536, "batch_size": 256, "noise_multiplier": 1.1, "c
 @pytest.mark.parametrize(("radius", "std"), [(10, 6.6e-3), (30, 1.98e-2), (40, 2.64e-2)])
 def test_scale_of_the_papers_mnist_setting(radius, std):
     """eta/L = 6e-4, sigma 1.1, C 1 (DPlis, Table 1)."""
-    assert dplis_scale(radius, **MNIST) == pytest.approx(std, rel=1e-9)
+    assert dplis_smoothing_std(radius, **MNIST) == pytest.approx(std, rel=1e-9)
 
 
 def test_scale_refuses_nonsense():
     with pytest.raises(UserError, match="radius"):
-        dplis_scale(-1, **MNIST)
+        dplis_smoothing_std(-1, **MNIST)
     with pytest.raises(UserError, match="batch_size"):
-        dplis_scale(10, **(MNIST | {"batch_size": 0}))
+        dplis_smoothing_std(10, **(MNIST | {"batch_size": 0}))
 
 
-def draws_of(method: Method) -> Draws:
+def draws_of(method: Method) -> Perturbation:
     step = StepPlan(
         noise_multiplier=1.1, sample_rate=256 / 60_000, expected_batch=256.0, clip_norm=1.0,
         batch_cap=None,
     )  # fmt: skip
-    return method.perturbation(step, 0.1536, Fixed(nn.Identity()))
+    return method.perturbation(step, 0.1536, MethodState(nn.Identity()))
 
 
 def test_draws():
@@ -59,7 +59,9 @@ def test_the_sum_variant_without_noise_is_the_control():
     sums = []
     for method in (DPlis(radius=1e-9, draws=4, aggregate="sum"), DPSGD(gradient_scale=4)):
         draws = draws_of(method)
-        engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.5), draws=draws)
+        engine = GradientEngine(
+            model, cross_entropy, clipping=FlatClipping(0.5), perturbation=draws
+        )
         sums.append(engine.clipped_sum(inputs, targets, draw_key=KEY).flat)
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-6)
 
@@ -73,7 +75,7 @@ def test_smoothed_gradient_of_a_quadratic():
         return (outputs[:, 0] - targets).square() / 2
 
     draws = draws_of(DPlis(draws=400))
-    engine = GradientEngine(model, squared, clipping=FlatClipping(1e6), draws=draws)
+    engine = GradientEngine(model, squared, clipping=FlatClipping(1e6), perturbation=draws)
     smooth = engine.clipped_sum(inputs, targets, draw_key=KEY).flat
     plain = GradientEngine(model, squared, clipping=FlatClipping(1e6))
     reference = plain.clipped_sum(inputs, targets).flat

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import ParameterDraws
+from dpdist.gradients.perturbations import ParameterPerturbation
 
 pytestmark = pytest.mark.guarantee
 
@@ -27,7 +27,7 @@ def _slopes(theta: float, std: float) -> np.ndarray:
         model,
         lambda outputs, targets: outputs.abs().sum(1),
         clipping=FlatClipping(1e3),
-        draws=ParameterDraws(1, std),
+        perturbation=ParameterPerturbation(1, std),
     )
     return engine.clipped_sum(torch.ones(1, 1), torch.zeros(1), draw_key=KEY).flat.numpy()
 

@@ -10,23 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.here import command, without_ray
-from support.training import execute, interrupted, make, parameters, prepared, train
+from support.local_execution import command, run_without_ray
+from support.training import execute, make, parameters, prepare_job, train, train_and_crash
 from torch import Tensor, nn
 
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.methods import base
-from dpdist.methods.base import check_room
+from dpdist.methods.base import check_record_limit
 from dpdist.methods.functional import Functional
-from dpdist.methods.functional_sums import Sums, clipped_to, packed, slack, unpacked
+from dpdist.methods.functional_sums import (
+    CoefficientSums,
+    clip_rows,
+    pack_symmetric,
+    rounding_slack,
+    unpack_symmetric,
+)
 from dpdist.models import ModelSpec
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
-from dpdist.runs.folder import read_released
-from dpdist.runs.recipe import parse
+from dpdist.runs.folder import read_verified_ledger
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import private_step
-from dpdist.training.checkpoint import latest
+from dpdist.training.checkpoint import load_latest
 
 pytestmark = pytest.mark.guarantee
 
@@ -41,8 +47,10 @@ def network(**options: object) -> nn.Module:
     )
 
 
-def sums(method: Functional | None = None, model: nn.Module | None = None) -> Sums:
-    return Sums(method or Functional(), model or network(), torch.rand(4, *SHAPE), RECORDS)
+def sums(method: Functional | None = None, model: nn.Module | None = None) -> CoefficientSums:
+    return CoefficientSums(
+        method or Functional(), model or network(), torch.rand(4, *SHAPE), RECORDS
+    )
 
 
 def sizes(rounds: int = 2) -> list[int]:
@@ -51,7 +59,7 @@ def sizes(rounds: int = 2) -> list[int]:
 
 
 def job_of(tmp: Path, name: str = "run", **more: Any) -> Any:
-    return prepared(tmp, name, **{"model": MODEL, "method": METHOD, **more})
+    return prepare_job(tmp, name, **{"model": MODEL, "method": METHOD, **more})
 
 
 # ---- what one record moves
@@ -68,12 +76,14 @@ def records(rng: np.random.Generator) -> Tensor:
     return x
 
 
-def three(made: Sums, passes: list[Any], centre: Tensor, weights: Tensor) -> list[Tensor]:
+def three(
+    made: CoefficientSums, passes: list[Any], centre: Tensor, weights: Tensor
+) -> list[Tensor]:
     """What a training releases of these passes."""
     return [
-        made.of_features(passes, centre),
-        made.of_coefficients(passes, centre),
-        made.of_residuals(passes, centre, weights),
+        made.sum_features(passes, centre),
+        made.sum_coefficients(passes, centre),
+        made.sum_residuals(passes, centre, weights),
     ]
 
 
@@ -89,7 +99,7 @@ def three(made: Sums, passes: list[Any], centre: Tensor, weights: Tensor) -> lis
 def test_one_record_moves_each_sum_by_at_most_one(method: Functional) -> None:
     rng, made = np.random.default_rng(0), sums(method)
     x, y = records(rng), torch.from_numpy(rng.integers(0, CLASSES, RECORDS))
-    centre = 0.3 * clipped_to(torch.from_numpy(rng.normal(size=(1, made.size - 1))), 1.0)[0]
+    centre = 0.3 * clip_rows(torch.from_numpy(rng.normal(size=(1, made.size - 1))), 1.0)[0]
     weights = torch.from_numpy(rng.normal(size=(made.size, CLASSES)) * 10)
     features = made.features(x)
     whole = three(made, [(features, y, 1.0)], centre, weights)
@@ -137,15 +147,15 @@ def test_a_noisy_centre_is_within_the_clip_of_the_features() -> None:
     made = sums(Functional(clip=0.5))
     noisy = torch.linspace(-1, 1, made.size - 1, dtype=torch.float64)
     inside, beyond = (noisy * (share * RECORDS / noisy.norm()) for share in (0.8, 9.0))
-    assert torch.allclose(made.centre(inside), inside * (0.5 / RECORDS))
-    assert torch.allclose(made.centre(beyond), noisy * (0.5 / noisy.norm()))
+    assert torch.allclose(made.mean_features(inside), inside * (0.5 / RECORDS))
+    assert torch.allclose(made.mean_features(beyond), noisy * (0.5 / noisy.norm()))
 
 
 def test_a_symmetric_matrix_keeps_its_norm() -> None:
     a = torch.rand(5, 5, dtype=torch.float64)
     a = a + a.T
-    assert float(packed(a).norm()) == pytest.approx(float(a.norm()))
-    assert torch.allclose(unpacked(packed(a), 5), a)
+    assert float(pack_symmetric(a).norm()) == pytest.approx(float(a.norm()))
+    assert torch.allclose(unpack_symmetric(pack_symmetric(a), 5), a)
 
 
 def test_models_that_will_not_do() -> None:
@@ -192,7 +202,7 @@ def test_the_public_features_of_a_batch_of_any_size() -> None:
 # ---- what is made of the sums
 
 
-def objective(made: Sums, records: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def objective(made: CoefficientSums, records: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rng = np.random.default_rng(2)
     x = torch.from_numpy(rng.random((records, *SHAPE)))
     features = made.features(x)
@@ -205,7 +215,7 @@ def test_the_head_minimises_the_expansion() -> None:
     method = Functional(radius=10.0, constant=0.5)  # nothing is clipped
     made, noise = sums(method), 0.5
     features, y, centre, h = objective(made, 300)
-    weights, _ = made.fitted(made.of_coefficients([(features, y, 1.0)], centre), noise)
+    weights, _ = made.fit_weights(made.sum_coefficients([(features, y, 1.0)], centre), noise)
     ridge = method.ridge * noise / math.sqrt(1 - method.labels) * math.sqrt(2 * made.size)
     hot = nn.functional.one_hot(y, CLASSES).double()
 
@@ -218,21 +228,21 @@ def test_the_head_minimises_the_expansion() -> None:
         return float(w.grad.norm())
 
     assert slope(weights) < 1e-5 * slope(torch.zeros_like(weights))
-    weight, bias = made.head(weights, centre)
+    weight, bias = made.head_from_weights(weights, centre)
     assert torch.allclose(features @ weight.T + bias, h @ weights)
-    assert torch.allclose(made.weights(weight, bias, centre), weights)
+    assert torch.allclose(made.weights_from_head(weight, bias, centre), weights)
 
 
 def test_a_round_descends_the_softmax_loss() -> None:
     made = sums(Functional(radius=10.0, residual=10.0, step=1.0))
     features, y, centre, h = objective(made, 300)
-    weights, curvature = made.fitted(made.of_coefficients([(features, y, 1.0)], centre), 0.1)
-    residuals = made.of_residuals([(features, y, 1.0)], centre, weights)
+    weights, curvature = made.fit_weights(made.sum_coefficients([(features, y, 1.0)], centre), 0.1)
+    residuals = made.sum_residuals([(features, y, 1.0)], centre, weights)
     at = weights.clone().requires_grad_()
     nn.functional.cross_entropy(h @ at, y, reduction="sum").backward()
     assert at.grad is not None
     assert torch.allclose(10.0 * residuals.view_as(at), -at.grad, atol=1e-5)
-    better = made.refined(residuals, weights, curvature)
+    better = made.refine_weights(residuals, weights, curvature)
     loss = [float(nn.functional.cross_entropy(h @ w, y)) for w in (weights, better)]
     assert loss[1] < loss[0]
 
@@ -271,7 +281,7 @@ def test_each_sum_has_the_plans_noise(tmp_path: Path, monkeypatch: pytest.Monkey
     wide = seen.found[1]
     assert 5 / math.sqrt(2 * len(wide[0])) < 0.1
     assert len({key for _, _, key, _ in seen.found}) == 4
-    assert Ledger.read(job.folder.ledger).releases == dict.fromkeys(range(4), 1)
+    assert Ledger.read(job.folder.ledger).release_counts == dict.fromkeys(range(4), 1)
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
@@ -309,11 +319,11 @@ def test_it_continues_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.Mon
     whole = train(*make(tmp_path, "whole", **given))
     for at in (0, 1, 3):
         recipe, folder = make(tmp_path, f"cut-{at}", **given)
-        interrupted(recipe, folder, monkeypatch, at)
-        assert Ledger.read(folder.ledger).releases == dict.fromkeys(range(at + 1), 1)
-        assert (latest(folder.checkpoints) is None) == (at == 0)
+        train_and_crash(recipe, folder, monkeypatch, at)
+        assert Ledger.read(folder.ledger).release_counts == dict.fromkeys(range(at + 1), 1)
+        assert (load_latest(folder.checkpoints) is None) == (at == 0)
         assert torch.equal(train(recipe, folder), whole)
-        assert read_released(folder).ledger.superseded == 0
+        assert read_verified_ledger(folder).ledger.num_superseded == 0
 
 
 def test_a_declared_number_of_records_divides(
@@ -323,7 +333,7 @@ def test_a_declared_number_of_records_divides(
     more = {"data": {"name": "digits"}, "privacy__nominal_records": 5000}
     job = job_of(tmp_path, **more)
     execute(job, until=1)
-    state = latest(job.folder.checkpoints)
+    state = load_latest(job.folder.checkpoints)
     assert state is not None
     assert np.allclose(state.slots["centre"].numpy(), seen.found[0][1] / 5000)
 
@@ -332,24 +342,26 @@ def test_a_declared_number_leaves_room_for_many_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rounding of a sum grows with the true number, which a declared one says nothing of."""
-    made: list[Sums] = []
-    monkeypatch.setattr(Sums, "of_features", lambda self, *rest: made.append(self) or rest[1])
+    made: list[CoefficientSums] = []
+    monkeypatch.setattr(
+        CoefficientSums, "sum_features", lambda self, *rest: made.append(self) or rest[1]
+    )
     more = {"data": {"name": "digits"}, "privacy__delta": 1e-7}
     for nominal, most in ((64, 2**20), (2**19, 2**21)):
         job = job_of(tmp_path, str(nominal), **more, privacy__nominal_records=nominal)
         execute(job, until=1)
-        assert made[-1]._whole == 1 - slack(most) and made[-1].records == nominal
+        assert made[-1]._slack_factor == 1 - rounding_slack(most) and made[-1].records == nominal
         # Of both sums, over so many records in passes of 128 (Higham, section 3.5).
-        assert 2 * (128 + most / 128) * 2.0**-53 * most <= slack(most)
-        assumed = job.recipe.method.assumed(job.recipe)
+        assert 2 * (128 + most / 128) * 2.0**-53 * most <= rounding_slack(most)
+        assumed = job.recipe.method.assumptions(job.recipe)
         assert any(f"there are at most {most:,} records" in line for line in assumed)
-        assert check_room(job.recipe, most) == most
+        assert check_record_limit(job.recipe, most) == most
         with pytest.raises(UserError, match=r"privacy\.nominal_records: must be at least a"):
-            check_room(job.recipe, most + 1)
+            check_record_limit(job.recipe, most + 1)
     plain = job_of(tmp_path, "plain").recipe
-    assert check_room(plain, 2**30) == 2**30
-    assert not any("there are at most" in line for line in plain.method.assumed(plain))
-    monkeypatch.setattr(base, "_MOST_UNKNOWN", 100)
+    assert check_record_limit(plain, 2**30) == 2**30
+    assert not any("there are at most" in line for line in plain.method.assumptions(plain))
+    monkeypatch.setattr(base, "_MIN_RECORD_LIMIT", 100)
     job = job_of(tmp_path, "beyond", **more, privacy__nominal_records=60)
     with pytest.raises(UserError, match="the rounding of sums over more is not within the clip"):
         execute(job)
@@ -377,7 +389,7 @@ def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
     for key, value in more.items():
         raw[key] = {**raw.get(key, {}), **value}
     with pytest.raises(UserError, match=message):
-        parse(raw, "test")
+        parse_recipe(raw, "test")
 
 
 # ---- whole commands
@@ -387,7 +399,7 @@ def test_what_it_refuses(more: dict[str, Any], message: str) -> None:
 def test_all_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
 
     def dpdist(*arguments: object, code: int = 0) -> str:
         done = command(monkeypatch, capsys, tmp_path, *arguments)

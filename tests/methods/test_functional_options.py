@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.training import execute, interrupted, make, parameters, train
+from support.training import execute, make, parameters, train, train_and_crash
 from test_functional import CLASSES, RECORDS, SHAPE, job_of, network, records
 from torch import Tensor, nn
 
 from dpdist import data, models
 from dpdist.core.errors import UserError
-from dpdist.gradients.perturbations import InputDraws
-from dpdist.methods.base import Fixed, Setup
+from dpdist.gradients.perturbations import InputPerturbation
+from dpdist.methods.base import MethodSetup, MethodState
 from dpdist.methods.functional import SCALES, Adversarial, Functional, Relevance
-from dpdist.methods.functional_sums import Sums, scales_of, slack
-from dpdist.methods.hidden_noise_shares import shares
+from dpdist.methods.functional_sums import CoefficientSums, feature_scales, rounding_slack
+from dpdist.methods.hidden_noise_shares import normalised_shares
 from dpdist.models import ModelSpec, last_linear
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.canaries import Canaries
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
@@ -37,13 +37,15 @@ def encoded() -> nn.Module:
     return models.initialise(ModelSpec("patches", SHAPE, CLASSES, PATCHES), 0)
 
 
-def sums(method: Functional, scales: Tensor | None = None, model: nn.Module | None = None) -> Sums:
-    return Sums(method, model or network(), torch.rand(8, *SHAPE), RECORDS, scales)
+def sums(
+    method: Functional, scales: Tensor | None = None, model: nn.Module | None = None
+) -> CoefficientSums:
+    return CoefficientSums(method, model or network(), torch.rand(8, *SHAPE), RECORDS, scales)
 
 
 def summed(
     method: Functional,
-    made: Sums | None,
+    made: CoefficientSums | None,
     left: int = -1,
     step: int = ROUND,
     planned: int = RECORDS,
@@ -55,7 +57,7 @@ def summed(
     x = records(rng).float()
     y = torch.from_numpy(rng.integers(0, CLASSES, RECORDS))
     canaries = Canaries()
-    canaries.fed = lambda members: members[members != left]  # type: ignore[method-assign]
+    canaries.inputs_for = lambda members: members[members != left]  # type: ignore[method-assign]
     model = network() if made is not None else encoded()
     last_linear(model).weight.data.normal_(generator=torch.Generator().manual_seed(0))
     size = last_linear(model).in_features
@@ -65,18 +67,18 @@ def summed(
             recipe=SimpleNamespace(privacy=SimpleNamespace(nominal_records=nominal)),
         ),
         model=model,
-        fixed=Fixed(nn.Identity()),
+        fixed=MethodState(nn.Identity()),
         slots={"centre": torch.zeros(size, dtype=torch.float64)},
         step=SimpleNamespace(
             reducer=SimpleNamespace(device=torch.device("cpu")),
             key=b"k" * 32, attempt_of=lambda step: "", canaries=canaries,
-            shards=SimpleNamespace(mine=[(0, 0, RECORDS)], rows=1),
+            shards=SimpleNamespace(local_shards=[(0, 0, RECORDS)], num_rows=1),
             data=SimpleNamespace(batch=lambda rows: x[rows], targets=lambda rows: y[rows]),
         ),
     )  # fmt: skip
     if made is not None:
-        made.kept.clear()  # its passes are others when a record is left out
-    (row,) = method._rows(worker, made, step)
+        made.feature_cache.clear()  # its passes are others when a record is left out
+    (row,) = method._local_sums(worker, made, step)
     return row
 
 
@@ -95,13 +97,13 @@ def test_one_record_moves_an_adversarial_round_by_at_most_one(xi: float, sigma: 
 
 def test_a_round_without_copies_is_as_it_was() -> None:
     plain = Functional()
-    assert sums(plain)._whole == 1 - slack(RECORDS)
-    assert sums(Functional(adversarial=MOVED))._whole < 1 - 2.0**-10
+    assert sums(plain)._slack_factor == 1 - rounding_slack(RECORDS)
+    assert sums(Functional(adversarial=MOVED))._slack_factor < 1 - 2.0**-10
     made = sums(plain)
     assert not torch.equal(summed(plain, made), summed(Functional(adversarial=MOVED), made_moved()))
 
 
-def made_moved() -> Sums:
+def made_moved() -> CoefficientSums:
     return sums(Functional(adversarial=MOVED))
 
 
@@ -110,17 +112,19 @@ def test_copies_stay_near_and_raise_the_loss_of_their_label() -> None:
     x, y = 0.2 + 0.6 * torch.rand(20, *SHAPE), torch.arange(20) % CLASSES
     weight = torch.randn(CLASSES, made.size - 1, dtype=torch.float64)
     bias = torch.randn(CLASSES, dtype=torch.float64)
-    found = made.moved(x, y, weight, bias)
+    found = made.adversarial_copies(x, y, weight, bias)
     assert 0.15 < float((found - x).abs().max()) <= 0.2 + 1e-12
     assert float(found.min()) >= 0 and float(found.max()) <= 1
 
     def loss(points: Tensor) -> Tensor:
-        logits = made._read(points.double()) @ weight.T + bias
+        logits = made._penultimate_features(points.double()) @ weight.T + bias
         return nn.functional.cross_entropy(logits, y, reduction="none")
 
     assert bool((loss(found) > loss(x)).all())
     # A function of the record alone, but for rounding.
-    alone = torch.cat([made.moved(x[i : i + 1], y[i : i + 1], weight, bias) for i in range(20)])
+    alone = torch.cat(
+        [made.adversarial_copies(x[i : i + 1], y[i : i + 1], weight, bias) for i in range(20)]
+    )
     assert float((alone - found).abs().max()) < 1e-9
 
 
@@ -165,17 +169,17 @@ def test_scaled_directions_are_within_one_and_the_head_is_the_same() -> None:
     plain = sums(Functional(radius=10.0)).directions(features, centre)
     assert torch.allclose(h[:, :-1], plain[:, :-1] * scales)
     weights = torch.randn(wide.size, CLASSES).double()
-    weight, bias = wide.head(weights, centre)
+    weight, bias = wide.head_from_weights(weights, centre)
     assert torch.allclose(features @ weight.T + bias, h @ weights)
-    assert torch.allclose(wide.weights(weight, bias, centre), weights)
+    assert torch.allclose(wide.weights_from_head(weight, bias, centre), weights)
 
 
 def test_scales_are_made_of_public_records_alone(tmp_path: Path) -> None:
-    public = data.load(data.Source("digits", 10, None), "train").part(0.0, 0.2)
+    public = data.load(data.DataSource("digits", 10, None), "train").select_by_hash(0.0, 0.2)
     asked = Relevance(floor=0.2)
     spec = ModelSpec("scattering", SHAPE, 10, {"widths": [1.0], "stride": 1, "cosines": 3})
-    setup = Setup(None, spec, network, None, public, b"")  # type: ignore[arg-type]
-    scales = scales_of(Functional(), asked, setup)
+    setup = MethodSetup(None, spec, network, None, public, b"")  # type: ignore[arg-type]
+    scales = feature_scales(Functional(), asked, setup)
     assert float(scales.square().mean()) == pytest.approx(1)
     assert 0.2 <= float(scales.square().min()) < 0.9 and float(scales.square().max()) > 1.5
 
@@ -183,8 +187,8 @@ def test_scales_are_made_of_public_records_alone(tmp_path: Path) -> None:
 def test_powers_beyond_all_numbers_are_refused() -> None:
     for powers in ([math.inf, 1.0], [1e308, 1e308]):
         with pytest.raises(UserError, match="smaller one"):
-            shares(torch.tensor(powers, dtype=torch.float64), 0.1)
-    assert shares(torch.zeros(4), 0.1).tolist() == [1.0] * 4
+            normalised_shares(torch.tensor(powers, dtype=torch.float64), 0.1)
+    assert normalised_shares(torch.zeros(4), 0.1).tolist() == [1.0] * 4
 
 
 def test_both_options_train(tmp_path: Path) -> None:
@@ -197,7 +201,7 @@ def test_both_options_train(tmp_path: Path) -> None:
     }.items():
         given = {"name": "digits", "public": 0.3, "max_train": 400}
         job = job_of(tmp_path, name, data=given, method=base | more)
-        stand = job.recipe.method.stand_in(network(), SHAPE)
+        stand = job.recipe.method.placeholder_state(network(), SHAPE)
         assert (SCALES in stand) == (name == "relevance")
         execute(job)
         found[name] = parameters(job.folder)
@@ -215,8 +219,8 @@ def test_what_rests_on_public_records_is_said() -> None:
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
         "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
     }  # fmt: skip
-    recipe = parse(raw, "x")
-    assert "public records of digits" in recipe.method.assumed(recipe)[1]
+    recipe = parse_recipe(raw, "x")
+    assert "public records of digits" in recipe.method.assumptions(recipe)[1]
     assert math.isclose(recipe.method.public_records.classes, 10)
 
 
@@ -231,7 +235,7 @@ def test_one_record_moves_the_encoder_s_sum_by_at_most_one(sigma: float) -> None
     assert max(moved) <= 1.0 and whole.isfinite().all()
     assert max(moved) > (0.1 if sigma else 0.3)
     checks = torch.tensor([[0.0, 1e6], [1e6, 0.0]]).repeat(4, 4)[None, None]
-    square = models.patches_of(encoded()).moments(checks)
+    square = models.patch_features_of(encoded()).moments(checks)
     assert float(square.norm()) == pytest.approx(1.0, abs=1e-6)  # not overstated either
 
 
@@ -239,22 +243,22 @@ def test_the_encoder_s_sum_leaves_room_for_its_rounding() -> None:
     """It is shortened by what as many records as the plan's, or as a declared number stands for,
     may round it by."""
     method = Functional(encoder=0.1)
-    few = summed(method, None, step=0) / (1 - slack(RECORDS))
+    few = summed(method, None, step=0) / (1 - rounding_slack(RECORDS))
     for planned, nominal, most in ((2**26, None, 2**26), (64, 64, 2**20), (2**22, 2**22, 2**24)):
         found = summed(method, None, step=0, planned=planned, nominal=nominal)
         shorter = 1 - float(found.norm() / few.norm())
-        assert shorter == pytest.approx(slack(most), rel=1e-3)
+        assert shorter == pytest.approx(rounding_slack(most), rel=1e-3)
 
 
 def test_filters_are_the_principal_components_of_patches() -> None:
-    part = models.patches_of(encoded())
+    part = models.patch_features_of(encoded())
     before = part.encoder.weight.detach().clone().flatten(1)
     assert torch.allclose(before @ before.T, torch.eye(6), atol=1e-6)
     x = torch.rand(40, *SHAPE)
     found = nn.functional.unfold(x.double(), 3).transpose(1, 2).reshape(-1, 9)
     found = found - found.mean(1, keepdim=True)
     found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
-    part.take(part.moments(x).sum(0))
+    part.fit_filters(part.moments(x).sum(0))
     after = part.encoder.weight.detach().double().flatten(1)
     assert torch.allclose(after @ after.T, torch.eye(6).double(), atol=1e-6)
     assert float(after.sum(1).abs().max()) < 1e-6
@@ -273,9 +277,9 @@ def test_the_encoder_is_paid_for_and_learned_first(tmp_path: Path) -> None:
     common: dict[Any, Any] = {}
     execute(replace(job, kept=common))
     assert not common  # of filters that other trainings do not have
-    kept = models.patches_of(models.load(job.folder.model)).encoder.weight
-    assert not torch.allclose(kept, models.patches_of(encoded()).encoder.weight, atol=0.1)
-    assert "paid for" in job.recipe.method.assumed(job.recipe)[0]
+    kept = models.patch_features_of(models.load(job.folder.model_folder)).encoder.weight
+    assert not torch.allclose(kept, models.patch_features_of(encoded()).encoder.weight, atol=0.1)
+    assert "paid for" in job.recipe.method.assumptions(job.recipe)[0]
     with pytest.raises(UserError, match="a private encoder is of model patches"):
         job_of(tmp_path, "other", method=method)
 
@@ -288,7 +292,7 @@ def test_a_training_with_an_encoder_continues_with_the_same_bits(tmp_path, monke
     whole = train(*make(tmp_path, "whole", **given))
     for at in (0, 1):
         recipe, folder = make(tmp_path, f"cut-{at}", **given)
-        interrupted(recipe, folder, monkeypatch, at)
+        train_and_crash(recipe, folder, monkeypatch, at)
         assert torch.equal(train(recipe, folder), whole)
 
 
@@ -296,14 +300,14 @@ def test_a_training_with_an_encoder_continues_with_the_same_bits(tmp_path, monke
 
 
 def test_own_noise_is_a_function_of_the_record_and_fresh_noise_is_not() -> None:
-    x, draws = torch.rand(6, *SHAPE), InputDraws(2, 0.5)
+    x, draws = torch.rand(6, *SHAPE), InputPerturbation(2, 0.5)
     there, rows = SimpleNamespace(device=torch.device("cpu")), np.arange(6)
 
     def noisy(noise: Any, key: bytes = b"k", draw: int = 0, order: Any = rows) -> Tensor:
         records = SimpleNamespace(batch=lambda asked: x[order][asked])
         worker = SimpleNamespace(step=SimpleNamespace(data=records, reducer=there))
         method = Functional(noise=noise)
-        return method._noisy(worker, draws, key * 32, rows, draw)[np.argsort(order)]
+        return method._noisy_copy(worker, draws, key * 32, rows, draw)[np.argsort(order)]
 
     own, fresh, turned = noisy("own"), noisy("fresh"), np.arange(6)[::-1].copy()
     assert torch.equal(noisy("own", b"j", order=turned), own)
@@ -326,13 +330,13 @@ def test_one_record_with_its_own_noise_moves_each_sum_by_at_most_one() -> None:
 
 def test_features_with_own_noise_are_made_once(tmp_path: Path, monkeypatch) -> None:
     made: list[int] = []
-    real = Sums.features
+    real = CoefficientSums.features
 
-    def counted(made_by: Sums, inputs: Tensor) -> Tensor:
+    def counted(made_by: CoefficientSums, inputs: Tensor) -> Tensor:
         made.append(len(inputs))
         return real(made_by, inputs)
 
-    monkeypatch.setattr(Sums, "features", counted)
+    monkeypatch.setattr(CoefficientSums, "features", counted)
     base = {"name": "functional", "rounds": 2, "sigma": 0.3, "draws": 2}
     for noise, times in (("fresh", 4), ("own", 1)):
         job = job_of(tmp_path, noise, method=base | {"noise": noise})

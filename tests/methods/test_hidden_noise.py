@@ -24,9 +24,9 @@ from dpdist.methods import hidden_noise_shares
 from dpdist.methods.base import Redistribution
 from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, SecureSGD
 from dpdist.models import ModelSpec, SplitModel
-from dpdist.models.noise import keep_within, layer_bound
+from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
 from dpdist.privacy.phases import GaussianReleases, NonPrivate
-from dpdist.runs.recipe import find, load
+from dpdist.runs.recipe import find_recipe, load_recipe
 
 pytestmark = pytest.mark.guarantee
 
@@ -61,11 +61,11 @@ def test_options_refuse_what_does_not_hold() -> None:
         PixelDP(epsilon_r=4)
     with pytest.raises(ValidationError, match="paper_faithful: true"):
         SecureSGD(redistribution=Redistribution(source="private"))
-    assert SecureSGD().besides == ()
+    assert SecureSGD().extra_cost == ()
     paid = Redistribution(source="paid", noise_multiplier=5, sample_rate=0.1)
-    assert SecureSGD(redistribution=paid).besides == (GaussianReleases(5, 1, 0.1),)
+    assert SecureSGD(redistribution=paid).extra_cost == (GaussianReleases(5, 1, 0.1),)
     private = Redistribution(source="private")
-    (phase,) = HGMPixelDP(redistribution=private, paper_faithful=True).besides
+    (phase,) = HGMPixelDP(redistribution=private, paper_faithful=True).extra_cost
     assert isinstance(phase, NonPrivate)
 
 
@@ -79,12 +79,12 @@ def test_equation_7_against_one_example_at_a_time(beta: float) -> None:
         expected += torch.autograd.grad(loss, h)[0][0].abs().double() ** beta / 7
     got = hidden_noise_shares.mean_powers(split, inputs, labels, beta)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-12)
-    shares = hidden_noise_shares.shares(got, 0.1)
+    shares = hidden_noise_shares.normalised_shares(got, 0.1)
     assert float(shares.mean()) == pytest.approx(1) and float(shares.min()) >= 0.1 - 1e-12
     r = 0.9 * expected / expected.sum() + 0.1 / expected.numel()
     assert torch.allclose(shares, r * expected.numel(), rtol=1e-4)
     # The total power of the noise is that of equal noise.
-    std = hidden_noise_shares.heterogeneous_noise(0.3, shares)
+    std = hidden_noise_shares.heterogeneous_std(0.3, shares)
     assert float(std.double().square().mean().sqrt()) == pytest.approx(0.3)
 
 
@@ -144,8 +144,8 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
     monkeypatch.setattr(hidden_noise_shares, "noised_powers", lambda total, *rest: total)
     privacy = SimpleNamespace(nominal_records=None)
     setup: Any = SimpleNamespace(
-        recipe=SimpleNamespace(privacy=privacy), spec=spec, records=Records(), key=b"k" * 32,
-        initial=lambda: models.initialise(spec, 0),
+        recipe=SimpleNamespace(privacy=privacy), spec=spec, private_records=Records(),
+        key=b"k" * 32, build_initial_model=lambda: models.initialise(spec, 0),
     )  # fmt: skip
     section = Redistribution(source="paid", clip_norm=clip)
 
@@ -153,7 +153,7 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
         sample = poisson_sample
         members = lambda *a, **k: (m := sample(*a, **k))[m != left]  # noqa: E731
         monkeypatch.setattr(hidden_noise_shares, "poisson_sample", members)
-        return hidden_noise_shares._paid(section, 1.0, setup)
+        return hidden_noise_shares._released_powers(section, 1.0, setup)
 
     whole = total()
     moved = [float((whole - total(left)).norm()) / clip for left in (0, 100, 150, 299)]
@@ -193,12 +193,12 @@ def test_the_quick_bound_is_one_and_keeps_the_layer(layer: nn.Module, shape) -> 
     nn.init.normal_(layer.weight)  # type: ignore[arg-type, union-attr]
     split = SplitModel(layer, "0", layer, nn.Sequential(layer), nn.Identity(), None)  # type: ignore[arg-type]
     exact = l2_to_l2(layer, shape)  # type: ignore[arg-type]
-    assert exact <= layer_bound(split) * (1 + 1e-6)
-    keep_within(split, 0.5)
-    assert 0.499 < layer_bound(split) <= 0.5 + 1e-9
+    assert exact <= first_layer_norm_bound(split) * (1 + 1e-6)
+    project_first_layer_norm(split, 0.5)
+    assert 0.499 < first_layer_norm_bound(split) <= 0.5 + 1e-9
     assert l2_to_l2(layer, shape) <= 0.5 + 1e-6  # type: ignore[arg-type]
     before = layer.weight.clone()  # type: ignore[union-attr, operator]
-    keep_within(split, 0.6)
+    project_first_layer_norm(split, 0.6)
     assert torch.equal(layer.weight, before)  # type: ignore[arg-type]
 
 
@@ -211,12 +211,12 @@ def test_the_norm_of_the_reshaped_kernel_is_no_bound() -> None:
 
 def test_public_images_are_made_to_fit() -> None:
     inputs = torch.rand(3, 1, 8, 8)
-    fitted = hidden_noise_shares.resized(inputs, (3, 28, 28))
+    fitted = hidden_noise_shares.resize_images(inputs, (3, 28, 28))
     assert fitted.shape == (3, 3, 28, 28) and torch.equal(fitted[:, 0], fitted[:, 2])
     assert 0 <= float(fitted.min()) <= float(fitted.max()) <= 1
-    assert hidden_noise_shares.resized(inputs, (1, 8, 8)) is inputs
+    assert hidden_noise_shares.resize_images(inputs, (1, 8, 8)) is inputs
     with pytest.raises(ValueError, match="cannot be made to fit"):
-        hidden_noise_shares.resized(torch.rand(3, 5), (1, 8, 8))
+        hidden_noise_shares.resize_images(torch.rand(3, 5), (1, 8, 8))
 
 
 def test_open_training_learns_and_keeps_the_first_layer() -> None:
@@ -229,11 +229,13 @@ def test_open_training_learns_and_keeps_the_first_layer() -> None:
             return float(nn.functional.cross_entropy(model(inputs), labels))
 
     before = loss()
-    hidden_noise_shares.train_openly(model, inputs, labels, 30, lambda: keep_within(split, 0.3))
+    hidden_noise_shares.train_without_privacy(
+        model, inputs, labels, 30, lambda: project_first_layer_norm(split, 0.3)
+    )
     assert loss() < before - 0.1
-    assert layer_bound(split) <= 0.3 + 1e-9
+    assert first_layer_norm_bound(split) <= 0.3 + 1e-9
     weights = [p.detach().numpy() for p in model.parameters()]
-    hidden_noise_shares.train_openly(model, inputs, labels, 0, lambda: None)
+    hidden_noise_shares.train_without_privacy(model, inputs, labels, 0, lambda: None)
     for old, new in zip(weights, model.parameters(), strict=True):
         assert np.array_equal(old, new.detach().numpy())
 
@@ -249,7 +251,7 @@ def bench() -> dict[str, Any]:
 def test_rows_of_the_benchmark_that_are_compared_have_the_same_noise(bench) -> None:
     sigmas = {}
     for name, (recipe, change) in bench["rows"]().items():
-        sigmas[name] = load(find(recipe), change).method.noise_scale(784)
+        sigmas[name] = load_recipe(find_recipe(recipe), change).method.noise_scale(784)
     assert all(first in sigmas and second in sigmas for first, second in bench["pairs"]())
     apart = {
         pair
@@ -298,7 +300,7 @@ def test_the_benchmark_makes_its_lines_and_continues(
         "secure-equal-4": (rows["secure-equal-4"][0], rows["secure-equal-4"][1] | small),
     }
     monkeypatch.setitem(bench["main"].__globals__, "rows", lambda: few)
-    make_up(tmp_path, load(find("pixeldp-mnist")).data)
+    make_up(tmp_path, load_recipe(find_recipe("pixeldp-mnist")).data)
     asked = {
         "data-root": tmp_path, "steps": 1, "inputs": 3, "draws": 20, "seeds": 1,
         "results": tmp_path / "results.jsonl",

@@ -11,8 +11,8 @@ from dpdist.methods.transdenoiser_split import (
     MixedJacobian,
     lanczos_smallest,
     rescaling_directions,
-    settled_by_symmetry,
     smallest_eigenvalue,
+    zero_by_symmetry,
 )
 
 pytestmark = pytest.mark.guarantee
@@ -53,12 +53,12 @@ def test_products_are_those_of_the_matrix(activation):
     model, inputs = denoiser(activation), images(3)
     a = brute_force(model, inputs)
     jacobian = MixedJacobian(model, squared_error, inputs, inputs)
-    assert (jacobian.width, jacobian.records * jacobian.features) == a.shape
+    assert (jacobian.num_parameters, jacobian.records * jacobian.features) == a.shape
     generator = torch.Generator().manual_seed(1)
     y = torch.randn(3, 16, generator=generator, dtype=torch.float64)
     u = torch.randn(len(a), generator=generator, dtype=torch.float64)
     assert torch.allclose(jacobian.times(y), a @ y.reshape(-1), rtol=1e-9)
-    assert torch.allclose(jacobian.transposed_times(u).reshape(-1), a.T @ u, rtol=1e-9)
+    assert torch.allclose(jacobian.rmatvec(u).reshape(-1), a.T @ u, rtol=1e-9)
     assert torch.allclose(jacobian.squares(u), a @ (a.T @ u), rtol=1e-9)
 
 
@@ -94,7 +94,7 @@ def test_smallest_eigenvalue_of_small_networks_is_exact():
     a = brute_force(model, inputs)
     expected = float(torch.linalg.eigvalsh(a @ a.T)[0])
     found = smallest_eigenvalue(MixedJacobian(model, squared_error, inputs, inputs))
-    assert found.exact and "eigenvalues" in found.why
+    assert found.exact and "eigenvalues" in found.reason
     assert expected > 0  # tanh has no continuous symmetry: the value is small, not nothing
     assert found.value == pytest.approx(expected, rel=1e-3)
 
@@ -106,7 +106,7 @@ def test_too_few_records_have_no_smallest_eigenvalue():
     jacobian = MixedJacobian(model, squared_error, inputs, inputs)
     found = smallest_eigenvalue(jacobian)
     assert (found.value, found.exact) == (0.0, True)
-    assert found.why == f"rank at most 16 < {len(a)} parameters"
+    assert found.reason == f"rank at most 16 < {len(a)} parameters"
     assert float(torch.linalg.eigvalsh(a @ a.T)[0]) < 1e-12
     thin = smallest_eigenvalue(jacobian, thin=True)
     assert thin.value == pytest.approx(float(torch.linalg.svdvals(a)[-1]) ** 2, rel=1e-6)
@@ -121,10 +121,10 @@ def test_relu_networks_have_a_direction_without_effect():
     assert directions is not None and len(directions) == 2
     a = brute_force(model, inputs)
     assert float((a.T @ directions[0]).norm() / (a.norm() * directions[0].norm())) < 1e-14
-    found = settled_by_symmetry(model, squared_error, inputs)
+    found = zero_by_symmetry(model, squared_error, inputs)
     assert found is not None
     assert (found.value, found.exact) == (0.0, True)
-    assert "symmetry" in found.why
+    assert "symmetry" in found.reason
     assert float(torch.linalg.eigvalsh(a @ a.T)[0]) < 1e-12 * float(a.square().sum())
 
 
@@ -132,12 +132,12 @@ def test_a_direction_with_an_effect_settles_nothing(monkeypatch):
     """ReLU's directions are wrong for tanh, and the numerical check sees it."""
     model, inputs = denoiser(nn.Tanh), images(8)
     assert rescaling_directions(model) is None
-    assert settled_by_symmetry(model, squared_error, inputs) is None
+    assert zero_by_symmetry(model, squared_error, inputs) is None
     wrong = rescaling_directions(denoiser(nn.ReLU))
     monkeypatch.setattr(
         "dpdist.methods.transdenoiser_split.rescaling_directions", lambda network: wrong
     )
-    assert settled_by_symmetry(model, squared_error, inputs) is None
+    assert zero_by_symmetry(model, squared_error, inputs) is None
 
 
 def test_lanczos_is_a_bound_and_then_exact():

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom, chi2, norm
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 from support.training import execute, make, train
 
 from dpdist.core.errors import UserError
-from dpdist.methods.noisy_records import Noised, NoisyRecordsMethod
+from dpdist.methods.noisy_records import NoisyDataset, NoisyRecordsMethod
 from dpdist.privacy.claims import residual_input_guarantee
 from dpdist.privacy.phases import GaussianSteps, NoisyRecords
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.folder import RunFolder, read_released
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.folder import RunFolder, read_verified_ledger
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.job import prepare
 
 pytestmark = pytest.mark.guarantee
@@ -57,9 +57,9 @@ class Records:
         return (torch.arange(len(self)) % CLASSES)[indices]
 
 
-def noised(count: int, **more: Any) -> Noised:
+def noised(count: int, **more: Any) -> NoisyDataset:
     given = {"norm": 1.0, "std": 2.0, "label_epsilon": 1.0} | more
-    return Noised(Records(count), b"k" * 32, **given)
+    return NoisyDataset(Records(count), b"k" * 32, **given)
 
 
 def test_each_input_is_clipped_and_noised_once() -> None:
@@ -119,7 +119,7 @@ def test_epsilon_is_that_of_one_release(noise: float, label: float) -> None:
     assert delta_of(mu, label, found * (1 - 2e-3)) > 1e-5
     # The pass is paid for once: as much after no step, and after all of them twice.
     assert plan.steps == 500 and plan.guarantee(0).epsilon == found
-    assert plan.with_counts([1000]) == phases and PrivacyPlan.from_dict(plan.to_dict()) == plan
+    assert plan.executed_phases([1000]) == phases and PrivacyPlan.from_dict(plan.to_dict()) == plan
     alone = residual_input_guarantee(noise, 1, 1).epsilon
     assert alone < found < alone + label
 
@@ -139,16 +139,16 @@ def test_what_it_does_not_protect_is_refused() -> None:
         ("audit", {"kind": "canaries"}, "does not go with audit"),
     ):
         with pytest.raises(UserError, match=said):
-            parse(RAW | {section: RAW.get(section, {}) | given}, "test")
+            parse_recipe(RAW | {section: RAW.get(section, {}) | given}, "test")
     for name, value in (
         ("public", 0.1), ("hold_out", 0.1), ("fraction", 0.5), ("max_train", 900),
         ("labels", [3, 5]), ("drop_test_records", True),
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"does not go with data.{name}: it takes or leaves"):
-            parse(RAW | {"data": RAW["data"] | {name: value}}, "test")
+            parse_recipe(RAW | {"data": RAW["data"] | {name: value}}, "test")
     plain = RAW | {"method": "dp-sgd", "privacy": RAW["privacy"] | {"clipping": "none"}}
     with pytest.raises(UserError, match="clipping: none is training without privacy"):
-        parse(plain, "test")
+        parse_recipe(plain, "test")
 
 
 # ---- the whole
@@ -158,7 +158,7 @@ def test_what_it_does_not_protect_is_refused() -> None:
 def test_a_run_is_trained_on_them_and_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     write_recipe(tmp_path, RAW, "x.yaml")
     done = command(monkeypatch, capsys, tmp_path, "run", "x.yaml")
     assert done.code == 0 and "with noise 2, drawn once; labels by" in done.out, done.err
@@ -182,17 +182,17 @@ def test_the_steps_see_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     privacy = RAW["privacy"] | {"run_key": "5a" * 32, "clipping": "none"}
     recipe, folder = make(tmp_path, "a", **more, privacy=privacy, model="linear")
     found = train(recipe, folder)
-    ledger, plan = read_released(folder).ledger, folder.read_plan()
-    assert len(ledger.releases) == 12 and ledger.guarantee(plan) == plan.guarantee(0)
+    ledger, plan = read_verified_ledger(folder).ledger, folder.read_plan()
+    assert len(ledger.release_counts) == 12 and ledger.guarantee(plan) == plan.guarantee(0)
     seen: list[float] = []
-    real = Noised.batch
+    real = NoisyDataset.batch
 
-    def watched(self: Noised, indices: Any) -> torch.Tensor:
+    def watched(self: NoisyDataset, indices: Any) -> torch.Tensor:
         inputs = real(self, indices)
         seen.append(float(inputs.abs().max()))
         return inputs
 
-    monkeypatch.setattr(Noised, "batch", watched)
+    monkeypatch.setattr(NoisyDataset, "batch", watched)
     again = train(recipe, make(tmp_path, "b", **more, privacy=privacy, model="linear")[1])
     assert torch.equal(found, again) and len(seen) == 12 and max(seen) < 1e-5
     two = train(recipe, make(tmp_path, "c", **more, privacy=privacy, model="linear")[1], 2)
@@ -206,13 +206,13 @@ def test_copies_of_a_run_noise_another_release_of_the_records_afresh(
     stays the same for the same recipe and is refused for another. With the noise of input norm 4
     on records clipped to 3, the difference of two releases would be the record itself."""
     seen: list[tuple[np.ndarray, torch.Tensor]] = []
-    real = Noised.batch
+    real = NoisyDataset.batch
 
-    def watched(self: Noised, indices: Any) -> torch.Tensor:
+    def watched(self: NoisyDataset, indices: Any) -> torch.Tensor:
         seen.append((np.asarray(indices), real(self, indices)))
         return seen[-1][1]
 
-    monkeypatch.setattr(Noised, "batch", watched)
+    monkeypatch.setattr(NoisyDataset, "batch", watched)
 
     def inputs(recipe: Recipe, folder: RunFolder, until: int | None = None) -> dict[int, bytes]:
         seen.clear()
@@ -228,7 +228,7 @@ def test_copies_of_a_run_noise_another_release_of_the_records_afresh(
         return {one[n] == other[n] for n in both}
 
     training = RAW["training"] | {"batch_size": 1000}  # of 1,437: hundreds in common
-    recipe = parse(RAW | {"training": training}, "test")
+    recipe = parse_recipe(RAW | {"training": training}, "test")
     folder, before, after = (RunFolder(tmp_path / name) for name in ("run", "before", "after"))
     prepare(recipe, folder, "test")
     shutil.copytree(folder.path, before.path)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.extending import TOY
-from support.here import command, without_ray
+from support.extension_examples import TOY
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 
 pytestmark = pytest.mark.whole
 
@@ -46,7 +46,7 @@ def beside(tmp_path, monkeypatch) -> Path:
 
 def test_it_is_trained_certified_reported_and_released(beside, monkeypatch, capsys):
     """Without Ray; on it: tests/test_end_to_end.py."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
 
     def dpdist(*arguments: str) -> str:
         done = command(monkeypatch, capsys, beside, *arguments)
@@ -81,16 +81,16 @@ def test_its_own_rules_and_types_are_the_recipe_s(beside):
     def refused(**method) -> str:
         raw = {**RECIPE, "method": {"name": "varied:Varied", **method}}
         with pytest.raises(UserError) as caught:
-            parse(raw, "r.yaml")
+            parse_recipe(raw, "r.yaml")
         return str(caught.value)
 
     assert refused(copies=0) == "r.yaml: method.copies: must be >= 1, got 0"
     assert refused(copy=2) == "r.yaml: method.copy: unknown key"
     capped = {**RECIPE, "privacy": {**RECIPE["privacy"], "batch_cap": 300}}
     with pytest.raises(UserError, match=r"method Varied does not go with privacy\.batch_cap"):
-        parse(capped, "r.yaml")
+        parse_recipe(capped, "r.yaml")
     assert refused(name="varied:Nobody").startswith("r.yaml: method: cannot import 'varied:Nobody'")
     assert "must be a class made from" in refused(name="os:getcwd")
     assert "'dp-sgd'" in refused(name="varied")
-    recipe = parse(RECIPE, "r.yaml")
-    assert parse(yaml.safe_load(recipe.to_yaml()), "again") == recipe
+    recipe = parse_recipe(RECIPE, "r.yaml")
+    assert parse_recipe(yaml.safe_load(recipe.to_yaml()), "again") == recipe

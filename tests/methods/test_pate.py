@@ -16,20 +16,20 @@ import pytest
 import torch
 from scipy.stats import binom, norm
 from support.datasets import write_split
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 from support.training import execute, parameters
 
 from dpdist.core.errors import UserError
-from dpdist.methods.pate import PATE, UNANSWERED, VOTES, counted
+from dpdist.methods.pate import PATE, UNANSWERED, VOTES, count_votes
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive, export_text, unpack_text
-from dpdist.runs.folder import RunFolder, read_released
-from dpdist.runs.recipe import ordinary, parse
-from dpdist.training.ensembles import released_once
+from dpdist.runs.archive import Archive, export_text, unpack_export
+from dpdist.runs.folder import RunFolder, read_verified_ledger
+from dpdist.runs.recipe import parse_recipe, without_privacy
+from dpdist.training.ensembles import release_once
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
 
@@ -54,7 +54,7 @@ RAW: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
 
 
 def method(**more: Any) -> PATE:
@@ -81,7 +81,7 @@ def releases_of(
 
     with patch.context() as inner:
         inner.setattr("dpdist.gradients.noise.add_noise", without)
-        one.told(votes, plan, b"k" * 32)
+        one.release_labels(votes, plan, b"k" * 32)
     return seen
 
 
@@ -118,7 +118,7 @@ def test_thresholds_and_answers_share_no_noise(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("dpdist.gradients.noise.add_noise", keyed)
     for given in (b"k" * 32, b"l" * 32):
-        method().told(np.full((20, 10), 9), plan_of(2.0), given)
+        method().release_labels(np.full((20, 10), 9), plan_of(2.0), given)
     assert len(keys) == 4 and len({*keys, b"k" * 32, b"l" * 32}) == 6
 
 
@@ -144,18 +144,18 @@ def job_of(home: Path, keep: np.ndarray | slice = slice(None), **more: Any) -> T
         "privacy": RAW["privacy"] | {"nominal_records": 60, "delta": 1e-3, "run_key": KEY},
         "training": {"batch_size": 8, "epochs": 3, "learning_rate": 2.0},
     }  # fmt: skip
-    return prepare(parse(raw, "test"), RunFolder(home / "run"), "test")
+    return prepare(parse_recipe(raw, "test"), RunFolder(home / "run"), "test")
 
 
 def votes_of(job: TrainJob) -> np.ndarray:
-    fit(job, workers=lambda _: None, here=True)
+    fit(job, start_workers=lambda _: None, in_process=True)
     return np.load(job.folder.private / VOTES)
 
 
 @pytest.mark.slow
 def test_one_record_is_one_vote_of_each_row(tmp_path: Path) -> None:
     every = job_of(tmp_path / "every")
-    votes, private = votes_of(every), every.own_records()
+    votes, private = votes_of(every), every.records_without_canaries()
     assert votes.shape == (20, 3) and (votes.sum(axis=1) == 4).all()
     assert (every.folder.private / VOTES).stat().st_mode & 0o077 == 0
     changed = 0
@@ -175,7 +175,7 @@ def test_a_teacher_has_at_most_one_vote_whatever_it_says() -> None:
     """None where it says no numbers: the argmax of NaN is the first class."""
     scores = np.zeros((3, 2, 4))
     scores[0, :, 2], scores[1, 0], scores[2, 1, 3] = 1, np.nan, np.inf
-    found = counted(scores)
+    found = count_votes(scores)
     assert found.tolist() == [[1, 0, 1, 0], [1, 0, 1, 0]]
 
 
@@ -191,7 +191,7 @@ def test_what_passes_and_what_is_told_follow_the_exact_law() -> None:
     plan = plan_of(math.sqrt(100 * (2 / 3) / count), one)
     phase: Any = plan.phases[0]
     assert phase.screen_noise == pytest.approx(10) and phase.vote_noise == pytest.approx(20)
-    labels = np.array(one.told(np.tile([60, 40], (count, 1)), plan, b"n" * 32))
+    labels = np.array(one.release_labels(np.tile([60, 40], (count, 1)), plan, b"n" * 32))
     passed = int((labels != UNANSWERED).sum())
 
     def likely(seen: int, among: int, share: float) -> bool:
@@ -202,7 +202,7 @@ def test_what_passes_and_what_is_told_follow_the_exact_law() -> None:
     for factor in (1.0, 2 / 3, 1.5):
         assert likely(passed, count, norm.cdf(-10 / (10 * factor))) == (factor == 1)
         assert likely(wrong, passed, norm.cdf(-20 / (math.sqrt(2) * 20 * factor))) == (factor == 1)
-    again = one.told(np.tile([60, 40], (count, 1)), plan, b"m" * 32)
+    again = one.release_labels(np.tile([60, 40], (count, 1)), plan, b"m" * 32)
     assert again != labels.tolist()
 
 
@@ -211,15 +211,15 @@ def test_no_more_is_told_than_was_paid_for() -> None:
     votes[:, 4] = 100
     votes[::2] = 10  # no class has enough
     one = method(threshold=50.0)
-    labels = one.told(votes, plan_of(0.01, one), b"k" * 32)
+    labels = one.release_labels(votes, plan_of(0.01, one), b"k" * 32)
     assert labels == [UNANSWERED, 4.0] * 10
     fewer = method(threshold=50.0, answers=3)
-    told = fewer.told(votes, plan_of(0.01, fewer), b"k" * 32)
+    told = fewer.release_labels(votes, plan_of(0.01, fewer), b"k" * 32)
     assert told[:6] == [UNANSWERED, 4.0] * 3 and set(told[6:]) == {UNANSWERED}  # the first three
     every = method(threshold=0.0, screening=0.0, answers=20)
-    assert UNANSWERED not in every.told(votes, plan_of(0.01, every), b"k" * 32)
+    assert UNANSWERED not in every.release_labels(votes, plan_of(0.01, every), b"k" * 32)
     quiet = method(threshold=200.0)
-    assert set(quiet.told(votes, plan_of(0.01, quiet), b"k" * 32)) == {UNANSWERED}
+    assert set(quiet.release_labels(votes, plan_of(0.01, quiet), b"k" * 32)) == {UNANSWERED}
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_no_more_is_told_than_was_paid_for() -> None:
 def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str) -> None:
     raw = RAW | {section: {**RAW.get(section, {}), **given}}
     with pytest.raises(UserError, match=said) as error:
-        parse(raw, "test")
+        parse_recipe(raw, "test")
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -255,31 +255,34 @@ def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str
 def test_a_crash_replays_the_votes_and_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, real = job_of(tmp_path / "a"), PATE.told
+    job, real = job_of(tmp_path / "a"), PATE.release_labels
     path = job.folder.ledger
 
     def dies(self: PATE, *given: Any) -> Any:
-        assert Ledger.read(path).asked == 1  # on the disk, before its noise
+        assert Ledger.read(path).num_queries == 1  # on the disk, before its noise
         real(self, *given)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
-        inner.setattr(PATE, "told", dies)
+        inner.setattr(PATE, "release_labels", dies)
         votes_of(job)
-    assert Ledger.read(path).answers == ()
+    assert Ledger.read(path).recorded_answers == ()
     votes = votes_of(job)
     ledger = Ledger.read(path)
     undisturbed = job_of(tmp_path / "b")
     assert np.array_equal(votes_of(undisturbed), votes)
-    assert ledger.asked == 1 and ledger.answers == Ledger.read(undisturbed.folder.ledger).answers
+    assert (
+        ledger.num_queries == 1
+        and ledger.recorded_answers == Ledger.read(undisturbed.folder.ledger).recorded_answers
+    )
     with monkeypatch.context() as inner:
-        inner.setattr(PATE, "told", dies)  # never asked again
+        inner.setattr(PATE, "release_labels", dies)  # never asked again
         votes_of(job)
     votes[0] = np.roll(votes[0], 1)
     np.save(job.folder.private / VOTES, votes)
     with pytest.raises(UserError, match="released a second time"):
         votes_of(job)
-    assert Ledger.read(path).asked == 1
+    assert Ledger.read(path).num_queries == 1
 
 
 @pytest.mark.slow
@@ -290,7 +293,7 @@ def test_what_is_released_once_has_a_key_of_its_own(tmp_path: Path) -> None:
         found: list[bytes] = []
         job = job_of(tmp_path / name)
         job = replace(job, plan=replace(job.plan, delta=delta))
-        released_once(job, about, lambda key: found.append(key) or [1.0])
+        release_once(job, about, lambda key: found.append(key) or [1.0])
         return found[0]
 
     first = key_of("first")
@@ -321,7 +324,7 @@ def test_copies_of_a_run_draw_other_votes_afresh(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            released_once(job, about, dies)
+            release_once(job, about, dies)
         return found[0]
 
     copied("before")
@@ -333,7 +336,7 @@ def test_copies_of_a_run_draw_other_votes_afresh(tmp_path: Path) -> None:
     other = replace(jobs["after"], recipe=recipe.model_copy(update={"method": method}))
     for job, about in ((other, b"votes"), (jobs["after"], b"other votes")):
         with pytest.raises(UserError, match="would be released a second time"):
-            released_once(job, about, lambda key: [1.0])
+            release_once(job, about, lambda key: [1.0])
 
 
 @pytest.mark.slow
@@ -342,10 +345,10 @@ def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="never from records"):
         execute(job_of(tmp_path / "refused"))
     given: list[Any] = []
-    fit(job, workers=given.append, here=True)
-    (told,) = Ledger.read(job.folder.ledger).answers
+    fit(job, start_workers=given.append, in_process=True)
+    (told,) = Ledger.read(job.folder.ledger).recorded_answers
     labels = np.array(told)
-    public = job.public()
+    public = job.public_records()
     assert public is not None and 0 < (labels != UNANSWERED).sum() <= 12 and len(labels) == 20
     student = given[0].records()
     assert len(student) == job.plan.records == 60
@@ -359,7 +362,7 @@ def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     execute(given[0])
     alone = parameters(job.folder)
     other = job_of(tmp_path / "b")
-    fit(other, workers=lambda it: execute(it, 2), here=True)
+    fit(other, start_workers=lambda it: execute(it, 2), in_process=True)
     assert torch.allclose(alone, parameters(other.folder), atol=1e-5)
 
 
@@ -368,11 +371,11 @@ def test_the_student_tells_the_records_classes_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever classes the public records have, whose labels nobody reads."""
-    public, given = TrainJob.public, []
-    monkeypatch.setattr(TrainJob, "public", lambda job: replace(public(job), classes=2))
+    public, given = TrainJob.public_records, []
+    monkeypatch.setattr(TrainJob, "public_records", lambda job: replace(public(job), classes=2))
     job = job_of(tmp_path)
     np.save(job.folder.private / VOTES, np.tile([0, 0, 4], (20, 1)))
-    fit(job, workers=given.append, here=True)
+    fit(job, start_workers=given.append, in_process=True)
     student = given[0].records()
     assert student.classes == 3 and student.targets(slice(0, 60)).max() == 2
     execute(given[0])
@@ -385,9 +388,9 @@ def test_a_teacher_s_network_may_be_another_where_the_student_s_is_pretrained() 
         "public": {"training": RAW["training"]},
         "method": METHOD | {"teaching": {"model": "mlp"}},
     }
-    recipe = parse(raw, "test")
-    teachers = ordinary(recipe, recipe.method.teaching.sections)
-    assert teachers.model.name == "mlp" and teachers.model.pretrained is None
+    recipe = parse_recipe(raw, "test")
+    teachers = without_privacy(recipe, recipe.method.teaching.overridden_sections)
+    assert teachers.model.name == "mlp" and teachers.model.pretrained_part is None
 
 
 def test_a_teacher_s_network_is_checked_before_any_is_trained(tmp_path: Path) -> None:
@@ -399,7 +402,7 @@ def test_a_teacher_s_network_is_checked_before_any_is_trained(tmp_path: Path) ->
 
 def test_no_question_is_a_test_record(tmp_path: Path) -> None:
     job, path = job_of(tmp_path), tmp_path / "data/made/test.parquet"
-    public = job.public()
+    public = job.public_records()
     assert public is not None
     one = {"x": public.batch(slice(0, 1))[0].tolist(), "label": 0}
     pq.write_table(pa.Table.from_pylist([*pq.read_table(path).to_pylist(), one]), path)
@@ -454,21 +457,21 @@ def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "add-or-remove-one (proved" in done.out and "of 12 that epsilon pays for" in done.out
     folder = RunFolder(tmp_path / "runs" / "x")
-    ledger, plan = read_released(folder).ledger, folder.read_plan()
-    assert ledger.asked == 1 and ledger.guarantee(plan) == plan.guarantee(0)
+    ledger, plan = read_verified_ledger(folder).ledger, folder.read_plan()
+    assert ledger.num_queries == 1 and ledger.guarantee(plan) == plan.guarantee(0)
     before = folder.ledger.read_bytes()
     assert here(raw, "run", "x.yaml").code == 0 and folder.ledger.read_bytes() == before
     assert here(raw, "release", "x").code == 0
-    card = json.loads((folder.release / "privacy_card.json").read_text())
+    card = json.loads((folder.release_folder / "privacy_card.json").read_text())
     assert card["private"] and card["mechanism"][0].startswith("votes of models on disjoint shards")
     assert "never released" in " ".join(card["assumptions"])
     audit = here(raw, "audit", "x.yaml")
     assert audit.code == 2 and "noised before the steps" in audit.err
-    unpack_text(export_text(folder), tmp_path / "fetched")
-    archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
+    unpack_export(export_text(folder), tmp_path / "fetched")
+    archive = Archive.claim(folder, f"file://{tmp_path}/archive", False)
     assert archive is not None
     archive.update()
-    archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
+    archives.fetch_publishable_files(f"file://{tmp_path}/archive", tmp_path / "archived")
     votes = (folder.private / VOTES).read_bytes()
     for place in ("fetched", "archived", "archive", "runs/x/release"):
         for path in (tmp_path / place).rglob("*"):

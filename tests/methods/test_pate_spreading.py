@@ -16,15 +16,15 @@ from methods.test_pate import METHOD, RAW, job_of, plan_of, votes_of
 from scipy import sparse
 from sklearn.semi_supervised import LabelSpreading
 from support.benchmarks import load as load_benchmark
-from support.here import without_ray
+from support.local_execution import run_without_ray
 from support.training import execute, parameters
 
 from dpdist.core.errors import UserError
-from dpdist.methods.pate import PATE, UNANSWERED, Spreading, spread, ties
+from dpdist.methods.pate import PATE, UNANSWERED, SpreadingRecipe, similarity_graph, spread_scores
 from dpdist.models.features import scattering
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
 
@@ -35,7 +35,7 @@ SPREADING = {"spreading": {"neighbours": 5}}
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
 
 
 def blobs(each: int = 40, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -61,16 +61,16 @@ def test_the_ties_are_those_of_the_definition() -> None:
     weights = (weights + weights.T) / 2
     degrees = weights.sum(axis=1)
     expected = weights / np.sqrt(degrees[:, None] * degrees[None])
-    assert np.allclose(ties(points, 4).toarray(), expected, atol=1e-12)
+    assert np.allclose(similarity_graph(points, 4).toarray(), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.99])
 def test_scores_are_zhou_s_closed_form_and_scikit_learn_s_limit(alpha: float) -> None:
     points, _ = blobs(20)
-    graph, asked, told = ties(points, 6), np.arange(12), np.arange(12) % 3
+    graph, asked, told = similarity_graph(points, 6), np.arange(12), np.arange(12) % 3
     given = np.zeros((60, 3))
     given[asked, told] = 1
-    found = spread(graph, asked, told, 3, alpha)
+    found = spread_scores(graph, asked, told, 3, alpha)
     exact = np.linalg.solve(np.eye(60) - alpha * graph.toarray(), given)
     assert np.allclose(found, exact, atol=1e-6)
     # scikit-learn normalises the weights that it is given; those of a graph of row sums 1 stay.
@@ -83,7 +83,7 @@ def test_scores_are_zhou_s_closed_form_and_scikit_learn_s_limit(alpha: float) ->
     ).fit(points, labels)
     degrees = np.sqrt(weights.sum(axis=1))
     own = sparse.csr_matrix(weights / degrees[:, None] / degrees[None])
-    mine = spread(own, asked, told, 3, alpha)
+    mine = spread_scores(own, asked, told, 3, alpha)
     rows = mine / mine.sum(axis=1, keepdims=True)
     assert np.allclose(rows, theirs.label_distributions_, atol=1e-5)
 
@@ -93,14 +93,14 @@ def test_wrong_answers_are_overruled_and_every_input_gets_a_label() -> None:
     asked = np.arange(30)
     told = classes[asked].copy()
     told[:4] = (told[:4] + 1) % 3
-    found = Spreading(neighbours=8).labels(ties(points, 8), asked, told, 3)
+    found = SpreadingRecipe(neighbours=8).spread_labels(similarity_graph(points, 8), asked, told, 3)
     assert (found == classes).all()
 
 
 def test_what_no_label_reaches_has_none() -> None:
-    two = sparse.block_diag([ties(blobs(4, seed)[0], 3) for seed in (1, 2)]).tocsr()
-    found = Spreading().labels(two, np.array([0, 1]), np.array([2, 2]), 5)
-    reached = spread(two, np.array([0]), np.array([0]), 1, 0.9)[:, 0] > 0
+    two = sparse.block_diag([similarity_graph(blobs(4, seed)[0], 3) for seed in (1, 2)]).tocsr()
+    found = SpreadingRecipe().spread_labels(two, np.array([0, 1]), np.array([2, 2]), 5)
+    reached = spread_scores(two, np.array([0]), np.array([0]), 1, 0.9)[:, 0] > 0
     assert (found[12:] == UNANSWERED).all() and (found[:12][reached[:12]] == 2).all()
 
 
@@ -114,8 +114,8 @@ def test_equal_classes_lifts_a_class_that_was_seldom_named() -> None:
     roots = np.sqrt(weights.sum(axis=1))
     graph = sparse.csr_matrix(weights / roots[:, None] / roots[None])
     asked, told = np.arange(10), np.array([0] * 9 + [1])
-    plain = Spreading(equal_classes=False).labels(graph, asked, told, 3)
-    equal = Spreading(equal_classes=True).labels(graph, asked, told, 3)
+    plain = SpreadingRecipe(equal_classes=False).spread_labels(graph, asked, told, 3)
+    equal = SpreadingRecipe(equal_classes=True).spread_labels(graph, asked, told, 3)
     assert plain.tolist()[:10] == [0] * 10 and equal[9] == equal[11] == 1
 
 
@@ -139,22 +139,22 @@ def test_equal_classes_helps_where_classes_are_somewhat_unequal_and_not_where_th
 
 def given_to(job: TrainJob) -> Any:
     found: list[TrainJob] = []
-    fit(job, workers=found.append, here=True)
+    fit(job, start_workers=found.append, in_process=True)
     return found[0].records()
 
 
 def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PATE, "told", lambda *_: [UNANSWERED, 2.0, 0.0, 1.0, 1.0] * 4)
+    monkeypatch.setattr(PATE, "release_labels", lambda *_: [UNANSWERED, 2.0, 0.0, 1.0, 1.0] * 4)
     job = job_of(tmp_path, **SPREADING)
-    student, public = given_to(job), job.public()
+    student, public = given_to(job), job.public_records()
     assert public is not None
-    (told,) = Ledger.read(job.folder.ledger).answers
+    (told,) = Ledger.read(job.folder.ledger).recorded_answers
     asked = np.flatnonzero(np.array(told) != UNANSWERED)
     released = np.array(told, dtype=int)[asked]
-    graph = ties(public.batch(slice(0, len(public))).double().numpy(), 5)
-    expected = Spreading(neighbours=5).labels(graph, asked, released, 3)
+    graph = similarity_graph(public.batch(slice(0, len(public))).double().numpy(), 5)
+    expected = SpreadingRecipe(neighbours=5).spread_labels(graph, asked, released, 3)
     kept = np.flatnonzero(expected != -1)
     assert len(kept) > 20 and len(student) == job.plan.records
     assert len(student.labels) == len(kept)
@@ -172,15 +172,15 @@ def test_nothing_private_flows_into_it_but_released_labels(
     """Other private records and other labels of public ones, the same released labels: what the
     student is given is the same to the bit. Other released labels: it is not."""
     released = [float(each % 3) for each in range(12)] + [UNANSWERED] * 8
-    monkeypatch.setattr(PATE, "told", lambda *_: released)
+    monkeypatch.setattr(PATE, "release_labels", lambda *_: released)
     every = job_of(tmp_path / "every", **SPREADING)
     first = given_to(every)
-    own = {tuple(row) for row in every.own_records().batch(slice(0, 99)).tolist()}
+    own = {tuple(row) for row in every.records_without_canaries().batch(slice(0, 99)).tolist()}
     path = tmp_path / "every/data/made/train.parquet"
     rows = pq.read_table(path)["x"].to_pylist()
     private = [n for n, row in enumerate(rows) if tuple(np.float32(row).tolist()) in own]
     fewer = job_of(tmp_path / "fewer", np.setdiff1d(np.arange(90), private[:7]), **SPREADING)
-    assert len(fewer.own_records()) == len(every.own_records()) - 7
+    assert len(fewer.records_without_canaries()) == len(every.records_without_canaries()) - 7
     assert given_to(fewer).fingerprint == first.fingerprint
 
     other = job_of(tmp_path / "other", **SPREADING)
@@ -195,7 +195,7 @@ def test_nothing_private_flows_into_it_but_released_labels(
     assert given_to(other).fingerprint == first.fingerprint
 
     turned = [each if each == UNANSWERED else (each + 1) % 3 for each in released]
-    monkeypatch.setattr(PATE, "told", lambda *_: turned)
+    monkeypatch.setattr(PATE, "release_labels", lambda *_: turned)
     assert given_to(job_of(tmp_path / "turned", **SPREADING)).fingerprint != first.fingerprint
 
 
@@ -208,19 +208,19 @@ def test_a_crash_before_they_spread_asks_nothing_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
-        inner.setattr(Spreading, "labels", dies)
+        inner.setattr(SpreadingRecipe, "spread_labels", dies)
         given_to(job)
     kept = job.folder.ledger.read_bytes()
-    assert Ledger.read(job.folder.ledger).asked == 1
+    assert Ledger.read(job.folder.ledger).num_queries == 1
     assert given_to(job).fingerprint == given_to(undisturbed).fingerprint
     assert job.folder.ledger.read_bytes() == kept
 
 
 def test_points_that_are_all_one_and_a_class_that_is_the_only_one() -> None:
     """Ties of equal length between duplicates, and no division by an empty class."""
-    graph = ties(np.zeros((12, 3)), 4)
+    graph = similarity_graph(np.zeros((12, 3)), 4)
     assert np.isfinite(graph.toarray()).all()
-    found = Spreading(neighbours=4).labels(graph, np.arange(3), np.array([2, 2, 2]), 5)
+    found = SpreadingRecipe(neighbours=4).spread_labels(graph, np.arange(3), np.array([2, 2, 2]), 5)
     assert set(found.tolist()) <= {2, UNANSWERED} and (found[:3] == 2).all()
 
 
@@ -228,8 +228,8 @@ def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
     plain, one = job_of(tmp_path / "plain"), job_of(tmp_path / "one", **SPREADING)
     assert np.array_equal(votes_of(plain), votes_of(one))
     assert plain.plan.guarantee() == one.plan.guarantee()
-    assert "labels spread over all public inputs" in one.recipe.method.words(one.plan)
-    assert "spread" not in PATE(**METHOD).words(plan_of(2.0))
+    assert "labels spread over all public inputs" in one.recipe.method.describe(one.plan)
+    assert "spread" not in PATE(**METHOD).describe(plan_of(2.0))
 
 
 def test_of_images_features_may_be_the_scattering_ones() -> None:
@@ -245,11 +245,13 @@ def test_of_images_features_may_be_the_scattering_ones() -> None:
             return images[rows]
 
     public: Any = Images()
-    found = Spreading(features="scattering", neighbours=4).graph(public)
+    found = SpreadingRecipe(features="scattering", neighbours=4).build_graph(public)
     features = scattering((1, 28, 28), 10)[0](images).double().numpy()
-    assert np.allclose(found.toarray(), ties(features, 4).toarray(), atol=1e-6)
-    inputs = Spreading(neighbours=4).graph(public)
-    assert np.allclose(inputs.toarray(), ties(images.flatten(1).double().numpy(), 4).toarray())
+    assert np.allclose(found.toarray(), similarity_graph(features, 4).toarray(), atol=1e-6)
+    inputs = SpreadingRecipe(neighbours=4).build_graph(public)
+    assert np.allclose(
+        inputs.toarray(), similarity_graph(images.flatten(1).double().numpy(), 4).toarray()
+    )
 
 
 # ---- bad input
@@ -267,7 +269,7 @@ def test_of_images_features_may_be_the_scattering_ones() -> None:
 )
 def test_bad_options_are_one_line(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said.replace(".", r"\.")) as error:
-        parse(RAW | {"method": METHOD | {"spreading": given}}, "test")
+        parse_recipe(RAW | {"method": METHOD | {"spreading": given}}, "test")
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -296,4 +298,4 @@ def test_too_few_public_inputs_are_said_before_any_teacher(tmp_path: Path) -> No
 def test_images_too_small_for_scattering_are_said(tmp_path: Path) -> None:
     raw = RAW | {"method": METHOD | {"spreading": {"features": "scattering"}}}
     with pytest.raises(UserError, match=r"features: scattering of \(1, 8, 8\): .*; take inputs"):
-        prepare(parse(raw, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(raw, "test"), RunFolder(tmp_path / "run"), "test")

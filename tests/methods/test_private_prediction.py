@@ -14,23 +14,23 @@ import pytest
 import torch
 from scipy.optimize import brentq
 from scipy.stats import chi2, norm
-from support.here import Done, command, without_ray
+from support.local_execution import Done, command, run_without_ray
 from support.recipes import write_recipe
 
 from dpdist.core.errors import UserError
 from dpdist.evaluation import require_model
-from dpdist.methods.private_prediction import PrivatePrediction, bounded
-from dpdist.privacy.budget import budgets_in
-from dpdist.privacy.ledger import Ledger, LedgerError, NoAnswersLeft
+from dpdist.methods.private_prediction import PrivatePrediction, clip_logits
+from dpdist.privacy.budget import read_budgets
+from dpdist.privacy.ledger import Ledger, LedgerError, QueriesExhausted
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.publishing import write_release
 from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive, export_text, unpack_text
-from dpdist.runs.folder import RunFolder, read_released
-from dpdist.runs.recipe import parse
-from dpdist.training.ensembles import Oracle
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.runs.archive import Archive, export_text, unpack_export
+from dpdist.runs.folder import RunFolder, read_verified_ledger
+from dpdist.runs.recipe import parse_recipe
+from dpdist.training.ensembles import QueryOracle
+from dpdist.training.records import data_source, test_records
 
 pytestmark = pytest.mark.guarantee
 
@@ -86,8 +86,8 @@ def test_one_teacher_moves_an_answer_by_its_share_at_most() -> None:
 def test_what_is_within_the_bound_stays_but_for_its_mean() -> None:
     said = np.array([[1.0, 2.0, 6.0], [0.0, 0.1, -0.1]])
     centred = said - said.mean(axis=1, keepdims=True)
-    assert np.allclose(bounded(said, 10.0), centred)
-    assert np.allclose(bounded(said, 1.0)[0], centred[0] / np.linalg.norm(centred[0]))
+    assert np.allclose(clip_logits(said, 10.0), centred)
+    assert np.allclose(clip_logits(said, 1.0)[0], centred[0] / np.linalg.norm(centred[0]))
 
 
 def is_noise_of(std: float, values: np.ndarray) -> bool:
@@ -107,7 +107,7 @@ def test_the_noise_is_the_plans() -> None:
     assert np.array_equal(one.answer(np.zeros((5, 10)), plan, keys[0]), found[0])
     # It hides a constant, and does not change with what it hides.
     scores = np.random.default_rng(0).normal(size=(5, 10))
-    exact = bounded(scores, 2.0).mean(axis=0)
+    exact = clip_logits(scores, 2.0).mean(axis=0)
     hidden = one.answer(scores, plan, keys[0]) - exact
     assert np.allclose(hidden, found[0], atol=1e-6)
 
@@ -135,7 +135,7 @@ def test_epsilon_is_that_of_one_gaussian(
     phases = one.cost(steps)
     plan = PrivacyPlan(1400, phases, 1e-5, nominal=True)
     assert one.noise_std(plan, teachers) == pytest.approx(std)
-    assert plan.steps == 0 and plan.answers == queries
+    assert plan.steps == 0 and plan.num_queries == queries
     found = plan.guarantee()
     assert found.epsilon == pytest.approx(gaussian_epsilon(mu, 1e-5), rel=1e-3)
     assert found.relation == "add-or-remove-one"  # nothing follows the number of records
@@ -162,7 +162,7 @@ def test_epsilon_is_that_of_one_gaussian(
 def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str) -> None:
     raw = RAW | {section: {**RAW.get(section, {}), **given}}
     with pytest.raises(UserError, match=said) as error:
-        parse(raw, "test")
+        parse_recipe(raw, "test")
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -173,7 +173,7 @@ def test_its_settings_are_not_searched_for() -> None:
     }
     privacy = RAW["privacy"] | {"nominal_records": None}  # which no search goes with
     with pytest.raises(UserError, match="private-prediction does not go with tune"):
-        parse(RAW | {"tune": tune, "privacy": privacy}, "test")
+        parse_recipe(RAW | {"tune": tune, "privacy": privacy}, "test")
 
 
 # ---- counting
@@ -182,18 +182,18 @@ def test_its_settings_are_not_searched_for() -> None:
 def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:
     plan, path = plan_of(1.0, queries=2), tmp_path / "ledger.jsonl"
     with Ledger.open(path, plan.fingerprint()) as ledger:
-        assert ledger.ask("aa" * 32, plan) == 0
-        assert Ledger.read(path).asked == 1  # durable before there is any noise
-        ledger.keep("aa" * 32, [1.0, 2.0])
-        assert ledger.ask("bb" * 32, plan) == 1
-        with pytest.raises(NoAnswersLeft, match="all 2 answers"):
-            ledger.ask("cc" * 32, plan)
+        assert ledger.record_query("aa" * 32, plan) == 0
+        assert Ledger.read(path).num_queries == 1  # durable before there is any noise
+        ledger.record_answer("aa" * 32, [1.0, 2.0])
+        assert ledger.record_query("bb" * 32, plan) == 1
+        with pytest.raises(QueriesExhausted, match="all 2 answers"):
+            ledger.record_query("cc" * 32, plan)
         with pytest.raises(ValueError, match="32 bytes in hex"):
-            ledger.ask("aa", plan)
+            ledger.record_query("aa", plan)
     again = Ledger.read(path)
-    assert again.asked == 2 and again.answer("aa" * 32) == [1.0, 2.0]
-    assert again.answer("bb" * 32) is None  # it was lost, and stays counted
-    assert again.phases(plan) == plan.phases  # all of them are charged from the beginning
+    assert again.num_queries == 2 and again.find_answer("aa" * 32) == [1.0, 2.0]
+    assert again.find_answer("bb" * 32) is None  # it was lost, and stays counted
+    assert again.released_phases(plan) == plan.phases  # all of them are charged from the beginning
     assert GaussianAnswers(1.0, 2).group_loss(3, 1e-3) is not None
 
 
@@ -202,7 +202,7 @@ def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     before = torch.get_num_threads()
     write_recipe(tmp_path, RAW, "x.yaml")
     rng = np.random.default_rng(0)
@@ -228,15 +228,15 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "x")
     for said in ("3 given of 6 that epsilon pays for", "% of 3 (digits/test)", "5 teachers on dis"):
         assert said in done.out
-    assert "clean accuracy" in folder.report.read_text()
-    assert not folder.model.exists()
+    assert "clean accuracy" in folder.report_file.read_text()
+    assert not folder.model_folder.exists()
 
     first = here("predict", "x", "0.npy", "1.npy")
     assert first.code == 0 and "1 answers are left" in first.err, first.err
     again = here("predict", "x", "1.npy", "0.npy")  # the same answers, for nothing
     assert again.out.splitlines() == first.out.splitlines()[::-1] and "1 answers" in again.err
     one_line(here("predict", "x", "2.npy", "3.npy"), "1 of 6 answers are left, 2 would be needed")
-    assert read_released(folder).ledger.asked == 5  # nothing was asked
+    assert read_verified_ledger(folder).ledger.num_queries == 5  # nothing was asked
     last = here("predict", "x", "2.npy", "2.npy", "--json")
     told = [json.loads(line) for line in last.out.splitlines()]
     assert told[0] == told[1] and len(told[0]["scores"]) == 10
@@ -251,7 +251,7 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
         one_line(here("predict", "x", "0.npy", *words), f"{named}: must be left out: this run")
     # The same command finds everything done; epsilon is that of all six, whenever it is asked.
     assert here("run", "x.yaml").code == 0
-    assert read_released(folder).ledger.asked == 6
+    assert read_verified_ledger(folder).ledger.num_queries == 6
 
     why = "trained without privacy and never leave"
     for asked in (
@@ -267,9 +267,9 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     _nothing_leaves(folder, tmp_path)
     # A ledger with more answers than the plan pays for was not written by this run.
     with Ledger.open(folder.ledger, folder.read_plan().fingerprint()) as ledger:
-        ledger.ask("aa" * 32, plan_of(1.0, queries=9))
+        ledger.record_query("aa" * 32, plan_of(1.0, queries=9))
     with pytest.raises(UserError, match="holds more answers than"):
-        read_released(folder)
+        read_verified_ledger(folder)
 
 
 def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
@@ -277,11 +277,11 @@ def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
     secrets = [*(folder.private / "teachers").rglob("*.safetensors")]
     assert len(secrets) == 5
     assert "model" not in json.loads(folder.evaluation.read_text())
-    unpack_text(export_text(folder), tmp_path / "fetched")
-    archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
+    unpack_export(export_text(folder), tmp_path / "fetched")
+    archive = Archive.claim(folder, f"file://{tmp_path}/archive", False)
     assert archive is not None
     archive.update()
-    archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
+    archives.fetch_publishable_files(f"file://{tmp_path}/archive", tmp_path / "archived")
     for place in ("fetched", "archived", "archive"):
         names = [path.name for path in (tmp_path / place).rglob("*")]
         assert "index.html" in names or place == "archive"
@@ -299,17 +299,17 @@ def test_a_crash_counts_and_two_at_once_take_one(
     assert here("run", "x.yaml").code == 0
     folder = RunFolder(tmp_path / "runs" / "x")
     recipe = folder.read_recipe()
-    test = evaluation_data(recipe, source_of(recipe))
+    test = test_records(recipe, data_source(recipe))
     inputs, real = test.batch(slice(100, 104)), PrivatePrediction.answer
 
     def dies(self: PrivatePrediction, scores: Any, plan: Any, key: bytes) -> Any:
-        assert Ledger.read(folder.ledger).asked == 4  # on the disk, before its noise
+        assert Ledger.read(folder.ledger).num_queries == 4  # on the disk, before its noise
         raise KeyboardInterrupt
 
     with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
         inner.setattr(PrivatePrediction, "answer", dies)
-        Oracle(recipe, folder)(inputs[:1])
-    assert Oracle(recipe, folder).left == 2
+        QueryOracle(recipe, folder)(inputs[:1])
+    assert QueryOracle(recipe, folder).answers_left == 2
 
     keys: list[bytes] = []
 
@@ -318,12 +318,12 @@ def test_a_crash_counts_and_two_at_once_take_one(
         return real(self, scores, plan, key)
 
     monkeypatch.setattr(PrivatePrediction, "answer", noted)
-    Oracle(recipe, folder)(inputs[:1])  # the answer that was lost is a new one
+    QueryOracle(recipe, folder)(inputs[:1])  # the answer that was lost is a new one
     outcomes: list[str] = []
     meet = threading.Barrier(2)
 
     def ask(number: int) -> None:
-        oracle = Oracle(recipe, folder)
+        oracle = QueryOracle(recipe, folder)
         meet.wait()
         try:
             oracle(inputs[number : number + 1])
@@ -337,7 +337,7 @@ def test_a_crash_counts_and_two_at_once_take_one(
     for thread in both:
         thread.join()
     assert sorted("0 of 6 answers" in one for one in outcomes) == [False, True]
-    assert "answered" in outcomes and read_released(folder).ledger.asked == 6
+    assert "answered" in outcomes and read_verified_ledger(folder).ledger.num_queries == 6
     assert len(set(keys)) == 2  # noise of its own
     with pytest.raises(LedgerError, match="holds more"):
         _one_too_many(folder)
@@ -356,22 +356,22 @@ def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) ->
     shutil.copytree(folder.path, copy.path)
     recipe, rng = folder.read_recipe(), torch.Generator().manual_seed(0)
     inputs = torch.rand(6, 1, 8, 8, generator=rng)
-    (budget,) = budgets_in(tmp_path / "budgets")
+    (budget,) = read_budgets(tmp_path / "budgets")
     whole, cost = folder.read_plan().phases, budget.terms.ceiling.cost
     assert budget.spent == cost(whole, 1400)
-    Oracle(recipe, folder)(inputs[:2])
-    assert budgets_in(tmp_path / "budgets")[0].spent == pytest.approx(budget.spent)
-    oracle = Oracle(recipe, copy)
+    QueryOracle(recipe, folder)(inputs[:2])
+    assert read_budgets(tmp_path / "budgets")[0].spent == pytest.approx(budget.spent)
+    oracle = QueryOracle(recipe, copy)
     oracle(inputs[3:5])
     oracle(inputs[5:])
     both = (GaussianAnswers(whole[0].noise_multiplier, 3 + 3 + 3),)  # type: ignore[attr-defined]
-    assert budgets_in(tmp_path / "budgets")[0].spent == pytest.approx(cost(both, 1400))
+    assert read_budgets(tmp_path / "budgets")[0].spent == pytest.approx(cost(both, 1400))
     other = RunFolder(tmp_path / "other")
     shutil.copytree(folder.path, other.path)
     shutil.rmtree(tmp_path / "budgets")
     with pytest.raises(UserError, match="is on no budget here"):
-        Oracle(recipe, other)(inputs[5:])
-    assert Ledger.read(other.ledger).asked == 5  # nothing was asked
+        QueryOracle(recipe, other)(inputs[5:])
+    assert Ledger.read(other.ledger).num_queries == 5  # nothing was asked
 
 
 def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
@@ -392,16 +392,16 @@ def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
         inner.setattr(PrivatePrediction, "answer", dies)
         assert here("run", "x.yaml").code == 130
     folder = RunFolder(tmp_path / "runs" / "x")
-    assert Ledger.read(folder.ledger).asked == 3 and not folder.evaluation.exists()
+    assert Ledger.read(folder.ledger).num_queries == 3 and not folder.evaluation.exists()
     assert here("run", "x.yaml").code == 0
-    assert Ledger.read(folder.ledger).asked == 6
+    assert Ledger.read(folder.ledger).num_queries == 6
     assert json.loads(folder.evaluation.read_text())["inputs"] == 5
 
 
 def _one_too_many(folder: RunFolder) -> None:
-    from dpdist.runs.folder import check_released
+    from dpdist.runs.folder import verify_ledger
 
     plan = folder.read_plan()
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
-        ledger.ask("aa" * 32, plan_of(1.0, queries=9))
-        check_released(folder, plan, ledger)
+        ledger.record_query("aa" * 32, plan_of(1.0, queries=9))
+        verify_ledger(folder, plan, ledger)

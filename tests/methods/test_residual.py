@@ -12,9 +12,9 @@ import pytest
 import torch
 from scipy.linalg import expm
 from support.benchmarks import load as load_benchmark
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
-from support.training import interrupted, make, train
+from support.training import make, train, train_and_crash
 from torch import Tensor, nn
 
 import dpdist.data
@@ -24,19 +24,19 @@ from dpdist.certification.worker import expected_log_scores
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import NoClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
-from dpdist.gradients.perturbations import BlockDraws
+from dpdist.gradients.perturbations import ModulePerturbation
 from dpdist.methods import residual
-from dpdist.methods.base import Fixed
+from dpdist.methods.base import MethodState
 from dpdist.methods.residual import ResidualPerturbation, largest_mean_norm
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ResidualBlock, residual_blocks
 from dpdist.privacy import claims
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.randomness.noise_location import Several, place_of
+from dpdist.randomness.noise_location import ModuleNoise, find_noise_location
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import make_plan, parse
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.runs.recipe import make_plan, parse_recipe
+from dpdist.training.records import data_source, test_records
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -96,21 +96,24 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.strategy}, {m.noise_mode}")
 def test_training_and_the_trained_model_have_one_noise(method: ResidualPerturbation) -> None:
     model = network(ensemble=2)
-    draws = method.perturbation(None, 0.1, Fixed(model))  # type: ignore[arg-type]
+    draws = method.perturbation(None, 0.1, MethodState(model))  # type: ignore[arg-type]
     spec = ModelSpec("resnet-rp", SHAPE, 5, {**OPTIONS, "ensemble": 2})
-    carried = method.finish(spec, Fixed(model))
-    assert place_of(model) == draws.place == method.place(model) and carried.noisy
+    carried = method.finalize(spec, MethodState(model))
+    assert (
+        find_noise_location(model) == draws.location == method.noise_location(model)
+        and carried.has_noise
+    )
     assert set(draws.hidden_modules) == {f"members.{m}.{b}" for m in (0, 1) for b in (1, 2, 3)}
-    assert set(draws.place.stds.values()) == {0.5}
-    assert draws.place.smoothing == (0.25 if method.pi is None else 0.1)  # gamma / 2
+    assert set(draws.location.stds.values()) == {0.5}
+    assert draws.location.smoothing_sigma == (0.25 if method.pi is None else 0.1)  # gamma / 2
 
 
 def test_a_model_without_blocks_and_options_that_do_not_fit_are_refused() -> None:
     plain = models.initialise(ModelSpec("small-cnn", SHAPE, 5, {"width": 4}), 0)
     with pytest.raises(UserError, match="the model has none: take resnet-rp or resnet-gn"):
-        ResidualPerturbation(gamma=1).constraint(plain)
+        ResidualPerturbation(gamma=1).project_parameters(plain)
     known = models.initialise(ModelSpec("resnet-gn", SHAPE, 5, {"depth": 8}), 0)
-    assert len(ResidualPerturbation(gamma=1).place(known).stds) == 3
+    assert len(ResidualPerturbation(gamma=1).noise_location(known).stds) == 3
     for wrong, message in (
         ({"strategy": "multiplicative", "noise_mode": "relative"}, "belongs to strategy: additive"),
         ({"eta0": 0.1}, "eta0 belongs to strategy: multiplicative"),
@@ -125,11 +128,13 @@ def test_the_mean_norm_of_a_block_is_the_norm_of_its_mean() -> None:
             return x + 5 * torch.eye(1, 400)
 
     model, x = nn.Sequential(Plus(), Plus()), torch.zeros(1, 400)
-    assert largest_mean_norm(model, Several({"0": 0.0, "1": 0.0}), x, KEY, 2) == pytest.approx(10)
+    assert largest_mean_norm(model, ModuleNoise({"0": 0.0, "1": 0.0}), x, KEY, 2) == pytest.approx(
+        10
+    )
     # Its own noise is no part of it; nor is what is left of others': the norm of the mean over
     # all 100 passes is 14, here the standard deviation is 0.7.
     for stds, off in (({"0": 0.0, "1": 1e6}, 1e-5), ({"0": 5.0, "1": 0.0}, 3.0)):
-        found = largest_mean_norm(model, Several(stds), x, KEY, 100)
+        found = largest_mean_norm(model, ModuleNoise(stds), x, KEY, 100)
         assert found == pytest.approx(10, abs=off)
 
 
@@ -153,7 +158,7 @@ def test_the_claim_is_theorem_one_and_proves_nothing() -> None:
         ResidualPerturbation(gamma=4.5, pi=0),
     ):
         claim = without.claim(plan(), proved)
-        assert claim.claimed is None and claim.line.startswith("no formula: not sound: ")
+        assert claim.claimed is None and claim.summary_line.startswith("no formula: not sound: ")
     private = plan(1.0, 1.0)
     assert method.claim(private, private.guarantee()) is None  # DP-SGD's epsilon holds, no other
     assert method.cost(private.phases[0]) == private.phases
@@ -163,22 +168,26 @@ def test_the_claim_is_theorem_one_and_proves_nothing() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        Several({}, input_std=0.25),  # TransDenoiser's: noise on the input alone
-        Several({"1": 4.5, "2": 4.5, "3": 4.5}, input_std=2.25),
-        Several({"1": 1e4, "2": 1e4, "3": 1e4}, input_std=1e4),
-        Several({"1": 1e4, "2": 1e4, "3": 1e4}, "multiplicative", 1e4, 0.1),
+        ModuleNoise({}, input_std=0.25),  # TransDenoiser's: noise on the input alone
+        ModuleNoise({"1": 4.5, "2": 4.5, "3": 4.5}, input_std=2.25),
+        ModuleNoise({"1": 1e4, "2": 1e4, "3": 1e4}, input_std=1e4),
+        ModuleNoise({"1": 1e4, "2": 1e4, "3": 1e4}, "multiplicative", 1e4, 0.1),
     ],
     ids=str,
 )
 def test_one_released_step_gives_the_label_away_whatever_the_noise(
-    place: Several, label: int
+    place: ModuleNoise, label: int
 ) -> None:
     """A softmax behind a bias: of the bias's gradient, softmax - onehot(y), the only negative entry
     is the label's. So (x, y) and (x, y') are told apart with probability 1: for no epsilon and no
     delta < 1 does Theorem 1 hold of records with their labels, nor any claim for noise before the
     loss."""
     engine = GradientEngine(
-        network(), cross_entropy, clipping=NoClipping(), draws=BlockDraws(1, place), micro_batch=1
+        network(),
+        cross_entropy,
+        clipping=NoClipping(),
+        perturbation=ModulePerturbation(1, place),
+        micro_batch=1,
     )
     released = engine.clipped_sum(
         torch.rand(1, *SHAPE), torch.tensor([label]), draw_key=KEY, record_ids=torch.tensor([7])
@@ -207,7 +216,7 @@ RECIPE = {
 def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     asked, seen = [], largest_mean_norm
 
     def watched(model, *rest):
@@ -225,14 +234,14 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     share, images = re.search(said, out).groups()
     assert "mean scores of 16 draws" in out and re.search(r"certified, .*0\.25", out), out
     run = tmp_path / "runs/r"
-    recipe = parse(RECIPE, "r")
-    inputs = evaluation_data(recipe, source_of(recipe)).batch(slice(None))
+    recipe = parse_recipe(RECIPE, "r")
+    inputs = test_records(recipe, data_source(recipe)).batch(slice(None))
     within = (inputs.flatten(1).norm(dim=1) <= 3.5).double().mean()
     assert 0 < within < 1 and len(inputs) == int(images)  # of test images, in input units
     assert 0 <= 100 * float(within) - float(share) < 0.1  # never printed larger than it is
     model = models.load(run / "private/model")
     stds = {f"network.members.{m}.{b}": 0.5 for m in (0, 1) for b in (1, 2, 3)}
-    assert place_of(model) == Several(stds, input_std=0.25)
+    assert find_noise_location(model) == ModuleNoise(stds, input_std=0.25)
     kept = dict(model.named_parameters())
     assert len(asked) == 2 and all(torch.equal(p, kept[name]) for name, p in asked[1].items())
     measured = json.loads((run / "private/assumptions.json").read_text())
@@ -242,7 +251,7 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
 
 def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, capsys) -> None:
     """Through all of its noise: certified at sigma = pi, predicted, attacked, released."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     recipe = {
         **RECIPE,
         "data": {"name": "digits", "max_train": 100},
@@ -263,7 +272,7 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     assert "assumed by the claim" not in out and "claimed" not in out  # DP-SGD's holds, no other
     folder, same = RunFolder(tmp_path / "runs/r"), {**recipe, "method": {"name": "dp-sgd"}}
     plan = folder.read_plan()
-    assert plan == make_plan(parse(same, "r"), plan.records, "r")
+    assert plan == make_plan(parse_recipe(same, "r"), plan.records, "r")
     assert 0 < read_facts(folder).guarantee.epsilon == plan.guarantee().epsilon < math.inf
     label = {str(n) for n in range(10)} | {"ABSTAIN"}
     said = dpdist("predict", "r", "x.npy", "--n", 100)
@@ -281,7 +290,7 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     dpdist("release", "r")
     released = models.load(tmp_path / "runs/r/release")
     stds = {f"network.{b}": 0.5 for b in (1, 2, 3)}
-    assert place_of(released) == Several(stds, input_std=0.25)
+    assert find_noise_location(released) == ModuleNoise(stds, input_std=0.25)
 
 
 def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
@@ -295,13 +304,13 @@ def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
             training__steps=3, training__learning_rate=0.1,
         )  # fmt: skip
         if killed:
-            interrupted(recipe, folder, monkeypatch, 2)
+            train_and_crash(recipe, folder, monkeypatch, 2)
             assert set(json.loads((folder.private / "assumptions.json").read_text())) == {
                 "images", "within", "before",
             }  # fmt: skip
         last = train(recipe, folder)
         found.append((last, json.loads((folder.private / "assumptions.json").read_text())))
-        ((_, said),) = recipe.method.measured(folder.private)
+        ((_, said),) = recipe.method.reported_values(folder.private)
         assert "before training" in said and "after" in said
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
@@ -309,7 +318,7 @@ def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
 def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
     section = {"sigma": None, "n": 20}
     with pytest.raises(UserError, match=r"certify\.sigma is required: .*; 0\.25 is that of train"):
-        parse({**RECIPE, "certify": section}, "r")
+        parse_recipe({**RECIPE, "certify": section}, "r")
 
 
 def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
@@ -335,13 +344,13 @@ def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
 def test_queries_compose_the_mean_of_many_answers_tells_more() -> None:
     """Theorem 2 is of one answer, "however we query" is not in it: noise that is drawn afresh
     averages away, and with it what hid the members."""
-    digits = dpdist.data.Source("digits", 10)
+    digits = dpdist.data.DataSource("digits", 10)
     splits = [dpdist.data.load(digits, split) for split in ("train", "test")]
     x = torch.cat([records.batch(slice(60)) for records in splits])
     y = torch.cat([records.targets(slice(60)) for records in splits])
     member, rng = np.arange(120) < 60, torch.Generator().manual_seed(0)
     model = models.initialise(ModelSpec("resnet-rp", SHAPE, 10, OPTIONS), 0)
-    place = ResidualPerturbation(gamma=1.0).place(model)
+    place = ResidualPerturbation(gamma=1.0).noise_location(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(200):
         normals = torch.randn(60, *place.normals_shape(model, SHAPE), generator=rng)
@@ -352,7 +361,7 @@ def test_queries_compose_the_mean_of_many_answers_tells_more() -> None:
     aucs = []
     for passes in (1, 10, 100):
         answers = [expected_log_scores(model, x, passes, str(seed)).numpy() for seed in range(2)]
-        rocs = [Roc.of(log_odds(answer, y.numpy()), member) for answer in answers]
+        rocs = [Roc.from_scores(log_odds(answer, y.numpy()), member) for answer in answers]
         aucs.append(float(np.mean([roc.auc.value for roc in rocs])))
     print("AUC of the mean of 1, 10, 100 answers:", *aucs)
     assert aucs[1] > aucs[0] + 0.04 and aucs[2] > aucs[1] + 0.005, aucs

@@ -28,11 +28,17 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.sampling import Blocks
 from dpdist.methods import stobatch_draws
-from dpdist.methods.base import Fixed
+from dpdist.methods.base import MethodState
 from dpdist.methods.stobatch import StoBatch
 from dpdist.methods.stobatch_draws import AdversarialDraws
 from dpdist.models import ModelSpec
-from dpdist.randomness.noise_location import BehindLayer, Nowhere, OnInput, Several, place_of
+from dpdist.randomness.noise_location import (
+    HiddenNoise,
+    InputNoise,
+    ModuleNoise,
+    NoNoise,
+    find_noise_location,
+)
 from dpdist.reports.facts import read_facts
 from dpdist.training import private_step
 from dpdist.training.job import prepare
@@ -54,7 +60,7 @@ def network() -> nn.Module:
 
 def draws_of(model: nn.Module, **options) -> AdversarialDraws:
     method = StoBatch(**{"size": (0.1, 0.3), "steps": 3, **options})
-    draws = method.perturbation(None, 0.1, Fixed(model))  # type: ignore[arg-type]
+    draws = method.perturbation(None, 0.1, MethodState(model))  # type: ignore[arg-type]
     assert isinstance(draws, AdversarialDraws)
     return draws
 
@@ -62,7 +68,7 @@ def draws_of(model: nn.Module, **options) -> AdversarialDraws:
 def engine_of(model: nn.Module, draws: AdversarialDraws) -> GradientEngine:
     """In keyed blocks and passes of one shape, as a run has it."""
     engine = GradientEngine(
-        model, cross_entropy, clipping=FlatClipping(C), draws=draws, micro_batch=ROWS,
+        model, cross_entropy, clipping=FlatClipping(C), perturbation=draws, micro_batch=ROWS,
         blocks=Blocks(2, ROWS),
     )  # fmt: skip
     engine._checked = True
@@ -89,8 +95,8 @@ def test_examples_lie_in_their_ball_and_lead_away_from_the_predicted_class(norm,
     size = (0.1, 0.3) if norm == "linf" else (1.0, 2.0)
     draws = draws_of(network(), norm=norm, size=size, split=split, sensitivity=2.0, eot=2)
     inputs, _, ids = batch(40)
-    found = draws.attacked(inputs, ids, key(1))
-    mu = draws.size(key(1))
+    found = draws.adversarial_examples(inputs, ids, key(1))
+    mu = draws.attack_size(key(1))
     moved = distance(found.numpy(), inputs.numpy(), norm)
     assert (moved <= mu).all() and np.median(moved) > 0.6 * mu
     assert float(found.min()) >= 0 and float(found.max()) <= 1
@@ -99,7 +105,7 @@ def test_examples_lie_in_their_ball_and_lead_away_from_the_predicted_class(norm,
     own = draws._noise(inputs, ids, key(1))
     predicted = draws._predicted(inputs, own)
     ball = Ball(inputs, torch.full((40,), mu, dtype=torch.float64), norm)
-    chance = ball.round(draws._random_points(ball, ids, key(2)))
+    chance = ball.project_to_float32(draws._random_points(ball, ids, key(2)))
 
     def kept(points: Tensor) -> float:
         answers = draws.classifier.logits(points, normals).argmax(1)
@@ -113,11 +119,11 @@ def test_every_attack_of_the_ensemble_is_the_attack_of_its_name(attack) -> None:
     """Row by row the joint ascent is what the pure function gives the record alone."""
     draws = draws_of(network(), sigma=0.0)
     inputs, _, ids = batch()
-    everyone = draws.attacked(inputs, ids, key(3))
+    everyone = draws.adversarial_examples(inputs, ids, key(3))
     which = draws.method.attacks.index(attack)
-    rows = torch.nonzero(draws.members(ids, key(3)) == which).flatten()
+    rows = torch.nonzero(draws.attack_indices(ids, key(3)) == which).flatten()
     assert len(rows) > 2
-    size = torch.full((len(inputs),), draws.size(key(3)), dtype=torch.float64)
+    size = torch.full((len(inputs),), draws.attack_size(key(3)), dtype=torch.float64)
     ball = Ball(inputs, size, "linf")
     targets = draws._predicted(inputs, None)
 
@@ -129,8 +135,10 @@ def test_every_attack_of_the_ensemble_is_the_attack_of_its_name(attack) -> None:
         assert (start - inputs).abs().flatten(1).amax(1).min() > 0.5 * size[0]
         point = start
         for _ in range(3):
-            point = ball.project(point + size[0] / 3 * gradient(ball.round(point), 0).sign())
-        want = ball.round(point)
+            point = ball.project(
+                point + size[0] / 3 * gradient(ball.project_to_float32(point), 0).sign()
+            )
+        want = ball.project_to_float32(point)
     else:
         want = {"i-fgsm": i_fgsm, "mim": mim}[attack](gradient, ball, 3)
     assert torch.allclose(everyone[rows], want[rows], atol=1e-6)
@@ -144,13 +152,13 @@ def test_an_attack_leads_away_from_the_class_that_is_predicted_under_its_noise()
     targets = scores.view(len(inputs), 2, -1).mean(1).argmax(1)
     assert (targets != draws._predicted(inputs, None)).sum() > 2
     assert (targets != scores[::2].argmax(1)).sum() > 2
-    size = torch.full((len(inputs),), draws.size(key(3)), dtype=torch.float64)
+    size = torch.full((len(inputs),), draws.attack_size(key(3)), dtype=torch.float64)
 
     def gradient(point: Tensor, step: int) -> Tensor:
         return loss_gradient(draws.classifier, point, targets, normals)
 
     want = i_fgsm(gradient, Ball(inputs, size, "linf"), 3)
-    assert torch.allclose(draws.attacked(inputs, ids, key(3)), want, atol=1e-6)
+    assert torch.allclose(draws.adversarial_examples(inputs, ids, key(3)), want, atol=1e-6)
 
 
 def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> None:
@@ -179,25 +187,25 @@ def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> Non
 
 def test_which_attack_and_what_size_are_keyed_laws() -> None:
     draws, ids = draws_of(network(), size=(0.0, 0.5)), torch.arange(6000)
-    counts = torch.bincount(draws.members(ids, key(1)), minlength=3)
+    counts = torch.bincount(draws.attack_indices(ids, key(1)), minlength=3)
     assert stats.chisquare(counts).pvalue > 1e-4  # false failure 1e-4
-    both = draws.members(ids, key(1)), draws.members(ids, key(2))
+    both = draws.attack_indices(ids, key(1)), draws.attack_indices(ids, key(2))
     table = np.histogram2d(*(members.numpy() for members in both), bins=3)[0]
     assert stats.chi2_contingency(table).pvalue > 1e-4  # another step, another choice
-    sizes = [draws.size(number.to_bytes(32, "little")) for number in range(2000)]
+    sizes = [draws.attack_size(number.to_bytes(32, "little")) for number in range(2000)]
     assert stats.kstest(sizes, stats.uniform(0, 0.5).cdf).pvalue > 1e-4
 
 
 def test_the_attack_meets_the_parameters_of_its_step() -> None:
     model, (inputs, _, ids) = network(), batch()
     draws = draws_of(model)
-    before = draws.attacked(inputs, ids, key(1))
+    before = draws.adversarial_examples(inputs, ids, key(1))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(-0.7)
-    after = draws.attacked(inputs, ids, key(1))
+    after = draws.adversarial_examples(inputs, ids, key(1))
     assert not torch.equal(after, before)
-    assert torch.equal(after, draws_of(model).attacked(inputs, ids, key(1)))
+    assert torch.equal(after, draws_of(model).adversarial_examples(inputs, ids, key(1)))
     assert all(
         parameter.requires_grad and parameter.grad is None for parameter in model.parameters()
     )
@@ -209,11 +217,11 @@ def test_the_attack_meets_the_parameters_of_its_step() -> None:
 def test_an_example_depends_on_no_company_no_place_and_no_label() -> None:
     """To the last bit in a pass of one shape: a sign would make a step of any other."""
     draws, (inputs, targets, ids) = draws_of(network(), split=0.5), batch(2 * ROWS)
-    first = draws.attacked(inputs[:ROWS], ids[:ROWS], key(4))
+    first = draws.adversarial_examples(inputs[:ROWS], ids[:ROWS], key(4))
     company = torch.cat([torch.arange(2 * ROWS - 1, ROWS, -1), torch.tensor([5])])
-    other = draws.attacked(inputs[company] * 1.0, ids[company], key(4))
+    other = draws.adversarial_examples(inputs[company] * 1.0, ids[company], key(4))
     assert torch.equal(other[-1], first[5])
-    changed = draws.attacked(inputs[:ROWS], ids[:ROWS], key(5))
+    changed = draws.adversarial_examples(inputs[:ROWS], ids[:ROWS], key(5))
     assert not torch.equal(changed[5], first[5])  # another step, another example
     # Labels do not reach it: the engine sees the same examples whatever they are.
     assert torch.equal(
@@ -224,14 +232,14 @@ def test_an_example_depends_on_no_company_no_place_and_no_label() -> None:
 def seen(draws: AdversarialDraws, inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
     """The adversarial inputs that the engine runs with, before their noise."""
     found: list[Tensor] = []
-    attacked = draws.attacked
+    attacked = draws.adversarial_examples
 
     def spy(*arguments: Tensor) -> Tensor:
         found.append(attacked(*arguments))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draws, "attacked", spy)
+        patch.setattr(draws, "adversarial_examples", spy)
         engine = engine_of(draws.model, draws)
         engine.clipped_sum(inputs, targets, draw_key=key(4), record_ids=ids)
     return torch.cat(found)
@@ -242,7 +250,7 @@ def test_an_attack_that_reads_labels_is_detected() -> None:
 
     def examples(labels: Tensor) -> Tensor:
         by_id = dict(zip(ids.tolist(), labels.tolist(), strict=True))
-        method = type(draws).attacked
+        method = type(draws).adversarial_examples
 
         def leaking(x: Tensor, rows: Tensor, draw_key: bytes) -> Tensor:
             own = torch.tensor([by_id.get(int(i), 0) for i in rows])
@@ -250,7 +258,7 @@ def test_an_attack_that_reads_labels_is_detected() -> None:
                 patch.setattr(draws, "_predicted", lambda *_: own)
                 return method(draws, x, rows, draw_key)
 
-        draws.attacked = leaking  # type: ignore[method-assign, assignment]
+        draws.adversarial_examples = leaking  # type: ignore[method-assign, assignment]
         return seen(draws, inputs, labels, ids)
 
     assert not torch.equal(examples(targets), examples((targets + 1) % 3))
@@ -267,7 +275,7 @@ def gradients(engine: GradientEngine, inputs, targets, ids, draw_key) -> dict[in
     def classes(rows: int) -> np.ndarray | None:
         return engine._row_classes(rows, inputs, targets)
 
-    for rows, real in engine.passes(len(inputs), draw_key, ids, classes, engine.micro_batch):
+    for rows, real in engine.iter_passes(len(inputs), draw_key, ids, classes, engine.micro_batch):
         own, _ = engine._per_example_gradients(inputs[rows], targets[rows], draw_key, ids[rows], {})
         table = sum(gradient.squared_norms() for gradient in own)
         factors = engine.clipping.factors(table[None], 0.0)[0]
@@ -311,7 +319,7 @@ def test_one_record_moves_the_sum_by_its_clip_and_no_other_record(attacks) -> No
 @pytest.mark.slow
 def test_an_attack_chosen_by_rank_is_detected(monkeypatch) -> None:
     monkeypatch.setattr(
-        AdversarialDraws, "members",
+        AdversarialDraws, "attack_indices",
         lambda self, ids, draw_key: ids.argsort().argsort() % len(self.method.attacks),
     )  # fmt: skip
     assert worst(draws_of(network()))[1] > 0.01
@@ -319,13 +327,13 @@ def test_an_attack_chosen_by_rank_is_detected(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_a_size_taken_from_the_batch_is_detected(monkeypatch) -> None:
-    attacked = AdversarialDraws.attacked
+    attacked = AdversarialDraws.adversarial_examples
 
     def private(self, inputs, ids, draw_key):
         monkeypatch.setattr(self, "size", lambda _: float(inputs.mean()) / 2)
         return attacked(self, inputs, ids, draw_key)
 
-    monkeypatch.setattr(AdversarialDraws, "attacked", private)
+    monkeypatch.setattr(AdversarialDraws, "adversarial_examples", private)
     assert worst(draws_of(network()))[1] > 1e-4
 
 
@@ -338,15 +346,15 @@ def test_the_clipped_gradient_is_the_weighted_mean_of_both(xi) -> None:
     draws = draws_of(model, xi=xi, split=0.5)
     engine, (inputs, targets, ids) = engine_of(model, draws), batch(3)
     found = engine.clipped_sum(inputs, targets, draw_key=key(7), record_ids=ids)
-    (rows, real), *more = engine.passes(3, key(7), ids, alike, ROWS)
+    (rows, real), *more = engine.iter_passes(3, key(7), ids, alike, ROWS)
     order = rows[real]
     passes = [(rows, real), *more]
     examples = torch.zeros_like(inputs)
     for rows, real in passes:
-        got = draws.attacked(inputs[rows], ids[rows], key(7))
+        got = draws.adversarial_examples(inputs[rows], ids[rows], key(7))
         examples[rows[real]] = got[real]
     total = 0.0
-    name, std = models.require_split(model).name, draws.place.stds["0"]
+    name, std = models.require_split(model).name, draws.location.stds["0"]
     assert name == "0" and std == pytest.approx(0.25 * math.sqrt(0.5)) and len(order)
     losses = 0.0
     for i in range(3):
@@ -358,7 +366,7 @@ def test_the_clipped_gradient_is_the_weighted_mean_of_both(xi) -> None:
                 continue
             one = ids[i : i + 1]
             seen_x = super(AdversarialDraws, draws).inputs(x[i : i + 1], one, key(7), draw)
-            h = draws.hidden(model[0](seen_x), one, key(7), draw)
+            h = draws.perturb_output(model[0](seen_x), one, key(7), draw)
             loss = cross_entropy(model[1:](h), targets[i : i + 1]).sum()
             losses += share * float(loss.detach())
             parts = torch.autograd.grad(loss, list(model.parameters()))
@@ -371,12 +379,12 @@ def test_the_clipped_gradient_is_the_weighted_mean_of_both(xi) -> None:
 
 def test_without_xi_nobody_is_attacked(monkeypatch) -> None:
     draws = draws_of(network(), xi=0.0)
-    monkeypatch.setattr(draws, "attacked", None)
+    monkeypatch.setattr(draws, "adversarial_examples", None)
     inputs, targets, ids = batch(4)
-    assert draws.count == 1 and draws.shares == (1.0,)
+    assert draws.count == 1 and draws.draw_weights == (1.0,)
     engine_of(draws.model, draws).clipped_sum(inputs, targets, draw_key=key(1), record_ids=ids)
     with pytest.raises(UserError, match="need record_ids"):
-        draws.inputs(inputs, None, key(1), 0)
+        draws.perturb_inputs(inputs, None, key(1), 0)
 
 
 # ---- whole runs
@@ -445,39 +453,39 @@ def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:
 
     same = prepare(plain, RunFolder(tmp_path / "plain"), "test").plan
     assert job.plan.guarantee() == same.guarantee()
-    model = models.load(folder.model)
-    assert place_of(model) == Several({"0": 0.15}, input_std=0.2)
+    model = models.load(folder.model_folder)
+    assert find_noise_location(model) == ModuleNoise({"0": 0.15}, input_std=0.2)
     facts = read_facts(folder)
     assert facts.claim is not None and facts.claim.claimed is None
     assert facts.claim.verdict == "not sound" and "none of it is here" in facts.claim.reason
-    bound = models.noise.layer_bound(models.require_split(model))
+    bound = models.noise.first_layer_norm_bound(models.require_split(model))
     assert bound <= 1 + 1e-6
 
 
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ({"split": 0.0}, OnInput), ({"split": 1.0}, BehindLayer), ({"split": 0.5}, Several),
-        ({"sigma": 0.0}, Nowhere),
+        ({"split": 0.0}, InputNoise), ({"split": 1.0}, HiddenNoise), ({"split": 0.5}, ModuleNoise),
+        ({"sigma": 0.0}, NoNoise),
     ],
 )  # fmt: skip
 def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None:
-    from dpdist.certification.certificate import of_place
+    from dpdist.certification.certificate import combined_noise_of_model
 
     method = StoBatch(sensitivity=4.0, **options)
     model = models.initialise(SPEC, 1)
     with torch.no_grad():
         next(model.parameters()).mul_(100)  # beyond the norm that is allowed
-    method.constraint(model)()
-    spec = method.finish(SPEC, Fixed(model))
+    method.project_parameters(model)()
+    spec = method.finalize(SPEC, MethodState(model))
     models.save(model, spec, tmp_path)
     loaded = models.load(tmp_path)
-    where = place_of(loaded)
-    assert type(where) is kind and where.random == (method.sigma > 0)
+    where = find_noise_location(loaded)
+    assert type(where) is kind and where.is_random == (method.sigma > 0)
     if not method.sigma:
         return
-    both = of_place(where, loaded, SPEC.input_shape, method.input_noise)
-    worth = method.input_noise if both is None else both.both
+    both = combined_noise_of_model(where, loaded, SPEC.input_shape, method.input_noise_std)
+    worth = method.input_noise_std if both is None else both.combined_sigma
     assert worth >= method.sigma * (1 - 1e-6)  # the layer's norm is at most what is allowed
 
 
@@ -490,4 +498,4 @@ def test_bad_options_are_refused_in_words(tmp_path) -> None:
     with pytest.raises(UserError, match=r"certify\.sigma is required: the model has noise on its"):
         make(tmp_path, "a", method="stobatch", certify={"n": 10})
     with pytest.raises(UserError, match="a sequence of layers beginning"):
-        StoBatch(split=0.5).place(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
+        StoBatch(split=0.5).noise_location(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))

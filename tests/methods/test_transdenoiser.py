@@ -15,21 +15,21 @@ from dpdist import data, models
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, squared_error
-from dpdist.gradients.perturbations import InputDraws
+from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.methods.transdenoiser import TransDenoiser
-from dpdist.methods.transdenoiser_split import MixedJacobian, SplitEngine, remainders, split
+from dpdist.methods.transdenoiser_split import MixedJacobian, SplitEngine, remainders, split_noise
 from dpdist.models import ModelSpec
 from dpdist.privacy.card import card_markdown
 from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.pretraining import pretrain, put_together
-from dpdist.training.provenance import PROVENANCE, RECORDS
-from dpdist.training.records import source_of, training_data
-from dpdist.training.worker import run
+from dpdist.training.pretraining import join_parts, pretrain
+from dpdist.training.provenance import PROVENANCE_FILE, RECORDS_FILE
+from dpdist.training.records import data_source, records_with_canaries
+from dpdist.training.worker import run_training
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -74,23 +74,23 @@ def test_the_split_credits_what_brute_force_finds():
     z = x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
     chosen = x[remainders(model, x, z) >= 0]
     part = MixedJacobian(model, squared_error, chosen, chosen)
-    identity = torch.eye(part.width, dtype=torch.float64)
+    identity = torch.eye(part.num_parameters, dtype=torch.float64)
     m = torch.stack([part.squares(column) for column in identity]) / 9**2
     s_min = float(torch.linalg.eigvalsh(m)[0])
     assert s_min > 0
     steps = int(0.5 * method.xi_up**2 / (s_min * method.sigma**2))
-    found = split(model, x, z, method, batch=9, steps=steps)
+    found = split_noise(model, x, z, method, batch=9, steps=steps)
     assert found.nonnegative == len(chosen) and found.negative == 9 - len(chosen)
     assert found.s_min.value == pytest.approx(s_min, rel=1e-6)
-    assert found.added == pytest.approx(
+    assert found.added_std == pytest.approx(
         math.sqrt(method.xi_up**2 - steps * s_min * method.sigma**2), rel=1e-6
     )
-    assert found.added < 0.8 * method.xi_up
+    assert found.added_std < 0.8 * method.xi_up
     # Without the factor T there is next to nothing to credit.
     honest = method.model_copy(update={"credit_steps": False})
-    assert split(model, x, z, honest, batch=9, steps=steps).added == pytest.approx(2.0)
+    assert split_noise(model, x, z, honest, batch=9, steps=steps).added_std == pytest.approx(2.0)
     # The whole covariance: credited and added noise together have xi_up^2 in the weakest direction.
-    total = steps * method.sigma**2 * m + found.added**2 * identity
+    total = steps * method.sigma**2 * m + found.added_std**2 * identity
     weakest = float(torch.linalg.eigvalsh((total + total.T) / 2)[0])
     assert weakest == pytest.approx(method.xi_up**2, rel=1e-6)
 
@@ -101,8 +101,8 @@ def test_relu_leaves_nothing_to_credit():
         model[0].bias += 1
     z = x + 0.1
     method = TransDenoiser(variant="full", xi_low=1e-6)
-    found = split(model, x, z, method, batch=9, steps=10**6)
-    assert (found.s_min.value, found.added) == (0.0, method.xi_up)
+    found = split_noise(model, x, z, method, batch=9, steps=10**6)
+    assert (found.s_min.value, found.added_std) == (0.0, method.xi_up)
     assert found.s_min.exact
 
 
@@ -126,9 +126,9 @@ def worst_change(engine: GradientEngine, rounds: int = 12) -> float:
 
 
 def test_one_record_changes_separate_dp_by_at_most_c():
-    draws = InputDraws(2, 0.25)
+    draws = InputPerturbation(2, 0.25)
     engine = GradientEngine(
-        denoiser(), squared_error, clipping=FlatClipping(C), draws=draws, micro_batch=3
+        denoiser(), squared_error, clipping=FlatClipping(C), perturbation=draws, micro_batch=3
     )
     assert 0.9 < worst_change(engine) <= 1 + 1e-5
 
@@ -143,7 +143,7 @@ def test_one_record_changes_full_by_much_more():
     engine = SplitEngine(
         model, method, clipping=FlatClipping(C), expected_batch=5, steps=10**12, micro_batch=9
     )
-    engine.draws = InputDraws(1, 0.25)
+    engine.draws = InputPerturbation(1, 0.25)
     assert worst_change(engine) > 3
 
 
@@ -162,7 +162,7 @@ def test_full_adds_the_noise_it_says(activation, steep, least):
             part.mul_(steep)
     noisy = SplitEngine(model, method, clipping=FlatClipping(C), expected_batch=8, steps=10)
     plain = GradientEngine(model, squared_error, clipping=FlatClipping(C))
-    noisy.draws = plain.draws = InputDraws(1, 0.25)
+    noisy.draws = plain.draws = InputPerturbation(1, 0.25)
     ratios, both = [], 0
     for number in range(20):
         key = bytes([number]) * 32
@@ -216,14 +216,16 @@ def raw(folder, **changes) -> dict:
 def public(tmp_path_factory):
     """A classifier pre-trained on the public part of the digits."""
     folder = tmp_path_factory.mktemp("public") / "classifier"
-    _, accuracy = pretrain(parse(raw(folder), "test"), "test")
+    _, accuracy = pretrain(parse_recipe(raw(folder), "test"), "test")
     assert accuracy > 0.8
     return folder
 
 
 def train(described: dict, folder: RunFolder) -> nn.Module:
-    run(prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu")))
-    return models.load(folder.model)
+    run_training(
+        prepare(parse_recipe(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu"))
+    )
+    return models.load(folder.model_folder)
 
 
 def test_the_noise_of_the_plan_is_the_noise_of_the_run(public, tmp_path):
@@ -245,7 +247,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     before, after = models.load(public).state_dict(), model.get_submodule("classifier").state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    start = models.build(models.read_spec(folder.model)).get_submodule("denoiser")
+    start = models.build_model(models.read_spec(folder.model)).get_submodule("denoiser")
     x = torch.rand(3, 1, 8, 8)
     assert torch.equal(start(x), x) and not torch.equal(model.get_submodule("denoiser")(x), x)
 
@@ -253,7 +255,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     assert 0 < facts.guarantee.epsilon < math.inf and facts.guarantee.kind == "proved"
     write_release(folder)
     card = json.loads((folder.release / "privacy_card.json").read_text())
-    seen = json.loads((public / PROVENANCE).read_text())
+    seen = json.loads((public / PROVENANCE_FILE).read_text())
     statement = card["extra"]["frozen classifier trained on"]
     assert f"{seen['records']:,} public records of digits/train" in statement
     assert "none of them is among the private records" in statement
@@ -308,18 +310,20 @@ def test_no_dp_and_full_prove_nothing(public, tmp_path):
 )  # fmt: skip
 def test_recipes_that_do_not_hold_together_are_refused(changes, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        parse(raw(tmp_path, **changes), "test")
+        parse_recipe(raw(tmp_path, **changes), "test")
 
 
 # ---- what the classifier saw ------------------------------------------------------------------
 
 
 def test_public_and_private_records_are_disjoint_and_complete(public):
-    recipe = parse(raw(public, data={"name": "digits", "public": 0.4, "hold_out": 0.25}), "test")
-    source = source_of(recipe)
+    recipe = parse_recipe(
+        raw(public, data={"name": "digits", "public": 0.4, "hold_out": 0.25}), "test"
+    )
+    source = data_source(recipe)
     everything = data.load(source, "train")
-    seen = np.load(public / RECORDS, allow_pickle=False)
-    private = training_data(recipe, source).hashes
+    seen = np.load(public / RECORDS_FILE, allow_pickle=False)
+    private = records_with_canaries(recipe, source).hashes
     assert not np.isin(private, seen).any()
     assert len(seen) == pytest.approx(0.4 * len(everything), rel=0.15)
     assert len(private) == pytest.approx(0.45 * len(everything), rel=0.15)
@@ -328,46 +332,48 @@ def test_public_and_private_records_are_disjoint_and_complete(public):
 
 def test_a_classifier_that_saw_private_records_is_refused(public, tmp_path):
     """Private from the 30th percentile of the hashes on, public up to the 40th."""
-    overlapping = parse(raw(public, data={"name": "digits", "public": 0.3}), "test")
+    overlapping = parse_recipe(raw(public, data={"name": "digits", "public": 0.3}), "test")
     with pytest.raises(UserError, match=r"private records of digits/train are among the public"):
         prepare(overlapping, RunFolder(tmp_path / "run"), "test")
     assert not (tmp_path / "run").exists()
     # The check can fail for held out records as well: they are private too.
-    held_out = parse(raw(public, data={"name": "digits", "public": 0.3, "hold_out": 0.5}), "test")
+    held_out = parse_recipe(
+        raw(public, data={"name": "digits", "public": 0.3, "hold_out": 0.5}), "test"
+    )
     with pytest.raises(UserError, match="among the public"):
         prepare(held_out, RunFolder(tmp_path / "run"), "test")
     # One record in common is enough.
     copy = shutil.copytree(public, tmp_path / "copy")
-    recipe = parse(raw(copy), "test")
-    seen = np.load(copy / RECORDS)
-    seen[0] = training_data(recipe, source_of(recipe)).hashes[3]
-    np.save(copy / RECORDS, np.sort(seen))
+    recipe = parse_recipe(raw(copy), "test")
+    seen = np.load(copy / RECORDS_FILE)
+    seen[0] = records_with_canaries(recipe, data_source(recipe)).hashes[3]
+    np.save(copy / RECORDS_FILE, np.sort(seen))
     with pytest.raises(UserError, match="1 of the"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
 def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
     copy = shutil.copytree(public, tmp_path / "copy")
-    (copy / PROVENANCE).unlink()
+    (copy / PROVENANCE_FILE).unlink()
     with pytest.raises(UserError, match="nothing says what it was trained on"):
-        prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "a"), "test")
+        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "a"), "test")
     described = raw(copy)
     described["model"]["classifier"] = {"folder": str(copy), "saw": "a data set on paper"}
-    prepare(parse(described, "test"), RunFolder(tmp_path / "b"), "test")
+    prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "b"), "test")
     about = json.loads(RunFolder(tmp_path / "b").pretrained.read_text())
     assert about["saw"] == "a data set on paper (declared, not checked)"
 
 
 def test_a_released_classifier_brings_its_card(public, tmp_path):
     copy = shutil.copytree(public, tmp_path / "copy")
-    (copy / PROVENANCE).unlink()
+    (copy / PROVENANCE_FILE).unlink()
     card = {
         "private": True,
         "guarantee": {"epsilon": 2.0, "delta": 1e-5},
         "extra": {"training data": "mnist", "model hash": models.model_hash(copy)},
     }
     (copy / "privacy_card.json").write_text(json.dumps(card))
-    prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
+    prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
     about = json.loads(RunFolder(tmp_path / "run").pretrained.read_text())
     told = "told apart by name only, not checked by record"
     stated = "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
@@ -376,16 +382,16 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
     card["extra"]["training data"] = "digits"
     (copy / "privacy_card.json").write_text(json.dumps(card))
     with pytest.raises(UserError, match="its cost would have to be added"):
-        prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
+        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
     del card["extra"]["model hash"]
     (copy / "privacy_card.json").write_text(json.dumps(card))
     with pytest.raises(UserError, match=r"not the one that privacy_card\.json speaks of"):
-        prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
+        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
 
 
 def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
     copy = shutil.copytree(public, tmp_path / "copy")
-    recipe, folder = parse(raw(copy), "test"), RunFolder(tmp_path / "run")
+    recipe, folder = parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "run")
     prepare(recipe, folder, "test")
     prepare(recipe, folder, "test")
     module, spec = models.load(copy), models.read_spec(copy)
@@ -394,31 +400,31 @@ def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
     models.save(module, spec, copy)
     with pytest.raises(UserError, match=r"the model is not the one that provenance\.json speaks"):
         prepare(recipe, folder, "test")
-    written = json.loads((copy / PROVENANCE).read_text())
+    written = json.loads((copy / PROVENANCE_FILE).read_text())
     written["model"] = models.model_hash(copy)
-    (copy / PROVENANCE).write_text(json.dumps(written))
+    (copy / PROVENANCE_FILE).write_text(json.dumps(written))
     with pytest.raises(UserError, match="has changed since this run was begun"):
         prepare(recipe, folder, "test")
 
 
 def test_classifiers_that_do_not_fit_are_refused(public, tmp_path):
     with pytest.raises(UserError, match="no model there; `dpdist pretrain` makes it"):
-        prepare(parse(raw(tmp_path / "none"), "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(raw(tmp_path / "none"), "test"), RunFolder(tmp_path / "run"), "test")
     spec = ModelSpec("small-cnn", (1, 8, 8), 7, {"width": 4})
-    models.save(models.build(spec), spec, tmp_path / "seven")
+    models.save(models.build_model(spec), spec, tmp_path / "seven")
     with pytest.raises(UserError, match="tells 7 classes"):
-        prepare(parse(raw(tmp_path / "seven"), "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(raw(tmp_path / "seven"), "test"), RunFolder(tmp_path / "run"), "test")
     with pytest.raises(UserError, match="exists already"):
-        pretrain(parse(raw(public), "test"), "test")
+        pretrain(parse_recipe(raw(public), "test"), "test")
 
 
 def test_pretraining_on_private_records_is_refused_before_it_starts(tmp_path):
     described = raw(tmp_path / "new", data={"name": "digits", "public": 0.0})
     with pytest.raises(UserError, match=r"data\.public: must be > 0"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
     described["public"]["data"] = {"name": "digits"}
     with pytest.raises(UserError, match="among the public ones"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
     assert not (tmp_path / "new").exists()
 
 
@@ -432,8 +438,8 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
     described = raw(other)
     described["public"]["model"] = {"name": "mlp", "options": {"hidden": [16]}}
     described["public"]["training"] = {"batch_size": 50, "steps": 3, "learning_rate": 0.1}
-    pretrain(parse(described, "test"), "test")
-    moved = put_together(folder, "classifier", other, RunFolder(tmp_path / "moved"))
+    pretrain(parse_recipe(described, "test"), "test")
+    moved = join_parts(folder, "classifier", other, RunFolder(tmp_path / "moved"))
     x = torch.rand(4, 1, 8, 8)
     whole = models.load(moved.model)
     assert torch.equal(whole(x), models.load(other)(model.get_submodule("denoiser")(x)))
@@ -442,7 +448,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
     assert after.ledger.releases == before.ledger.releases
     assert after.card()["extra"]["frozen classifier trained on"].startswith("5")
     with pytest.raises(UserError, match="exists already"):
-        put_together(folder, "classifier", other, RunFolder(tmp_path / "moved"))
+        join_parts(folder, "classifier", other, RunFolder(tmp_path / "moved"))
 
 
 def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(public, tmp_path):
@@ -450,13 +456,13 @@ def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(publi
     train(raw(public), folder)
     described = raw(tmp_path / "more", data={"name": "digits", "public": 0.6})
     described["public"]["training"] = {"batch_size": 50, "steps": 3, "learning_rate": 0.1}
-    pretrain(parse(described, "test"), "test")
+    pretrain(parse_recipe(described, "test"), "test")
     with pytest.raises(UserError, match="among the public"):
-        put_together(folder, "classifier", tmp_path / "more", RunFolder(tmp_path / "moved"))
+        join_parts(folder, "classifier", tmp_path / "more", RunFolder(tmp_path / "moved"))
     assert not (tmp_path / "moved").exists()
     plain = raw(public, method="dp-sgd", model={"name": "small-cnn"}, public=None)
     train(plain, RunFolder(tmp_path / "plain"))
     with pytest.raises(UserError, match="no denoiser before a classifier"):
-        put_together(
+        join_parts(
             RunFolder(tmp_path / "plain"), "classifier", public, RunFolder(tmp_path / "moved")
         )

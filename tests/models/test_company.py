@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.models import ModelSpec, mixing
+from dpdist.models import ModelSpec, find_batch_dependence
 
 pytestmark = pytest.mark.guarantee
 
@@ -61,7 +61,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_mixes_is_seen(name: str) -> None:
     batch = torch.rand(100, 1, 4, 4, generator=torch.Generator().manual_seed(1))
-    found = mixing(Of(CHANGES[name]).eval(), batch)
+    found = find_batch_dependence(Of(CHANGES[name]).eval(), batch)
     assert found is not None
     assert "in another position" in found or name not in ("position", "symmetric", "one row")
 
@@ -75,7 +75,7 @@ def test_batch_statistics_at_inference_are_seen(dimensions: int) -> None:
         norm, shape = nn.BatchNorm2d(5, track_running_stats=False), (5, 3, 3)
     model = nn.Sequential(norm, nn.Flatten(), nn.LazyLinear(3)).eval()
     model(torch.rand(2, *shape))
-    assert mixing(model, torch.rand(30, *shape)) is not None
+    assert find_batch_dependence(model, torch.rand(30, *shape)) is not None
 
 
 def test_whole_numbers_are_tried_with_other_ones() -> None:
@@ -90,9 +90,9 @@ def test_whole_numbers_are_tried_with_other_ones() -> None:
             return answers + self.mix * answers.mean(0)
 
     batch = torch.randint(20, (30, 6), generator=torch.Generator().manual_seed(0))
-    assert mixing(Tokens(0.0), batch) is None
-    assert mixing(Tokens(0.1), batch) is not None
-    assert mixing(Tokens(1e-4), batch) is not None
+    assert find_batch_dependence(Tokens(0.0), batch) is None
+    assert find_batch_dependence(Tokens(0.1), batch) is not None
+    assert find_batch_dependence(Tokens(1e-4), batch) is not None
 
 
 @pytest.mark.parametrize("mix", [0.0, 1e-4])
@@ -106,7 +106,7 @@ def test_a_masked_class_does_not_hide_what_the_others_say(mix: float, large: flo
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([self.network(x - mix * x.mean(0)), 0 * x[:, 0, 0, :1] + large], 1)
 
-    found = mixing(Masked().eval(), torch.rand(100, 1, 4, 4))
+    found = find_batch_dependence(Masked().eval(), torch.rand(100, 1, 4, 4))
     assert (found is not None) == (mix > 0)
 
 
@@ -123,7 +123,7 @@ def test_what_does_not_mix_passes(spec: ModelSpec, rows: int) -> None:
     model = models.initialise(spec, 0).eval()
     batch = torch.randn(rows, *spec.input_shape, generator=torch.Generator().manual_seed(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert mixing(model, batch) is None
+    assert find_batch_dependence(model, batch) is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -138,7 +138,7 @@ def test_stored_statistics_and_large_numbers_that_cancel_pass() -> None:
     )
     head = nn.Sequential(model, Twice(), last)
     head(torch.rand(50, 1, 4, 4))
-    assert mixing(head.eval(), torch.rand(200, 1, 4, 4)) is None
+    assert find_batch_dependence(head.eval(), torch.rand(200, 1, 4, 4)) is None
 
 
 class Twice(nn.Module):

@@ -11,9 +11,14 @@ from torch import nn
 
 from dpdist import models
 from dpdist.core.errors import UserError
-from dpdist.core.optional_imports import torchvision
+from dpdist.core.optional_imports import import_torchvision
 from dpdist.models import ModelSpec
-from dpdist.models.zoo import FixedBatchNorm, estimating, fixed, torchvision_classifier
+from dpdist.models.zoo import (
+    FixedBatchNorm,
+    batch_statistics,
+    replace_batch_norm_and_dropout,
+    torchvision_classifier,
+)
 
 CLASSIFIER = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 4}, mean=(0.5,), std=(0.25,))
 SPEC = ModelSpec("conv-autoencoder", (1, 8, 8), 10, {"channels": [4]}, classifier=CLASSIFIER)
@@ -46,7 +51,7 @@ def test_noise_can_be_put_behind_the_denoisers_first_layer():
     "name, options", [("conv-autoencoder", {"residual": True}), ("dncnn", {"depth": 4, "width": 8})]
 )
 def test_residual_denoisers_begin_at_the_identity(name, options):
-    denoiser = models.build(ModelSpec(name, (3, 8, 8), 10, options))
+    denoiser = models.build_model(ModelSpec(name, (3, 8, 8), 10, options))
     x = torch.rand(2, 3, 8, 8)
     assert torch.equal(denoiser(x), x)
     nn.init.ones_(list(denoiser.parameters())[-1])  # the last bias: predicts noise of one
@@ -64,7 +69,7 @@ def test_each_level_of_a_u_net_sees_half_the_side_and_adds_to_the_one_above():
         half = (half + inner.up((quarter + inner.same(quarter)).relu())).relu()
         torch.testing.assert_close(outer(x), outer.up((half + outer.same(half)).relu()))
     assert outer.down.kernel_size == (6, 6) and inner.down.kernel_size == (4, 4)
-    one = models.build(ModelSpec("unet", (1, 8, 8), 10, {"channels": [4], "kernel": 2}))
+    one = models.build_model(ModelSpec("unet", (1, 8, 8), 10, {"channels": [4], "kernel": 2}))
     assert one(torch.rand(1, 1, 8, 8)).shape == (1, 1, 8, 8)
     for options, said in (
         ({"channels": [4, 4], "kernel": 5}, "kernel must be an even number"),
@@ -72,7 +77,7 @@ def test_each_level_of_a_u_net_sees_half_the_side_and_adds_to_the_one_above():
         ({"channels": []}, "channels must be numbers"),
     ):
         with pytest.raises(UserError, match=said):
-            models.build(dataclasses.replace(spec, options=options))
+            models.build_model(dataclasses.replace(spec, options=options))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_each_level_of_a_u_net_sees_half_the_side_and_adds_to_the_one_above():
 )
 def test_what_does_not_fit_is_explained(changed, message):
     with pytest.raises(UserError, match=message):
-        models.build(dataclasses.replace(SPEC, **changed))
+        models.build_model(dataclasses.replace(SPEC, **changed))
 
 
 def test_a_strangers_classifier_is_not_imported_either(tmp_path):
@@ -104,7 +109,9 @@ def test_a_strangers_classifier_is_not_imported_either(tmp_path):
 
 def test_torchvision_networks_equal_their_originals_in_eval_mode():
     torch.manual_seed(0)
-    original = torchvision("models").get_model("mobilenet_v3_small", weights=None, num_classes=7)
+    original = import_torchvision("models").get_model(
+        "mobilenet_v3_small", weights=None, num_classes=7
+    )
     with torch.no_grad():  # statistics that are not the initial ones
         original.train()(torch.rand(8, 3, 32, 32))
     ours = torchvision_classifier((3, 32, 32), 7, architecture="mobilenet_v3_small")
@@ -126,12 +133,12 @@ def test_statistics_are_estimated_only_when_asked():
     theirs = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     ours = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     ours.load_state_dict(theirs.state_dict())
-    fixed(ours)
+    replace_batch_norm_and_dropout(ours)
     x = 3 + torch.randn(16, 3, 6, 6)
     before = ours[1].running_mean.clone()
     ours(x)
     assert torch.equal(ours[1].running_mean, before)
-    with estimating(ours):
+    with batch_statistics(ours):
         assert torch.allclose(ours(x), theirs.train()(x), atol=1e-5)
     assert torch.allclose(ours[1].running_var, theirs[1].running_var)
     assert torch.allclose(ours(x), theirs.eval()(x), atol=1e-5)
@@ -139,6 +146,6 @@ def test_statistics_are_estimated_only_when_asked():
 
 def test_unknown_architectures_and_shapes_are_explained():
     with pytest.raises(UserError, match="architecture: unknown 'resnet7'"):
-        models.build(ModelSpec("torchvision", (3, 32, 32), 10, {"architecture": "resnet7"}))
+        models.build_model(ModelSpec("torchvision", (3, 32, 32), 10, {"architecture": "resnet7"}))
     with pytest.raises(UserError, match=r"take \(3, H, W\)"):
-        models.build(ModelSpec("torchvision", (1, 32, 32), 10))
+        models.build_model(ModelSpec("torchvision", (1, 32, 32), 10))

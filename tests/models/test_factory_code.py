@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 from support.certificates import Data
-from support.here import without_ray
+from support.local_execution import run_without_ray
 
 from dpdist import models
-from dpdist.attacks.job import Attack, Attacker, _form, attack_model
+from dpdist.attacks.job import Attacker, AttackJob, _form, attack_model
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.table_reader import apart, merge_tables, shares
+from dpdist.certification.table_reader import merge_tables, shards_of_one_run, unmerged_tables
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import FactoryCode
 
@@ -125,11 +125,11 @@ def test_the_modules_beside_a_factory_are_covered_and_no_others(
 ) -> None:
     use(write(tmp_path / "code"))
     before = {name for name in sys.modules if name.partition(".")[0] in TOPS}
-    code = FactoryCode.of(("mine:net",))
+    code = FactoryCode.from_factories(("mine:net",))
     after = {name for name in sys.modules if name.partition(".")[0] in TOPS}
     assert list(code.modules) == COVERED and before == after == set()  # nothing was imported
     models.initialise(SPEC, 1)
-    assert FactoryCode.of(("mine:net",)) == code
+    assert FactoryCode.from_factories(("mine:net",)) == code
 
 
 @pytest.mark.parametrize("name", [n for n in SOURCES if n.removesuffix(".py") != "unused"])
@@ -170,13 +170,13 @@ def test_the_same_code_is_the_same_wherever_it_lies(
         "import sys; from dpdist import models; from pathlib import Path;"
         "models.load(Path(sys.argv[1]), trusted_factory='mine:net');"
         "from dpdist.models.factory_code import FactoryCode;"
-        "print(FactoryCode.of(('mine:net',)).modules)"
+        "print(FactoryCode.from_factories(('mine:net',)).modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(model)],
         cwd=tmp_path / "code", capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == str(models.code_of(model).modules)
+    assert done.stdout.strip() == str(models.read_factory_code(model).modules)
 
 
 def test_what_a_process_has_imported_is_what_it_executes(
@@ -196,8 +196,8 @@ def test_what_a_process_has_imported_is_what_it_executes(
 def test_installed_code_covers_its_own_package(tmp_path: Path, use: Callable[[Path], None]) -> None:
     """In site-packages everything lies beside everything."""
     use(write(tmp_path / "lib" / "site-packages"))
-    assert list(FactoryCode.of(("mine:net",)).modules) == ["mine"]
-    assert list(FactoryCode.of(("helpers.layers:linear",)).modules) == [
+    assert list(FactoryCode.from_factories(("mine:net",)).modules) == ["mine"]
+    assert list(FactoryCode.from_factories(("helpers.layers:linear",)).modules) == [
         "helpers", "helpers.deep", "helpers.deep.one", "helpers.far", "helpers.layers",
         "helpers.sizes",
     ]  # fmt: skip
@@ -228,7 +228,7 @@ def test_code_that_cannot_be_read_builds_nothing(monkeypatch: pytest.MonkeyPatch
     module.net = lambda input_shape, classes: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nowhere", module)
     with pytest.raises(UserError, match="the source of 'nowhere:net' cannot be read; put the"):
-        models.build(models.ModelSpec("nowhere:net", (4,), 2))
+        models.build_model(models.ModelSpec("nowhere:net", (4,), 2))
 
 
 # ---- what is made of it
@@ -252,7 +252,7 @@ def certified(model: Path, output: Path, **more: Any) -> Any:
 def test_a_finished_table_is_refused_for_changed_code(
     tmp_path: Path, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     use(write(tmp_path / "code"))
     model = saved(tmp_path / "model")
     table = certified(model, tmp_path / "out")
@@ -275,7 +275,7 @@ def test_a_finished_table_is_refused_for_changed_code(
 def test_tables_of_two_functions_do_not_merge(
     tmp_path: Path, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     parts = []
     for start, scale in enumerate(("1.0", "-1.0")):
         use(write(tmp_path / scale, **{"package/inner.py": f"scale = {scale}\n"}))
@@ -283,7 +283,7 @@ def test_tables_of_two_functions_do_not_merge(
         parts.append(certified(model, tmp_path / f"out{scale}", start=start, every=2))
     weights = [(tmp_path / f"model{s}" / "model.safetensors").read_bytes() for s in ("1.0", "-1.0")]
     assert weights[0] == weights[1]
-    assert shares(parts) == [] and apart(parts)[0][2] == ["model"]
+    assert shards_of_one_run(parts) == [] and unmerged_tables(parts)[0][2] == ["model"]
     with pytest.raises(UserError, match="cannot merge results that differ in model"):
         merge_tables(parts)
 
@@ -292,18 +292,18 @@ def test_a_worker_with_other_code_does_nothing(
     tmp_path: Path, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver has imported the old code; a worker imports what lies there now."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     use(write(tmp_path / "code"))
     model = saved(tmp_path / "model")
-    certifying = job.Certification(
+    certifying = job.CertificationJob(
         job.Subject.load(model, "mine:net"), Data(), SETTINGS
     )._assignment
-    attacking = Attack(model, Data(), ATTACK, "mine:net").assignment
-    certifying.placed()
+    attacking = AttackJob(model, Data(), ATTACK, "mine:net").assignment
+    certifying.on_device()
     Attacker(attacking)
     (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"] + "# changed\n")
     use(tmp_path / "code")
-    for begin in (certifying.placed, lambda: Attacker(attacking), lambda: _form(attacking)):
+    for begin in (certifying.on_device, lambda: Attacker(attacking), lambda: _form(attacking)):
         with pytest.raises(UserError, match=r"this worker: .*; late of mine:net changed since"):
             begin()
 
@@ -346,7 +346,7 @@ def test_modules_that_are_named_in_text_are_covered(tmp_path, use, sources, fact
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(source + text * (name == changed))
         use(tmp_path)
-        code = FactoryCode.of((factory,)).modules
+        code = FactoryCode.from_factories((factory,)).modules
         assert changed.removesuffix(".py").replace("/", ".") in code
         models.initialise(models.ModelSpec(factory, (1, 6, 6), 3), 1)
         digests.add(tuple(code.items()))
@@ -363,7 +363,7 @@ def test_a_module_below_the_package_is_covered_by_its_own_name(tmp_path, use, mo
         (tmp_path / name).write_text(text)
     use(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "helpers"))
-    assert set(FactoryCode.of(("helpers.layers:net",)).modules) == {
+    assert set(FactoryCode.from_factories(("helpers.layers:net",)).modules) == {
         "far",
         "helpers",
         "helpers.layers",
@@ -394,5 +394,5 @@ def test_threads_make_syntax_trees_one_after_the_other(tmp_path, use, monkeypatc
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(4) as threads:
         patch.setattr(ast, "parse", watched)
-        found = list(threads.map(lambda _: FactoryCode.of(("mine:net",)), range(4)))
+        found = list(threads.map(lambda _: FactoryCode.from_factories(("mine:net",)), range(4)))
     assert max(most) == 1 and all(code == found[0] for code in found)

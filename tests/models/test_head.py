@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from dpdist.models.features import Features
+from dpdist.models.features import PenultimateFeatures
 
 
 def test_a_reader_is_gone_with_its_last_reference():
@@ -16,7 +16,7 @@ def test_a_reader_is_gone_with_its_last_reference():
     gc.disable()
     try:
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        read = Features(model, torch.zeros(2, 3))
+        read = PenultimateFeatures(model, torch.zeros(2, 3))
         assert torch.equal(read(torch.ones(2, 3)), model[:2](torch.ones(2, 3)))
         there = weakref.ref(read)
         del read

@@ -12,9 +12,9 @@ from dpdist import models
 from dpdist.certification.worker import first_layer_sensitivity
 from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec, require_split
-from dpdist.models.noise import keep_within, layer_bound
-from dpdist.models.zoo import Normalised
-from dpdist.randomness.noise_location import BehindLayer, place_of
+from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
+from dpdist.models.zoo import NormalisedNetwork
+from dpdist.randomness.noise_location import HiddenNoise, find_noise_location
 
 pytestmark = pytest.mark.guarantee
 
@@ -34,7 +34,7 @@ def test_the_cut_is_the_model_and_its_first_part_is_affine(spec: ModelSpec) -> N
     assert torch.equal(split.rest(split.first(x)), model(x))
     assert dict(model.named_modules())[split.name] is split.layer
     # The first part as one linear map in input units, against its Jacobian.
-    layer = split.affine(spec.input_shape)
+    layer = split.affine_layer(spec.input_shape)
     jacobian = torch.autograd.functional.jacobian(lambda v: split.first(v[None])[0], x[0])
     direction = torch.rand(spec.input_shape)
     moved = (jacobian * direction).flatten(-len(spec.input_shape)).sum(-1)
@@ -55,8 +55,8 @@ def test_a_model_that_sees_its_input_twice_is_not_cut() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) + x
 
-    assert models.split_first(Skip()) is None
-    assert models.split_first(nn.Sequential(nn.ReLU(), nn.Linear(4, 4))) is None
+    assert models.split_after_first_layer(Skip()) is None
+    assert models.split_after_first_layer(nn.Sequential(nn.ReLU(), nn.Linear(4, 4))) is None
     with pytest.raises(UserError, match="sequence of layers"):
         models.attach_noise(Skip(), torch.ones(4))
 
@@ -131,7 +131,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_first_layer_that_computes_something_else_is_refused(name: str) -> None:
     model = REFUSED[name]().eval()
-    assert models.split_first(model) is None
+    assert models.split_after_first_layer(model) is None
     with pytest.raises(UserError, match=r"hooks|is none|used again|padding_mode"):
         models.require_split(model)
 
@@ -139,20 +139,20 @@ def test_a_first_layer_that_computes_something_else_is_refused(name: str) -> Non
 def test_what_the_cut_does_not_see_is_found_by_numbers() -> None:
     model = dense().eval()
     split = models.require_split(model)
-    assert isinstance(split.affine((1, 4, 4)), nn.Linear)
+    assert isinstance(split.affine_layer((1, 4, 4)), nn.Linear)
     with torch.no_grad():
         other = dataclasses.replace(split, first=nn.Sequential(split.first, nn.ReLU()))
         with pytest.raises(UserError, match="not the map it shows"):
-            other.affine((1, 4, 4))
+            other.affine_layer((1, 4, 4))
         other = dataclasses.replace(split, rest=nn.Sequential(nn.ReLU(), nn.ReLU(), model[3]))
-        other.affine((1, 4, 4))  # the same function
+        other.affine_layer((1, 4, 4))  # the same function
         other = dataclasses.replace(split, rest=nn.Sequential(nn.Tanh(), model[3]))
         with pytest.raises(UserError, match="it is another"):
-            other.affine((1, 4, 4))
+            other.affine_layer((1, 4, 4))
     # A dense layer along the last dimension of an image is not the dense layer of its pixels.
     rows = nn.Sequential(nn.Linear(4, 2), nn.Flatten(), nn.Linear(8, 3)).eval()
     with pytest.raises(UserError, match="cannot be cut behind"):
-        models.require_split(rows).affine((1, 4, 4))
+        models.require_split(rows).affine_layer((1, 4, 4))
 
 
 def test_a_module_that_comes_twice_is_there_twice() -> None:
@@ -164,13 +164,15 @@ def test_a_module_that_comes_twice_is_there_twice() -> None:
 
 
 NORMALISED = {
-    "one": lambda layer: Normalised(layer, constant(0.4), constant(0.1)),
-    "nested": lambda layer: Normalised(
-        Normalised(layer, constant(0.0), constant(0.01)), constant(0.5, 0.4), constant(0.3, 2.0)
+    "one": lambda layer: NormalisedNetwork(layer, constant(0.4), constant(0.1)),
+    "nested": lambda layer: NormalisedNetwork(
+        NormalisedNetwork(layer, constant(0.0), constant(0.01)),
+        constant(0.5, 0.4),
+        constant(0.3, 2.0),
     ),
     "inside": lambda layer: nn.Sequential(
-        Normalised(nn.Identity(), constant(0.1), constant(0.05)),
-        Normalised(layer, constant(0.2), constant(0.2)),
+        NormalisedNetwork(nn.Identity(), constant(0.1), constant(0.05)),
+        NormalisedNetwork(layer, constant(0.2), constant(0.2)),
     ),
 }
 
@@ -197,13 +199,13 @@ def test_norms_are_of_the_normalised_first_layer(name: str, kind: str) -> None:
     matrix = jacobian.reshape(-1, 32).double()
     spectral = float(torch.linalg.matrix_norm(matrix, 2))
     std = torch.full(split.hidden_shape(shape), 0.7)
-    norms = first_layer_sensitivity(split, BehindLayer(split.name, std), shape)
+    norms = first_layer_sensitivity(split, HiddenNoise(split.name, std), shape)
     assert norms.l2 == pytest.approx(spectral, rel=1e-5)
     rows = matrix.abs().sum(1).norm()
     assert norms.linf == pytest.approx(min(float(rows), 32**0.5 * spectral), rel=1e-5)
     # The bound that training keeps is of the same map.
-    assert layer_bound(split) >= spectral * (1 - 1e-6)
-    keep_within(split, 1.0)
+    assert first_layer_norm_bound(split) >= spectral * (1 - 1e-6)
+    project_first_layer_norm(split, 1.0)
     again = torch.autograd.functional.jacobian(lambda v: split.first(v[None])[0], torch.rand(shape))
     assert float(torch.linalg.matrix_norm(again.reshape(-1, 32), 2)) <= 1 + 1e-5
 
@@ -211,15 +213,15 @@ def test_norms_are_of_the_normalised_first_layer(name: str, kind: str) -> None:
 def test_noise_is_saved_and_loaded_with_the_weights(tmp_path) -> None:
     model = models.initialise(CNN, 1)
     std = torch.rand(4, 4, 4) + 0.1
-    assert not place_of(model).random
+    assert not find_noise_location(model).is_random
     models.attach_noise(model, std)
     spec = ModelSpec(**{**CNN.__dict__, "hidden_noise": True})
     models.save(model, spec, tmp_path)
     loaded = models.load(tmp_path)
-    noise = place_of(loaded).behind_first()
+    noise = find_noise_location(loaded).as_first_layer_noise()
     assert noise is not None and noise.module == "0" and torch.equal(noise.std, std)
-    assert noise.scale == pytest.approx(float(std.double().square().mean().sqrt()))
-    assert torch.allclose(noise.scale * noise.shares.sqrt(), std.double())
+    assert noise.rms_std == pytest.approx(float(std.double().square().mean().sqrt()))
+    assert torch.allclose(noise.rms_std * noise.relative_variances.sqrt(), std.double())
     # Plain passes draw nothing, so that whoever needs noise must ask for it.
     x = torch.rand(3, 2, 8, 8)
     assert torch.equal(loaded(x), models.initialise(CNN, 1).eval()(x))
@@ -240,8 +242,8 @@ def test_the_norm_is_that_of_the_weight_and_not_of_a_call(std: float | None) -> 
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     model: nn.Module = network
     if std is not None:
-        model = Normalised(network, torch.zeros(1, 1, 1), torch.full((1, 1, 1), std))
-    require_split(model).affine((1, 6, 6))
+        model = NormalisedNetwork(network, torch.zeros(1, 1, 1), torch.full((1, 1, 1), std))
+    require_split(model).affine_layer((1, 6, 6))
     network[0]._conv_forward = lambda x, w, b: 100 * nn.functional.conv2d(x, w, b)  # type: ignore
     with pytest.raises(UserError, match="its first layer is not the map it shows"):
-        require_split(model).affine((1, 6, 6))
+        require_split(model).affine_layer((1, 6, 6))

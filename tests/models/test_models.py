@@ -18,7 +18,7 @@ pytestmark = pytest.mark.whole
 
 
 def size(spec: ModelSpec) -> int:
-    return sum(p.numel() for p in models.build(spec).parameters())
+    return sum(p.numel() for p in models.build_model(spec).parameters())
 
 
 def test_sizes_are_the_papers():
@@ -53,10 +53,10 @@ def test_a_cnn_behind_a_unet_is_one_network_of_the_two():
         "unet-cnn", (1, 16, 16), 3,
         {"channels": [4], "kernel": 4, "activation": "tanh", "width": 5, "dense": True},
     )  # fmt: skip
-    whole = models.build(spec)
-    unet = models.build(ModelSpec("unet", (1, 16, 16), 3, {"channels": [4], "kernel": 4}))
+    whole = models.build_model(spec)
+    unet = models.build_model(ModelSpec("unet", (1, 16, 16), 3, {"channels": [4], "kernel": 4}))
     options = {"activation": "tanh", "width": 5, "dense": True}
-    cnn = models.build(ModelSpec("tf-cnn", (1, 16, 16), 3, options))
+    cnn = models.build_model(ModelSpec("tf-cnn", (1, 16, 16), 3, options))
     parts = zip(whole.children(), (unet, cnn), strict=True)
     for ours, theirs in parts:
         ours.load_state_dict(theirs.state_dict())
@@ -67,14 +67,14 @@ def test_a_cnn_behind_a_unet_is_one_network_of_the_two():
 
 def test_a_pooled_cnn_is_its_layers_in_order():
     options = {"filters": [4, 6], "kernels": [5, 3], "groups": 2, "activation": "tanh"}
-    network = models.build(ModelSpec("pool-cnn", (1, 9, 12), 3, options))
+    network = models.build_model(ModelSpec("pool-cnn", (1, 9, 12), 3, options))
     first, norm, _, second, other_norm, _, _, _, last = network
     x = torch.rand(2, 1, 9, 12)
     found = norm(torch.conv2d(x, first.weight, first.bias, 2, 2)).tanh()
     found = other_norm(torch.conv2d(found, second.weight, second.bias, 1, 1)).tanh()
     found = last(torch.max_pool2d(found, 2).flatten(1))
     assert torch.equal(network(x), found) and norm.num_groups == other_norm.num_groups == 2
-    plain = models.build(ModelSpec("pool-cnn", (1, 9, 12), 3, options | {"groups": 0}))
+    plain = models.build_model(ModelSpec("pool-cnn", (1, 9, 12), 3, options | {"groups": 0}))
     assert not any(isinstance(layer, nn.GroupNorm) for layer in plain)
 
 
@@ -110,7 +110,7 @@ def test_hash_names_weights_and_description(tmp_path):
 
 def test_a_strangers_factory_is_not_imported(tmp_path):
     spec = ModelSpec("linear", (4,), 2)
-    models.save(models.build(spec), spec, tmp_path)
+    models.save(models.build_model(spec), spec, tmp_path)
     description = json.loads((tmp_path / "model.json").read_text())
     description["name"] = "os:abort"
     (tmp_path / "model.json").write_text(json.dumps(description))
@@ -126,7 +126,7 @@ def test_own_factory_by_name(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     spec = ModelSpec("mine:net", (4,), 2, options={"width": 5})
-    models.save(models.build(spec), spec, tmp_path / "m")
+    models.save(models.build_model(spec), spec, tmp_path / "m")
     assert models.load(tmp_path / "m", trusted_factory="mine:net")[0].out_features == 5
 
 
@@ -148,14 +148,14 @@ def test_own_factory_by_name(tmp_path, monkeypatch):
 )
 def test_what_cannot_be_built_is_explained(spec, message):
     with pytest.raises(UserError, match=message):
-        models.build(spec)
+        models.build_model(spec)
 
 
 def test_damaged_and_missing_files(tmp_path):
     with pytest.raises(UserError, match="no model there"):
         models.load(tmp_path)
     spec = ModelSpec("linear", (4,), 2)
-    models.save(models.build(spec), spec, tmp_path)
+    models.save(models.build_model(spec), spec, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="does not fit the model"):
         models.load(tmp_path)
@@ -185,7 +185,7 @@ def failing(shape, classes):
 def test_tied_weights_are_saved(tmp_path):
     name = f"{__name__}:tied"
     spec = ModelSpec(name, (6,), 6)
-    module = models.build(spec)
+    module = models.build_model(spec)
     models.save(module, spec, tmp_path)
     loaded = models.load(tmp_path, trusted_factory=name)
     inputs = torch.rand(3, 6)
@@ -203,7 +203,7 @@ def test_tied_weights_are_saved(tmp_path):
 )
 def test_factories_that_fail(name, message):
     with pytest.raises(UserError, match=message):
-        models.build(ModelSpec(name, (6,), 6))
+        models.build_model(ModelSpec(name, (6,), 6))
 
 
 @pytest.mark.parametrize(
@@ -244,15 +244,15 @@ def test_dense_layers_fit_behind_convolutions(sides):
         {}, {"filters": [3], "kernels": [4], "strides": [3]},
         {"filters": [2, 3, 4], "kernels": [3, 5, 5], "strides": [1, 2, 2]},
     ):  # fmt: skip
-        network = models.build(ModelSpec("hgm-cnn", (2, *sides), 5, options=options))
+        network = models.build_model(ModelSpec("hgm-cnn", (2, *sides), 5, options=options))
         assert network(torch.zeros(3, 2, *sides)).shape == (3, 5)
     for dense in (True, False):
         options = {"width": 3, "dense": dense}
-        network = models.build(ModelSpec("tf-cnn", (2, *sides), 5, options=options))
+        network = models.build_model(ModelSpec("tf-cnn", (2, *sides), 5, options=options))
         assert network(torch.zeros(3, 2, *sides)).shape == (3, 5)
 
 
 @pytest.mark.parametrize("side", [1, 6, 10])
 def test_images_that_are_too_small_for_convolutions_are_refused(side):
     with pytest.raises(UserError, match=rf"\(1, {side}, {side}\) are too small for its layers"):
-        models.build(ModelSpec("tf-cnn", (1, side, side), 5))
+        models.build_model(ModelSpec("tf-cnn", (1, side, side), 5))

@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from dpdist.core.errors import UserError
-from dpdist.models.spec import _MOVED, factory_of
+from dpdist.models.spec import _MODULE_ALIASES, import_factory
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from dpdist.models.spec import _MOVED, factory_of
     ],
 )
 def test_a_factory_is_found_by_the_module_it_was_in(old, name):
-    assert factory_of(f"dpdist.models.{old}") is factory_of(name)
+    assert import_factory(f"dpdist.models.{old}") is import_factory(name)
 
 
 def test_old_modules_are_gone_and_the_new_ones_are_there():
-    for old, new in _MOVED.items():
+    for old, new in _MODULE_ALIASES.items():
         importlib.import_module(f"dpdist.models.{new}")
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(f"dpdist.models.{old}")
@@ -31,4 +31,4 @@ def test_old_modules_are_gone_and_the_new_ones_are_there():
 
 def test_a_module_that_never_was_is_refused():
     with pytest.raises(UserError, match=r"cannot import 'dpdist\.models\.nowhere:dncnn'"):
-        factory_of("dpdist.models.nowhere:dncnn")
+        import_factory("dpdist.models.nowhere:dncnn")

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from support.datasets import write_split
-from support.extras import needs_hf
+from support.optional_extras import needs_hf
 from support.training import execute
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -16,18 +16,18 @@ from typer.testing import CliRunner
 from dpdist import data, models
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
-from dpdist.data.text import following
-from dpdist.evaluation import _following, evaluate_stage
+from dpdist.data.text import next_tokens
+from dpdist.evaluation import _evaluate_next_tokens, evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
-from dpdist.gradients.perturbations import ParameterDraws
+from dpdist.gradients.perturbations import ParameterPerturbation
 from dpdist.models import ModelSpec
 from dpdist.pipeline import report_stage
 from dpdist.publishing import write_release
-from dpdist.reports.compare import differences
+from dpdist.reports.compare import accuracy_differences
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import describe_cost
 from dpdist.training.pretraining import pretrain
@@ -68,7 +68,7 @@ def documents(length: int = LENGTH) -> tuple[Tensor, Tensor]:
     rows = torch.full((6, length), -1.0, dtype=torch.float64)
     for row, size in enumerate((9, 2, 5, 9, 3, 7)):
         rows[row, :size] = torch.randint(0, TOKENS, (size,), generator=generator).double()
-    return rows, torch.from_numpy(following(rows.numpy()))
+    return rows, torch.from_numpy(next_tokens(rows.numpy()))
 
 
 def by_definition(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
@@ -104,8 +104,8 @@ def test_a_document_s_mean_gradient_is_clipped_once(name):
 def test_one_document_moves_the_sum_by_no_more_than_the_clip(name):
     """And by nothing but its own gradient, with draws of the parameters too."""
     model, (inputs, targets) = make(name), documents()
-    clipping, draws = FlatClipping(CLIP), ParameterDraws(2, 0.05)
-    summing = GradientEngine(model, cross_entropy, clipping=clipping, draws=draws)
+    clipping, draws = FlatClipping(CLIP), ParameterPerturbation(2, 0.05)
+    summing = GradientEngine(model, cross_entropy, clipping=clipping, perturbation=draws)
     key, ids = bytes(range(32)), torch.arange(len(inputs))
 
     def total(rows: list[int]) -> Tensor:
@@ -151,7 +151,7 @@ def write_texts(root) -> None:
     for split, count in (("train", 60), ("test", 12), ("public", 20)):
         texts = [f"{SAID[n % 4]} {split} {n}" for n in range(count)]
         write_split(root / "texts", split, text=texts)
-    (root / "texts" / data.WORDS).write_text("one\ntwo\nthree\nfour\n")
+    (root / "texts" / data.WORDS_FILE).write_text("one\ntwo\nthree\nfour\n")
 
 
 def recipe_of(root, name="next-word-lstm", **sections):
@@ -165,7 +165,7 @@ def recipe_of(root, name="next-word-lstm", **sections):
     }
     for section, values in sections.items():
         raw[section] = {**raw.get(section, {}), **values}
-    return parse(raw, "test")
+    return parse_recipe(raw, "test")
 
 
 @pytest.fixture
@@ -208,8 +208,10 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     assert "next tokens" in told["clean accuracy"]
     assert facts.card()["unit"].startswith("one document")
     assert any("list of words" in line for line in facts.assumed)
-    assert "perplexity" in folder.report.read_text()
-    notes = [note for note in differences([facts, facts], None)[1] if "perplexities" in note]
+    assert "perplexity" in folder.report_file.read_text()
+    notes = [
+        note for note in accuracy_differences([facts, facts], None)[1] if "perplexities" in note
+    ]
     assert notes
     write_release(folder)
     page = (folder.release / "README.md").read_text()
@@ -233,7 +235,7 @@ def test_documents_of_one_token_have_nothing_to_tell():
             return torch.full((len(self), 2), -100)
 
     with pytest.raises(UserError, match="texts: no document of its test split"):
-        _following(Single("ab"), lambda inputs, start: torch.zeros(*inputs.shape, 3))
+        _evaluate_next_tokens(Single("ab"), lambda inputs, start: torch.zeros(*inputs.shape, 3))
 
 
 def test_complaints(root, tmp_path):
@@ -278,4 +280,4 @@ def test_a_base_that_sees_what_follows_does_not_say_it():
     config = {"model_type": "bert", "vocab_size": 14, "hidden_size": 8, "num_attention_heads": 2}
     options = {"config": config, "pool": "each"}
     with pytest.raises(UserError, match="each is for gpt2, llama, qwen2"):
-        models.build(ModelSpec("transformer", (4,), 14, options, following=True))
+        models.build_model(ModelSpec("transformer", (4,), 14, options, following=True))

@@ -15,35 +15,35 @@ from support import sources
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.attacks.evaluation import Counted, Counters, count, fix_form
+from dpdist.attacks.counting import AttackedClassifier, CounterFactory, choose_form, count_answers
 from dpdist.attacks.gradient_attacks import RandomisedClassifier, loss_gradient
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.worker import expected_log_scores
 from dpdist.core.errors import UserError
-from dpdist.gradients.perturbations import BlockDraws, standard_normal_per_record
-from dpdist.models import BlockNoise, ModelSpec, mixing
-from dpdist.randomness.keys import UnitSource
+from dpdist.gradients.perturbations import ModulePerturbation, standard_normal_per_record
+from dpdist.models import BlockNoise, ModelSpec, find_batch_dependence
+from dpdist.randomness.keys import StreamKeys
 from dpdist.randomness.noise_location import (
-    PLACES,
-    BehindLayer,
-    Nowhere,
-    OnInput,
-    Several,
-    place_of,
+    NOISE_LOCATIONS,
+    HiddenNoise,
+    InputNoise,
+    ModuleNoise,
+    NoNoise,
+    find_noise_location,
 )
 from dpdist.randomness.noisy_modules import MODES
 
 pytestmark = pytest.mark.guarantee
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE, SOURCE = (1, 6, 6), UnitSource("test", "1", "m", "d", "", 1.0)
+SHAPE, SOURCE = (1, 6, 6), StreamKeys("test", "1", "m", "d", "", 1.0)
 SPEC = ModelSpec("small-cnn", SHAPE, 3, {"width": 4})
 STDS = {"1": 0.25, "0": 0.5}  # not in the order in which they run
 
 
-def model_with(place: Several, spec: ModelSpec = SPEC) -> tuple[nn.Module, ModelSpec]:
+def model_with(place: ModuleNoise, spec: ModelSpec = SPEC) -> tuple[nn.Module, ModelSpec]:
     model = models.initialise(spec, 0)
     place.attach(model)
     return model.eval(), replace(
@@ -51,7 +51,7 @@ def model_with(place: Several, spec: ModelSpec = SPEC) -> tuple[nn.Module, Model
     )
 
 
-def by_hand(model: nn.Module, place: Several, x: Tensor, normals: Tensor) -> Tensor:
+def by_hand(model: nn.Module, place: ModuleNoise, x: Tensor, normals: Tensor) -> Tensor:
     """One draw of one record, layer by layer."""
     shapes = {"input": x.shape, **{n: model[: int(n) + 1](x).shape for n in place.stds}}
     parts = normals.split([s.numel() for s in shapes.values()])
@@ -72,7 +72,7 @@ def by_hand(model: nn.Module, place: Several, x: Tensor, normals: Tensor) -> Ten
     ("mode", "floor"), [*((mode, 0.0) for mode in MODES), ("multiplicative", 0.5)]
 )
 def test_a_draw_is_the_network_with_noise_in_its_places(mode: str, floor: float) -> None:
-    place = Several(STDS, mode, 0.3, floor)
+    place = ModuleNoise(STDS, mode, 0.3, floor)
     model, _ = model_with(place)
     x, shape = torch.rand(5, *SHAPE), place.normals_shape(model, SHAPE)
     normals = torch.randn(5, *shape)
@@ -83,20 +83,22 @@ def test_a_draw_is_the_network_with_noise_in_its_places(mode: str, floor: float)
     assert torch.equal(place.logits(model, x, None), model(x))  # no hook stays
     assert not torch.allclose(got, model(x), atol=1e-2)
     # The network behind the noise treats each record alone, wherever it stands in a batch.
-    cut = place.cut(model, SHAPE)
-    assert mixing(cut.rest, cut.first(x) + cut.std * normals) is None
+    cut = place.split(model, SHAPE)
+    assert find_batch_dependence(cut.after_noise, cut.before_noise(x) + cut.std * normals) is None
 
 
 def test_noise_in_several_places_is_saved_with_the_model(tmp_path: Path) -> None:
-    place = Several(STDS, "relative", 0.3, 0.1)
+    place = ModuleNoise(STDS, "relative", 0.3, 0.1)
     model, spec = model_with(place)
     models.save(model, spec, tmp_path)
     loaded = models.load(tmp_path)
-    assert models.read_spec(tmp_path) == spec and spec.noisy
-    assert place_of(loaded) == place and list(place_of(loaded).stds) == list(STDS)
-    plain = models.build(SPEC)
+    assert models.read_spec(tmp_path) == spec and spec.has_noise
+    assert find_noise_location(loaded) == place and list(find_noise_location(loaded).stds) == list(
+        STDS
+    )
+    plain = models.build_model(SPEC)
     models.load_weights(plain, tmp_path)  # its weights serve a model without noise
-    assert isinstance(place_of(plain), Nowhere)
+    assert isinstance(find_noise_location(plain), NoNoise)
     models.save(plain, SPEC, tmp_path / "plain")
     assert "block_noise" not in json.loads((tmp_path / "plain/model.json").read_text())
 
@@ -116,7 +118,7 @@ def test_noise_in_several_places_is_saved_with_the_model(tmp_path: Path) -> None
     ],
 )
 def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, message: str) -> None:
-    models.save(*model_with(Several(STDS)), tmp_path)
+    models.save(*model_with(ModuleNoise(STDS)), tmp_path)
     path = tmp_path / "model.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"block_noise": noise}))
     with pytest.raises(UserError, match=message):
@@ -125,26 +127,26 @@ def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, message:
 
 def test_noise_that_no_place_has_is_named() -> None:
     with pytest.raises(UserError, match="mode must be one of additive, multiplicative, relative"):
-        Several(STDS, "subtractive")
+        ModuleNoise(STDS, "subtractive")
     for bad in (-0.1, float("nan"), float("inf")):
         with pytest.raises(UserError, match="noise on 1: must be a finite number >= 0"):
-            Several({"1": bad})
+            ModuleNoise({"1": bad})
         with pytest.raises(UserError, match="noise on the input"):
-            Several(STDS, input_std=bad)
+            ModuleNoise(STDS, input_std=bad)
     layer = nn.Linear(4, 4)
     twice = nn.Sequential(layer, layer)
     with pytest.raises(UserError, match="module '0' ran 2 times in a forward pass, not once"):
-        Several({"0": 1.0}).normals_shape(twice, (4,))
+        ModuleNoise({"0": 1.0}).normals_shape(twice, (4,))
 
 
-@pytest.mark.parametrize("place", [OnInput(0.5), Several(STDS, "relative", 0.3)], ids=str)
+@pytest.mark.parametrize("place", [InputNoise(0.5), ModuleNoise(STDS, "relative", 0.3)], ids=str)
 def test_an_evaluated_input_has_noise_of_its_own_wherever_it_stands(place) -> None:
     model, x = models.initialise(SPEC, 0).eval(), torch.rand(6, *SHAPE)
-    if not place.random or not place.deeper:
-        place = Several({}, input_std=place.sigma)
+    if not place.is_random or not place.has_inner_noise:
+        place = ModuleNoise({}, input_std=place.sigma)
     place.attach(model)
     whole = expected_log_scores(model, x, 4, "seed")
-    part = expected_log_scores(model, x[2:5], 4, "seed", first=2)
+    part = expected_log_scores(model, x[2:5], 4, "seed", first_index=2)
     assert torch.allclose(part, whole[2:5], atol=1e-6)
     same = expected_log_scores(model, x[:1].expand(2, -1, -1, -1), 4, "seed")
     assert not torch.allclose(same[0], same[1], atol=1e-3)  # two inputs, two noises
@@ -165,7 +167,7 @@ def threshold() -> nn.Module:
         for layer, weight, bias in ((model[0], [[2.0]], [-1.0]), (model[1], [[-1.0], [1.0]], 0.0)):
             layer.weight.copy_(torch.tensor(weight))
             layer.bias.copy_(torch.tensor(bias))
-    Several({"0": INNER}, input_std=PI).attach(model)
+    ModuleNoise({"0": INNER}, input_std=PI).attach(model)
     return model.eval()
 
 
@@ -178,7 +180,7 @@ def likely(hits: int, draws: int) -> None:
 @pytest.mark.parametrize("form", ["eager", "frozen"])
 def test_input_noise_with_noise_behind_it_is_certified_by_both(form: str) -> None:
     model = threshold()
-    sigma = place_of(model).smoothing
+    sigma = find_noise_location(model).smoothing_sigma
     settings = Cohen(sigma=sigma, n=80_000, n0=1000, alpha=1e-6, form=form)
     verdict = Predictor(model, settings, 2, (1,)).certify(X)
     assert (verdict.prediction, verdict.n) == (1, 80_000)
@@ -188,17 +190,22 @@ def test_input_noise_with_noise_behind_it_is_certified_by_both(form: str) -> Non
     assert PI * stats.norm.ppf(P) < 0.8 * 0.3 < verdict.radius < 0.3
     for more in ({"noise": "laplace"}, {"noise_bank": True}):
         with pytest.raises(UserError, match="noise of its own behind its input"):
-            settings.model_copy(update=more).place(model, (1,))
+            settings.model_copy(update=more).build_sampler(model, (1,))
     with pytest.raises(UserError, match="not behind its first layer alone"):
         Predictor(model, settings_of({"sigma": None, "n": 100}), 2, (1,))
 
 
-@pytest.mark.parametrize("place", [place_of(threshold()), Several({"0": np.hypot(2 * PI, INNER)})])
-def test_an_attack_counts_and_differentiates_under_all_the_noise(place: Several) -> None:
-    counted = Counted(threshold(), place, 2, X.numpy()[None])
-    counted = replace(counted, spec=fix_form(counted, SOURCE))
-    counters = Counters(counted, SOURCE)
-    likely(int(count(counters.named("a"), X, 0, "s", 20_000, counters.batch)[1]), 20_000)
+@pytest.mark.parametrize(
+    "place", [find_noise_location(threshold()), ModuleNoise({"0": np.hypot(2 * PI, INNER)})]
+)
+def test_an_attack_counts_and_differentiates_under_all_the_noise(place: ModuleNoise) -> None:
+    counted = AttackedClassifier(threshold(), place, 2, X.numpy()[None])
+    counted = replace(counted, spec=choose_form(counted, SOURCE))
+    counters = CounterFactory(counted, SOURCE)
+    likely(
+        int(count_answers(counters.build_counter("a"), X, 0, "s", 20_000, counters.batch)[1]),
+        20_000,
+    )
     classifier = RandomisedClassifier(counted.model, place)
     normals = torch.randn(4, *classifier.noise_shape((1,)))
     x = X.expand(4, 1)
@@ -207,7 +214,7 @@ def test_an_attack_counts_and_differentiates_under_all_the_noise(place: Several)
     want = 2 * own - 1 + place.stds["0"] * normals[:, 1:]
     assert torch.allclose(logits, torch.cat([-want, want], 1), atol=1e-6)
     assert loss_gradient(classifier, X[None], torch.tensor([1]), normals)[0, 0] < 0
-    assert place.smoothed(0.25) == replace(place, input_std=0.25)
+    assert place.with_input_noise(0.25) == replace(place, input_std=0.25)
 
 
 class Torn(nn.Module):
@@ -220,24 +227,26 @@ class Torn(nn.Module):
 
 def test_an_attack_executes_the_form_that_was_certified() -> None:
     """And its workers are held to the answers of that form, ties included."""
-    counted = Counted(Torn(), OnInput(0.25), 2, X.numpy()[None])
-    counted = replace(counted, spec=fix_form(counted, SOURCE))
+    counted = AttackedClassifier(Torn(), InputNoise(0.25), 2, X.numpy()[None])
+    counted = replace(counted, spec=choose_form(counted, SOURCE))
     for form, leads in (("frozen", 1), ("eager", 0)):
         assert counted.spec is not None
         like = replace(counted, spec=replace(counted.spec, form=form, generator="philox"))
-        fixed = fix_form(like, SOURCE)
+        fixed = choose_form(like, SOURCE)
         assert (fixed.form, fixed.generator) == (form, "aes")  # what an attack draws by
-        counters = Counters(replace(like, spec=fixed), SOURCE)
-        assert count(counters.named("a"), X, 0, "s", 100, counters.batch)[leads] == 100
+        counters = CounterFactory(replace(like, spec=fixed), SOURCE)
+        assert (
+            count_answers(counters.build_counter("a"), X, 0, "s", 100, counters.batch)[leads] == 100
+        )
 
 
 # ---- training draws the same
 
 
 def test_training_and_prediction_put_noise_alike() -> None:
-    place, key, ids = Several(STDS, "relative", 0.3), b"k" * 32, torch.tensor([7, 3])
+    place, key, ids = ModuleNoise(STDS, "relative", 0.3), b"k" * 32, torch.tensor([7, 3])
     model, _ = model_with(place)
-    draws, x = BlockDraws(2, place), torch.rand(2, *SHAPE)
+    draws, x = ModulePerturbation(2, place), torch.rand(2, *SHAPE)
     sizes = [36, *(model[: int(n) + 1](x)[0].numel() for n in STDS)]
     purposes = ["draws/inputs", "draws/block/0", "draws/block/1"]
     normals = torch.cat(
@@ -247,17 +256,17 @@ def test_training_and_prediction_put_noise_alike() -> None:
         ],
         1,
     )
-    h = model[0](draws.inputs(x, ids, key, 1))
-    h = model[1](draws.hidden(h, ids, key, 1, 1))
-    h = model[2:](draws.hidden(h, ids, key, 1, 0))
+    h = model[0](draws.perturb_inputs(x, ids, key, 1))
+    h = model[1](draws.perturb_output(h, ids, key, 1, 1))
+    h = model[2:](draws.perturb_output(h, ids, key, 1, 0))
     assert torch.allclose(h, place.logits(model, x, normals), atol=1e-6)
     # Row b depends on record b: alone, and beside a record of another size.
     outputs = torch.stack([torch.rand(4), 100 * torch.rand(4)])
-    together = draws.hidden(outputs, ids, key, 0)
-    assert torch.equal(draws.hidden(outputs[:1], ids[:1], key, 0), together[:1])
-    assert torch.equal(draws.hidden(outputs.flip(0), ids.flip(0), key, 0), together.flip(0))
+    together = draws.perturb_output(outputs, ids, key, 0)
+    assert torch.equal(draws.perturb_output(outputs[:1], ids[:1], key, 0), together[:1])
+    assert torch.equal(draws.perturb_output(outputs.flip(0), ids.flip(0), key, 0), together.flip(0))
     constant = torch.ones(2, 4, requires_grad=True)
-    draws.hidden(constant, ids, key, 0).sum().backward()
+    draws.perturb_output(constant, ids, key, 0).sum().backward()
     assert bool(constant.grad.isfinite().all())
 
 
@@ -266,7 +275,7 @@ def test_training_and_prediction_put_noise_alike() -> None:
 
 def asked(tree: ast.AST) -> list[str]:
     """Where a source asks for the class or the kind of a place."""
-    names, kinds = {c.__name__ for c in PLACES.values()}, set(PLACES) - {"none"}
+    names, kinds = {c.__name__ for c in NOISE_LOCATIONS.values()}, set(NOISE_LOCATIONS) - {"none"}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
@@ -291,4 +300,4 @@ def test_nobody_asks_where_the_noise_is() -> None:
         "table.noise == 'hidden'", "place.kind in ('input', 'several')",
     ):  # fmt: skip
         assert asked(ast.parse(text))
-    assert BehindLayer.kind == "hidden"
+    assert HiddenNoise.kind == "hidden"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.datasets import write_split
-from support.extras import needs_hf
+from support.optional_extras import needs_hf
 from support.training import execute
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.cli.options import need_numbers
+from dpdist.cli.options import require_numeric_inputs
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BYTES, PADDING
 from dpdist.evaluation import evaluate_stage
@@ -24,10 +24,10 @@ from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.models import ModelSpec
 from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.records import source_of
+from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.whole
 
@@ -232,7 +232,7 @@ def recipe_of(root, **sections):
     raw["model"]["options"]["config"]["vocab_size"] = BYTES
     for section, values in sections.items():
         raw[section] = {**raw.get(section, {}), **values}
-    return parse(raw, "test")
+    return parse_recipe(raw, "test")
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_tokens_are_not_noised(root):
         with pytest.raises(UserError, match=f"test: {what}{refused}: leave it out"):
             recipe_of(root, **sections)
     with pytest.raises(UserError, match=f"dpdist attack{refused}"):
-        need_numbers(recipe_of(root), "attack")
+        require_numeric_inputs(recipe_of(root), "attack")
     recipe_of(root, method={"name": "dplis"})
 
 
@@ -322,7 +322,7 @@ def test_weights_under_the_names_that_the_library_saves(tmp_path):
 
     made = ViTForImageClassification(ViTConfig(**BASES["vit"]))
     made.save_pretrained(tmp_path / "vit")  # not the names that its modules have today
-    asked = models.with_config({"adapter": LORA}, tmp_path / "vit")
+    asked = models.with_base_config({"adapter": LORA}, tmp_path / "vit")
     model = models.initialise(ModelSpec("transformer", (1, 8, 8), 3, asked), 1)
     models.load_weights(model, tmp_path / "vit")
     inputs = inputs_of("vit")
@@ -379,7 +379,7 @@ def test_a_tokenizer_of_ones_own(root, tmp_path):
     rows = column.rows(pa.array(["thank you", "it broke 5 times again"]), str)
     assert rows.tolist() == [[1, 2, PADDING, PADDING], [3, 4, 0, 0]]
     text = {"length": 8, "tokenizer": str(path)}
-    read = data.load(source_of(recipe_of(root, data={"text": text})), "train")
+    read = data.load(data_source(recipe_of(root, data={"text": text})), "train")
     assert read.input_shape == (8,) and read.inputs.max() == 5
     path.write_text("{}")
     with pytest.raises(UserError, match=r"data\.text\.tokenizer: .*: no tokenizer: "):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax
-from support.here import without_ray
+from support.local_execution import run_without_ray
 
 import dpdist
 from dpdist import models
@@ -19,21 +19,21 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.inference import ExecutedClassifier
 from dpdist.certification.worker import split_first_layer
 from dpdist.core.errors import UserError
-from dpdist.core.fields import shifts_within
+from dpdist.core.fields import list_shifts
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.models import ModelSpec
 from dpdist.models.outputs import ViewAverage
 from dpdist.publishing import write_release
-from dpdist.randomness.keys import RandomWords, UnitSource
-from dpdist.release.bundle import CARD
+from dpdist.randomness.keys import AesWords, StreamKeys
+from dpdist.release.bundle import PRIVACY_CARD
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import model_spec
-from dpdist.training.pretraining import pretrain, put_together
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.pretraining import join_parts, pretrain
+from dpdist.training.records import data_source, records_with_canaries, test_records
 
 pytestmark = pytest.mark.whole
 
@@ -67,7 +67,7 @@ def saved(folder: Path, spec: ModelSpec = SPEC) -> torch.nn.Module:
 
 def test_a_loaded_model_is_the_mean_log_probability_over_its_moves(tmp_path):
     network, x = saved(tmp_path), torch.rand(4, 2, 6, 6)
-    assert shifts_within(0) == MOVES[:1] and sorted(shifts_within(2)) == sorted(MOVES)
+    assert list_shifts(0) == MOVES[:1] and sorted(list_shifts(2)) == sorted(MOVES)
     with torch.no_grad():
         found = models.load(tmp_path)(x).numpy()
     np.testing.assert_allclose(found, averaged(network, x, MOVES), atol=1e-5)
@@ -120,7 +120,7 @@ def test_the_file_has_the_network_alone(tmp_path):
         ({"block_noise": {"modules": [], "mode": "additive", "floor": 0.0}}, "no noise of the"),
         ({"following": True}, "nor with tokens"),
         (
-            {"denoiser": {k: v for k, v in SPEC.described.items() if k != "format"}},
+            {"denoiser": {k: v for k, v in SPEC.to_dict.items() if k != "format"}},
             "denoiser: an average is of the whole model",
         ),
         ({"mirrored": 1}, "mirrored must be bool"),
@@ -166,8 +166,8 @@ def raw(**sections) -> dict:
 
 def train(described: dict, path: Path) -> RunFolder:
     folder = RunFolder(path)
-    worker.run(
-        prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu"))
+    worker.run_training(
+        prepare(parse_recipe(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu"))
     )
     return folder
 
@@ -183,7 +183,7 @@ def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
     assert files[0] == files[1]
     recipe = mine.read_recipe()
     evaluate_stage(recipe, mine)
-    test = evaluation_data(recipe, source_of(recipe))
+    test = test_records(recipe, data_source(recipe))
     x, network = test.batch(slice(0, len(test))), load_model(plain.read_recipe(), plain)
     answers = averaged(network, x, MOVES[:5]).argmax(1)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mirrored):
     """Every count again: the unit's stream, the noise from it, the network on each view."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     network = saved(tmp_path / "model", dataclasses.replace(SPEC, mirrored=mirrored))
     settings = Cohen(sigma=0.5, n0=30, n=250, batch=100, seed="5", form="eager")
 
@@ -207,13 +207,13 @@ def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mir
             return torch.rand(3, 2, 6, 6, generator=torch.Generator().manual_seed(1))[indices]
 
     job.certify(tmp_path / "model", Images(), settings, tmp_path / "out")
-    source = UnitSource(
+    source = StreamKeys(
         "certify", "5", models.model_hash(tmp_path / "model"), "these", "gaussian", 0.5
     )
     for row in table.read(tmp_path / "out" / job.TABLE).to_pylist():
         i, histogram, alone = row["index"], np.zeros(3, int), np.zeros(3, int)
         for block in range(3):
-            words = RandomWords().fill(source.key(i, "estimate", block), 100 * 72)
+            words = AesWords().fill(source.key(i, "estimate", block), 100 * 72)
             noise = torch.empty(100, 2, 6, 6)
             settings.smoothing.draw(words, noise.numpy().ravel())
             noisy, draws = Images().batch(slice(i, i + 1)) + noise, min(100, 250 - block * 100)
@@ -240,9 +240,9 @@ def test_a_denoiser_before_it_keeps_the_runs_average(tmp_path):
         data={"name": "digits", "public": 0.4}, model=PLAIN | {"denoiser": str(tmp_path / "d")},
         public={"model": autoencoder, "training": quick, "sigma": 0.25},
     )  # fmt: skip
-    pretrain(parse(public, "test"), "test")
+    pretrain(parse_recipe(public, "test"), "test")
     run = train(raw(data={"name": "digits", "public": 0.4}), tmp_path / "runs/run")
-    joined = put_together(run, "denoiser", tmp_path / "d", RunFolder(tmp_path / "runs/joined"))
+    joined = join_parts(run, "denoiser", tmp_path / "d", RunFolder(tmp_path / "runs/joined"))
     assert models.read_spec(joined.model).shifts == 1
     x = torch.rand(3, 1, 8, 8)
     denoiser, network = models.load(tmp_path / "d"), models.load_network(run.model)
@@ -260,9 +260,9 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
     run = train(raw(model=PLAIN | {"shifts": 1, "mirrored": True}), tmp_path / "run")
     behind = {"name": "conv-autoencoder", "options": {"channels": [4]}}
     behind["classifier"] = {"folder": str(run.model), "saw": "digits"}
-    recipe = parse(raw(model=behind), "test")
-    spec = model_spec(recipe, training_data(recipe, source_of(recipe)))
-    assert not spec.averages and not spec.classifier.averages
+    recipe = parse_recipe(raw(model=behind), "test")
+    spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
+    assert not spec.averages_views and not spec.classifier.averages_views
     assert models.read_spec(run.model).shifts == 1
 
 
@@ -290,7 +290,7 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
 )  # fmt: skip
 def test_what_does_not_go_with_it_is_told(change, said):
     with pytest.raises(UserError, match=said):
-        parse(raw(**change), "test")
+        parse_recipe(raw(**change), "test")
 
 
 def test_images_that_are_too_small_are_told_before_training(tmp_path):
@@ -309,7 +309,7 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
         np.testing.assert_allclose(loaded.model(x), averaged(network, x, MOVES[:5]), atol=1e-5)
     page, card = (
         (run.release / "README.md").read_text(),
-        json.loads((run.release / CARD).read_text()),
+        json.loads((run.release / PRIVACY_CARD).read_text()),
     )
     assert "A classifier, averaged over 5 shifts, of digits" in page
     assert card["extra"]["model"] == "small-cnn, averaged over 5 shifts"

@@ -12,7 +12,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/privacy/audit_bounds.py", "privacy/test_audit_bounds",
         ("half = self.alpha / 2", "half = self.alpha", "two bounds spend alpha twice"),
-        ("len(np.unique(self.runs)) != len(self.runs)", "False", "canaries of one run are pooled"),
+        ("len(np.unique(self.run_ids)) != len(self.run_ids)", "False", "canaries of one run are pooled"),
         ("return float(check_alpha(alpha)) / audits", "return float(check_alpha(alpha))",
          "several audits do not share alpha"),
         ("values + 2 * self.canaries * lost", "values + 2 * self.guesses * lost",
@@ -23,9 +23,9 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/privacy/audit_bounds.py", "privacy/test_trade_off",
-        ("np.max([one.at(steps) for one in found], axis=0)", "found[0].at(steps)",
+        ("np.max([one.profile_at(steps) for one in losses], axis=0)", "losses[0].profile_at(steps)",
          "the curve is one direction's"),
-        ("        for _ in range(size):\n", "        for _ in range(1):\n", "a group is a record"),
+        ("        for _ in range(group_size):\n", "        for _ in range(1):\n", "a group is a record"),
     ),
     *group(
         "dpdist/privacy/card.py", "audits/test_audited",
@@ -35,7 +35,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/audits/target.py", MANY,
-        ("(PrivateAuditResult if options.private else AuditResult)(options)",
+        ("(PrivateAuditResult if options.result_is_private else AuditResult)(options)",
          "AuditResult(options)", "counts of a thousand models are published"),
     ),
     *group(
@@ -51,11 +51,11 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/runs/folder.py", ONE,
-        ("if self.planted.exists():", "if False:", "canaries are written out of a run"),
+        ("if self.canary_settings.exists():", "if False:", "canaries are written out of a run"),
     ),
     *group(
         "dpdist/runs/folder.py", "audits/test_audit_command::test_what_stays_private_is_not_written_among_public_files",
-        ("if parent == self.path.resolve() or _holds_a_run(parent):",
+        ("if parent == self.path.resolve() or _is_run_folder(parent):",
          "if parent == self.path.resolve():", "private results lie in another run's public part"),
     ),
     *group(
@@ -84,28 +84,28 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/audits/membership_statistics.py", "audits/test_roc",
-        ("of_plan(replace(plan, neighbours=game))", "of_plan(plan)",
+        ("plan_tradeoff(replace(plan, neighbours=game))", "plan_tradeoff(plan)",
          "a replacement has the ceiling of an addition"),
-        ("if true.low > float(self.at(false.high))", "if true.value > float(self.at(false.value))",
+        ("if true.low > float(self.max_true_positive_rates(false.high))", "if true.value > float(self.max_true_positive_rates(false.value))",
          "a point above the ceiling by chance is told"),
     ),
     *group(
         "dpdist/audits/membership_statistics.py", "audits/test_membership_scores",
-        ("words(derive_key(key, \"coins\", model), 0, records)",
-         "words(derive_key(key, \"coins\"), 0, records)",
+        ("stream_words(derive_key(key, \"coins\", model), 0, records)",
+         "stream_words(derive_key(key, \"coins\"), 0, records)",
          "all models share their coins"),
     ),
     *group(
         "dpdist/audits/trainings.py",
         "audits/test_membership::test_noise_of_its_own_is_scored_by_one_pass_and_by_many",
-        ("several = noisy or shared.recipes[0].method.carries_noise", "several = noisy",
+        ("several = noisy or shared.recipes[0].method.has_prediction_noise", "several = noisy",
          "a plain shadow answers less often than the target"),
     ),
     *group(
         "dpdist/audits/membership.py", "audits/test_membership",
         ("    private: ClassVar[bool] = True\n", "    private: ClassVar[bool] = False\n",
          "who was in a model may be published"),
-        ("**recipe.of_model,", "",
+        ("**recipe.experiment_settings,", "",
          "a bank of another recipe is continued"),
     ),
     *group(
@@ -120,12 +120,12 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/canaries.py", ONE,
-        ("= members[self._present[members]]", "= members",
+        ("= members[self._is_present[members]]", "= members",
          "records that are canaries train the model whatever their coins say"),
         ('derive_key(run_key, "audit coin")', "run_key", "the coins are drawn from the run key itself"),
-        ("np.where(present, 1.0, -1.0 if self._both else 0.0)", "np.ones(len(present))",
+        ("np.where(present, 1.0, -1.0 if self._replaces_one else 0.0)", "np.ones(len(present))",
          "every canary in the sums is in"),
-        ("np.where(present, 1.0, -1.0 if self._both else 0.0)", "np.where(present, 1.0, 0.0)",
+        ("np.where(present, 1.0, -1.0 if self._replaces_one else 0.0)", "np.where(present, 1.0, 0.0)",
          "under replace-one a canary is left out"),
         ("rows[row, where[own]] += (self._clip", "rows[row, where[own]] += (2 * self._clip",
          "a canary adds twice the clip"),
@@ -137,8 +137,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/canaries.py", f"{DPAL}::test_a_pair_is_one_record_under_one_of_two_labels",
-        ("swapped = torch.from_numpy(self._other[members])",
-         "swapped = torch.from_numpy(self._other[members] & False)", "every pair has its first label"),
+        ("swapped = torch.from_numpy(self._has_other_label[members])",
+         "swapped = torch.from_numpy(self._has_other_label[members] & False)", "every pair has its first label"),
     ),
     *group(
         "dpdist/config/sections.py", f"{DPAL}::test_a_pair_is_one_record_under_one_of_two_labels",
@@ -156,19 +156,19 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/private_step.py", ONE,
-        ("        self.canaries.watch(noisy, todo, self.reducer)\n", "",
+        ("        self.canaries.observe(noisy, todo, self.reducer)\n", "",
          "nobody watches the steps"),
-        ("            members = self.canaries.fed(members)\n", "",
+        ("            members = self.canaries.inputs_for(members)\n", "",
          "canaries are taken for records"),
     ),
     *group(
         "dpdist/training/worker.py", ONE,
-        ("return {**self.optimizer.slots, **self.slots, **self.step.canaries.slots}", "return dict(self.optimizer.slots)",
+        ("return {**self.optimizer.slots, **self.slots, **self.step.canaries.checkpoint_slots}", "return dict(self.optimizer.checkpoint_slots)",
          "a checkpoint forgets the scores"),
     ),
     *group(
         "dpdist/audits/canaries.py", ONE,
-        ("name not in _LATER and getattr", "name == ASSUMED and getattr",
+        ("name not in _LATER and getattr", "name == NOISE_SCALE_ASSUMPTION and getattr",
          "guesses are chosen after the training"),
     ),
     *group(
@@ -178,10 +178,10 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/privacy/audit_bounds.py", MANY,
-        ("of_group(curve, size)", "curve", "many copies of a canary count as one record"),
+        ("group_tradeoff(curve, copies)", "curve", "many copies of a canary count as one record"),
     ),
     *group(
         "dpdist/publishing.py", ONE,
-        ("    if facts.audited_run is not None:", "    if not facts.recipe:", "an audited run is released"),
+        ("    if facts.canary_notice is not None:", "    if not facts.recipe:", "an audited run is released"),
     ),
 ]  # fmt: skip

@@ -19,8 +19,8 @@ FAULTS: list[Fault] = [
         ("            self._nonce = new_nonce()\n",
          "            self._nonce = self._nonces[-1] if self._nonces else new_nonce()\n",
          "copies: a process that goes on takes the nonce of the last"),
-        ("            self._drawn[key] = self._nonces[-1]\n",
-         "            self._drawn[key] = self._attempts[-1][\"nonce\"]\n",
+        ("            self._release_nonces[key] = self._nonces[-1]\n",
+         "            self._release_nonces[key] = self._attempts[-1][\"nonce\"]\n",
          "copies: a step is replayed under the attempt's first nonce"),
         ("        self.announce_process()\n        self._append({\"kind\": \"release\"",
          "        self._append({\"kind\": \"release\"",
@@ -29,7 +29,8 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/privacy/ledger.py",
         "training/test_loop::test_two_copies_of_a_run_never_share_noise",
-        ("if epoch == self._epoch}", "}", "copies: steps of an earlier attempt are replayed"),
+        ("if epoch == self._epoch\n"
+         "        }", "}", "copies: steps of an earlier attempt are replayed"),
     ),
     *group(
         "dpdist/training/private_step.py", COPIES,
@@ -42,7 +43,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/worker.py", COPIES,
-        ("        first, end, label = reducer.gather(said)[0]", '        first, end, label = reducer.gather(said or "0 0 -")[-1]',
+        ("        first, end, label = reducer.all_gather_text(said)[0]", '        first, end, label = reducer.all_gather_text(said or "0 0 -")[-1]',
          "copies: workers do not take worker 0's list of replayed steps"),
     ),
     *group(
@@ -52,42 +53,46 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/reports/facts.py", "training/test_released",
-        ("    _check_trained_by(folder, ledger)\n", "", "a report tells of an exchanged recipe"),
+        ("    _check_identities(folder, ledger)\n", "", "a report tells of an exchanged recipe"),
     ),
     *group(
         "dpdist/runs/folder.py", "training/test_released",
-        ("for key in trained.same_experiment(now)", "for key in ()",
+        ("for key in trained.differing_keys(now)", "for key in ()",
          "a run says another recipe than its training's"),
     ),
     *group(
         "dpdist/training/worker.py", NOISY,
-        ("            if shaped and job.recipe.method.local and job.given is None:", "            if False:",
+        ("            if (\n"
+         "                shaped\n"
+         "                and job.recipe.method.steps_are_post_processing\n"
+         "                and job.replacement_records is None\n"
+         "            ):", "            if False:",
          "copies: records are noised again by another recipe"),
         ("*([label] if label else []))", "*[])", "copies: all copies noise the records alike"),
     ),
     *group(
         "dpdist/training/ensembles.py", VOTES,
-        ("_once(about + recipe_digest(job.recipe).encode())", "_once(about)",
+        ("_source_id(private_source + recipe_digest(job.recipe).encode())", "_source_id(private_source)",
          "copies: votes by another recipe have the noise of the first"),
         ("about_id, *labels)", "about_id, *labels[1:])", "copies: all copies draw the votes alike"),
     ),
     *group(
         "dpdist/training/ensembles.py", "methods/test_private_prediction",
-        ("                    self._charge(ledger)\n", "                    pass\n",
+        ("                    self._charge_budget(ledger)\n", "                    pass\n",
          "copies: answers of a copy are free"),
     ),
     *group(
         "tuning/trial.py", SCORES,
-        ("models.model_hash(job.folder.model),", "",
+        ("models.model_hash(job.folder.model_folder),", "",
          "copies: two models are scored with one noise"),
-        ("asked.model_dump(mode=\"json\", exclude={\"resources\"}),", "",
+        ("search_recipe.model_dump(mode=\"json\", exclude={\"resources\"}),", "",
          "copies: scores of two objectives have one noise"),
     ),
     *group(
         "dpdist/privacy/budget.py", LINEAGE,
         ("    return tuple(map(max, one, other))\n", "    return other\n",
          "copies: what a copy knew less of is forgotten"),
-        ("for nonce in [*before.made, *(n for n in self.made if n not in before.made)]",
+        ("for nonce in [*recorded.made, *(n for n in self.made if n not in recorded.made)]",
          "for nonce in self.made", "copies: the last to settle replaces the other"),
         ("return replace(self, made=made, open=kept | dict(self.open))",
          "return replace(self, made=made)", "copies: another copy that is under way is forgotten"),
@@ -99,18 +104,18 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/privacy/budget.py", LINEAGE,
-        ("            budget.record(charge.joined(budget.charge_of(charge.run)))\n\n\ndef _go_on",
-         "            budget.record(charge)\n\n\ndef _go_on", "copies: a reservation replaces the other"),
-        ("                    budget.record(made.joined(charge))\n",
-         "                    budget.record(made)\n", "copies: a settled charge replaces the other"),
+        ("            budget.append_charge(charge.merge(budget.find_charge(charge.run)))\n\n\ndef _continue_charge",
+         "            budget.append_charge(charge)\n\n\ndef _continue_charge", "copies: a reservation replaces the other"),
+        ("                    budget.append_charge(made.merge(charge))\n",
+         "                    budget.append_charge(made)\n", "copies: a settled charge replaces the other"),
         ("            if whole.lineage.alone:", "            if False:",
          "copies: a search is begun beside its copy"),
-        ("        whole = charge.joined(budget.charge_of(charge.run))\n        if whole",
+        ("        whole = charge.merge(budget.find_charge(charge.run))\n        if whole",
          "        whole = charge\n        if whole", "copies: a ceiling looks at one copy alone"),
     ),
     *group(
         "dpdist/privacy/ledger.py", LINEAGE,
-        ("found[nonce][place] += plan.phases[place].units is not None", "pass",
+        ("found[nonce][place] += plan.phases[place].num_units is not None", "pass",
          "copies: steps are nobody's"),
         ("done[place] -= (releases - 1)", "done[place] -= 0 * (releases - 1)",
          "copies: steps that were taken again leave fewer to take"),
@@ -122,14 +127,14 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/runs/folder.py", COPIES,
-        ("        self._check_as_begun(\"recipe\", self.recipe_file, recipe)\n", "",
+        ("        self._check_unchanged(\"recipe\", self.recipe_file, recipe)\n", "",
          "an edited recipe.yaml is believed"),
-        ("        recipe.check_plan(self.read_recipe(), plan, self.begun_noise, str(self.plan))\n", "",
+        ("        recipe.check_plan(self.read_recipe(), plan, self.start_noise_multiplier, str(self.plan))\n", "",
          "a plan is executed by another recipe"),
     ),
     *group(
         "dpdist/runs/folder.py", "tuning/test_search::test_another_recipe_or_data_is_not_continued",
-        ("        self._check_as_begun(\"asked\", self.asked, asked)\n", "",
+        ("        self._check_unchanged(\"asked\", self.search_recipe_file, asked)\n", "",
          "an edited search.yaml is believed"),
     ),
     *group(
@@ -154,7 +159,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/methods/hidden_noise_shares.py",
         "methods/test_hidden_noise::test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for",
-        ("        for some, real in padded(members[block], rows, classes, slots):\n            yield dataset.batch(some), dataset.targets(some), real",
+        ("        for some, real in iter_padded_passes(members[block], rows, classes, slots):\n            yield dataset.batch(some), dataset.targets(some), real",
          "        for some in np.split(members[block], range(rows, len(block), rows)):\n            yield dataset.batch(some), dataset.targets(some), slice(None)",
          "passes of a paid sum are as large as their records"),
         ("part = powers(inputs, labels)[real].sum(0)", "part = powers(inputs, labels).sum(0)",
@@ -163,7 +168,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/methods/functional.py",
         "methods/test_functional::test_a_declared_number_leaves_room_for_many_more",
-        ("        check_room(worker.job.recipe, len(worker.step.data))\n", "",
+        ("        check_record_limit(worker.job.recipe, len(worker.step.data))\n", "",
          "more records are summed than there is room for"),
         ("records, scales, most)", "records, scales)",
          "a declared number is the room for rounding"),
@@ -171,7 +176,7 @@ FAULTS: list[Fault] = [
     *group(
         "tuning/scoring.py",
         "tuning/test_scoring::test_a_published_score_says_nothing_of_how_many_records_there_are",
-        ("return round(score * records / step) * step / planned", "return score",
+        ("return round(score * records / step) * step / planned_records", "return score",
          "published scores give away the number of held-out records"),
     ),
 ]  # fmt: skip

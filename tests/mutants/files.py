@@ -38,10 +38,10 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/data/synthetic.py",
         "data/test_invented",
-        ("    things = _things(np.random.Generator(np.random.Philox(key=0)), classes)\n    draw = np.random.Generator(np.random.Philox(key=1 + seed)", "    things = _things(np.random.Generator(np.random.Philox(key=0)), classes)\n    draw = np.random.Generator(np.random.Philox(key=1)", "every seed draws the same"),
-        ("    things = _things(np.random.Generator(np.random.Philox(key=0)), classes", "    things = _things(np.random.Generator(np.random.Philox(key=seed)), classes", "each seed has its own things"),
+        ("    things = _random_object_classes(np.random.Generator(np.random.Philox(key=0)), classes)\n    rng = np.random.Generator(np.random.Philox(key=1 + seed)", "    things = _random_object_classes(np.random.Generator(np.random.Philox(key=0)), classes)\n    rng = np.random.Generator(np.random.Philox(key=1)", "every seed draws the same"),
+        ("    things = _random_object_classes(np.random.Generator(np.random.Philox(key=0)), classes", "    things = _random_object_classes(np.random.Generator(np.random.Philox(key=seed)), classes", "each seed has its own things"),
         ("image.mean(1, keepdims=True)", "image", "nothing has its own saturation"),
-        ("squared ** (-_over(exponent) / 2)", "squared ** 0.5", "clouds are noise of pixels"),
+        ("squared ** (-_per_image(exponent) / 2)", "squared ** 0.5", "clouds are noise of pixels"),
     ),
     *group(
         "dpdist/models/zoo.py",
@@ -52,11 +52,14 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/training/provenance.py",
         "training/test_denoised_smoothing",
-        ("made = made_by(PublicRecipe.model_validate(made | {\"weights\": None})) | weights", "pass",
+        ("made = (\n"
+         "                pretraining_settings(PublicRecipe.model_validate(made | {\"weights\": None}))\n"
+         "                | weights\n"
+         "            )", "pass",
          "older parts are refused"),
         ("key=lambda found: found[1] is None", "key=lambda found: 0",
          "a key that came later is blamed for another"),
-        ("differing(made, made_by(section)", "differing(made, made", "any settings made the part"),
+        ("iter_differences(made, pretraining_settings(section)", "iter_differences(made, made", "any settings made the part"),
     ),
     *group(
         "dpdist/data/record_hashes.py",
@@ -69,7 +72,7 @@ FAULTS: list[Fault] = [
         "reports/test_reading_runs",
         ('sound &= found["accuracy"] == found["correct"] / asked', "pass", "any accuracy is shown"),
         (
-            '_check_models(trained, [(folder.evaluation, evaluation.get("model"))])',
+            '_check_same_model(trained, [(folder.evaluation, evaluation.get("model"))])',
             "pass",
             "another model's accuracy is shown",
         ),
@@ -77,7 +80,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/data/record_hashes.py",
         "data/test_sealed",
-        ("raw[-_BYTES:] != _sum(raw[:-_BYTES])", "False", "any bits are the records' hashes"),
+        ("raw[-_BYTES:] != _checksum(raw[:-_BYTES])", "False", "any bits are the records' hashes"),
     ),
     *group(
         "dpdist/data/record_hashes.py",
@@ -97,18 +100,18 @@ FAULTS: list[Fault] = [
             "    if found and found > 1:\n        some",
             "one shared record is nothing",
         ),
-        ("both = common(public, test)", "both = None", "public records may be the test's"),
+        ("both = count_common_records(public, test)", "both = None", "public records may be the test's"),
     ),
     *group(
         "dpdist/training/records.py",
         "data/test_overlap training/test_initial_weights wiring/test_nominal_records tuning/test_scoring",
         (
-            "return _split(recipe.data, source).part(recipe.data.public, 1.0)",
-            "return _split(recipe.data, source).part(recipe.data.public, 0.5)",
+            "return _split(recipe.data, source).select_by_hash(recipe.data.public, 1.0)",
+            "return _split(recipe.data, source).select_by_hash(recipe.data.public, 0.5)",
             "half of the private records are compared",
         ),
         (
-            'check_test(private_data(recipe, source), test, "data.test")',
+            'check_test_split(private_records(recipe, source), test, "data.test")',
             "pass",
             "private records may be tested on",
         ),
@@ -140,7 +143,7 @@ FAULTS: list[Fault] = [
     *group(
         "cluster/object_store.py",
         f"{ARCHIVE}::test_an_object_is_written_no_further_than_its_manifest_says",
-        ("        if len(raw) > most:\n", "        if False:\n", "an object beyond its limit is read"),
+        ("        if len(raw) > max_bytes:\n", "        if False:\n", "an object beyond its limit is read"),
     ),
     *group(
         "cluster/object_store.py",
@@ -152,7 +155,7 @@ FAULTS: list[Fault] = [
         "dpdist/runs/archive.py",
         "test_archive test_archive_names",
         (
-            "if not hmac.compare_digest(check.encode(), digest_of(manifest).encode()):",
+            "if not hmac.compare_digest(check.encode(), manifest_digest(manifest).encode()):",
             "if False:",
             "a changed manifest is believed",
         ),
@@ -181,15 +184,15 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/runs/archive.py",
         CHARGED,
-        ("        _, manifest = newest(store)  #", "        pass  #",
+        ("        _, manifest = newest_manifest(store)\n        with", "        pass\n        with",
          "leave that was given until a run was taken over is forgotten"),
-        ("known = ledger.steps_of(permit.epoch)", "known = set(ledger.releases)",
+        ("known = ledger.released_steps(permit.epoch)", "known = set(ledger.releases)",
          "steps that other attempts released are not charged again"),
         ("range(permit.step, permit.steps)", "range(permit.step + 1, permit.steps)",
          "the first step with leave is free"),
         ("range(permit.step, permit.steps)", "range(permit.step, permit.steps - 1)",
          "the last step with leave is free"),
-        ('number = max(number, *(number_of(claim) for claim in store.names("claims"))) + 1',
+        ('number = max(number, *(claim_number(claim) for claim in store.list_names("claims"))) + 1',
          "number = number + 1", "a claim without an upload ends an archive"),
     ),
     *group(
@@ -222,7 +225,7 @@ FAULTS: list[Fault] = [
         ("            if not top.is_symlink()  #", "            if True  #",
          "links to folders in private/ are followed"),
         ('            and not path.name.startswith(".")\n', "", "files that are being written are archived"),
-        ("read_permit(self.folder.permit_asked) if self.private else None\n        first",
+        ("read_permit(self.folder.permit_request) if self.private else None\n        first",
          "read_permit(self.folder.permit) if self.private else None\n        first",
          "the manifest holds the granted permit"),
         ("            if not bound:", "            if False:", "a mistyped address binds the run"),
@@ -232,8 +235,8 @@ FAULTS: list[Fault] = [
             "an owner that was replaced goes on",
         ),
         (
-            "if self.private and self.store.readable_by_all",
-            "if False and self.store.readable_by_all",
+            "if self.private and self.store.is_public",
+            "if False and self.store.is_public",
             "an open bucket gets the run key",
         ),
         (
@@ -245,29 +248,29 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/serving/app.py",
         "test_serving",
-        ("if self._waiting >= limits.waiting:", "if False:", "any number of requests may wait"),
+        ("if self._in_progress >= limits.max_concurrent:", "if False:", "any number of requests may wait"),
         ("if self._tokens < 1:", "if False:", "no rate is kept"),
         (
             "                    if len(read) > most:\n                        raise too_large",
             "                    pass",
             "a body has no end",
         ),
-        ("self._waiting -= 1", "pass", "a place is never given back"),
+        ("self._in_progress -= 1", "pass", "a place is never given back"),
     ),
     *group(
         "dpdist/serving/app.py",
         UNDER_WAY,
-        ("if self._waiting >= limits.waiting:", "if self._waiting > limits.waiting:",
+        ("if self._in_progress >= limits.max_concurrent:", "if self._in_progress > limits.max_concurrent:",
          "one request more than may be is under way"),
     ),
     *group(
         "dpdist/serving/app.py",
         "test_serving",
         ("        self._tokens -= 1\n", "", "requests use up no rate"),
-        ("asyncio.timeout(min(self._limits.seconds, _BODY_SECONDS))", "asyncio.timeout(None)",
+        ("asyncio.timeout(min(self._limits.timeout_seconds, _BODY_SECONDS))", "asyncio.timeout(None)",
          "a body that never comes holds a place"),
-        ("asyncio.timeout(min(self._limits.seconds, _BODY_SECONDS))",
-         "asyncio.timeout(self._limits.seconds)", "a body may take as long as an answer"),
-        ("            as_input(image, self._shape)\n", "", "numbers of any range and shape are asked"),
+        ("asyncio.timeout(min(self._limits.timeout_seconds, _BODY_SECONDS))",
+         "asyncio.timeout(self._limits.timeout_seconds)", "a body may take as long as an answer"),
+        ("            to_model_input(image, self._input_shape)\n", "", "numbers of any range and shape are asked"),
     ),
 ]  # fmt: skip

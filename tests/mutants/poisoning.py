@@ -13,8 +13,8 @@ FAULTS: list[Fault] = [
         ("range(group + 1)", "(group,)", "all changes are removals"),
         ("range(group + 1)", "(0,)", "all changes are insertions"),
         ("fewer[changes - group]", "fewer[0]", "changes beyond a group are free"),
-        ("self._pair(inserted)[1]", "self._pair(inserted)[0]", "an insertion counts as a removal"),
-        ("self._pair(removed)[0]", "self._pair(removed)[1]", "a removal counts as an insertion"),
+        ("self._group_curves(inserted)[1]", "self._group_curves(inserted)[0]", "an insertion counts as a removal"),
+        ("self._group_curves(removed)[0]", "self._group_curves(removed)[1]", "a removal counts as an insertion"),
         ("_inverse(self._one, fewer[-1])", "fewer[-1]", "further changes are free"),
         (
             'self._exact = plan.neighbours == "add-or-remove-one"',
@@ -22,7 +22,7 @@ FAULTS: list[Fault] = [
             "a replaced record counts as a removed one",
         ),
         ("    return high\n", "    return low\n", "what is needed is rounded down"),
-        ("each.times(models)", "each.times(1)", "many votes cost one training"),
+        ("each.repeat(models)", "each.repeat(1)", "many votes cost one training"),
     ),
     *group(
         "dpdist/poisoning/certificates.py",
@@ -51,7 +51,7 @@ FAULTS: list[Fault] = [
         ("if self._records - changes < self._size:  #", "if False:  #", "bags are larger than what is left"),
         ("if self._records - changes < self._size:  #", "if self._records - changes <= self._size:  #",
          "nothing is drawn where one bag is left"),
-        ("argsort(words(key, 0, records), kind=\"stable\")", "arange(records)", "every bag has the same records"),
+        ("argsort(stream_words(key, 0, records), kind=\"stable\")", "arange(records)", "every bag has the same records"),
     ),
     *group(
         "dpdist/poisoning/job.py",
@@ -63,7 +63,7 @@ FAULTS: list[Fault] = [
         ),
         ('derive_key(key, "bag")', 'b"bag" * 11', "all bags are one"),
         ("members = self._shards == number", "members = self._shards >= 0", "shards are not disjoint"),
-        ("place = place.smoothed(shared.sigma)", "pass", "votes without noise on their inputs"),
+        ("place = place.with_input_noise(shared.sigma)", "pass", "votes without noise on their inputs"),
         ('derive_key(key, "votes").hex()', '"00"', "all models vote under one noise"),
     ),
     *group(
@@ -74,10 +74,13 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/poisoning/evaluation.py", "poisoning/test_poisoning",
         ("        if recipe.data.drop_test_records:\n", "        if True:\n", "one inserted copy of a test input stops the training"),
-        ('            (recipe.planted is not None, "audit.kind: canaries plants records in this training"),\n', "",
+        ("            (\n"
+         "                recipe.canary_audit is not None,\n"
+         "                \"audit.kind: canaries plants records in this training\",\n"
+         "            ),\n", "",
          "planted records vote"),
         ('                "seed_given": self.seed is not None,\n', "", "a given seed is not told apart from a secret one"),
-        ("            (recipe.method.withheld is not None, recipe.method.withheld),\n", "",
+        ("            (recipe.method.not_releasable_reason is not None, recipe.method.not_releasable_reason),\n", "",
          "models that never leave vote"),
         ('            (recipe.tune is not None, "a private search is no single training"),\n', "",
          "one training of a search votes for all"),

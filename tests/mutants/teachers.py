@@ -31,7 +31,7 @@ FAULTS: list[Fault] = [
             "a shard smaller than a batch stops the run",
         ),
         (
-            "        if not members.any():\n            return self._as_it_began()\n",
+            "        if not members.any():\n            return self._initial_model_files()\n",
             "",
             "an empty shard stops the run",
         ),
@@ -50,17 +50,21 @@ FAULTS: list[Fault] = [
         "dpdist/training/ensembles.py",
         "training/test_teachers",
         (
-            "own.method.train(_Here(job))",
-            "own.method.train(_Here(replace(job, members=None)))",
+            "own.method.train(_InProcessDriver(job))",
+            "own.method.train(_InProcessDriver(replace(job, members=None)))",
             "every teacher is trained on all records",
         ),
     ),
     *group(
         "dpdist/training/ensembles.py",
         ANSWERS,
-        ("if new > self.left:", "if False:", "more questions than answers spend what is left"),
         (
-            "        number = ledger.ask(question, self._plan)\n",
+            "if new > self.answers_left:",
+            "if False:",
+            "more questions than answers spend what is left",
+        ),
+        (
+            "        number = ledger.record_query(question, self._plan)\n",
             "        number = 0\n",
             "answers are not counted",
         ),
@@ -74,13 +78,13 @@ FAULTS: list[Fault] = [
         "dpdist/privacy/ledger.py",
         ANSWERS,
         (
-            "if self.asked >= plan.answers:",
-            "if self.asked > plan.answers:",
+            "if self.num_queries >= plan.num_queries:",
+            "if self.num_queries > plan.num_queries:",
             "one answer more is given",
         ),
         (
-            '        self._append({"kind": "asked", "id": question})\n',
-            '        self._apply({"kind": "asked", "id": question})\n',
+            '        self._append({"kind": "asked", "id": query_id})\n',
+            '        self._apply({"kind": "asked", "id": query_id})\n',
             "an answer is counted in memory only",
         ),
     ),
@@ -88,7 +92,7 @@ FAULTS: list[Fault] = [
         "dpdist/runs/folder.py",
         ANSWERS,
         (
-            "if ledger.asked > plan.answers:",
+            "if ledger.num_queries > plan.num_queries:",
             "if False:",
             "answers that nobody paid for are believed",
         ),
@@ -139,7 +143,7 @@ FAULTS: list[Fault] = [
         "dpdist/evaluation.py",
         ANSWERS,
         (
-            "    if recipe.method.withheld is not None:\n        raise",
+            "    if recipe.method.not_releasable_reason is not None:\n        raise",
             "    if False:\n        raise",
             "a model that must not leave is used",
         ),
@@ -148,7 +152,7 @@ FAULTS: list[Fault] = [
         "dpdist/publishing.py",
         ANSWERS,
         (
-            'raise UserError(f"{folder.path}: {facts.recipe.method.withheld}")',
+            'raise UserError(f"{folder.path}: {facts.recipe.method.not_releasable_reason}")',
             "pass",
             "a model that must not leave is released",
         ),
@@ -156,7 +160,11 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/training/job.py",
         VOTES,
-        ("if named.learned:", "if False:", "a student is scored on inputs that it was taught"),
+        (
+            "if named.used_for_training:",
+            "if False:",
+            "a student is scored on inputs that it was taught",
+        ),
     ),
     *group(
         "dpdist/methods/pate.py",
@@ -182,8 +190,8 @@ FAULTS: list[Fault] = [
             "votes have half the noise",
         ),
         (
-            "model.pretrained not in (None, student.pretrained)",
-            "model.pretrained not in (None, model.pretrained)",
+            "model.pretrained_part not in (None, student.pretrained_part)",
+            "model.pretrained_part not in (None, model.pretrained_part)",
             "teachers begin with weights that nobody held against the records",
         ),
         ("asked = passed[: paid.answers]", "asked = passed", "the cap on answers is ignored"),
@@ -193,7 +201,7 @@ FAULTS: list[Fault] = [
             "every input passes",
         ),
         (
-            "        if not isinstance(records, Answered):\n            raise",
+            "        if not isinstance(records, LabelledQueries):\n            raise",
             "        if False:\n            raise",
             "the student may be trained on the records",
         ),
@@ -203,13 +211,13 @@ FAULTS: list[Fault] = [
             "a teacher has two votes",
         ),
         (
-            "told = run.release(votes.tobytes(), lambda key",
-            "told = run.release(b'votes', lambda key",
+            "told = run.release_once(\n            votes.tobytes(), lambda key",
+            "told = run.release_once(b'votes', lambda key",
             "other votes are taken for those that were released",
         ),
         (
             "job.plan.records,\n            )",
-            "len(job.own_records()),\n            )",
+            "len(job.records_without_canaries()),\n            )",
             "the student tells how many records there are",
         ),
     ),
@@ -284,7 +292,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/ensembles.py",
         VOTES,
         (
-            "                ledger.ask(question, plan)\n",
+            "                ledger.record_query(question, plan)\n",
             "                pass\n",
             "votes are not counted before their noise",
         ),
@@ -309,7 +317,7 @@ FAULTS: list[Fault] = [
         VOTES,
         (
             "records = job.records()",
-            "records = job.own_records()",
+            "records = job.records_without_canaries()",
             "a student is given the records",
         ),
     ),
@@ -350,8 +358,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         NOISY,
         (
-            "seen = method.seen(records, plan, attempt.records_key(job, reducer, key))",
-            "seen = records",
+            "seen = method.transform_records(records, plan, attempt.records_key(job, reducer, key))",
+            "transform_records = records",
             "the steps see the records",
         ),
     ),

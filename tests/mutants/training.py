@@ -66,8 +66,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/job.py",
         "training/test_damaged_runs",
         (
-            "needed = [folder.plan, folder.data, folder.run_key, folder.begun_with]",
-            "needed = [folder.plan, folder.data, folder.begun_with]",
+            "needed = [folder.plan, folder.data_fingerprint, folder.run_key, folder.start_record]",
+            "needed = [folder.plan, folder.data_fingerprint, folder.start_record]",
             "a lost run key is made afresh",
         ),
         ("if keys - {key", "if False and keys - {key", "any run key goes on"),
@@ -76,7 +76,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/checkpoint.py",
         "training/test_damaged_runs",
         (
-            "about.get(_SEAL) != tensors_digest(tensors)",
+            "about.get(_DIGEST_KEY) != tensors_digest(tensors)",
             "False",
             "a checkpoint's bits are believed",
         ),
@@ -84,20 +84,24 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/training/worker.py",
         "training/test_damaged_runs",
-        ("if _taken(job.folder):", "if False:", "lost noise is fixed again"),
-        ("if before not in (None, now):", "if False:", "fixed noise may change under way"),
+        ("if _has_taken_steps(job.folder):", "if False:", "lost noise is fixed again"),
+        ("if before not in (None, digest):", "if False:", "fixed noise may change under way"),
     ),
     *group(
         "dpdist/evaluation.py",
         "training/test_damaged_runs",
-        ("models.model_hash(folder.model) != own", "False", "any model is used as the run's"),
+        (
+            "models.model_hash(folder.model_folder) != own",
+            "False",
+            "any model is used as the run's",
+        ),
     ),
     *group(
         "dpdist/runs/folder.py",
         "training/test_damaged_runs",
         (
-            ", folder.trained, folder.groups)",
-            ", folder.trained)",
+            ", folder.training_summary, folder.worker_groups)",
+            ", folder.training_summary)",
             "a run without ledger begins anew",
         ),
     ),
@@ -124,8 +128,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         f"{STEP}::test_every_optimizer",
         (
-            "self.flat[self.own] = self.optimizer.result(self.flat[self.own])",
-            "self.optimizer.result(self.flat[self.own])",
+            "self.flat[self.own] = self.optimizer.published_parameters(self.flat[self.own])",
+            "self.optimizer.published_parameters(self.flat[self.own])",
             "the average is computed and not published",
         ),
         (
@@ -137,7 +141,7 @@ FAULTS: list[Fault] = [
         ),
         ("start = state.step\n", "start = state.step - 1\n", "a restart repeats a step"),
         (
-            "            self.flat.copy_(state.flat)\n",
+            "            self.flat.copy_(state.parameters)\n",
             "",
             "a restart begins from the first parameters",
         ),
@@ -161,8 +165,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         f"{STEP}::test_several_phases_each_with_its_own_rate_and_noise",
         (
-            "todo = plan.step(number)\n",
-            "todo = plan.step(0)\n",
+            "step_plan = plan.step(number)\n",
+            "step_plan = plan.step(0)\n",
             "every step executes the first phase",
         ),
     ),
@@ -179,13 +183,13 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         f"{STEP}::test_every_method",
         (
-            "        step.sharing.complete(reducer, self.flat)\n        self.constrain()\n",
-            "        step.sharing.complete(reducer, self.flat)\n",
+            "        step.sharing.broadcast_updates(reducer, self.flat)\n        self.constrain()\n",
+            "        step.sharing.broadcast_updates(reducer, self.flat)\n",
             "the first layer's norm is not kept after an update",
         ),
         (
-            "constrain = method.constraint(model)\n    constrain()\n",
-            "constrain = method.constraint(model)\n",
+            "constrain = method.project_parameters(model)\n    constrain()\n",
+            "constrain = method.project_parameters(model)\n",
             "the first layer's norm is not kept before the first step",
         ),
     ),
@@ -301,7 +305,9 @@ FAULTS: list[Fault] = [
         f"{KEYS}::test_no_step_is_released_without_the_archive_s_leave "
         f"{KEYS}::test_a_clip_that_exceeds_the_plan_s_is_not_executed",
         (
-            "engine.clipping.sensitivity * (1 + sharing.wire.room) > clip_norm * (1 + 1e-9)",
+            "engine.clipping.sensitivity * (1 + sharing.reduce_dtype.clip_reduction) > clip_norm * (\n"
+            "        1 + 1e-9\n"
+            "    )",
             "False",
             "a clip above the plan's is accepted",
         ),
@@ -321,7 +327,7 @@ FAULTS: list[Fault] = [
             "noise of another place replays with the same keys",
         ),
         (
-            'resources.noise == "device" and len(kinds := set(reducer.gather(kind))) > 1',
+            'resources.noise == "device" and len(kinds := set(reducer.all_gather_text(kind))) > 1',
             "False",
             "devices of two kinds share a release",
         ),
@@ -339,17 +345,17 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_step.py",
         WHERE,
         (
-            "noise.add_noise_on(total, noise_key, noise_std, start)",
-            "noise.add_noise_on(total, noise_key, noise_std)",
+            "noise.add_device_noise(total, noise_key, noise_std, start)",
+            "noise.add_device_noise(total, noise_key, noise_std)",
             "all shards share a device's noise",
         ),
         (
-            "noise.add_noise_on(total, noise_key, noise_std, start)",
-            'noise.add_noise_on(total, derive_key(self.key, "noise"), noise_std, start)',
+            "noise.add_device_noise(total, noise_key, noise_std, start)",
+            'noise.add_device_noise(total, derive_key(self.key, "noise"), noise_std, start)',
             "all steps share a device's noise",
         ),
         (
-            "noise.add_noise_on(total, noise_key, noise_std, start), flagged",
+            "noise.add_device_noise(total, noise_key, noise_std, start), flagged",
             "total, flagged",
             "a device releases the sum",
         ),
@@ -373,7 +379,7 @@ FAULTS: list[Fault] = [
         "training/test_elastic",
         ("if done >= step}", "if done > step}", "a step that is charged again is not said"),
         (
-            "len(later - self.steps_of(self._epoch))",
+            "len(later - self.released_steps(self._epoch))",
             "len(later)",
             "an exact replay is said to be charged",
         ),
@@ -396,7 +402,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         "training/test_finite",
         (
-            '            reducer.gather("")  # nobody says so before worker 0 has the step on its ledger\n',
+            '            reducer.all_gather_text("")  # nobody says so before worker 0 has the step on its ledger\n',
             "",
             "a worker says that a training diverged before the ledger has the step",
         ),
@@ -459,7 +465,7 @@ FAULTS: list[Fault] = [
             "only the last worker's shard counts",
         ),
         (
-            "flagged = reducer.everybody(flag)",
+            "flagged = reducer.any_flag(flag)",
             "flagged = flag",
             "a worker that takes no part is not noticed",
         ),
@@ -499,7 +505,7 @@ FAULTS: list[Fault] = [
             "pieces land on the first one's place",
         ),
         (
-            "first = shards.mine[0][0] if shards.mine else 0",
+            "first = shards.local_shards[0][0] if shards.local_shards else 0",
             "first = 0",
             "every worker sends the first one's rows",
         ),
@@ -508,8 +514,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/collectives.py",
         "training/test_release_in_place",
         (
-            "self._room.zero_()[:-2]",
-            "self._room[:-2]",
+            "self._buffer.zero_()[:-2]",
+            "self._buffer[:-2]",
             "a step's sums are added to what the last one released",
         ),
         ("if rows is self._rows:", "if True:", "the sums of others are taken for the step's"),
@@ -571,40 +577,48 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/training/collectives.py",
         "training/test_wire",
-        ("_ROUNDED = 2.0**-23", "_ROUNDED = 2.0**-25", "room for the rounding of half a sum"),
         (
-            "return _ROUNDED * (self.most + 1) if",
-            "return _ROUNDED if",
+            "_FLOAT32_ROUNDING = 2.0**-23",
+            "_FLOAT32_ROUNDING = 2.0**-25",
+            "room for the rounding of half a sum",
+        ),
+        (
+            "return _FLOAT32_ROUNDING * (self.max_records + 1) if",
+            "return _FLOAT32_ROUNDING if",
             "the room forgets how many records there are",
         ),
         (
-            "if records > self.most:",
+            "if records > self.max_records:",
             "if False:",
             "a sum of more records than there is room for is sent",
         ),
         (
-            "mean + math.sqrt(2 * _UNLIKELY * mean) + _UNLIKELY * 2 / 3",
+            "mean + math.sqrt(2 * _LOG_FAILURE_BOUND * mean) + _LOG_FAILURE_BOUND * 2 / 3",
             "mean + 3 * math.sqrt(mean)",
             "more records than there is room for come once in a thousand steps",
         ),
         ("most if cap is None else min(most, cap)", "most", "a cap is forgotten"),
-        ("if self.room <= MOST_ROOM:", "if True:", "any batch is taken, at any price"),
+        (
+            "if self.clip_reduction <= MAX_CLIP_REDUCTION:",
+            "if True:",
+            "any batch is taken, at any price",
+        ),
     ),
     *group(
         "dpdist/training/model_setup.py",
         "training/test_wire",
         (
-            "recipe.privacy.clip_norm / (1 + wire_of(recipe, plan).room)",
+            "recipe.privacy.clip_norm / (1 + build_reduce_dtype(recipe, plan).clip_reduction)",
             "recipe.privacy.clip_norm",
             "the clip makes no room",
         ),
         (
-            "else recipe.resources.least",
+            "else recipe.resources.min_workers",
             "else recipe.resources.most",
             "room for the share of the most workers, not of the fewest",
         ),
         (
-            "expected = plan.largest_batch",
+            "expected = plan.max_expected_batch",
             "expected = plan.step(0).expected_batch",
             "room for the batches of the first phase alone",
         ),
@@ -618,8 +632,8 @@ FAULTS: list[Fault] = [
             "sums that arrived are added up in float32",
         ),
         (
-            'f"{self.wire.name}, {self.wire.most:g}"',
-            "self.wire.name",
+            'f"{self.reduce_dtype.name}, {self.reduce_dtype.max_records:g}"',
+            "self.reduce_dtype.name",
             "another room replays with the same keys",
         ),
         (
@@ -632,18 +646,18 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_step.py",
         "training/test_wire",
         (
-            "engine.clipping.sensitivity * (1 + sharing.wire.room) >",
+            "engine.clipping.sensitivity * (1 + sharing.reduce_dtype.clip_reduction) >",
             "engine.clipping.sensitivity >",
             "a clip without room for the rounding is accepted",
         ),
         (
-            "            self.sharing.wire.check(len(members))\n",
+            "            self.sharing.reduce_dtype.check(len(members))\n",
             "",
             "nobody counts the records of a sum",
         ),
         (
-            "self.sharing.wire.check(len(members))",
-            "row or self.sharing.wire.check(len(members))",
+            "self.sharing.reduce_dtype.check(len(members))",
+            "row or self.sharing.reduce_dtype.check(len(members))",
             "of canonical shards only the first is counted",
         ),
     ),
@@ -651,7 +665,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_step.py",
         "training/test_sharding",
         (
-            "self.sharing.own(self.reducer, size).start",
+            "self.sharing.local_slice(self.reducer, size).start",
             "0",
             "every shard gets the noise of the first",
         ),
@@ -760,7 +774,7 @@ FAULTS: list[Fault] = [
             "optimizer state is not saved",
         ),
         (
-            "    private_folder(folder)\n    target",
+            "    make_private_folder(folder)\n    target",
             "    folder.mkdir(parents=True, exist_ok=True)\n    target",
             "others can read checkpoints",
         ),
@@ -790,7 +804,7 @@ FAULTS: list[Fault] = [
         "dpdist/runs/folder.py",
         "training/test_released",
         (
-            "complete = ledger.releases.keys() >= set(range(made.steps))",
+            "complete = ledger.release_counts.keys() >= set(range(made.steps))",
             "complete = True",
             "steps that a model was made of may be missing",
         ),
@@ -800,11 +814,11 @@ FAULTS: list[Fault] = [
             "a ledger is held against the oldest checkpoint",
         ),
         (
-            "max(ledger.releases, default=-1) >= plan.steps",
-            "max(ledger.releases, default=-1) > plan.steps",
+            "max(ledger.release_counts, default=-1) >= plan.steps",
+            "max(ledger.release_counts, default=-1) > plan.steps",
             "a ledger may have one step more than its plan",
         ),
-        ("not ledger.reaches(made.anchor)", "False", "superseded releases may be cut off"),
+        ("not ledger.contains_anchor(made.anchor)", "False", "superseded releases may be cut off"),
         (
             "if ledger.plan_fingerprint != plan.fingerprint():",
             "if False:",
@@ -812,7 +826,7 @@ FAULTS: list[Fault] = [
         ),
         ("if made.steps > plan.steps:", "if False:", "a model of any number of steps is looked up"),
         (
-            "    if folder.trained.exists():\n        _check_finished(folder, plan)\n",
+            "    if folder.training_summary.exists():\n        _check_finished(folder, plan)\n",
             "",
             "a finished training has fewer steps than its plan",
         ),
@@ -832,7 +846,7 @@ FAULTS: list[Fault] = [
             "the denoiser that weights stand behind is left out",
         ),
         (
-            "if not recipe.method.behind_denoiser:",
+            "if not recipe.method.supports_frozen_denoiser:",
             "if False:",
             "noise is put into a frozen denoiser",
         ),
@@ -842,7 +856,7 @@ FAULTS: list[Fault] = [
             "a stranger's denoiser is built",
         ),
         (
-            '    if spec.noisy:\n        raise UserError(f"{begin}: its',
+            '    if spec.has_noise:\n        raise UserError(f"{begin}: its',
             '    if False:\n        raise UserError(f"{begin}: its',
             "a denoiser with noise of its own is frozen",
         ),
@@ -851,7 +865,7 @@ FAULTS: list[Fault] = [
         "dpdist/config/sections.py",
         "training/test_denoiser_before_weights training/test_denoised_smoothing",
         (
-            "if denoiser is not None and not self.method.behind_denoiser:",
+            "if denoiser is not None and not self.method.supports_frozen_denoiser:",
             "if False:",
             "any method goes behind a denoiser",
         ),
@@ -875,12 +889,12 @@ FAULTS: list[Fault] = [
         "dpdist/training/model_setup.py",
         "training/test_denoiser_before_weights",
         (
-            "denoised = whole.averages and whole.denoiser is not None",
+            "denoised = whole.averages_views and whole.denoiser is not None",
             "denoised = False",
             "the image is moved",
         ),
         (
-            "denoised = whole.averages and",
+            "denoised = whole.averages_views and",
             "denoised = whole.shifts > 0 and",
             "the image is mirrored",
         ),
@@ -916,8 +930,8 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/core/files.py",
         "cluster/test_storage",
-        ("            sync(aside)\n", "            pass\n", "no fsync of the bytes"),
-        ("            sync(path.parent)\n", "            pass\n", "no fsync of the name"),
+        ("            fsync_path(aside)\n", "            pass\n", "no fsync of the bytes"),
+        ("            fsync_path(path.parent)\n", "            pass\n", "no fsync of the name"),
         (
             "data: bytes | str, *, durable: bool = True",
             "data: bytes | str, *, durable: bool = False",
@@ -929,7 +943,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/ensembles.py",
         "methods/test_answers_on_record",
         (
-            "                check_released(self._folder, self._plan, ledger)\n",
+            "                verify_ledger(self._folder, self._plan, ledger)\n",
             "",
             "answers are given on a ledger that lost what was given",
         ),
@@ -976,7 +990,7 @@ FAULTS: list[Fault] = [
             "the newest step is the oldest one's",
         ),
         (
-            "low = min(max(own.start - start, 0), length)",
+            "low = min(max(entries.start - start, 0), length)",
             "low = 0",
             "a part's share begins at its first entry",
         ),
@@ -985,8 +999,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         "training/test_alike",
         (
-            "for name in sorted(fixed.tensors):",
-            "for name in sorted(fixed.tensors)[:1]:",
+            "for name in sorted(state.tensors):",
+            "for name in sorted(state.tensors)[:1]:",
             "only the first fixed tensor may not change",
         ),
     ),
@@ -1003,7 +1017,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/collectives.py",
         "training/test_alike",
         (
-            "return total.add_(0.0) if world > 1 and shards.rows > 1 else total",
+            "return total.add_(0.0) if world > 1 and shards.num_rows > 1 else total",
             "return total",
             "negative zeros differ between kinds of release",
         ),
@@ -1045,8 +1059,8 @@ FAULTS: list[Fault] = [
             "other records at the old place count as compared",
         ),
         (
-            "theirs = private_data(other, source)",
-            "theirs = training_data(other, source)",
+            "theirs = private_records(other, source)",
+            "theirs = records_with_canaries(other, source)",
             "records that chose a model's settings, but not trained it, are not compared",
         ),
         (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.poisoning.certificates import Bagged, drawn
+from dpdist.poisoning.certificates import BaggingPoisoningBound, draw_subset
 
 pytestmark = pytest.mark.guarantee
 
@@ -34,9 +34,9 @@ def kept(p: float, common: int, removed: int, inserted: int, size: int) -> float
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.7])  # at 0.2 removals cost most
 def test_what_is_needed_is_the_worst_over_all_changes(target: float) -> None:
     records, size = 7, 2
-    found = Bagged(records, size)
+    found = BaggingPoisoningBound(records, size)
     for changes in range(7):  # after 5 one bag is left to be drawn, after 6 none
-        needed = found.needed(changes, target)
+        needed = found.required_probability(changes, target)
         splits = [(a, changes - a) for a in range(changes + 1)]
 
         def least(p: float, splits: Iterable[tuple[int, int]] = splits) -> float:
@@ -47,37 +47,44 @@ def test_what_is_needed_is_the_worst_over_all_changes(target: float) -> None:
             continue
         assert least(needed + 1e-7) > target
         assert least(needed - 1e-7) <= target
-        assert found.changes(needed, target) >= changes > found.changes(needed - 1e-6, target)
+        assert (
+            found.max_changes(needed, target) >= changes > found.max_changes(needed - 1e-6, target)
+        )
 
 
 def test_few_records_of_many_withstand_many_changes() -> None:
     # Insertions alone thin an answer by (n / n')^s: of p = 1 more than half is left for n (2^(1/s)
     # - 1) of them, and removals or both leave more.
-    found = Bagged(60_000, 30)
-    assert found.changes(1.0) == pytest.approx(60_000 * (2 ** (1 / 30) - 1), abs=2)
-    assert found.changes(0.5) == -1 and found.changes(0.5001) == 0
-    assert found.changes(0.9) < found.changes(0.99) < found.changes(1.0)
-    assert found.changes(0.99, 0.8) < found.changes(0.99, 0.6)
-    assert Bagged(20, 20).changes(1.0) == 0  # a removed record leaves none to draw
+    found = BaggingPoisoningBound(60_000, 30)
+    assert found.max_changes(1.0) == pytest.approx(60_000 * (2 ** (1 / 30) - 1), abs=2)
+    assert found.max_changes(0.5) == -1 and found.max_changes(0.5001) == 0
+    assert found.max_changes(0.9) < found.max_changes(0.99) < found.max_changes(1.0)
+    assert found.max_changes(0.99, 0.8) < found.max_changes(0.99, 0.6)
+    # a removed record leaves none to draw
+    assert BaggingPoisoningBound(20, 20).max_changes(1.0) == 0
     with np.errstate(divide="raise", invalid="raise"):  # nor does looking for one
-        assert Bagged(20, 15).needed(6) == Bagged(20, 15).needed(21) == math.inf
+        assert (
+            BaggingPoisoningBound(20, 15).required_probability(6)
+            == BaggingPoisoningBound(20, 15).required_probability(21)
+            == math.inf
+        )
 
 
 def test_large_bags_of_many_records() -> None:
     """An inserted record costs most; looking for more takes no memory."""
-    found = Bagged(300_000, 100_000)
+    found = BaggingPoisoningBound(300_000, 100_000)
     inserted, removed = Fraction(300_001, 200_001) / 2, (1 + Fraction(1, 3)) / 2
-    assert found.needed(1) == pytest.approx(float(max(inserted, removed)), rel=1e-9)
-    assert found.changes(1.0) == 1 and found.needed(150_000) == math.inf
+    assert found.required_probability(1) == pytest.approx(float(max(inserted, removed)), rel=1e-9)
+    assert found.max_changes(1.0) == 1 and found.required_probability(150_000) == math.inf
 
 
 def test_every_subset_is_drawn_alike() -> None:
     # 2,000 keys, 10 subsets of 2 of 5: a chi-square beyond 34 has probability 1e-4.
     seen: dict[tuple[int, ...], int] = {}
     for number in range(2000):
-        members = drawn(number.to_bytes(32, "little"), 5, 2)
+        members = draw_subset(number.to_bytes(32, "little"), 5, 2)
         places = tuple(np.flatnonzero(members).tolist())
         seen[places] = seen.get(places, 0) + 1
     assert len(seen) == 10
     assert stats.chisquare(list(seen.values())).statistic < 34
-    assert (drawn(bytes(32), 50, 7) == drawn(bytes(32), 50, 7)).all()
+    assert (draw_subset(bytes(32), 50, 7) == draw_subset(bytes(32), 50, 7)).all()

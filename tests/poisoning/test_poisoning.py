@@ -20,11 +20,11 @@ from scipy import stats
 from support.training import make
 
 from dpdist import models, pipeline
-from dpdist.cli.audit import _terms
+from dpdist.cli.audit import _assumption_rows
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
-from dpdist.methods.functional_sums import Sums
+from dpdist.methods.functional_sums import CoefficientSums
 from dpdist.poisoning import evaluation
 from dpdist.poisoning import job as voting_models
 from dpdist.poisoning.certificates import (
@@ -32,12 +32,12 @@ from dpdist.poisoning.certificates import (
     KEY,
     NONE,
     SCHEMA,
-    Bagged,
-    Poisoned,
+    BaggingPoisoningBound,
+    PrivatePoisoningBound,
     Votes,
-    by_keys,
-    by_partitions,
-    drawn,
+    certify_partitioned_models,
+    certify_random_models,
+    draw_subset,
     read_votes,
 )
 from dpdist.poisoning.evaluation import Poisoning
@@ -46,16 +46,16 @@ from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, find, load, make_plan
+from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, make_plan
 from dpdist.training import ensembles, job
 from dpdist.training.ensembles import plan_of_shard, shards_by_hash
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.records import data_source, records_with_canaries, test_records
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
 SEED = "5b" * 32
 PLAN = PrivacyPlan(1000, (GaussianSteps(1, 10.0, 1.0),), 1e-5)
-POISONED = Poisoned(PLAN)  # keeps what it worked out
+POISONED = PrivatePoisoningBound(PLAN)  # keeps what it worked out
 
 
 def votes_of(vote: Any, label: Any = None) -> Votes:
@@ -72,15 +72,15 @@ def test_the_class_is_chosen_by_models_that_do_not_count() -> None:
     # Input 0: all say 0. Input 1: the choosing models say 1, the others 0: nothing is certified.
     vote = np.zeros((34, 2), np.int64)
     vote[:4, 1] = 1
-    found = by_keys(votes_of(vote), POISONED, select=4, alpha=0.01)
-    assert found.answer.tolist() == [0, 1] and found.models == 30
+    found = certify_random_models(votes_of(vote), POISONED, select=4, alpha=0.01)
+    assert found.prediction.tolist() == [0, 1] and found.num_models == 30
     sure = 0.01 ** (1 / 30)
-    assert found.changes[0.0].tolist() == [POISONED.changes(sure), -1]
-    assert found.changes[0.0][0] == int(stats.norm.ppf(sure) / 0.1)  # mu is 1 / 10
+    assert found.max_changes[0.0].tolist() == [POISONED.max_changes(sure), -1]
+    assert found.max_changes[0.0][0] == int(stats.norm.ppf(sure) / 0.1)  # mu is 1 / 10
 
 
 def test_an_input_may_move_besides() -> None:
-    found = by_keys(
+    found = certify_random_models(
         votes_of(np.zeros((66, 1))),
         POISONED,
         select=6,
@@ -90,9 +90,12 @@ def test_an_input_may_move_besides() -> None:
     )
     room = stats.norm.ppf(0.001 ** (1 / 60))
     expected = [int(room / 0.1), int((room - 0.1 / 0.2) / 0.1), -1]
-    assert [int(changes[0]) for changes in found.changes.values()] == expected
-    assert found.accuracy(np.zeros(1), 0, 0.1) == 1 and found.accuracy(np.zeros(1), 0, 9.0) == 0
-    assert found.accuracy(np.ones(1), 0) == 0  # certified, and wrong
+    assert [int(changes[0]) for changes in found.max_changes.values()] == expected
+    assert (
+        found.certified_accuracy(np.zeros(1), 0, 0.1) == 1
+        and found.certified_accuracy(np.zeros(1), 0, 9.0) == 0
+    )
+    assert found.certified_accuracy(np.ones(1), 0) == 0  # certified, and wrong
 
 
 @pytest.mark.parametrize(
@@ -101,13 +104,15 @@ def test_an_input_may_move_besides() -> None:
 )
 def test_what_cannot_be_certified_is_refused(changed: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        by_keys(votes_of(np.zeros((3, 1))), POISONED, **{"select": 1, "alpha": 0.1, **changed})
+        certify_random_models(
+            votes_of(np.zeros((3, 1))), POISONED, **{"select": 1, "alpha": 0.1, **changed}
+        )
 
 
 def test_partitions_withstand_exactly_so_many_moved_votes() -> None:
     # Every way in which 5 models can vote, and in which k of them can be made to vote otherwise.
     every = np.array(list(itertools.product(range(3), repeat=5)))
-    found = by_partitions(votes_of(every.T))
+    found = certify_partitioned_models(votes_of(every.T))
 
     def winner(votes: np.ndarray) -> int:
         return int(np.bincount(votes, minlength=3).argmax())
@@ -121,7 +126,7 @@ def test_partitions_withstand_exactly_so_many_moved_votes() -> None:
                     return True
         return False
 
-    for votes, answer, changes in zip(every, found.answer, found.changes[0.0], strict=True):
+    for votes, answer, changes in zip(every, found.prediction, found.max_changes[0.0], strict=True):
         assert answer == winner(votes)
         assert not moved(votes, int(changes)) and moved(votes, int(changes) + 1)
 
@@ -129,23 +134,25 @@ def test_partitions_withstand_exactly_so_many_moved_votes() -> None:
 def test_a_class_that_nobody_named_may_win() -> None:
     # All say 0, which is every label: of 3 votes two moved to class 1 win, of 2 one makes a tie.
     for votes, changes in ((1, 0), (2, 1), (3, 1), (4, 2)):
-        found = by_partitions(votes_of([[0]] * votes))
-        assert found.answer.tolist() == [0] and found.changes[0.0].tolist() == [changes]
+        found = certify_partitioned_models(votes_of([[0]] * votes))
+        assert found.prediction.tolist() == [0] and found.max_changes[0.0].tolist() == [changes]
 
 
 def test_a_vote_for_nothing_counts_for_no_class() -> None:
-    found = by_partitions(votes_of([[NONE], [NONE], [NONE], [0], [0]]))
-    assert found.answer.tolist() == [0] and found.changes[0.0].tolist() == [1]
-    found = by_keys(votes_of([[0]] + [[NONE]] * 9), POISONED, select=1, alpha=0.1)
-    assert found.changes[0.0].tolist() == [-1]
+    found = certify_partitioned_models(votes_of([[NONE], [NONE], [NONE], [0], [0]]))
+    assert found.prediction.tolist() == [0] and found.max_changes[0.0].tolist() == [1]
+    found = certify_random_models(votes_of([[0]] + [[NONE]] * 9), POISONED, select=1, alpha=0.1)
+    assert found.max_changes[0.0].tolist() == [-1]
     # Where no model names a class, no class is answered: not the first one.
     nobody = votes_of([[NONE, 1]] * 9)
-    found = by_partitions(nobody)
-    assert found.answer.tolist() == [NONE, 1] and found.changes[0.0].tolist() == [-1, 4]
-    assert found.accuracy(np.array([0, 1]), 0) == 0.5
-    found = by_keys(votes_of([[NONE, 1]] + [[0, 1]] * 50), POISONED, select=1, alpha=0.1)
-    assert found.answer.tolist() == [NONE, 1] and found.changes[0.0][0] == -1
-    assert found.changes[0.0][1] >= 0 and found.accuracy(np.array([0, 1]), 0) == 0.5
+    found = certify_partitioned_models(nobody)
+    assert found.prediction.tolist() == [NONE, 1] and found.max_changes[0.0].tolist() == [-1, 4]
+    assert found.certified_accuracy(np.array([0, 1]), 0) == 0.5
+    found = certify_random_models(
+        votes_of([[NONE, 1]] + [[0, 1]] * 50), POISONED, select=1, alpha=0.1
+    )
+    assert found.prediction.tolist() == [NONE, 1] and found.max_changes[0.0][0] == -1
+    assert found.max_changes[0.0][1] >= 0 and found.certified_accuracy(np.array([0, 1]), 0) == 0.5
 
 
 # ---- whose votes they are
@@ -159,7 +166,7 @@ def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
         "resources": {},  # no checkpoint of a training of seconds
     }  # fmt: skip
     recipe, _ = make(tmp_path, **(values | more))
-    records = len(training_data(recipe, source_of(recipe)))
+    records = len(records_with_canaries(recipe, data_source(recipe)))
     recipe, _ = make(tmp_path, **(values | more | {"training__batch_size": records}))
     (tmp_path / "x.yaml").write_text(recipe.to_yaml())
     return recipe
@@ -167,7 +174,7 @@ def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
 
 def begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "runs" / recipe.name)
-    folder.begin(recipe)
+    folder.create_or_open(recipe)
     return folder
 
 
@@ -178,8 +185,8 @@ def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
     settings = Poisoning(3, seed=SEED, every=40)
     path = pipeline.evaluation_stage(recipe, begun(recipe, tmp_path), settings)
     votes = read_votes(path)
-    source = source_of(recipe)
-    records, test = training_data(recipe, source), evaluation_data(recipe, source)
+    source = data_source(recipe)
+    records, test = records_with_canaries(recipe, source), test_records(recipe, source)
     rows = np.arange(0, len(test), 40)
     assert votes.index.tolist() == rows.tolist()
     assert votes.label.tolist() == np.asarray(test.labels)[rows].tolist()
@@ -187,7 +194,7 @@ def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
     for number in range(3):
         key = derive_key(bytes.fromhex(SEED), "voter", number)
         every = np.ones(len(records), dtype=bool)
-        with ensembles.trained_here(recipe, plan, records, every, key) as folder:
+        with ensembles.train_in_process(recipe, plan, records, every, key) as folder:
             model = models.load(folder)
             around = folder.parents[2]  # with the run key in it
             assert around.name.startswith("dpdist-training-")
@@ -216,9 +223,11 @@ def test_models_that_are_alike_vote_under_noises_of_their_own(
     recipe = recipe_of(tmp_path)
     voter, real = (
         Voter(setup_of(recipe, Poisoning(2, seed=SEED, sigma=3.0))),
-        ensembles.trained_here,
+        ensembles.train_in_process,
     )
-    monkeypatch.setattr(voting_models, "trained_here", lambda *of, **_: real(*of[:-1], b"k" * 32))
+    monkeypatch.setattr(
+        voting_models, "train_in_process", lambda *of, **_: real(*of[:-1], b"k" * 32)
+    )
     first, second = (load_tensors(voter(number)[FILE])["votes"] for number in (0, 1))
     assert (first != second).any()
     again = load_tensors(voter(0)[FILE])["votes"]
@@ -235,32 +244,32 @@ def test_models_on_the_same_records_make_their_features_once(
     )  # fmt: skip
     setup = setup_of(recipe, Poisoning(2, seed=SEED, every=8))
     made: list[int] = []
-    real = Sums.features
+    real = CoefficientSums.features
 
-    def counted(made_by: Sums, inputs: torch.Tensor) -> torch.Tensor:
+    def counted(made_by: CoefficientSums, inputs: torch.Tensor) -> torch.Tensor:
         made.append(len(inputs))
         return real(made_by, inputs)
 
-    monkeypatch.setattr(Sums, "features", counted)
+    monkeypatch.setattr(CoefficientSums, "features", counted)
     shared = said_by(Voter(setup)).vote
     assert sum(made) == setup.plan.records  # of two models, each of three sums
     alone = Voter(setup)
     for number in range(2):
-        assert alone._kept is not None
-        alone._kept.clear()
+        assert alone._shared_state is not None
+        alone._shared_state.clear()
         assert (load_tensors(alone(number)[FILE])["votes"] == shared[number]).all()
     assert len({tuple(each) for each in shared.tolist()}) == 2
-    assert Voter(setup_of(recipe, Poisoning(2, partitions=True, seed=SEED)))._kept is None
-    assert Voter(setup_of(recipe, Poisoning(2, bag=30, seed=SEED)))._kept is None
+    assert Voter(setup_of(recipe, Poisoning(2, partitions=True, seed=SEED)))._shared_state is None
+    assert Voter(setup_of(recipe, Poisoning(2, bag=30, seed=SEED)))._shared_state is None
 
 
 def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     settings = Poisoning(4, partitions=True, seed=SEED, every=20)
-    own, plan = settings.training(recipe, 200)
+    own, plan = settings.training_plan(recipe, 200)
     assert own.privacy.clipping == "none" and plan.records == 50
     # What a shard's training does follows from the shard, not from how many records there are.
-    assert settings.training(recipe, 20)[0] == own and own.training.batch_size > 50
+    assert settings.training_plan(recipe, 20)[0] == own and own.training.batch_size > 50
     votes = read_votes(pipeline.evaluation_stage(recipe, begun(recipe, tmp_path), settings))
     voter = Voter(setup_of(recipe, settings))
     hashes = voter._records.hashes
@@ -270,7 +279,7 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
         members = shards == number
         there, plan = plan_of_shard(own, int(members.sum()))
         key = derive_key(bytes.fromhex(SEED), "voter", number)
-        with ensembles.trained_here(there, plan, voter._records, members, key) as folder:
+        with ensembles.train_in_process(there, plan, voter._records, members, key) as folder:
             model = models.load(folder)
         with torch.inference_mode():
             said = model(voter._test.batch(votes.index)).argmax(1)
@@ -283,13 +292,13 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
 
 
 def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
-    source = source_of(recipe)
+    source = data_source(recipe)
     subject = SimpleNamespace(
-        training=lambda: training_data(recipe, source),
-        test=evaluation_data(recipe, source),
+        training=lambda: records_with_canaries(recipe, source),
+        test=test_records(recipe, source),
         recipe=recipe,
     )
-    return settings.work(subject)._share(SEED)  # type: ignore[arg-type]
+    return settings.job_spec(subject)._share(SEED)  # type: ignore[arg-type]
 
 
 def test_the_command_prints_what_is_withstood_and_keeps_it_private(
@@ -369,14 +378,14 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
     votes = read_votes(home / "votes.parquet")
     settings = Poisoning(8, seed=SEED, every=40, bag=30)
     voter = Voter(setup_of(recipe, settings))
-    own, _ = settings.training(recipe, len(voter._records))
+    own, _ = settings.training_plan(recipe, len(voter._records))
     assert own.privacy.clipping == "none"
     sets = []
     for number in range(3):
         key = derive_key(bytes.fromhex(SEED), "voter", number)
-        members = drawn(derive_key(key, "bag"), len(voter._records), 30)
+        members = draw_subset(derive_key(key, "bag"), len(voter._records), 30)
         there, plan = plan_of_shard(own, 30)
-        with ensembles.trained_here(there, plan, voter._records, members, key) as folder:
+        with ensembles.train_in_process(there, plan, voter._records, members, key) as folder:
             model = models.load(folder)
         with torch.inference_mode():
             said = model(voter._test.batch(votes.index)).argmax(1)
@@ -388,14 +397,14 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
         next(model.parameters()).fill_(torch.nan)
     assert voter._votes(model, "seed").tolist() == [NONE] * len(votes.index)
     # What a bag's training does follows from its size, not from how many records there are.
-    assert settings.training(recipe, 90)[1] == settings.training(recipe, 2000)[1]
+    assert settings.training_plan(recipe, 90)[1] == settings.training_plan(recipe, 2000)[1]
 
 
 def test_teachers_cannot_vote_themselves() -> None:
-    recipe = load(find("digits-pate"))
+    recipe = load_recipe(find_recipe("digits-pate"))
     with pytest.raises(UserError, match="teachers of its own"):
-        Poisoning().training(recipe, 1100)
-    plain, _ = Poisoning(partitions=True).training(recipe, 1100)
+        Poisoning().training_plan(recipe, 1100)
+    plain, _ = Poisoning(partitions=True).training_plan(recipe, 1100)
     assert plain.privacy.noise_multiplier == 0
     for name, why in (
         ("digits-dpal-audited", "canaries plants records in this training"),
@@ -404,37 +413,37 @@ def test_teachers_cannot_vote_themselves() -> None:
     ):
         for how in (Poisoning(), Poisoning(partitions=True), Poisoning(bag=10)):
             with pytest.raises(UserError, match=why):
-                how.training(load(find(name)), 1100)
+                how.training_plan(load_recipe(find_recipe(name)), 1100)
 
 
 def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
     """Whoever gave it could have tried others: a table says which it is of, and so does the job."""
     recipe = recipe_of(tmp_path)
-    source = source_of(recipe)
+    source = data_source(recipe)
     subject: Any = SimpleNamespace(
-        training=lambda: training_data(recipe, source), test=evaluation_data(recipe, source),
+        training=lambda: records_with_canaries(recipe, source), test=test_records(recipe, source),
         recipe=recipe,
     )  # fmt: skip
-    given, secret = (Poisoning(2, seed=s).work(subject).identity() for s in (SEED, None))
+    given, secret = (Poisoning(2, seed=s).job_spec(subject).identity() for s in (SEED, None))
     assert given["settings"].pop("seed_given") and not secret["settings"].pop("seed_given")
     assert given == secret and SEED not in json.dumps(given)
     others: tuple[dict[str, Any], ...] = (
         {"models": 3}, {"sigma": 0.5}, {"sigma": 0.5 + 1e-9}, {"partitions": True}, {"bag": 20},
         {"start": 1}, {"every": 2}, {"max_inputs": 3},
     )  # fmt: skip
-    jobs = [Poisoning(**{"models": 2, **other}).work(subject).identity() for other in others]
+    jobs = [Poisoning(**{"models": 2, **other}).job_spec(subject).identity() for other in others]
     assert len({json.dumps(job, sort_keys=True) for job in (secret, *jobs)}) == 1 + len(others)
 
 
 def test_public_records_are_trusted() -> None:
     votes = votes_of(np.zeros((9, 1)))
-    found = [by_keys(votes, POISONED, select=1, alpha=0.1)]
-    assert "trusted" not in dict(_terms(votes, found, PLAN))
+    found = [certify_random_models(votes, POISONED, select=1, alpha=0.1)]
+    assert "trusted" not in dict(_assumption_rows(votes, found, PLAN))
     for more in ({}, {"bag": 30}):
-        told = replace(votes, about={"settings": {"data.public": 0.2, **more}})
-        assert "data.public" in dict(_terms(told, found, PLAN))["trusted"]
-    exact = [by_partitions(votes)]
-    assert "data.public" in dict(_terms(told, exact, PLAN))["trusted"]
+        told = replace(votes, job_record={"settings": {"data.public": 0.2, **more}})
+        assert "data.public" in dict(_assumption_rows(told, found, PLAN))["trusted"]
+    exact = [certify_partitioned_models(votes)]
+    assert "data.public" in dict(_assumption_rows(told, exact, PLAN))["trusted"]
 
 
 def write_points(folder: Path, copied: int) -> None:
@@ -490,9 +499,9 @@ def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
 
 
 def test_a_training_that_one_record_stops_withstands_nothing() -> None:
-    recipe = load(find("digits-noisy-records"))
+    recipe = load_recipe(find_recipe("digits-noisy-records"))
     with pytest.raises(UserError, match="nothing is withstood: one inserted copy of a test input"):
-        Poisoning().training(recipe, 1000)
+        Poisoning().training_plan(recipe, 1000)
 
 
 # ---- and poisoned records do not
@@ -506,11 +515,13 @@ def test_poisoned_records_do_not_change_a_certified_answer(
     the number of records)."""
     recipe = two_classes(tmp_path, privacy__noise_multiplier=30.0, training__steps=8)
     setup = setup_of(recipe, Poisoning(10, seed=SEED))
-    found = by_keys(said_by(Voter(setup)), Poisoned(setup.plan), select=2, alpha=0.05)
-    changed = int(found.changes[0.0].max()) // 2
-    sure = found.changes[0.0] >= 2 * changed
+    found = certify_random_models(
+        said_by(Voter(setup)), PrivatePoisoningBound(setup.plan), select=2, alpha=0.05
+    )
+    changed = int(found.max_changes[0.0].max()) // 2
+    sure = found.max_changes[0.0] >= 2 * changed
     assert changed >= 2 and sure.sum() >= 20
-    attack = Attack(monkeypatch, setup, tmp_path, found.answer)
+    attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
     for how in (flipped, replaced):
         assert not attack.refutes(how, changed)[sure].any(), how
     assert attack.refutes(flipped, 120)[sure].any()  # so many changes do
@@ -523,14 +534,14 @@ def test_poisoned_records_do_not_change_what_bags_certify(
     recipe = two_classes(tmp_path, training__steps=8)
     settings = Poisoning(12, seed=SEED, bag=20, every=2)
     setup = setup_of(recipe, settings)
-    bagged = Bagged(len(training_data(recipe, source_of(recipe))), 20)
-    found = by_keys(said_by(Voter(setup)), bagged, select=2, alpha=0.05)
-    most = int(found.changes[0.0].max())
-    sure = found.changes[0.0] >= most
+    bagged = BaggingPoisoningBound(len(records_with_canaries(recipe, data_source(recipe))), 20)
+    found = certify_random_models(said_by(Voter(setup)), bagged, select=2, alpha=0.05)
+    most = int(found.max_changes[0.0].max())
+    sure = found.max_changes[0.0] >= most
     assert most >= 2 and sure.sum() >= 5
-    attack = Attack(monkeypatch, setup, tmp_path, found.answer)
+    attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
     assert not attack.refutes(inserted, most)[sure].any()
-    assert attack.refutes(swapped, len(found.answer))[sure].any()
+    assert attack.refutes(swapped, len(found.prediction))[sure].any()
 
 
 def test_poisoned_records_and_a_moved_input_together_do_not_change_a_certified_answer(
@@ -542,11 +553,11 @@ def test_poisoned_records_and_a_moved_input_together_do_not_change_a_certified_a
     setup = setup_of(recipe, Poisoning(12, seed=SEED, sigma=0.2))
     votes, radius = said_by(Voter(setup)), 0.05
     asked: Any = {"select": 2, "alpha": 0.05, "radii": (0.0, radius), "sigma": 0.2}
-    found = by_keys(votes, Poisoned(setup.plan), **asked)
-    changed = int(found.changes[radius].max()) // 2
-    sure = found.changes[radius] >= 2 * changed
-    assert 1 <= changed < found.changes[0.0].max() // 2 and sure.sum() >= 15
-    attack = Attack(monkeypatch, setup, tmp_path, found.answer)
+    found = certify_random_models(votes, PrivatePoisoningBound(setup.plan), **asked)
+    changed = int(found.max_changes[radius].max()) // 2
+    sure = found.max_changes[radius] >= 2 * changed
+    assert 1 <= changed < found.max_changes[0.0].max() // 2 and sure.sum() >= 15
+    attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
     assert not attack.refutes(flipped, changed, radius * 0.999)[sure].any()
     assert attack.refutes(flipped, changed, 40 * radius)[sure].any()  # so far a move does
 
@@ -558,12 +569,14 @@ def test_poisoned_records_move_no_more_partitions_than_there_are(
     """Exact: these very models' vote stays, for every input at once."""
     recipe = two_classes(tmp_path)
     setup = setup_of(recipe, Poisoning(9, partitions=True, seed=SEED, every=2))
-    found = by_partitions(said_by(Voter(setup)))
-    attack = Attack(monkeypatch, setup, tmp_path, found.answer)
-    sure = found.changes[0.0] >= 2
+    found = certify_partitioned_models(said_by(Voter(setup)))
+    attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
+    sure = found.max_changes[0.0] >= 2
     assert sure.sum() >= 5
     for how, count in ((inserted, 2), (flipped, 1)):
-        assert (by_partitions(attack.said(how, count)).answer == found.answer)[sure].all()
+        assert (certify_partitioned_models(attack.said(how, count)).prediction == found.prediction)[
+            sure
+        ].all()
 
 
 def two_classes(tmp_path: Path, **more: Any) -> Recipe:
@@ -581,7 +594,7 @@ class Attack:
 
     def said(self, how: Any, count: int, move: float = 0.0) -> Votes:
         """move: of each input, by this L2 distance, along what the other class has more of."""
-        records = training_data(self._setup.recipe, source_of(self._setup.recipe))
+        records = records_with_canaries(self._setup.recipe, data_source(self._setup.recipe))
         inputs, labels = how(np.array(records.inputs), np.array(records.labels), count)
         place = self._folder / f"poisoned-{how.__name__}-{count}-{move}"
         place.mkdir()
@@ -590,7 +603,7 @@ class Attack:
         spoilt = Dataset(place, records.name, records.classes, f"{how.__name__} {count}")
         with self._patch.context() as inner:
             inner.setattr(job, "training_records", lambda *of: spoilt)
-            inner.setattr(voting_models, "training_data", lambda *of: spoilt)
+            inner.setattr(voting_models, "records_with_canaries", lambda *of: spoilt)
             voter = Voter(self._setup)
             if move:
                 voter._test = self._moved(voter, move)

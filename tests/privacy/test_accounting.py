@@ -15,16 +15,16 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as library
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cases import cases
+from support.hypothesis_settings import hypothesis_settings
 from support.mechanisms import laplace_epsilon
 
 from dpdist.privacy import accounting
-from dpdist.privacy.accounting import compose_rdp, delta_profile, epsilon
+from dpdist.privacy.accounting import compose_rdp, compute_epsilon, delta_profile
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.pld import (
-    Unsupported,
+    UnsupportedMechanismError,
     compose_pld,
-    relation,
+    library_relation,
     sampled_gaussian_pld,
     truncated_gaussian_pld,
 )
@@ -44,7 +44,7 @@ RESPONSE = dpa.RandomizedResponseDpEvent(0.5, 2)
 def test_one_gaussian_matches_the_exact_profile_in_both_relations(neighbours, sensitivity, noise):
     event = dpa.GaussianDpEvent(noise)
     exact = float(gaussian_epsilon(1e-5, noise, sensitivity))
-    value, name = epsilon([event], 1e-5, neighbours)
+    value, name = compute_epsilon([event], 1e-5, neighbours)
     assert name.startswith("PLD")
     assert exact <= value * (1 + 1e-9) and value == pytest.approx(exact, rel=1e-3)
     by_rdp = compose_rdp(event, neighbours).get_epsilon(1e-5)
@@ -80,7 +80,7 @@ def test_composing_n_times_is_composing_one_by_one(event, neighbours):
         )
 
 
-@cases(20, derandomize=False)
+@hypothesis_settings(20, derandomize=False)
 @given(
     kind=st.sampled_from(["gauss", "sampled", "laplace"]),
     noise=st.floats(0.6, 6.0),
@@ -119,7 +119,7 @@ def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
         noise,
         sampling_prob=rate,
         value_discretization_interval=1e-3,
-        neighboring_relation=relation(neighbours),
+        neighboring_relation=library_relation(neighbours),
     )
     grid = np.array([-1.0, -0.01, 0.0, 0.01, 0.5, 2.0, 8.0])
     assert ours.get_delta_for_epsilon(grid) == pytest.approx(
@@ -133,7 +133,7 @@ def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
 def test_truncated_sampling_gives_the_library_s_own_losses(neighbours, cap):
     ours = truncated_gaussian_pld(1000, 0.9, 0.02, cap, neighbours, 1e-3)
     theirs = library.from_truncated_subsampled_gaussian_mechanism(
-        1000, 0.02, cap, 0.9, 1e-3, neighboring_relation=relation(neighbours)
+        1000, 0.02, cap, 0.9, 1e-3, neighboring_relation=library_relation(neighbours)
     )
     grid = np.array([-1.0, 0.0, 0.01, 0.5, 2.0, 8.0])
     assert ours.get_delta_for_epsilon(grid) == pytest.approx(
@@ -161,7 +161,7 @@ def test_composition_by_sampling_the_privacy_loss():
     rate, noise, at, runs, steps = 0.05, 0.8, 0.5, 200_000, 10
     loss = np.zeros(runs)
     for _ in range(steps):
-        joined = rng.random(runs) < rate
+        joined = rng.is_random(runs) < rate
         x = rng.normal(0, noise, runs) + joined
         loss += np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2)))
     gain = np.maximum(0.0, -np.expm1(at - loss))
@@ -178,7 +178,7 @@ def test_composition_by_sampling_the_privacy_loss():
 
 def test_laplace_parts_match_their_exact_profile():
     for neighbours, sensitivity in zip(BOTH, (1.0, 2.0), strict=True):
-        value, name = epsilon([LAPLACE], 1e-3, neighbours)
+        value, name = compute_epsilon([LAPLACE], 1e-3, neighbours)
         assert name.startswith("PLD")
         exact = float(laplace_epsilon(1e-3, 3.0, sensitivity))
         assert value == pytest.approx(exact, abs=1e-3)
@@ -198,7 +198,7 @@ def test_opacus_accountants_agree_within_their_stated_error():
     event = dpa.SelfComposedDpEvent(
         dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
     )
-    value, _ = epsilon([event], 1e-5, BOTH[0])
+    value, _ = compute_epsilon([event], 1e-5, BOTH[0])
 
     orders = list(range(2, 64))
     theirs = rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=orders)
@@ -211,30 +211,34 @@ def test_opacus_accountants_agree_within_their_stated_error():
 
 
 def test_what_no_theorem_covers_is_refused_with_a_reason():
-    with pytest.raises(Unsupported, match="replace-one"):
+    with pytest.raises(UnsupportedMechanismError, match="replace-one"):
         compose_rdp(RepeatAndSelectDpEvent(SAMPLED, 5, 1.0), "replace-one")
-    with pytest.raises(Unsupported, match="Truncated"):
+    with pytest.raises(UnsupportedMechanismError, match="Truncated"):
         compose_rdp(RepeatAndSelectDpEvent(TRUNCATED, 5, 1.0), BOTH[0])
-    with pytest.raises(Unsupported, match="SampledWithoutReplacement"):
+    with pytest.raises(UnsupportedMechanismError, match="SampledWithoutReplacement"):
         fixed = dpa.SampledWithoutReplacementDpEvent(1000, 10, GAUSS)
         compose_pld(fixed, BOTH[0])
     with pytest.raises(ValueError, match="neighbours"):
-        epsilon([GAUSS], 1e-5, "zero-out")
-    with pytest.raises(Unsupported):
-        epsilon([dpa.UnsupportedDpEvent()], 1e-5, BOTH[0])
+        compute_epsilon([GAUSS], 1e-5, "zero-out")
+    with pytest.raises(UnsupportedMechanismError):
+        compute_epsilon([dpa.UnsupportedDpEvent()], 1e-5, BOTH[0])
 
 
 def test_full_batches_can_be_searched_under_replace_one():
-    halved = epsilon([RepeatAndSelectDpEvent(dpa.GaussianDpEvent(2.0), 5, 1.0)], 1e-5, BOTH[0])[0]
-    doubled = epsilon([RepeatAndSelectDpEvent(dpa.GaussianDpEvent(4.0), 5, 1.0)], 1e-5, BOTH[1])[0]
+    halved = compute_epsilon(
+        [RepeatAndSelectDpEvent(dpa.GaussianDpEvent(2.0), 5, 1.0)], 1e-5, BOTH[0]
+    )[0]
+    doubled = compute_epsilon(
+        [RepeatAndSelectDpEvent(dpa.GaussianDpEvent(4.0), 5, 1.0)], 1e-5, BOTH[1]
+    )[0]
     assert halved == pytest.approx(doubled)
 
 
 def test_no_noise_costs_infinity():
     for event in (dpa.NonPrivateDpEvent(), dpa.GaussianDpEvent(0.0), dpa.LaplaceDpEvent(0.0)):
-        assert epsilon([dpa.ComposedDpEvent([GAUSS, event])], 1e-5, BOTH[0])[0] == math.inf
+        assert compute_epsilon([dpa.ComposedDpEvent([GAUSS, event])], 1e-5, BOTH[0])[0] == math.inf
         assert delta_profile([event], BOTH[0])(1.0) == 1.0
-    assert epsilon([dpa.NoOpDpEvent()], 1e-5, BOTH[0])[0] == 0.0
+    assert compute_epsilon([dpa.NoOpDpEvent()], 1e-5, BOTH[0])[0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -249,7 +253,7 @@ def test_dplis_budgets_under_its_own_accountant_and_ours(records, steps, publish
     rdp = compose_rdp(event, BOTH[0], orders).rdp
     classic = float(np.min(rdp + math.log(1e5) / (orders - 1)))
     assert classic == pytest.approx(published, abs=0.005)
-    assert epsilon([event], 1e-5, BOTH[0])[0] < 0.9 * classic
+    assert compute_epsilon([event], 1e-5, BOTH[0])[0] < 0.9 * classic
 
 
 @pytest.mark.parametrize(
@@ -267,13 +271,13 @@ def test_dplis_face_settings(rate, noise, steps, published):
 
 def test_deltas_below_the_grid_s_resolution_use_renyi():
     event = dpa.SelfComposedDpEvent(SAMPLED, 100)
-    value, name = epsilon([event], 1e-30, BOTH[0])
+    value, name = compute_epsilon([event], 1e-30, BOTH[0])
     assert name.startswith("RDP") and math.isfinite(value)
-    assert value > epsilon([event], 1e-12, BOTH[0])[0]
+    assert value > compute_epsilon([event], 1e-12, BOTH[0])[0]
 
 
 @pytest.mark.slow
-@cases(15, derandomize=False)
+@hypothesis_settings(15, derandomize=False)
 @given(
     noise=st.floats(0.5, 8.0),
     rate=st.sampled_from([1e-3, 0.02, 0.3]),
@@ -284,9 +288,9 @@ def test_the_tight_bound_is_below_the_loose_one(noise, rate, steps, delta):
     event = dpa.SelfComposedDpEvent(
         dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
     )
-    value, _ = epsilon([event], delta, BOTH[0])
+    value, _ = compute_epsilon([event], delta, BOTH[0])
     assert value <= compose_rdp(event, BOTH[0]).get_epsilon(delta) * (1 + 1e-6) + 2e-3
-    assert value <= epsilon([event], delta, BOTH[1])[0] + 2e-3
+    assert value <= compute_epsilon([event], delta, BOTH[1])[0] + 2e-3
 
 
 def test_base_of_the_selection_example():
@@ -298,7 +302,7 @@ def test_base_of_the_selection_example():
 
 def test_coarse_bounds_are_bounds():
     event = dpa.SelfComposedDpEvent(SAMPLED, 500)
-    fine, _ = epsilon([event], 1e-5, BOTH[0])
+    fine, _ = compute_epsilon([event], 1e-5, BOTH[0])
     coarse = accounting.coarse_epsilon([event], 1e-5, BOTH[0])
     assert fine <= coarse <= 1.05 * fine
     assert float(gaussian_delta(fine, 1.0, 1.0)) < 1
@@ -334,11 +338,11 @@ def test_epsilon_is_never_below_the_exact_one_however_small_delta_is(noise, coun
     step = dpa.PoissonSampledDpEvent(1 - 2.0**-50, dpa.GaussianDpEvent(noise * math.sqrt(count)))
     event = dpa.SelfComposedDpEvent(step, count)
     for delta in TINY:
-        value, name = epsilon([event], delta, BOTH[0])
+        value, name = compute_epsilon([event], delta, BOTH[0])
         exact = float(gaussian_epsilon(delta, noise))
         assert exact * (1 - 1e-12) <= value <= 1.15 * exact, (delta, name)
     assert name.startswith("RDP")
-    with pytest.raises(Unsupported, match="does not resolve"):
+    with pytest.raises(UnsupportedMechanismError, match="does not resolve"):
         accounting.coarse_epsilon([event], 1e-15, BOTH[0])
 
 
@@ -354,6 +358,6 @@ def test_a_delta_profile_is_never_below_the_exact_one():
 @pytest.mark.slow
 def test_where_neither_accountant_resolves_delta_nothing_is_stated():
     event = dpa.SelfComposedDpEvent(TRUNCATED, 10)
-    value, name = epsilon([event], 1e-14, BOTH[0])
+    value, name = compute_epsilon([event], 1e-14, BOTH[0])
     assert math.isinf(value) and "does not resolve delta 1e-14" in name
-    assert math.isfinite(epsilon([event], 1e-11, BOTH[0])[0])
+    assert math.isfinite(compute_epsilon([event], 1e-11, BOTH[0])[0])

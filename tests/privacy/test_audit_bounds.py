@@ -11,7 +11,7 @@ from scipy.stats import binom, binomtest, norm
 from support.benchmarks import load as load_benchmark
 
 from dpdist.privacy import audit_bounds
-from dpdist.privacy.audit_bounds import ManyRuns, OneRun, Trials
+from dpdist.privacy.audit_bounds import CanaryScores, OneRunGuesses, ThresholdCounts
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -27,27 +27,31 @@ ALPHA = 0.05
     ("runs", "epsilon"), [(100, 3.28), (200, 3.98), (500, 4.91), (1000, 5.60), (5000, 7.21)]
 )
 def test_perfect_separation(runs, epsilon):
-    assert ManyRuns(runs, runs, 0, runs).epsilon() == pytest.approx(epsilon, abs=0.005)
+    assert ThresholdCounts(runs, runs, 0, runs).epsilon() == pytest.approx(epsilon, abs=0.005)
 
 
 def test_counts_give_the_two_formulas():
-    audit = ManyRuns(500, 1000, 10, 1000)
+    audit = ThresholdCounts(500, 1000, 10, 1000)
     assert audit.epsilon(1e-5) == pytest.approx(3.242, abs=5e-4)
-    low, high = audit.rates
+    low, high = audit.rate_bounds
     assert audit.mu() == pytest.approx(norm.ppf(low) - norm.ppf(high))
-    assert audit.rejects(audit_bounds.gaussian_curve(audit.mu() - 1e-6))
-    assert not audit.rejects(audit_bounds.gaussian_curve(audit.mu() + 1e-6))
-    mirrored = ManyRuns(990, 1000, 500, 1000)  # the complements tell as much
+    assert audit.rejects(audit_bounds.gaussian_tradeoff(audit.mu() - 1e-6))
+    assert not audit.rejects(audit_bounds.gaussian_tradeoff(audit.mu() + 1e-6))
+    mirrored = ThresholdCounts(990, 1000, 500, 1000)  # the complements tell as much
     assert mirrored.epsilon(1e-5) == pytest.approx(3.242, abs=5e-4)
-    assert ManyRuns(10, 1000, 500, 1000).epsilon() == 0 == ManyRuns(10, 1000, 500, 1000).mu()
+    assert (
+        ThresholdCounts(10, 1000, 500, 1000).epsilon()
+        == 0
+        == ThresholdCounts(10, 1000, 500, 1000).mu()
+    )
 
 
 def test_copies_of_a_canary_are_paid_for():
-    audit = ManyRuns(500, 1000, 10, 1000)
-    assert audit.epsilon(0.0, size=4) == pytest.approx(audit.epsilon() / 4, rel=1e-9)
+    audit = ThresholdCounts(500, 1000, 10, 1000)
+    assert audit.epsilon(0.0, copies=4) == pytest.approx(audit.epsilon() / 4, rel=1e-9)
     assert audit.mu(4) == pytest.approx(audit.mu() / 4)
-    low, high = audit.rates
-    k, x = 3, audit.epsilon(1e-3, size=3)
+    low, high = audit.rate_bounds
+    k, x = 3, audit.epsilon(1e-3, copies=3)
     lost = 1e-3 * math.expm1(k * x) / math.expm1(x)
     assert math.exp(k * x) * high + lost == pytest.approx(low, rel=1e-6)
 
@@ -55,27 +59,30 @@ def test_copies_of_a_canary_are_paid_for():
 def test_the_threshold_comes_from_other_runs():
     rng = np.random.default_rng(1)
     inside, outside = rng.normal(2, 1, 600), rng.normal(0, 1, 600)
-    found = ManyRuns.of(Trials.of(inside, outside), ALPHA)
-    assert (found.inside, found.outside) == (300, 300)
+    found = ThresholdCounts.from_scores(CanaryScores.from_scores(inside, outside), ALPHA)
+    assert (found.num_with_canary, found.num_without_canary) == (300, 300)
     assert found.hits == (inside[300:] > found.threshold).sum()
-    assert found.false == (outside[300:] > found.threshold).sum()
+    assert found.false_positives == (outside[300:] > found.threshold).sum()
     inside[300:], outside[300:] = 0, 0
-    assert ManyRuns.of(Trials.of(inside, outside), ALPHA).threshold == found.threshold
+    assert (
+        ThresholdCounts.from_scores(CanaryScores.from_scores(inside, outside), ALPHA).threshold
+        == found.threshold
+    )
 
 
 def test_pooled_canaries_of_one_run_are_refused():
     with pytest.raises(ValueError, match=r"several scores of one run: .* one-run bounds"):
-        Trials(np.zeros(4), np.array([True, True, False, False]), np.arange(4.0))
+        CanaryScores(np.zeros(4), np.array([True, True, False, False]), np.arange(4.0))
     with pytest.raises(ValueError, match="two runs with and two without"):
-        Trials.of([1.0, 2.0], [1.0])
+        CanaryScores.from_scores([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="finite"):
-        Trials.of([1.0, np.nan], [1.0, 2.0])
+        CanaryScores.from_scores([1.0, np.nan], [1.0, 2.0])
 
 
 def test_several_audits_share_alpha():
-    assert audit_bounds.shared_alpha(0.05, 5) == pytest.approx(0.01)
+    assert audit_bounds.bonferroni_alpha(0.05, 5) == pytest.approx(0.01)
     with pytest.raises(ValueError, match="at least one audit"):
-        audit_bounds.shared_alpha(0.05, 0)
+        audit_bounds.bonferroni_alpha(0.05, 0)
 
 
 # --- one run ----------------------------------------------------------------------------------
@@ -83,9 +90,9 @@ def test_several_audits_share_alpha():
 
 @pytest.mark.parametrize(("right", "epsilon"), [(95, 2.165), (100, 3.465)])
 def test_counting_gives_the_printed_values(right, epsilon):
-    assert OneRun(1000, 100, right).epsilon(1e-5) == pytest.approx(epsilon, abs=5e-4)
-    assert OneRun(1000, 100, right).epsilon(size=2) == pytest.approx(
-        OneRun(1000, 100, right).epsilon() / 2, rel=1e-6
+    assert OneRunGuesses(1000, 100, right).epsilon(1e-5) == pytest.approx(epsilon, abs=5e-4)
+    assert OneRunGuesses(1000, 100, right).epsilon(copies=2) == pytest.approx(
+        OneRunGuesses(1000, 100, right).epsilon() / 2, rel=1e-6
     )
 
 
@@ -95,10 +102,13 @@ def test_the_p_value_by_enumeration():
     law = [math.comb(r, k) * q**k * (1 - q) ** (r - k) for k in range(r + 1)]
     worst = max(sum(law[v - i : v]) / i for i in range(1, v + 1))
     expected = sum(law[v:]) + 2 * m * delta * worst
-    audit = OneRun(m, r, v)
+    audit = OneRunGuesses(m, r, v)
     assert audit.p_values(math.log(3), 1e-3) == pytest.approx([float(expected)], rel=1e-12)
     assert audit.p_values(math.log(3)) == pytest.approx([float(sum(law[v:]))], rel=1e-12)
-    assert OneRun(m, r, 0).p_values(1.0, 1e-3) == [1.0] and OneRun(m, r, 0).epsilon() == 0
+    assert (
+        OneRunGuesses(m, r, 0).p_values(1.0, 1e-3) == [1.0]
+        and OneRunGuesses(m, r, 0).epsilon() == 0
+    )
 
 
 def by_the_book(m: int, r: int, v: int, alpha: float, curve) -> bool:
@@ -114,14 +124,14 @@ def test_trade_off_audits_of_many_runs_at_once_are_those_of_each():
     for m, r in ((200, 40), (30, 30)):
         rights = np.arange(r + 1)
         for curve in (
-            audit_bounds.gaussian_curve(0.8),
-            audit_bounds.approximate_dp_curve(0.7, 1e-3),
+            audit_bounds.gaussian_tradeoff(0.8),
+            audit_bounds.approximate_dp_tradeoff(0.7, 1e-3),
         ):
-            got = audit_bounds.improbable(m, r, rights, ALPHA, curve)
+            got = audit_bounds.is_improbable(m, r, rights, ALPHA, curve)
             assert got.tolist() == [by_the_book(m, r, v, ALPHA, curve) for v in rights]
         found = audit_bounds.one_run_mu(m, r, rights, ALPHA)
         assert found[[0, r // 2, r]] == pytest.approx(
-            [OneRun(m, r, v).mu() for v in (0, r // 2, r)]
+            [OneRunGuesses(m, r, v).mu() for v in (0, r // 2, r)]
         )
         assert (np.diff(found) >= 0).all() and found[0] == 0 < found[-1]
 
@@ -148,14 +158,14 @@ def test_the_worst_mechanism_is_accused_no_more_than_alpha(m, r, epsilon, delta)
     assert law.sum() == pytest.approx(1)
     for alpha in (0.05, 1e-6):
         counting = [
-            OneRun(m, r, v, alpha).p_values(epsilon, delta)[0] <= alpha for v in range(r + 1)
+            OneRunGuesses(m, r, v, alpha).p_values(epsilon, delta)[0] <= alpha for v in range(r + 1)
         ]
-        curve = audit_bounds.approximate_dp_curve(epsilon, delta)
-        curved = audit_bounds.improbable(m, r, np.arange(r + 1), alpha, curve)
+        curve = audit_bounds.approximate_dp_tradeoff(epsilon, delta)
+        curved = audit_bounds.is_improbable(m, r, np.arange(r + 1), alpha, curve)
         assert law[counting].sum() <= alpha and law[curved].sum() <= alpha
     # and not out of timidity
-    none = audit_bounds.improbable(
-        m, r, np.arange(r + 1), ALPHA, audit_bounds.approximate_dp_curve(0.0)
+    none = audit_bounds.is_improbable(
+        m, r, np.arange(r + 1), ALPHA, audit_bounds.approximate_dp_tradeoff(0.0)
     )
     assert law[none].sum() > 0.2
 
@@ -165,9 +175,11 @@ def test_one_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_st
     rng = np.random.default_rng(20)
     times, m, guesses, delta = 400, 500, 40, 1e-5
     truth = float(gaussian_epsilon(delta, 1.0, mu))
-    coins = rng.random((times, m)) < 0.5
+    coins = rng.is_random((times, m)) < 0.5
     seen = mu * coins + rng.standard_normal((times, m))
-    audits = [OneRun.of(s, c, guesses, ALPHA) for s, c in zip(seen, coins, strict=True)]
+    audits = [
+        OneRunGuesses.from_scores(s, c, guesses, ALPHA) for s, c in zip(seen, coins, strict=True)
+    ]
     right = np.array([audit.right for audit in audits])
     curved = int((audit_bounds.one_run_mu(m, guesses, right, ALPHA) > mu).sum())
     counted = sum(audit.p_values(truth, delta)[0] <= ALPHA for audit in audits)
@@ -178,7 +190,10 @@ def test_one_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_st
 def test_many_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_stated():
     rng, mu, times = np.random.default_rng(20), 1.0, 400
     inside, outside = mu + rng.standard_normal((times, 400)), rng.standard_normal((times, 400))
-    runs = [ManyRuns.of(Trials.of(i, o), ALPHA) for i, o in zip(inside, outside, strict=True)]
+    runs = [
+        ThresholdCounts.from_scores(CanaryScores.from_scores(i, o), ALPHA)
+        for i, o in zip(inside, outside, strict=True)
+    ]
     exceeded = sum(run.mu() > mu for run in runs)
     assert binomtest(exceeded, times, ALPHA, alternative="greater").pvalue > 1e-3
     assert np.median([run.mu() for run in runs]) > 0.5 * mu
@@ -188,15 +203,15 @@ def test_pooling_would_accuse_correct_code():
     """Why it is refused. The mechanism tells all coins with probability 1/4, else nothing: it is
     (0, 1/4)-DP, and its canaries are right together."""
     rng, delta = np.random.default_rng(3), 0.25
-    pooled, one, worthless = 0, 0, audit_bounds.approximate_dp_curve(0.0, delta)
+    pooled, one, worthless = 0, 0, audit_bounds.approximate_dp_tradeoff(0.0, delta)
     for _ in range(200):
-        coins = rng.random(400) < 0.5
-        seen = coins + 0.0 if rng.random() < delta else rng.standard_normal(400)
+        coins = rng.is_random(400) < 0.5
+        seen = coins + 0.0 if rng.is_random() < delta else rng.standard_normal(400)
         order = np.argsort(-seen)[:200]
         hits = int(coins[order].sum())
         count = int(coins.sum())
-        pooled += ManyRuns(hits, count, 200 - hits, 400 - count).rejects(worthless)
-        one += OneRun.of(seen, coins, 40).p_values(0.0, delta)[0] <= ALPHA
+        pooled += ThresholdCounts(hits, count, 200 - hits, 400 - count).rejects(worthless)
+        one += OneRunGuesses.from_scores(seen, coins, 40).p_values(0.0, delta)[0] <= ALPHA
     assert binomtest(pooled, 200, ALPHA, alternative="greater").pvalue < 1e-9
     assert one == 0
 
@@ -208,20 +223,21 @@ def test_a_plans_own_curve():
         )
 
     rng = np.random.default_rng(5)
-    coins = rng.random(2000) < 0.5
-    audit = OneRun.of(coins / 0.5 + rng.standard_normal(2000), coins, 160)  # sigma 0.5 was run
-    assert not audit.rejects(audit_bounds.of_plan(plan(0.5)))
-    assert audit.rejects(audit_bounds.of_plan(plan(1.0)))  # where 1.0 was promised: a bug
+    coins = rng.is_random(2000) < 0.5
+    # sigma 0.5 was run
+    audit = OneRunGuesses.from_scores(coins / 0.5 + rng.standard_normal(2000), coins, 160)
+    assert not audit.rejects(audit_bounds.plan_tradeoff(plan(0.5)))
+    assert audit.rejects(audit_bounds.plan_tradeoff(plan(1.0)))  # where 1.0 was promised: a bug
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: OneRun(10, 11, 5), "right <= guesses <= canaries"),
-        (lambda: OneRun(10, 5, 6), "right <= guesses <= canaries"),
-        (lambda: OneRun(10, 5, 5, 0.0), "alpha"),
-        (lambda: OneRun.of([1.0, 2.0], [True], 2), "one length"),
-        (lambda: OneRun.of([1.0, 2.0], [True, False], 4), "guesses must be"),
+        (lambda: OneRunGuesses(10, 11, 5), "right <= guesses <= canaries"),
+        (lambda: OneRunGuesses(10, 5, 6), "right <= guesses <= canaries"),
+        (lambda: OneRunGuesses(10, 5, 5, 0.0), "alpha"),
+        (lambda: OneRunGuesses.from_scores([1.0, 2.0], [True], 2), "one length"),
+        (lambda: OneRunGuesses.from_scores([1.0, 2.0], [True, False], 4), "guesses must be"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(make, words):

@@ -14,14 +14,20 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
-from support.cases import cases
+from support.hypothesis_settings import hypothesis_settings
 
 from dpdist.privacy import pld
 from dpdist.privacy.calibration import search_guarantee
 from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, NonPrivate, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.pld import best_of, compose_pld, sampled_gaussian_pld
-from dpdist.privacy.profiles import directions, exceeds, from_profiles, maximum, upper_hull
+from dpdist.privacy.pld import compose_pld, sampled_gaussian_pld, selection_pld
+from dpdist.privacy.profiles import (
+    loss_directions,
+    pld_from_profiles,
+    pointwise_maximum,
+    profile_exceeds,
+    upper_hull,
+)
 from dpdist.privacy.selection import SelectionLaw
 
 pytestmark = pytest.mark.guarantee
@@ -62,7 +68,7 @@ def loss_of(q, other, grid=1e-3, reach=12.0):
     steps = np.arange(0, round(reach / grid) + 1)
     x = np.exp(steps * grid)[:, None]
     sides = [np.maximum(q - x * other, 0).sum(1), np.maximum(other - x * q, 0).sum(1)]
-    return from_profiles(grid, steps, sides)
+    return pld_from_profiles(grid, steps, sides)
 
 
 def sampled(noise, rate, steps):
@@ -76,14 +82,14 @@ def sampled(noise, rate, steps):
 @pytest.mark.parametrize(("shape", "expected"), [(0.0, 1.63), (1.0, 1.72), (math.inf, 2.18)])
 def test_the_example_of_tf_privacy(shape, expected):
     """60,000 records, batch 256, noise 1.1, 3,516 steps, delta 1e-5; by RDP 2.241, 2.663, 2.808."""
-    loss = best_of(sampled(1.1, 256 / 60000, 3516), SelectionLaw(10, shape))
+    loss = selection_pld(sampled(1.1, 256 / 60000, 3516), SelectionLaw(10, shape))
     assert loss.get_epsilon_for_delta(1e-5) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_example_of_the_docs():
-    loss = best_of(sampled(1.152, 512 / 10800, 150), SelectionLaw(5, 0.0))
+    loss = selection_pld(sampled(1.152, 512 / 10800, 150), SelectionLaw(5, 0.0))
     assert loss.get_epsilon_for_delta(1e-5) == pytest.approx(3.80, rel=0.01)
-    loss = best_of(sampled(1.325, 512 / 10800, 150), SelectionLaw(5, 0.0))
+    loss = selection_pld(sampled(1.325, 512 / 10800, 150), SelectionLaw(5, 0.0))
     assert loss.get_epsilon_for_delta(1e-5) == pytest.approx(3.0, rel=0.01)
 
 
@@ -98,14 +104,14 @@ def test_pure_privacy_under_the_geometric_law(epsilon, mean):
     g, e = 1 / mean, math.exp(epsilon)
     expected = epsilon + 2 * math.log((g + e) / (1 + g * e))
     loss = loss_of(pair, pair[::-1], grid=1e-4, reach=1.2 * epsilon)
-    found = best_of(loss, SelectionLaw(mean, GEOMETRIC))
+    found = selection_pld(loss, SelectionLaw(mean, GEOMETRIC))
     assert found.get_epsilon_for_delta(1e-9) == pytest.approx(expected, rel=2e-3)
     assert expected < 3 * epsilon
 
 
 def test_one_run_costs_what_it_costs():
     loss = sampled(1.1, 256 / 60000, 1000)
-    found = best_of(loss, SelectionLaw(1, GEOMETRIC))
+    found = selection_pld(loss, SelectionLaw(1, GEOMETRIC))
     for delta in (1e-3, 1e-5, 1e-9):
         alone = loss.get_epsilon_for_delta(delta)
         assert found.get_epsilon_for_delta(delta) == pytest.approx(alone, rel=1e-3)
@@ -123,7 +129,9 @@ def test_an_adversarial_ordering_reaches_the_bound(mean, shape):
     law, delta, shift, cells = SelectionLaw(mean, shape), 1e-5, 0.5, 3000
     x = np.linspace(-9, 9.5, cells + 1)
     q, other = np.diff(norm.cdf(x)), np.diff(norm.cdf(x - shift))
-    bound = best_of(library.from_gaussian_mechanism(1 / shift), law).get_epsilon_for_delta(delta)
+    bound = selection_pld(library.from_gaussian_mechanism(1 / shift), law).get_epsilon_for_delta(
+        delta
+    )
     index = np.arange(cells)
     orders = [index, index[::-1]]
     for cut in np.linspace(-4, 5, 31):
@@ -151,7 +159,7 @@ pairs = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=7).flatmap(
 
 
 @pytest.mark.slow
-@cases(60, phases=[Phase.explicit, Phase.generate])
+@hypothesis_settings(60, phases=[Phase.explicit, Phase.generate])
 @given(
     pairs,
     st.floats(1.0, 100.0),
@@ -163,7 +171,7 @@ def test_no_ordering_of_any_pair_is_beyond_the_bound(pair, mean, shape, epsilon,
     """Also where the neighbour cannot give an outcome (infinite loss), and below epsilon 0."""
     q, other = (np.array(p) / sum(p) for p in pair)
     law = SelectionLaw(mean, shape)
-    loss = best_of(loss_of(q, other, grid=5e-3), law)
+    loss = selection_pld(loss_of(q, other, grid=5e-3), law)
     for _ in range(5):
         order = np.array(random.sample(range(len(q)), len(q)))
         ahead = exact_delta(order, q, other, law, epsilon)
@@ -182,10 +190,10 @@ def test_a_simulated_search_is_not_beyond_the_bound():
 
     def winners(mean):
         # The best of k is the k-th root of a uniform, through the quantile function.
-        return norm.ppf(random.random(searches) ** (1 / runs)) + mean
+        return norm.ppf(random.is_random(searches) ** (1 / runs)) + mean
 
     here, there = winners(0.0), winners(shift)
-    loss = best_of(library.from_gaussian_mechanism(1 / shift), law)
+    loss = selection_pld(library.from_gaussian_mechanism(1 / shift), law)
     half = searches // 2
     for epsilon in (0.5, 1.0, 2.0):
         bound = loss.get_delta_for_epsilon(epsilon)
@@ -212,23 +220,25 @@ def infinite(mass):
 
 @pytest.mark.parametrize("shape", [GEOMETRIC, LOGARITHMIC, POISSON])
 def test_an_infinite_loss_costs_the_mean_number_of_runs(shape):
-    found = best_of(infinite(1e-6), SelectionLaw(20, shape))
+    found = selection_pld(infinite(1e-6), SelectionLaw(20, shape))
     assert found.get_delta_for_epsilon(300.0) == pytest.approx(2e-5, rel=1e-3)
     assert math.isinf(found.get_epsilon_for_delta(1.9e-5))
 
 
 def test_the_dearer_direction_counts():
     cheap, dear = (
-        directions(library.from_gaussian_mechanism(s, value_discretization_interval=1e-3))[0]
+        loss_directions(library.from_gaussian_mechanism(s, value_discretization_interval=1e-3))[0]
         for s in (4.0, 1.0)
     )
     steps = np.arange(0, 20_000)
     sides, law = [cheap.at(steps), dear.at(steps)], SelectionLaw(10, GEOMETRIC)
     found = [
-        best_of(from_profiles(1e-3, steps, order), law).get_epsilon_for_delta(1e-5)
+        selection_pld(pld_from_profiles(1e-3, steps, order), law).get_epsilon_for_delta(1e-5)
         for order in (sides, sides[::-1])
     ]
-    alone = best_of(from_profiles(1e-3, steps, sides[:1]), law).get_epsilon_for_delta(1e-5)
+    alone = selection_pld(pld_from_profiles(1e-3, steps, sides[:1]), law).get_epsilon_for_delta(
+        1e-5
+    )
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] > 1.5 * alone
 
@@ -238,19 +248,19 @@ def test_no_run_at_all_is_an_outcome_too():
     t = np.linspace(0, 1, 20_001)
     for mean, shape in ((1, POISSON), (1.5, -3.0), (3, LOGARITHMIC), (1.5, GEOMETRIC), (2, HALF)):
         tried = SelectionLaw(mean, shape)
-        assert np.trapezoid(tried.tilt(t), t) == pytest.approx(1 - tried.none, abs=1e-6)
+        assert np.trapezoid(tried.pgf_derivative(t), t) == pytest.approx(1 - tried.none, abs=1e-6)
     law = SelectionLaw(1, POISSON)
-    found = best_of(library.from_gaussian_mechanism(1.0), law)
-    for losses in directions(found):
+    found = selection_pld(library.from_gaussian_mechanism(1.0), law)
+    for losses in loss_directions(found):
         for epsilon in (-0.5, -2.0, -4.0):
             value = float(losses.at(np.array([round(epsilon / losses.grid)]))[0])
             assert value >= law.none * (1 - math.exp(epsilon))
-        assert losses.probabilities.sum() + losses.infinite == pytest.approx(1, abs=1e-9)
+        assert losses.probabilities.sum() + losses.infinity_mass == pytest.approx(1, abs=1e-9)
 
 
 def test_the_result_composes():
     """Two searches in a row cost more than one and less than twice one."""
-    found = best_of(library.from_gaussian_mechanism(3.0), SelectionLaw(5, LOGARITHMIC))
+    found = selection_pld(library.from_gaussian_mechanism(3.0), SelectionLaw(5, LOGARITHMIC))
     once, twice = (loss.get_epsilon_for_delta(1e-5) for loss in (found, found.self_compose(2)))
     assert once < twice < 2 * once
 
@@ -260,7 +270,7 @@ def test_the_result_composes():
 
 def test_a_profile_is_the_library_s():
     loss = library.from_gaussian_mechanism(2.0, value_discretization_interval=1e-3)
-    (side,) = directions(loss)
+    (side,) = loss_directions(loss)
     steps = np.arange(side.first - 500, side.first + len(side.probabilities) + 500, 97)
     expected = [loss.get_delta_for_epsilon(step * side.grid) for step in steps]
     np.testing.assert_allclose(side.at(steps), expected, atol=1e-12)
@@ -275,11 +285,11 @@ def test_a_composed_loss_is_the_library_s_to_the_last_bit(count):
         np.testing.assert_array_equal(a._probs, b._probs)
 
 
-@cases(200)
+@hypothesis_settings(200)
 @given(st.integers(0, 2**32), st.integers(2, 400), st.sampled_from([1, 3, 10]))
 def test_the_hull_is_the_slow_one(seed, points, power):
     random = np.random.default_rng(seed)
-    x = np.cumsum(random.random(points) ** power + 1e-9)
+    x = np.cumsum(random.is_random(points) ** power + 1e-9)
     y = np.cumsum(random.normal(size=points)) if seed % 2 else -((x - x.mean()) ** 2)
     y += 1e-3 * random.integers(0, 3, points)
     kept: list[int] = []
@@ -297,11 +307,11 @@ def test_the_hull_is_the_slow_one(seed, points, power):
 
 
 def test_a_coarser_grid_says_more_between_its_points_only():
-    for side in directions(sampled(0.9, 0.02, 40)):
-        coarse = side.coarser(37)
+    for side in loss_directions(sampled(0.9, 0.02, 40)):
+        coarse = side.coarsen(37)
         assert coarse.grid == 37 * side.grid and len(coarse.probabilities) < 10_000
         both = (side, coarse)
-        masses = [(one.probabilities.sum(), one.other.sum(), one.infinite) for one in both]
+        masses = [(one.probabilities.sum(), one.other.sum(), one.infinity_mass) for one in both]
         np.testing.assert_allclose(*masses, rtol=1e-12)
         np.testing.assert_allclose(coarse.profile(), side.at(37 * coarse.steps), rtol=1e-9)
         fine = np.arange(0, 20_000, 7)
@@ -315,8 +325,8 @@ def test_mass_above_one_is_taken_from_the_lowest_losses():
     loss = sampled(1.152, 512 / 10800, 150)
     mass = loss._pmf_add._probs.sum() + loss._pmf_add._infinity_mass
     assert mass > 1 + 1e-6  # else this test shows nothing
-    side = directions(loss)[1]
-    assert side.probabilities.sum() + side.infinite == pytest.approx(1, abs=1e-12)
+    side = loss_directions(loss)[1]
+    assert side.probabilities.sum() + side.infinity_mass == pytest.approx(1, abs=1e-12)
     for epsilon in (0.0, 1.0, 3.0):
         at = side.at(np.array([round(epsilon / side.grid)]))[0]
         assert at == pytest.approx(loss._pmf_add.get_delta_for_epsilon(epsilon), abs=1e-13)
@@ -325,13 +335,13 @@ def test_mass_above_one_is_taken_from_the_lowest_losses():
 def test_the_guarantee_says_what_it_rests_on():
     law, steps = SelectionLaw(5, LOGARITHMIC), (GaussianSteps(150, 1.152, 512 / 10800),)
     found = search_guarantee(steps, law, records=10800, delta=1e-5)
-    loss = best_of(sampled(1.152, 512 / 10800, 150), law)
+    loss = selection_pld(sampled(1.152, 512 / 10800, 150), law)
     assert found.epsilon == pytest.approx(loss.get_epsilon_for_delta(1e-5), rel=1e-6)
     assert "the number of runs and all unselected runs stay secret" in found.assumptions
     assert found.source.startswith("PLD of best-of-K")
     # The rounding of one run's distribution counts E[K] times: here it is all of delta.
     plan = PrivacyPlan(10800, (RepeatAndSelect(steps, law.mean, law.shape),), 1e-5)
-    priced = pld.loss_of(plan.event(), plan.neighbours, 1e-4)
+    priced = pld.compute_privacy_loss(plan.event(), plan.neighbours, 1e-4)
     assert math.isinf(priced.epsilon(150 * 5 * 1e-15))
     assert math.isfinite(priced.epsilon(151 * 5 * 1e-12))
     none = search_guarantee((NonPrivate("a test"),), law, records=10, delta=1e-5)
@@ -359,9 +369,9 @@ def test_the_maximum_covers_curves_that_cross():
     every Renyi order to 16, and have the larger delta(0): Renyi curves do not order profiles."""
     steps, full = sampled(1.152, 512 / 10800, 150), sampled(2.298 / math.sqrt(2), 1.0, 1)
     assert full.get_delta_for_epsilon(0.0) > 1.04 * steps.get_delta_for_epsilon(0.0)
-    assert exceeds(full, steps) and exceeds(steps, full)
-    both = maximum([steps, full])
-    assert not exceeds(full, full) and exceeds(full, full, 1e-12)
+    assert profile_exceeds(full, steps) and profile_exceeds(steps, full)
+    both = pointwise_maximum([steps, full])
+    assert not profile_exceeds(full, full) and profile_exceeds(full, full, 1e-12)
     for epsilon in (0.0, 0.5, 1.0, 3.0):
         larger = max(steps.get_delta_for_epsilon(epsilon), full.get_delta_for_epsilon(epsilon))
         assert both.get_delta_for_epsilon(epsilon) == pytest.approx(larger, rel=1e-5)
@@ -378,28 +388,28 @@ def test_an_addition_counts_as_a_removal_does():
         for side in (lambda loss: loss._pmf_remove, lambda loss: loss._pmf_add)
     ]
     assert below[0].min() > 0 > below[1].min()
-    assert exceeds(larger, maximum([base], 1e-9))
+    assert profile_exceeds(larger, pointwise_maximum([base], 1e-9))
 
 
 @pytest.mark.slow
 def test_a_floor_is_paid_and_covers_what_lies_below():
     steps = sampled(1.152, 512 / 10800, 150)
-    floored = maximum([steps], 1e-7)
+    floored = pointwise_maximum([steps], 1e-7)
     for epsilon in (0.0, 2.0, 8.0):
         wanted = max(steps.get_delta_for_epsilon(epsilon), 1e-7)
         assert floored.get_delta_for_epsilon(epsilon) == pytest.approx(wanted, rel=1e-5)
     # More steps at more noise: a little above in the tail alone, below the floor.
     other = sampled(1.22, 512 / 10800, 165)
-    assert exceeds(other, steps) and not exceeds(other, floored)
+    assert profile_exceeds(other, steps) and not profile_exceeds(other, floored)
 
 
 @pytest.mark.parametrize("shape", [GEOMETRIC, POISSON, -6.0])
 def test_any_number_of_points_is_sound(monkeypatch, shape):
     """Between two points the bound takes the worse end of each term: fewer points, a larger one."""
     loss, law = library.from_gaussian_mechanism(1.0), SelectionLaw(4.5, shape)
-    fine = best_of(loss, law)
+    fine = selection_pld(loss, law)
     monkeypatch.setattr("dpdist.privacy.pld._POINTS", 12)
-    rough = best_of(loss, law)
+    rough = selection_pld(loss, law)
     for epsilon in (0.5, 2.0, 4.0):
         assert rough.get_delta_for_epsilon(epsilon) > fine.get_delta_for_epsilon(epsilon)
 
@@ -416,7 +426,7 @@ def test_no_small_probability_is_lost(sigma, delta):
     """Against the exact Gaussian profile, far out in its tail: one run, and a maximum of one."""
     exact = gaussian_epsilon(sigma, delta)
     loss = sampled(sigma, 1.0, 1)
-    for found in (best_of(loss, SelectionLaw(1, GEOMETRIC)), maximum([loss])):
+    for found in (selection_pld(loss, SelectionLaw(1, GEOMETRIC)), pointwise_maximum([loss])):
         assert exact <= found.get_epsilon_for_delta(delta) < 1.01 * exact
 
 
@@ -435,7 +445,7 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
 def test_a_loss_that_is_always_infinite_is_priced(law):
     """Two distributions that share no outcome: the library keeps no loss at all of them."""
     apart = library.from_two_probability_mass_functions({0: 0.0}, {1: 0.0})
-    found = best_of(apart, SelectionLaw(*law))
+    found = selection_pld(apart, SelectionLaw(*law))
     for epsilon in (0.0, 1.0, 50.0):
         assert found.get_delta_for_epsilon(epsilon) == 1.0
 

@@ -18,12 +18,12 @@ from dpdist.core.errors import UserError
 from dpdist.privacy import budget as budgets
 from dpdist.privacy.budget import (
     BudgetExceeded,
+    BudgetTerms,
     Charge,
     DataBudget,
     RenyiFilter,
-    Terms,
-    budgets_in,
     composed_guarantee,
+    read_budgets,
 )
 from dpdist.privacy.ledger import ChainedJournal, JournalError, Ledger, anchor_path
 from dpdist.privacy.phases import (
@@ -35,7 +35,7 @@ from dpdist.privacy.phases import (
     RepeatAndSelect,
 )
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.pld import Unsupported
+from dpdist.privacy.pld import UnsupportedMechanismError
 
 pytestmark = pytest.mark.guarantee
 
@@ -44,7 +44,7 @@ TWICE = PrivacyPlan(1000, PLAN.phases * 2, 1e-4)
 RECORDS = np.random.default_rng(0).random(1000)
 OTHERS = np.random.default_rng(1).random(500)
 BOTH = "add-or-remove-one"
-FOUR = Terms(RenyiFilter.fixed(4.0, 1e-4, BOTH))
+FOUR = BudgetTerms(RenyiFilter.for_ceiling(4.0, 1e-4, BOTH))
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def folder(tmp_path):
 
 
 def reserve(folder, run, *, plan=PLAN, records=RECORDS, terms=FOUR, phases=None, **setting):
-    charge = Charge.of(run, f"name of {run}", plan, phases or plan.phases)
+    charge = Charge.for_plan(run, f"name of {run}", plan, phases or plan.phases)
     budgets.reserve(folder, records, charge, terms, plan.neighbours, name="toy", **setting)
 
 
 def only(folder) -> DataBudget:
-    (budget,) = budgets_in(folder)
+    (budget,) = read_budgets(folder)
     return budget
 
 
@@ -69,7 +69,7 @@ def size(folder) -> int:
 # --- the relation
 
 
-@pytest.mark.parametrize("terms", [FOUR, Terms()], ids=["ceiling", "composed"])
+@pytest.mark.parametrize("terms", [FOUR, BudgetTerms()], ids=["ceiling", "composed"])
 def test_one_run_that_was_told_the_number_of_records_makes_it_public(folder, terms):
     nominal = replace(PLAN, nominal=True)
     reserve(folder, "nominal", plan=nominal, terms=terms)
@@ -85,18 +85,21 @@ def test_the_share_is_what_the_ceiling_allows_at_the_order():
     import dp_accounting.rdp as rdp
 
     for epsilon, delta in ((0.1, 1e-6), (1.0, 1e-5), (4.0, 1e-4), (30.0, 1e-5)):
-        found = RenyiFilter.fixed(epsilon, delta, BOTH)
+        found = RenyiFilter.for_ceiling(epsilon, delta, BOTH)
         theirs, _ = rdp.compute_epsilon([found.order], [found.share], delta)
-        assert theirs == pytest.approx(epsilon) and found.epsilon_of(found.share) <= epsilon + 1e-9
+        assert (
+            theirs == pytest.approx(epsilon)
+            and found.epsilon_for_divergence(found.share) <= epsilon + 1e-9
+        )
         gaussian = (
             found.share / found.order
         )  # so many Gaussian releases fit; no other order has more
         for order in range(2, 65):
             assert rdp.compute_epsilon([order], [order * gaussian], delta)[0] >= epsilon - 1e-9
     with pytest.raises(ValueError, match="ceiling"):
-        RenyiFilter.fixed(math.inf, 1e-5, BOTH)
+        RenyiFilter.for_ceiling(math.inf, 1e-5, BOTH)
     with pytest.raises(ValueError, match="no Renyi order"):
-        RenyiFilter.fixed(1e-6, 1e-5, BOTH)
+        RenyiFilter.for_ceiling(1e-6, 1e-5, BOTH)
 
 
 def hockey_gaussian(at, shift):
@@ -141,12 +144,14 @@ def test_runs_chosen_by_results_break_a_composed_epsilon_and_not_the_filter(fold
     assert max(with_wide, with_rare) <= 1e-5 and broken > 1.9e-5
     plan = PrivacyPlan(1000, first, 1e-5)
     for chosen in (wide, rare):
-        both = [Charge.of(str(i), "", plan, phases) for i, phases in enumerate((first, chosen))]
+        both = [
+            Charge.for_plan(str(i), "", plan, phases) for i, phases in enumerate((first, chosen))
+        ]
         composed = composed_guarantee(both, 1e-5)
         assert composed.epsilon <= 2.0  # what was stated, and proved for runs fixed beforehand
         assert "no run was chosen by looking at the results" in composed.assumptions[-1]
 
-    terms = Terms(RenyiFilter.fixed(2.0, 1e-5, BOTH))
+    terms = BudgetTerms(RenyiFilter.for_ceiling(2.0, 1e-5, BOTH))
     reserve(folder, "first", plan=plan, terms=terms)
     for chosen in (wide, rare):
         with pytest.raises(BudgetExceeded, match="ceiling of epsilon 2"):
@@ -185,7 +190,7 @@ def test_the_ceiling_is_stated_and_the_sum_is_kept(folder):
 def test_a_ceiling_is_fixed_by_the_first_run(folder):
     reserve(folder, "one")
     before = size(folder)
-    for terms in (Terms(), Terms(RenyiFilter.fixed(5.0, 1e-4, BOTH))):
+    for terms in (BudgetTerms(), BudgetTerms(RenyiFilter.for_ceiling(5.0, 1e-4, BOTH))):
         with pytest.raises(BudgetExceeded, match="fixed before its first run"):
             reserve(folder, "two", terms=terms)
     replaced = PrivacyPlan(1000, (GaussianReleases(9.0),), 1e-4, neighbours="replace-one")
@@ -208,7 +213,7 @@ def test_a_ceiling_refuses_and_records_nothing(folder):
     empty = folder.with_name("fresh")
     with pytest.raises(BudgetExceeded):
         reserve(empty, "large", phases=PLAN.phases * 50)
-    assert budgets_in(empty) == []
+    assert read_budgets(empty) == []
 
 
 def test_searches_and_parallel_parts_enter_by_their_renyi_curves(folder):
@@ -229,7 +234,7 @@ def test_what_has_no_renyi_bound_is_refused_with_the_reason(folder):
     ):
         with pytest.raises(BudgetExceeded, match=why):
             reserve(folder, "run", phases=(phase,))
-    assert budgets_in(folder) == []
+    assert read_budgets(folder) == []
 
 
 def test_restarts_above_the_ceiling_are_stated(folder):
@@ -246,14 +251,14 @@ def test_restarts_above_the_ceiling_are_stated(folder):
 
 
 def test_without_a_ceiling_the_composition_is_stated_with_its_assumption(folder):
-    reserve(folder, "one", terms=Terms())
+    reserve(folder, "one", terms=BudgetTerms())
     assert only(folder).guarantee(1e-4).epsilon == PLAN.guarantee().epsilon
-    reserve(folder, "two", terms=Terms())
+    reserve(folder, "two", terms=BudgetTerms())
     total = only(folder).guarantee(1e-4)
     assert total.epsilon == pytest.approx(TWICE.guarantee().epsilon)
     assert "no run was chosen by looking at the results of an earlier one" in total.assumptions
     with pytest.raises(BudgetExceeded, match="above their ceiling"):
-        reserve(folder, "three", terms=Terms(), limit=(total.epsilon + 0.01, 1e-4))
+        reserve(folder, "three", terms=BudgetTerms(), limit=(total.epsilon + 0.01, 1e-4))
     assert len(only(folder).charges) == 2
 
 
@@ -296,7 +301,7 @@ def test_damage_is_noticed(folder):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], *lines[2:]]))
     with pytest.raises(JournalError):
-        budgets_in(folder)
+        read_budgets(folder)
 
 
 # --- whose records
@@ -322,12 +327,12 @@ def test_one_row_more_and_another_order_are_the_same_data(folder):
 def test_other_records_have_a_budget_of_their_own_and_who_joins_them_pays_both(folder):
     reserve(folder, "one")
     reserve(folder, "two", records=OTHERS)
-    assert len(budgets_in(folder)) == 2
+    assert len(read_budgets(folder)) == 2
     reserve(folder, "joint", records=np.append(RECORDS[:3], OTHERS[:3]))
-    runs = sorted(sorted(charge.run for charge in b.charges) for b in budgets_in(folder))
+    runs = sorted(sorted(charge.run for charge in b.charges) for b in read_budgets(folder))
     assert runs == [["joint", "one"], ["joint", "two"]]
     budgets.settle(folder, "joint", PLAN.phases)
-    assert {c.status for b in budgets_in(folder) for c in b.charges if c.run == "joint"} == {
+    assert {c.status for b in read_budgets(folder) for c in b.charges if c.run == "joint"} == {
         "settled"
     }
     # One of them full is enough to refuse, and then neither is charged.
@@ -342,7 +347,7 @@ def test_other_records_have_a_budget_of_their_own_and_who_joins_them_pays_both(f
 
 
 def only_of(folder, run) -> DataBudget:
-    (budget,) = [b for b in budgets_in(folder) if any(c.run == run for c in b.charges)]
+    (budget,) = [b for b in read_budgets(folder) if any(c.run == run for c in b.charges)]
     return budget
 
 
@@ -435,17 +440,17 @@ def test_a_relation_that_a_phase_refuses_is_never_stated(folder):
     """Whoever charged it under which: a replaced record may change parts, and then pays for both.
     By the worse of them alone the sum would be too small."""
     parts = (ParallelParts(((GaussianReleases(4.0),), (GaussianReleases(4.0),))),)
-    reserve(folder, "search", phases=parts, terms=Terms())
+    reserve(folder, "search", phases=parts, terms=BudgetTerms())
     assert only(folder).guarantee(1e-4).epsilon == pytest.approx(
         PrivacyPlan(1000, parts, 1e-4).guarantee().epsilon
     )
-    with pytest.raises(Unsupported, match="accounted under add-or-remove-one only"):
+    with pytest.raises(UnsupportedMechanismError, match="accounted under add-or-remove-one only"):
         only(folder).guarantee(1e-4, "replace-one")
     replaced = PrivacyPlan(1000, (GaussianReleases(9.0),), 1e-4, neighbours="replace-one")
     before = size(folder)
-    with pytest.raises(Unsupported, match="accounted under add-or-remove-one only"):
-        reserve(folder, "other", plan=replaced, terms=Terms(), limit=(50.0, 1e-4))
-    filtered = Terms(RenyiFilter.fixed(50.0, 1e-4, "replace-one"))
+    with pytest.raises(UnsupportedMechanismError, match="accounted under add-or-remove-one only"):
+        reserve(folder, "other", plan=replaced, terms=BudgetTerms(), limit=(50.0, 1e-4))
+    filtered = BudgetTerms(RenyiFilter.for_ceiling(50.0, 1e-4, "replace-one"))
     with pytest.raises(BudgetExceeded, match="accounted under add-or-remove-one only"):
         reserve(folder.with_name("new"), "one", plan=replaced, phases=parts, terms=filtered)
     assert size(folder) == before

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from dpdist.privacy import budget as budgets
-from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, RenyiFilter, Terms, budgets_in
+from dpdist.privacy.budget import (
+    BUDGET_SUFFIX,
+    BudgetExceeded,
+    BudgetTerms,
+    Charge,
+    RenyiFilter,
+    read_budgets,
+)
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import anchor_path
 from dpdist.privacy.mechanisms import gaussian_epsilon
@@ -24,7 +31,7 @@ NOISE = 4.0
 ONE = (GaussianReleases(NOISE),)
 SENSITIVITY = {"add-or-remove-one": 1.0, "replace-one": 2.0}
 RELATIONS = list(SENSITIVITY)
-FILTER = RenyiFilter.fixed(2.0, DELTA, "add-or-remove-one")
+FILTER = RenyiFilter.for_ceiling(2.0, DELTA, "add-or-remove-one")
 GROUPS = [np.random.default_rng(seed).random(50) for seed in range(3)]  # of records
 
 
@@ -37,8 +44,10 @@ def reserve(
     folder, run, phases=ONE, records=GROUPS[0], *, terms=None, neighbours=RELATIONS[0], **setting
 ):
     plan = PrivacyPlan(1000, phases, DELTA, neighbours=neighbours)
-    charge = Charge.of(run, run, plan, phases)
-    budgets.reserve(folder, records, charge, terms or Terms(), neighbours, name="toy", **setting)
+    charge = Charge.for_plan(run, run, plan, phases)
+    budgets.reserve(
+        folder, records, charge, terms or BudgetTerms(), neighbours, name="toy", **setting
+    )
 
 
 def exact(runs: int, neighbours: str) -> float:
@@ -58,7 +67,7 @@ def test_a_composed_ceiling_counts_under_the_relation_of_the_run(folder, neighbo
         reserve(folder, "two", neighbours=neighbours, limit=(0.99 * two, DELTA))
     assert content(folder) == before
     reserve(folder, "two", neighbours=neighbours, limit=(1.01 * two, DELTA))
-    (budget,) = budgets_in(folder)
+    (budget,) = read_budgets(folder)
     stated = budget.guarantee(DELTA, neighbours)
     assert two * (1 - 1e-9) <= stated.epsilon <= 1.01 * two and stated.neighbours == neighbours
 
@@ -66,7 +75,7 @@ def test_a_composed_ceiling_counts_under_the_relation_of_the_run(folder, neighbo
 @pytest.mark.parametrize("neighbours", RELATIONS)
 def test_a_filter_counts_under_its_relation(neighbours):
     """A Gaussian release costs order * shift^2 / 2."""
-    ceiling = RenyiFilter.fixed(2.0, DELTA, neighbours)
+    ceiling = RenyiFilter.for_ceiling(2.0, DELTA, neighbours)
     shift = SENSITIVITY[neighbours] / NOISE
     assert ceiling.cost(ONE, 1000) == pytest.approx(ceiling.order * shift**2 / 2)
 
@@ -77,7 +86,7 @@ def test_a_filter_counts_under_its_relation(neighbours):
 @pytest.mark.parametrize("epsilon", [0.1, 2.0, 30.0])
 @pytest.mark.parametrize("above", [0.0, 1e-6, 1e-3, 0.3])
 def test_a_sum_above_the_share_is_stated_as_what_it_proves(epsilon, above):
-    ceiling = RenyiFilter.fixed(epsilon, DELTA, "add-or-remove-one")
+    ceiling = RenyiFilter.for_ceiling(epsilon, DELTA, "add-or-remove-one")
     spent = ceiling.share * (1 + above)
     stated = ceiling.guarantee(spent, True)
     proved, _ = rdp.compute_epsilon([ceiling.order], [spent], DELTA)
@@ -94,16 +103,16 @@ def gaussian_costing(cost: float) -> tuple[GaussianReleases]:
 def test_no_run_is_let_in_above_the_share(folder):
     """Which is less than the ceiling's epsilon: the rest is what delta costs."""
     assert FILTER.share < 0.9 * FILTER.epsilon
-    terms = Terms(FILTER)
+    terms = BudgetTerms(FILTER)
     reserve(folder, "half", gaussian_costing(0.5 * FILTER.share), terms=terms)
     with pytest.raises(BudgetExceeded):
         reserve(folder, "more", gaussian_costing(0.501 * FILTER.share), terms=terms)
     reserve(folder, "rest", gaussian_costing(0.499 * FILTER.share), terms=terms)
-    (budget,) = budgets_in(folder)
+    (budget,) = read_budgets(folder)
     assert budget.guarantee().epsilon == FILTER.epsilon
     extra = gaussian_costing(0.51 * FILTER.share)
     reserve(folder, "rest", extra, terms=terms, enforce=False)  # released again after a crash
-    (budget,) = budgets_in(folder)
+    (budget,) = read_budgets(folder)
     assert FILTER.share < budget.spent < FILTER.epsilon
     assert budget.guarantee().epsilon > FILTER.epsilon
 
@@ -111,13 +120,13 @@ def test_no_run_is_let_in_above_the_share(folder):
 # --- several budgets
 
 
-def three(folder: Path, terms: list[Terms]) -> None:
+def three(folder: Path, terms: list[BudgetTerms]) -> None:
     """Budgets of three groups of records, whose files lie in this order."""
     for number, (records, own) in enumerate(zip(GROUPS, terms, strict=True)):
-        before = set(folder.glob(f"*{SUFFIX}"))
+        before = set(folder.glob(f"*{BUDGET_SUFFIX}"))
         reserve(folder, f"first {number}", records=records, terms=own)
-        (path,) = set(folder.glob(f"*{SUFFIX}")) - before
-        target = path.with_name(f"{number:016x}{SUFFIX}")
+        (path,) = set(folder.glob(f"*{BUDGET_SUFFIX}")) - before
+        target = path.with_name(f"{number:016x}{BUDGET_SUFFIX}")
         os.rename(anchor_path(path), anchor_path(target))
         os.rename(path, target)
 
@@ -132,7 +141,7 @@ ALL = np.concatenate([records[:5] for records in GROUPS])
 @pytest.mark.parametrize("full", range(3))
 @pytest.mark.parametrize("filtered", [True, False])
 def test_every_budget_of_the_records_must_have_room(folder, full, filtered):
-    terms = Terms(FILTER) if filtered else Terms()
+    terms = BudgetTerms(FILTER) if filtered else BudgetTerms()
     limit = None if filtered else (1.01 * exact(2, RELATIONS[0]), DELTA)
     more = gaussian_costing(FILTER.share) if filtered else (GaussianReleases(1.0),)
     three(folder, [terms] * 3)
@@ -143,26 +152,26 @@ def test_every_budget_of_the_records_must_have_room(folder, full, filtered):
     assert content(folder) == before
     others = np.concatenate([r[:5] for number, r in enumerate(GROUPS) if number != full])
     reserve(folder, "joint", records=others, terms=terms, limit=limit)
-    charged = [any(c.run == "joint" for c in budget.charges) for budget in budgets_in(folder)]
+    charged = [any(c.run == "joint" for c in budget.charges) for budget in read_budgets(folder)]
     assert charged == [number != full for number in range(3)]
 
 
 @pytest.mark.parametrize("odd", range(3))
 def test_every_budget_of_the_records_must_promise_the_same(folder, odd):
-    three(folder, [Terms(FILTER) if number == odd else Terms() for number in range(3)])
+    three(folder, [BudgetTerms(FILTER) if number == odd else BudgetTerms() for number in range(3)])
     before = content(folder)
     with pytest.raises(BudgetExceeded, match="fixed before its first run"):
-        reserve(folder, "joint", records=ALL, terms=Terms())
+        reserve(folder, "joint", records=ALL, terms=BudgetTerms())
     assert content(folder) == before
 
 
 def test_a_run_is_charged_and_settled_on_every_budget_of_its_records(folder):
-    three(folder, [Terms()] * 3)
+    three(folder, [BudgetTerms()] * 3)
     reserve(folder, "joint", records=ALL)
-    assert all(len(budget.known) >= len(ALL) for budget in budgets_in(folder))
+    assert all(len(budget.known) >= len(ALL) for budget in read_budgets(folder))
     released = (GaussianReleases(NOISE, 3),)
     assert budgets.settle(folder, "joint", released)
-    for budget in budgets_in(folder):
+    for budget in read_budgets(folder):
         (joint,) = [charge for charge in budget.charges if charge.run == "joint"]
         assert (joint.phases, joint.status) == (released, "settled")
 
@@ -173,7 +182,7 @@ def test_a_run_is_charged_and_settled_on_every_budget_of_its_records(folder):
 def test_two_runs_that_reserve_at_once_are_on_one_budget(folder, monkeypatch):
     """The first one waits for the disk, with nothing on record, while the second one begins. There
     is room for one of them."""
-    terms, cost = Terms(FILTER), gaussian_costing(0.6 * FILTER.share)
+    terms, cost = BudgetTerms(FILTER), gaussian_costing(0.6 * FILTER.share)
     waiting, goes_on = threading.Event(), threading.Event()
     real, outcomes = os.fsync, {}
 
@@ -202,5 +211,5 @@ def test_two_runs_that_reserve_at_once_are_on_one_budget(folder, monkeypatch):
     first.join(30)
     second.join(30)
     assert sorted(outcomes.values()) == ["charged", "refused"]
-    (budget,) = budgets_in(folder)
+    (budget,) = read_budgets(folder)
     assert [outcomes[charge.run] for charge in budget.charges] == ["charged"]

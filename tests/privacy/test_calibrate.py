@@ -8,8 +8,8 @@ import pytest
 
 from dpdist.privacy.accounting import compose_rdp
 from dpdist.privacy.calibration import (
-    Unreachable,
-    _largest,
+    UnreachableTargetError,
+    _largest_within_target,
     batch_size_for,
     calibrate_noise,
     noise_multiplier_for,
@@ -95,26 +95,28 @@ def test_batch_size_meets_the_target():
 @pytest.mark.slow
 def test_everything_fits_when_noise_is_large():
     assert batch_size_for(100.0, **DATA, noise_multiplier=30.0, steps=100) == 60_000
-    assert steps_for(5.0, **DATA, batch_size=10, noise_multiplier=50.0, most=1000) == 1000
+    assert steps_for(5.0, **DATA, batch_size=10, noise_multiplier=50.0, max_steps=1000) == 1000
 
 
 @pytest.mark.slow
 def test_unreachable_targets_are_explained():
-    with pytest.raises(Unreachable, match="one step already costs"):
+    with pytest.raises(UnreachableTargetError, match="one step already costs"):
         steps_for(0.1, records=1000, batch_size=500, noise_multiplier=0.5, delta=1e-5)
-    with pytest.raises(Unreachable, match="batch of one record"):
+    with pytest.raises(UnreachableTargetError, match="batch of one record"):
         batch_size_for(0.01, **DATA, noise_multiplier=0.5, steps=3516)
 
     def plan_with(noise: float) -> PrivacyPlan:
         return PrivacyPlan(100, (GaussianSteps(10, noise, 0.1), LaplaceReleases(0.5)), 1e-5)
 
-    with pytest.raises(Unreachable, match="fixed parts"):
+    with pytest.raises(UnreachableTargetError, match="fixed parts"):
         calibrate_noise(plan_with, 1.0)
 
 
 def test_a_cost_that_jumps_is_not_exceeded():
     """Nor by half a percent, though that is all that is missing."""
-    x = _largest(lambda x: 0.5 if x < 2 else 1.005, 1.0, 1.0, (1e-3, 1e3), whole=False)
+    x = _largest_within_target(
+        lambda x: 0.5 if x < 2 else 1.005, 1.0, 1.0, (1e-3, 1e3), whole=False
+    )
     assert x == pytest.approx(2.0, rel=1e-6) and x < 2
 
 

@@ -11,10 +11,10 @@ import pytest
 from dpdist.core.errors import UserError
 from dpdist.privacy.card import (
     EVALUATION_UNPROTECTED,
-    accounted,
-    card,
+    build_card,
     card_markdown,
-    recomputed,
+    parse_card_plan,
+    recompute_card,
 )
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, ParallelParts, RepeatAndSelect
@@ -28,7 +28,7 @@ def test_card_of_a_run(tmp_path):
         ledger.begin_attempt({"world_size": "1"})
         for step in range(25):
             ledger.record(step, f"{step:064x}")
-        described = card(PLAN, ledger, extra={"model": "cnn"})
+        described = build_card(PLAN, ledger, extra={"model": "cnn"})
         proved = ledger.guarantee(PLAN)
     again = json.loads(json.dumps(described, allow_nan=False))
     assert again["guarantee"]["epsilon"] == proved.epsilon
@@ -44,7 +44,7 @@ def test_card_of_a_run(tmp_path):
 
 
 def test_card_never_rounds_epsilon_down():
-    described = card(PLAN)
+    described = build_card(PLAN)
     text = card_markdown(described).split("(", 1)[1].split(",", 1)[0]
     assert (
         described["guarantee"]["epsilon"]
@@ -56,18 +56,18 @@ def test_card_never_rounds_epsilon_down():
 @pytest.mark.slow
 def test_card_without_the_number_of_records():
     plan = PrivacyPlan(73_219, PLAN.phases, 1e-4)
-    described = card(plan, show_records=False)
+    described = build_card(plan, show_records=False)
     assert described["records"] is None and described["plan"] is None
     assert "73219" not in json.dumps(described)
     assert "73219" not in card_markdown(described)
-    assert "73219" in card_markdown(card(plan))
+    assert "73219" in card_markdown(build_card(plan))
 
 
 def test_card_of_a_run_without_noise():
     bare = PrivacyPlan.dp_sgd(
         records=1000, batch_size=50, noise_multiplier=0.0, steps=40, delta=1e-4
     )
-    described = card(bare, private=False)
+    described = build_card(bare, private=False)
     assert json.loads(json.dumps(described, allow_nan=False))["guarantee"]["epsilon"] == "inf"
     assert "NOT private" in card_markdown(described)
 
@@ -75,10 +75,10 @@ def test_card_of_a_run_without_noise():
 @pytest.mark.slow
 def test_card_keeps_the_number_of_runs_secret():
     search = PrivacyPlan(1000, (RepeatAndSelect(PLAN.phases, 5, math.inf),), 1e-4)
-    (sentence,) = card(search)["mechanism"]
+    (sentence,) = build_card(search)["mechanism"]
     assert "secret random number of runs (Poisson, mean 5)" in sentence
     parts = PrivacyPlan(1000, (ParallelParts((PLAN.phases, (LaplaceReleases(2.0),))),), 1e-4)
-    assert "disjoint parts" in card(parts)["mechanism"][0]
+    assert "disjoint parts" in build_card(parts)["mechanism"][0]
 
 
 def read_back(described: dict[str, Any]) -> dict[str, Any]:
@@ -96,14 +96,14 @@ def test_a_card_is_made_again_from_its_phases(tmp_path):
             for step in range(2):
                 ledger.record(step, f"{step:064x}")
         described = read_back(
-            card(plan, ledger, group_size=2, notes=["a note"], extra={"model": "cnn"})
+            build_card(plan, ledger, group_size=2, notes=["a note"], extra={"model": "cnn"})
         )
-    released = accounted(described, "card")
+    released = parse_card_plan(described, "card")
     assert released.steps == 4 and len(released.phases) == 2
     assert "Laplace" in " ".join(described["assumptions"] + described["mechanism"])
-    assert read_back(recomputed(described, released)) == described
+    assert read_back(recompute_card(described, released)) == described
     assert described["unit"].startswith("one record; 2 records: epsilon ")
     assert described["group"]["guarantee"]["epsilon"] > described["guarantee"]["epsilon"]
     for name, value in (("group", {"size": 10**6}), ("accounted", None), ("notes", [1])):
         with pytest.raises(UserError, match=f"card: damaged: {name}"):
-            accounted(described | {name: value}, "card")
+            parse_card_plan(described | {name: value}, "card")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
-from dpdist.privacy.accounting import QUICK_ORDERS, compose_rdp, epsilon
+from dpdist.privacy.accounting import QUICK_ORDERS, compose_rdp, compute_epsilon
 from dpdist.privacy.budget import Charge, composed_guarantee
 from dpdist.privacy.phases import GaussianReleases, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.pld import WorstOfDpEvent, compose_pld, loss_of
+from dpdist.privacy.pld import WorstOfDpEvent, compose_pld, compute_privacy_loss
 
 GRID = 1e-3
 GAUSS = dpa.GaussianDpEvent(8.0)
@@ -76,7 +76,7 @@ def test_by_renyi_n_times_is_n_times_the_curve(name):
 def test_a_loss_composed_n_times_is_charged_n_times_its_rounding():
     for event in PARTS.values():
         one, many = (
-            loss_of(each, "add-or-remove-one", GRID).rounding
+            compute_privacy_loss(each, "add-or-remove-one", GRID).rounding
             for each in (event, dpa.SelfComposedDpEvent(event, 50))
         )
         assert many == pytest.approx(50 * one)
@@ -85,7 +85,7 @@ def test_a_loss_composed_n_times_is_charged_n_times_its_rounding():
 def test_several_searches_on_a_budget_cost_more_than_one():
     search = (RepeatAndSelect((GaussianReleases(8.0),), 5, 1.0),)
     plan = PrivacyPlan(1000, search, 1e-5)
-    charges = [Charge.of(str(number), "", plan, search) for number in range(3)]
+    charges = [Charge.for_plan(str(number), "", plan, search) for number in range(3)]
     one, three = (composed_guarantee(charges[:count], 1e-5).epsilon for count in (1, 3))
     assert one == plan.guarantee().epsilon
     assert 1.3 * one < three < 3 * one
@@ -119,7 +119,7 @@ def test_one_part_without_privacy_is_all_of_it(name):
         RepeatAndSelectDpEvent(dpa.ComposedDpEvent([GAUSS, bare]), 3, 1.0),
     ]
     for event in mixed:
-        loss = loss_of(event, "replace-one", GRID)
+        loss = compute_privacy_loss(event, "replace-one", GRID)
         assert math.isinf(loss.epsilon(1e-5)) and loss.delta(10.0) == 1.0
-        assert math.isinf(epsilon([event], 1e-5, "replace-one")[0])
-        assert math.isinf(epsilon([GAUSS, event], 1e-5, "replace-one")[0])
+        assert math.isinf(compute_epsilon([event], 1e-5, "replace-one")[0])
+        assert math.isinf(compute_epsilon([GAUSS, event], 1e-5, "replace-one")[0])

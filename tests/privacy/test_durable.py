@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.disk import Disk
+from support.power_cut import Disk
 
 from dpdist.privacy import budget
-from dpdist.privacy.budget import Charge, DataBudget, Terms
+from dpdist.privacy.budget import BudgetTerms, Charge, DataBudget
 from dpdist.privacy.ledger import Anchor, ChainedJournal, JournalError, Ledger, anchor_path
 from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 
 PLAN = PrivacyPlan(1000, (GaussianReleases(4.0),), 1e-5)
 
@@ -26,7 +26,7 @@ def disk(tmp_path, monkeypatch):
 
 
 def whole(disk: Disk, path: Path) -> bool:
-    return disk.content(path) == path.read_bytes()
+    return disk.surviving_bytes(path) == path.read_bytes()
 
 
 @pytest.mark.parametrize("below", ["", "private", "runs/demo/private"])
@@ -42,26 +42,26 @@ def test_a_record_survives_a_power_cut_and_its_anchor_never_says_more(tmp_path, 
     with closing(ChainedJournal.open(path, "plan", {})) as journal:
         for number in range(3):
             journal.append({"number": number})
-            left = disk.content(path)
+            left = disk.surviving_bytes(path)
             assert left == path.read_bytes()
-            anchor = Anchor.from_line(disk.content(anchor_path(path)).decode())
+            anchor = Anchor.from_line(disk.surviving_bytes(anchor_path(path)).decode())
             assert anchor.records <= left.count(b"\n")
     with closing(ChainedJournal.open(path, "plan", {})):  # from here on the anchor covers them
-        kept = Anchor.from_line(disk.content(anchor_path(path)).decode())
-        assert kept == Anchor.of(path.read_bytes())
+        kept = Anchor.from_line(disk.surviving_bytes(anchor_path(path)).decode())
+        assert kept == Anchor.from_journal_bytes(path.read_bytes())
 
 
 @pytest.mark.parametrize("below", ["budgets", "shared/team/budgets"])
 def test_a_reservation_survives_a_power_cut(tmp_path, disk, below):
     """With the key that its records are recognised by, and the folder itself."""
     folder = tmp_path / below
-    charge = Charge.of("run", "a run", PLAN, PLAN.phases)
-    budget.reserve(folder, np.arange(10.0), charge, Terms(), PLAN.neighbours)
+    charge = Charge.for_plan("run", "a run", PLAN, PLAN.phases)
+    budget.reserve(folder, np.arange(10.0), charge, BudgetTerms(), PLAN.neighbours)
     files = sorted(folder.iterdir())
     assert len(files) == 3
     for path in files:
         if path.suffix == ".anchor":
-            assert disk.named(path)
+            assert disk.is_reachable(path)
         else:
             assert whole(disk, path)
     assert budget.settle(folder, "run", PLAN.phases)
@@ -75,7 +75,7 @@ def test_a_new_run_survives_a_power_cut(tmp_path, disk):
     training = {"batch_size": 10, "steps": 2, "learning_rate": 0.1}
     privacy = {"noise_multiplier": 1.0, "delta": 1e-5}
     raw = {"name": "demo", "data": {"name": "digits"}, "model": "linear", "privacy": privacy}
-    run.begin(parse(raw | {"training": training}, "r.yaml"))
+    run.begin(parse_recipe(raw | {"training": training}, "r.yaml"))
     with Ledger.open(run.ledger, PLAN.fingerprint()):
         files = [path for path in run.path.rglob("*") if path.is_file()]
         assert run.ledger in files and run.recipe_file in files
@@ -100,7 +100,7 @@ def test_a_journal_that_lost_its_anchor_is_refused_from_its_first_record_on(tmp_
 def test_no_other_kind_of_journal_is_a_ledger_or_a_budget(tmp_path):
     """Nor one whose header happens to hold what the other kind's would."""
     other = tmp_path / "other.jsonl"
-    header = {"plan": PLAN.fingerprint(), "format": 2, "name": "", "terms": Terms().to_dict()}
+    header = {"plan": PLAN.fingerprint(), "format": 2, "name": "", "terms": BudgetTerms().to_dict()}
     with closing(ChainedJournal.open(other, "something else", header)):
         pass
     for reading in (

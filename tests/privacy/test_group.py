@@ -10,7 +10,12 @@ from scipy.stats import binom
 
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.phases import GaussianSteps, LaplaceReleases
-from dpdist.privacy.plan import PrivacyPlan, group_guarantee, lemma_delta, lemma_epsilon
+from dpdist.privacy.plan import (
+    PrivacyPlan,
+    group_delta_by_lemma,
+    group_epsilon_by_lemma,
+    group_guarantee,
+)
 
 pytestmark = pytest.mark.guarantee
 
@@ -58,12 +63,14 @@ def test_sampled_groups_by_sampling_the_privacy_loss():
 
 def test_lemma_is_sound_for_the_gaussian():
     """Against the exact profile of a group of three: sensitivity 3."""
-    epsilon = lemma_epsilon(lambda at: float(gaussian_delta(at, 3.0)), 1e-5, 3)
+    epsilon = group_epsilon_by_lemma(lambda at: float(gaussian_delta(at, 3.0)), 1e-5, 3)
     assert epsilon > float(gaussian_epsilon(1e-5, 3.0, 3.0))
-    assert lemma_delta(0.0, 1e-6, 4) == pytest.approx(4e-6)
-    assert lemma_delta(0.5, 1e-6, 2) == pytest.approx(1e-6 * (math.e - 1) / math.expm1(0.5))
-    assert lemma_delta(50.0, 1e-6, 100) == 1.0
-    assert lemma_epsilon(lambda at: 0.5, 1e-5, 2) == math.inf
+    assert group_delta_by_lemma(0.0, 1e-6, 4) == pytest.approx(4e-6)
+    assert group_delta_by_lemma(0.5, 1e-6, 2) == pytest.approx(
+        1e-6 * (math.e - 1) / math.expm1(0.5)
+    )
+    assert group_delta_by_lemma(50.0, 1e-6, 100) == 1.0
+    assert group_epsilon_by_lemma(lambda at: 0.5, 1e-5, 2) == math.inf
 
 
 @pytest.mark.slow
@@ -91,8 +98,10 @@ def test_a_group_is_of_the_relation_that_its_records_are(nominal):
 def test_the_lemma_s_epsilon_is_rounded_up():
     """Down to the last bit it is one at which delta holds."""
     for delta, size in ((1e-5, 2), (1e-7, 3), (1e-4, 7)):
-        found = lemma_epsilon(lambda at: float(gaussian_delta(at, 3.0)), delta, size) / size
-        assert lemma_delta(found, float(gaussian_delta(found, 3.0)), size) <= delta
+        found = (
+            group_epsilon_by_lemma(lambda at: float(gaussian_delta(at, 3.0)), delta, size) / size
+        )
+        assert group_delta_by_lemma(found, float(gaussian_delta(found, 3.0)), size) <= delta
 
 
 def test_bad_sizes():

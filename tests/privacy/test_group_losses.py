@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import laplace, norm
 
-from dpdist.poisoning.certificates import Poisoned
-from dpdist.privacy.audit_bounds import ManyRuns, OneRun, epsilon_of_mu
+from dpdist.poisoning.certificates import PrivatePoisoningBound
+from dpdist.privacy.audit_bounds import OneRunGuesses, ThresholdCounts, mu_to_epsilon
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, LaplaceReleases, NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee
@@ -71,7 +71,7 @@ def test_a_sampled_group_is_a_mixture(size):
 def test_poisoned_votes_need_what_a_gaussian_needs(changes):
     phase, noise = GAUSSIAN["votes"]
     exact = norm.cdf(norm.ppf(0.5) + changes / noise)
-    found = Poisoned(PrivacyPlan(1000, (phase,), DELTA)).needed(changes)
+    found = PrivatePoisoningBound(PrivacyPlan(1000, (phase,), DELTA)).needed(changes)
     assert exact - 1e-12 <= found <= exact + 2e-3
 
 
@@ -85,11 +85,11 @@ def test_no_bound_of_one_canary_is_above_what_made_its_copies_visible(size):
     the best ones are on average, or a little more often."""
     mu, count = 0.4, 2000
     seen = norm.cdf(size * mu / 2)
-    runs = ManyRuns(round(count * seen), count, round(count * (1 - seen)), count)
-    one = OneRun(count, count, round(count * seen))
+    runs = ThresholdCounts(round(count * seen), count, round(count * (1 - seen)), count)
+    one = OneRunGuesses(count, count, round(count * seen))
     for audit in (runs, one):
         assert 0 < audit.mu(size) <= mu
-        assert audit.gaussian_epsilon(DELTA, size) <= epsilon_of_mu(mu, DELTA)
-        assert audit.gaussian_epsilon(DELTA, size) == epsilon_of_mu(audit.mu(size), DELTA)
+        assert audit.gaussian_epsilon(DELTA, size) <= mu_to_epsilon(mu, DELTA)
+        assert audit.gaussian_epsilon(DELTA, size) == mu_to_epsilon(audit.mu(size), DELTA)
         epsilon = audit.epsilon(DELTA, size)
         assert epsilon > 0 and float(gaussian_delta(epsilon, 1.0, mu)) >= DELTA

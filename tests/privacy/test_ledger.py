@@ -60,7 +60,7 @@ def test_undisturbed_run_costs_what_the_plan_says(ledger):
     again = reopen(ledger)
     assert again.guarantee(PLAN) == PLAN.guarantee(steps=25)
     assert again.releases == dict.fromkeys(range(25), 1)
-    assert again.superseded == 0
+    assert again.num_superseded == 0
 
 
 @pytest.mark.whole
@@ -108,7 +108,7 @@ def test_same_noise_on_another_sum_is_refused_and_not_recorded(ledger):
     assert ledger.path.stat().st_size == size
     assert ledger.new_epoch("sum changed") == 1
     assert ledger.record(3, release(3, salt=1)) == "new"
-    assert ledger.releases == {3: 2}
+    assert ledger.release_counts == {3: 2}
 
 
 _FORKING = """
@@ -158,7 +158,7 @@ def test_superseded_attempts_are_charged(ledger):
     ledger.begin_attempt({"world_size": "2"})
     for step in range(5, 20):
         ledger.record(step, release(step, salt=2))
-    assert ledger.superseded == 5
+    assert ledger.num_superseded == 5
     assert ledger.guarantee(PLAN).epsilon == pytest.approx(PLAN.guarantee(steps=25).epsilon)
     assert ledger.guarantee(PLAN).epsilon > PLAN.guarantee(steps=20).epsilon
 
@@ -270,7 +270,7 @@ def test_a_ledger_cut_at_any_line_is_refused(ledger):
         Ledger.open(ledger.path, PLAN.fingerprint())
     assert not ledger.path.exists()
     ledger.path.write_bytes(b"".join(lines))
-    assert Ledger.read(ledger.path).superseded == 2
+    assert Ledger.read(ledger.path).num_superseded == 2
 
 
 def test_another_ledger_of_the_same_plan_is_refused(ledger, tmp_path):
@@ -297,11 +297,11 @@ def test_an_anchor_behind_the_file_is_what_a_crash_leaves(ledger):
     lines = whole(ledger)
     anchor = anchor_path(ledger.path)
     for lines_known in range(1, len(lines) + 1):
-        anchor.write_text(Anchor.of(b"".join(lines[:lines_known])).line)
-        assert Ledger.read(ledger.path).superseded == 2
+        anchor.write_text(Anchor.from_journal_bytes(b"".join(lines[:lines_known])).line)
+        assert Ledger.read(ledger.path).num_superseded == 2
         with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
-            assert again.superseded == 2
-        assert anchor.read_text() == Anchor.of(b"".join(lines)).line
+            assert again.num_superseded == 2
+        assert anchor.read_text() == Anchor.from_journal_bytes(b"".join(lines)).line
     anchor.unlink()
     for begun in (lines[0], lines[0][:-7], b""):
         for made in (False, True):  # the file is there before its first line is
@@ -441,5 +441,5 @@ def test_ten_times_the_records_take_ten_times_to_load(ledger, monkeypatch):
         ledger = reopen(ledger)
         spent.append(time.process_time() - began)
     assert spent[1] < 30 * spent[0]
-    assert len(ledger.releases) == 10_000
+    assert len(ledger.release_counts) == 10_000
     assert json.loads(ledger.path.read_text().splitlines()[-1])["record"]["step"] == 9999

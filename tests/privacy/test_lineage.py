@@ -14,13 +14,13 @@ import pytest
 from dpdist.privacy import budget as budgets
 from dpdist.privacy.budget import (
     BudgetExceeded,
+    BudgetTerms,
     Charge,
     DataBudget,
     Lineage,
     RenyiFilter,
-    Terms,
-    budgets_in,
-    run_id,
+    charge_id,
+    read_budgets,
 )
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import (
@@ -38,7 +38,7 @@ RECORDS = np.random.default_rng(0).random(100)
 PLAN = PrivacyPlan(
     1000, (GaussianReleases(9.0), GaussianSteps(6, 2.0, 0.1), GaussianSteps(6, 5.0, 0.1)), 1e-4
 )
-FILTER = RenyiFilter.fixed(30.0, 1e-4, "add-or-remove-one")
+FILTER = RenyiFilter.for_ceiling(30.0, 1e-4, "add-or-remove-one")
 
 
 @dataclass
@@ -56,15 +56,21 @@ class Copy:
     def charge(self, going_on: str | None = None) -> Charge:
         read, plan = Ledger.read(self.ledger), self.plan
         going_on = going_on or self.process
-        lineage = Lineage.of(plan.phases, self.ledger, read.made(plan), going_on, read.left(plan))
-        return Charge.of(run_id("key", plan), "toy", plan, (), lineage)
+        lineage = Lineage.from_ledger(
+            plan.phases,
+            self.ledger,
+            read.released_units(plan),
+            going_on,
+            read.remaining_units(plan),
+        )
+        return Charge.for_plan(charge_id("key", plan), "toy", plan, (), lineage)
 
     def begin(self, folder: Path, *, enforce: bool = False) -> None:
         """A process goes on: charged before it releases anything."""
         self.worker = None
         with self.open() as ledger:
             self.process = ledger.announce_process()
-        terms = Terms(FILTER)
+        terms = BudgetTerms(FILTER)
         budgets.reserve(folder, RECORDS, self.charge(), terms, PLAN.neighbours, enforce=enforce)
 
     def release(self, steps: int, *, again: bool = False) -> list[tuple[str, int]]:
@@ -73,7 +79,7 @@ class Copy:
             ledger.begin_attempt({"workers": "1"})
             if again:
                 ledger.new_epoch("drawn again")
-            first = max(ledger.releases, default=-1) + 1 - 2 * again
+            first = max(ledger.release_counts, default=-1) + 1 - 2 * again
             taken = range(max(first, 0), min(max(first, 0) + steps, self.plan.steps))
             for step in taken:
                 ledger.record(step, f"{random.getrandbits(256):064x}")
@@ -92,7 +98,7 @@ class Copy:
 
 
 def only(folder: Path) -> DataBudget:
-    (budget,) = budgets_in(folder)
+    (budget,) = read_budgets(folder)
     return budget
 
 
@@ -117,8 +123,12 @@ class World:
         """The divergence of every release there was: none is counted by its ledger here."""
         counts = [len(self.once), 0, 0]
         for _, step in self.released:
-            counts[1 + PLAN.phase_of(step)] += 1
-        phases = [at for phase, n in zip(PLAN.phases, counts, strict=True) for at in phase.at(n)]
+            counts[1 + PLAN.training_phase_index(step)] += 1
+        phases = [
+            at
+            for phase, n in zip(PLAN.phases, counts, strict=True)
+            for at in phase.executed_units(n)
+        ]
         return FILTER.cost(phases, PLAN.records)
 
     def take(self, copy: Copy, steps: int, again: bool = False) -> None:
@@ -218,20 +228,20 @@ def test_a_ceiling_has_room_for_both_or_refuses_the_second(tmp_path):
     share = replace(FILTER, share=1.3 * whole)
     with one.open() as ledger:
         one.process = ledger.announce_process()
-    budgets.reserve(folder, RECORDS, one.charge(), Terms(share), PLAN.neighbours)
+    budgets.reserve(folder, RECORDS, one.charge(), BudgetTerms(share), PLAN.neighbours)
     one.release(3)
     other = one.copied(tmp_path / "1" / "ledger.jsonl")
     with other.open() as ledger:
         other.process = ledger.announce_process()
     before = spent(folder)
     with pytest.raises(BudgetExceeded, match="with copies of it that went on or may,"):
-        budgets.reserve(folder, RECORDS, other.charge(), Terms(share), PLAN.neighbours)
+        budgets.reserve(folder, RECORDS, other.charge(), BudgetTerms(share), PLAN.neighbours)
     with pytest.raises(BudgetExceeded, match="with copies of it that went on or may,"):
-        budgets.reserve(folder, None, other.charge(), Terms(share), PLAN.neighbours)
+        budgets.reserve(folder, None, other.charge(), BudgetTerms(share), PLAN.neighbours)
     assert spent(folder) == before == pytest.approx(whole)
     with one.open() as ledger:  # a later process of the first: no more is charged
         one.process = ledger.announce_process()
-    budgets.reserve(folder, RECORDS, one.charge(), Terms(share), PLAN.neighbours)
+    budgets.reserve(folder, RECORDS, one.charge(), BudgetTerms(share), PLAN.neighbours)
     assert spent(folder) == pytest.approx(whole)
 
 
@@ -262,20 +272,20 @@ def test_answers_and_votes_are_charged_to_whoever_draws_them(tmp_path, phase: Ph
         one.begin(folder)
         with one.open() as ledger:
             for number in range(first):
-                ledger.ask(f"{number:064x}", plan)
+                ledger.record_query(f"{number:064x}", plan)
         other = one.copied(home / "1" / "ledger.jsonl")
         for copy in (one, other):
             copy.begin(folder)
             with copy.open() as ledger:
-                while ledger.asked < plan.answers:
-                    ledger.ask(ask, plan)
+                while ledger.num_queries < plan.num_queries:
+                    ledger.record_query(ask, plan)
         for copy in (one, other):
             copy.end(folder)
         (charge,) = only(folder).charges
         shutil.rmtree(folder)
         return FILTER.cost(charge.phases, 1000) / FILTER.cost((phase,), 1000)
 
-    several = phase.pays_for > 1
+    several = phase.num_queries > 1
     assert twice(tmp_path / "before", 0) == pytest.approx(2)
     assert twice(tmp_path / "after", 1) == pytest.approx(9 / 5 if several else 1)
 
@@ -293,11 +303,11 @@ def test_copies_of_a_search_with_a_secret_number_of_trials_do_not_add_up(tmp_pat
         if ended:
             made[processes[-1]] = (1,)
         going_on = None if ended else processes[-1]
-        found = Lineage.of(plan.phases, place, made, going_on, (1,), alone=True)
-        return Charge.of("search", "toy", plan, (), found)
+        found = Lineage.from_ledger(plan.phases, place, made, going_on, (1,), forbids_copies=True)
+        return Charge.for_plan("search", "toy", plan, (), found)
 
     def reserve(charge: Charge) -> None:
-        budgets.reserve(folder, RECORDS, charge, Terms(FILTER), plan.neighbours)
+        budgets.reserve(folder, RECORDS, charge, BudgetTerms(FILTER), plan.neighbours)
 
     reserve(lineage("one", "a"))
     once = spent(folder)
@@ -321,5 +331,5 @@ def test_a_charge_is_read_back_as_it_was(tmp_path):
     one.release(4)
     charge = one.charge()
     assert Charge.from_dict(charge.to_dict()) == charge
-    plain = Charge.of("x", "toy", PLAN, PLAN.phases)
+    plain = Charge.for_plan("x", "toy", PLAN, PLAN.phases)
     assert Charge.from_dict(plain.to_dict()) == plain and "lineage" not in plain.to_dict()

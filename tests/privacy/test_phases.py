@@ -13,7 +13,7 @@ import pytest
 from dpdist.privacy import phases
 from dpdist.privacy.budget import Charge, RenyiFilter
 from dpdist.privacy.calibration import calibrate_noise
-from dpdist.privacy.card import card
+from dpdist.privacy.card import build_card
 from dpdist.privacy.mechanisms import confident_gnmax_epsilon
 from dpdist.privacy.phases import (
     FixedBatches,
@@ -29,7 +29,7 @@ from dpdist.privacy.phases import (
     RepeatAndSelect,
     TrainedElsewhere,
     WorstOf,
-    walk,
+    walk_phases,
 )
 from dpdist.privacy.plan import PrivacyPlan, group_guarantee
 
@@ -102,7 +102,9 @@ def test_plans_on_disk_keep_their_fingerprint(fingerprint):
 
 
 def test_each_kind_has_its_form_on_disk():
-    found = {phase.kind: phase for plan in FINGERPRINTS.values() for phase in walk(plan.phases)}
+    found = {
+        phase.kind: phase for plan in FINGERPRINTS.values() for phase in walk_phases(plan.phases)
+    }
     assert found.keys() == phases.KINDS.keys()
     assert RELEASE.to_dict() == {
         "kind": "gaussian-releases", "noise_multiplier": 20.0, "count": 2, "sample_rate": 0.1,
@@ -161,12 +163,12 @@ def test_phases_say_what_they_are_and_what_must_hold():
 
 def test_steps_and_releases_repeat_in_one_phase_and_order_themselves():
     assert GaussianSteps(3, 1.0, 0.1).times(4) == (GaussianSteps(12, 1.0, 0.1),)
-    assert RELEASE.times(3) == (GaussianReleases(20.0, 6, 0.1),)
-    assert OWN_NOISE.times(2) == (OWN_NOISE, OWN_NOISE)
+    assert RELEASE.repeat(3) == (GaussianReleases(20.0, 6, 0.1),)
+    assert OWN_NOISE.repeat(2) == (OWN_NOISE, OWN_NOISE)
     fewer = GaussianSteps(2, 1.2, 0.05)
-    assert fewer.at_most(GaussianSteps(3, 1.0, 0.1)) and not STEPS.at_most(fewer)
-    assert not GaussianSteps(2, 1.2, 0.05, 9).at_most(GaussianSteps(3, 1.0, 0.1, 9))
-    assert CAPPED.at_most(CAPPED) and not CAPPED.at_most(RELEASE)
+    assert fewer.dominated_by(GaussianSteps(3, 1.0, 0.1)) and not STEPS.dominated_by(fewer)
+    assert not GaussianSteps(2, 1.2, 0.05, 9).dominated_by(GaussianSteps(3, 1.0, 0.1, 9))
+    assert CAPPED.dominated_by(CAPPED) and not CAPPED.dominated_by(RELEASE)
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Votes(Phase):
         return [dpa.GaussianDpEvent(1 / m)]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"{self.queries} noisy votes"
 
     @property
@@ -197,13 +199,16 @@ def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
     votes = Votes(40, 10, 30.0)
     plan = PrivacyPlan(1000, (votes, GaussianSteps(5, 2.0, 0.1)), 1e-5)
     assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert Charge.from_dict(Charge.of("a", "b", plan, plan.phases).to_dict()).phases == plan.phases
+    assert (
+        Charge.from_dict(Charge.for_plan("a", "b", plan, plan.phases).to_dict()).phases
+        == plan.phases
+    )
     alone = PrivacyPlan(1000, (votes,), 1e-5)
     exact = confident_gnmax_epsilon(1e-5, 40, 10, 30.0, 30.0)
     assert exact <= alone.guarantee().epsilon < 1.001 * exact
     assert plan.guarantee(0).epsilon == alone.guarantee().epsilon  # charged from the beginning
     assert votes.assumptions[0] in plan.assumptions and plan.steps == 5
-    shown = card(alone)
+    shown = build_card(alone)
     assert shown["mechanism"] == ["40 noisy votes"] and votes.assumptions[0] in shown["assumptions"]
 
     def plan_with(noise: float) -> PrivacyPlan:
@@ -215,6 +220,6 @@ def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
     searched = PrivacyPlan(1000, (search,), 1e-5)
     assert searched.guarantee().epsilon > exact and "40 noisy votes" in search.words
     assert PrivacyPlan.from_dict(searched.to_dict()).fingerprint() == searched.fingerprint()
-    ceiling = RenyiFilter.fixed(4.0, 1e-5, "add-or-remove-one")
+    ceiling = RenyiFilter.for_ceiling(4.0, 1e-5, "add-or-remove-one")
     assert 0 < ceiling.cost((votes,), 1000) < ceiling.cost((votes, STEPS), 1000)
     assert group_guarantee(alone, 2).epsilon > 2 * exact  # by the lemma: it names no exact loss

@@ -14,7 +14,7 @@ from dpdist.privacy.phases import (
     LaplaceReleases,
     ParallelParts,
     RepeatAndSelect,
-    sequence_alternatives,
+    sequence_path_events,
 )
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -52,7 +52,7 @@ def test_a_wrong_noise_or_rate_changes_the_guarantee():
 def test_repeat_and_select_with_mean_ten(shape, by_renyi, expected):
     steps = PrivacyPlan.dp_sgd(**MNIST).phases
     plan = PrivacyPlan(60_000, (RepeatAndSelect(steps, 10, shape),), 1e-5)
-    paths = plan.alternatives(plan.phases)
+    paths = plan.path_events(plan.phases)
     assert rdp_epsilon(paths, 1e-5, plan.neighbours) == pytest.approx(by_renyi, abs=1e-3)
     guarantee = plan.guarantee()
     assert guarantee.epsilon == pytest.approx(expected, abs=2e-3)
@@ -102,7 +102,7 @@ def test_steps_follow_their_phases():
     assert plan.steps == 5
     assert [plan.step(t).noise_multiplier for t in range(5)] == [2, 2, 2, 1, 1]
     assert plan.step(0).expected_batch == 10
-    assert plan.step(4).expected_batch == plan.largest_batch == 100
+    assert plan.step(4).expected_batch == plan.max_expected_batch == 100
     assert plan.step(4).batch_cap == 200
     assert plan.step(0).clip_norm == 0.5
     for outside in (-1, 5):
@@ -178,14 +178,14 @@ def test_capped_batches_cover_an_added_and_a_removed_record():
     worst = PrivacyPlan(100, (step,), 1e-4).guarantee().epsilon
     alone = [
         PrivacyPlan(records, (step,), 1e-4)
-        .guarantee_of(sequence_alternatives((step,), records))
+        .guarantee_for_events(sequence_path_events((step,), records))
         .epsilon
         for records in (100, 101)
     ]
     assert alone[0] < alone[1] and worst == pytest.approx(max(alone), rel=1e-9)
-    assert len(PrivacyPlan(100, (step,), 1e-4).alternatives((step,))) == 2
+    assert len(PrivacyPlan(100, (step,), 1e-4).path_events((step,))) == 2
     replaced = PrivacyPlan(100, (step,), 1e-4, neighbours="replace-one")
-    assert len(replaced.alternatives((step,))) == 1
+    assert len(replaced.path_events((step,))) == 1
 
 
 def test_assumptions_name_what_was_used():

@@ -9,7 +9,7 @@ import pytest
 from scipy import optimize, stats
 
 from dpdist.poisoning import certificates
-from dpdist.poisoning.certificates import Poisoned, cost_of_votes
+from dpdist.poisoning.certificates import PrivatePoisoningBound, compose_vote_plans
 from dpdist.privacy import audit_bounds
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
@@ -36,19 +36,23 @@ def mu_of(epsilon: float, delta: float) -> float:
 
 @pytest.mark.parametrize("target", [0.5, 0.8])
 def test_full_batches_need_what_a_gaussian_needs(target: float) -> None:
-    poisoned = Poisoned(gaussian(0.25))
+    poisoned = PrivatePoisoningBound(gaussian(0.25))
     for changes in (0, 1, 2, 5):
         exact = NORMAL.cdf(NORMAL.ppf(target) + 0.25 * changes)
-        found = poisoned.needed(changes, target)
+        found = poisoned.required_probability(changes, target)
         assert exact - 1e-12 <= found <= exact + 2e-3, changes
 
 
 @pytest.mark.parametrize(("epsilon", "changes"), [(0.25, 17), (0.5, 9)])
 def test_unanimous_models_withstand_what_is_known(epsilon: float, changes: int) -> None:
-    poisoned = Poisoned(gaussian(mu_of(epsilon, 1e-5)))
+    poisoned = PrivatePoisoningBound(gaussian(mu_of(epsilon, 1e-5)))
     unanimous = 0.001 ** (1 / 66)  # Clopper-Pearson's bound
-    assert poisoned.changes(unanimous) == changes
-    assert poisoned.needed(changes) <= unanimous < poisoned.needed(changes + 1)
+    assert poisoned.max_changes(unanimous) == changes
+    assert (
+        poisoned.required_probability(changes)
+        <= unanimous
+        < poisoned.required_probability(changes + 1)
+    )
 
 
 RATE, NOISE = 0.3, 4.0
@@ -56,9 +60,9 @@ SAMPLED = PrivacyPlan(1000, (GaussianSteps(1, NOISE, RATE),), 1e-5)
 
 
 @pytest.fixture(scope="module")
-def sampled() -> Poisoned:
+def sampled() -> PrivatePoisoningBound:
     """Its groups take seconds to build; they are kept."""
-    return Poisoned(SAMPLED)
+    return PrivatePoisoningBound(SAMPLED)
 
 
 def above(threshold: np.ndarray, records: int, at: float) -> np.ndarray:
@@ -69,7 +73,7 @@ def above(threshold: np.ndarray, records: int, at: float) -> np.ndarray:
 
 
 @pytest.mark.long
-def test_no_sampled_attack_leaves_less(sampled: Poisoned) -> None:
+def test_no_sampled_attack_leaves_less(sampled: PrivatePoisoningBound) -> None:
     # a records that pull up are removed, b that pull down are inserted.
     poisoned, threshold = sampled, np.linspace(-12, 12, 4000)
     for changes in (1, 2, 3):
@@ -79,15 +83,17 @@ def test_no_sampled_attack_leaves_less(sampled: Poisoned) -> None:
             after = above(threshold, changes - removed, -1.0)
             # Below 1/2 removals are the worse ones, above it insertions.
             for target in (0.3, 0.5, 0.7):
-                enough = before >= poisoned.needed(changes, target)
+                enough = before >= poisoned.required_probability(changes, target)
                 assert (after[enough] > target).all(), (changes, removed)
-            worst = min(worst, after[before >= poisoned.needed(changes)].min(initial=1.0))
+            worst = min(
+                worst, after[before >= poisoned.required_probability(changes)].min(initial=1.0)
+            )
         assert worst <= 0.51  # and none could be claimed much earlier
 
 
-def test_what_is_needed_leaves_more_than_the_target(sampled: Poisoned) -> None:
+def test_what_is_needed_leaves_more_than_the_target(sampled: PrivatePoisoningBound) -> None:
     # To the last bit, by one record's curve or by both directions; 1e-9 less does not.
-    pair = sampled._both(1)
+    pair = sampled._find_group_curves(1)
     assert pair is not None
 
     def left(x: float) -> float:
@@ -95,19 +101,19 @@ def test_what_is_needed_leaves_more_than_the_target(sampled: Poisoned) -> None:
         return max(ways[0], min(ways[1:]))
 
     for target in (0.3, 0.5, 0.7):
-        needed = sampled.needed(1, target)
+        needed = sampled.required_probability(1, target)
         assert left(needed) > target >= left(needed - 1e-9)
 
 
-def test_groups_of_one_direction_do_not_prove_mixtures(sampled: Poisoned) -> None:
+def test_groups_of_one_direction_do_not_prove_mixtures(sampled: PrivatePoisoningBound) -> None:
     # Three removed records alone need less than one removed and two inserted: the latter is what
     # an attacker who changes records does, and what must be paid for.
-    curves, needs = sampled._both(3), []
+    curves, needs = sampled._find_group_curves(3), []
     assert curves is not None
     x = np.linspace(0.5, 1, 20_000)
     for curve in curves:
         needs.append(float(x[curve(x) > 0.5][0]))
-    assert sampled.needed(3) >= max(needs) - 1e-4
+    assert sampled.required_probability(3) >= max(needs) - 1e-4
     threshold = np.linspace(-12, 12, 20_000)
     mixed = [
         above(threshold, removed, 1.0)[above(threshold, 3 - removed, -1.0) <= 0.5].max()
@@ -116,43 +122,45 @@ def test_groups_of_one_direction_do_not_prove_mixtures(sampled: Poisoned) -> Non
     assert max(mixed) > needs[0] + 5e-4
 
 
-def test_exact_groups_are_no_worse_than_one_record_after_the_other(sampled: Poisoned) -> None:
-    one = audit_bounds.of_plan(SAMPLED)
+def test_exact_groups_are_no_worse_than_one_record_after_the_other(
+    sampled: PrivatePoisoningBound,
+) -> None:
+    one = audit_bounds.plan_tradeoff(SAMPLED)
     assert one is not None
-    stepwise = audit_bounds.of_group(one, 3)
-    needed = sampled.needed(3)
+    stepwise = audit_bounds.group_tradeoff(one, 3)
+    needed = sampled.required_probability(3)
     assert float(stepwise(np.float64(needed))) <= 0.5 + 1e-6
     replaced = PrivacyPlan(1000, SAMPLED.phases, 1e-5, neighbours="replace-one")
-    several = [Poisoned(replaced).needed(k) for k in range(4)]
-    assert several == sorted(several) and several[1] > sampled.needed(1)
+    several = [PrivatePoisoningBound(replaced).required_probability(k) for k in range(4)]
+    assert several == sorted(several) and several[1] > sampled.required_probability(1)
 
 
-def test_where_nothing_is_proved_nothing_is_withstood(sampled: Poisoned) -> None:
+def test_where_nothing_is_proved_nothing_is_withstood(sampled: PrivatePoisoningBound) -> None:
     free = PrivacyPlan(1000, (GaussianSteps(5, 0.0, 0.1),), 1e-5)
     with pytest.raises(ValueError, match="no trade-off curve"):
-        Poisoned(free)
+        PrivatePoisoningBound(free)
     poisoned = sampled
-    assert poisoned.changes(0.5) == -1 and poisoned.changes(0.49) == -1
-    assert poisoned.changes(0.5 + 1e-9) == 0
+    assert poisoned.max_changes(0.5) == -1 and poisoned.max_changes(0.49) == -1
+    assert poisoned.max_changes(0.5 + 1e-9) == 0
 
 
 def test_votes_cost_all_their_trainings() -> None:
     plan = gaussian(0.25)
-    whole = cost_of_votes(plan, 9)
+    whole = compose_vote_plans(plan, 9)
     assert whole.guarantee().epsilon == pytest.approx(gaussian(0.75).guarantee().epsilon, rel=1e-3)
 
 
 def test_tiny_epsilons_end() -> None:
     # So much noise withstands thousands of changes: nobody waits for all of them.
-    poisoned = Poisoned(PrivacyPlan(1000, (GaussianSteps(1, 1e4, 1.0),), 1e-5))
+    poisoned = PrivatePoisoningBound(PrivacyPlan(1000, (GaussianSteps(1, 1e4, 1.0),), 1e-5))
     poisoned._needed[0.5] = [0.5] * 1001
-    assert poisoned.changes(0.9) == 1000
+    assert poisoned.max_changes(0.9) == 1000
 
 
 def test_large_groups_are_made_of_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificates, "_LARGEST", 2)
-    poisoned = Poisoned(gaussian(0.25))
+    poisoned = PrivatePoisoningBound(gaussian(0.25))
     for changes in (3, 4, 5):
         exact = NORMAL.cdf(NORMAL.ppf(0.5) + 0.25 * changes)
-        assert exact - 1e-12 <= poisoned.needed(changes) <= exact + 4e-3, changes
+        assert exact - 1e-12 <= poisoned.required_probability(changes) <= exact + 4e-3, changes
     assert set(poisoned._groups) == {1, 2}

@@ -15,8 +15,8 @@ from dpdist.privacy.accounting import compose_rdp
 from dpdist.privacy.calibration import fixed_runs_guarantee, search_guarantee
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, RepeatAndSelect, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.pld import Unsupported
-from dpdist.privacy.selection import SelectionLaw, mean_of
+from dpdist.privacy.pld import UnsupportedMechanismError
+from dpdist.privacy.selection import SelectionLaw, truncated_nb_mean
 
 pytestmark = pytest.mark.guarantee
 
@@ -26,8 +26,8 @@ SHAPES = [math.inf, 3.0, 1.0, 0.5, 0.1, 0.0, -0.1, -300.0]
 
 def _nearly_all(law: SelectionLaw) -> int:
     """K is smaller but for a chance too small to be seen."""
-    if law.chances is not None:
-        return law.chances + 1
+    if law.max_runs is not None:
+        return law.max_runs + 1
     if math.isinf(law.shape):
         return math.ceil(law.mean + 10 * math.sqrt(law.mean) + 50)
     return min(60_000, math.ceil(50 / law.gamma) + 10)
@@ -54,7 +54,7 @@ def test_means_a_little_above_one(shape, excess):
     if math.isfinite(shape):
         assert -excess - 1e-13 < one - 1 < 1e-13 and two <= excess + 1e-13
         assert law.at_least(2) == pytest.approx(1 - one, rel=1e-6, abs=1e-13)
-        assert mean_of(shape, law.log_gamma) == pytest.approx(law.mean, rel=1e-14)
+        assert truncated_nb_mean(shape, law.log_gamma) == pytest.approx(law.mean, rel=1e-14)
     releases = (GaussianReleases(4.0),)
     cost = search_guarantee(releases, law, records=1000, delta=1e-5).epsilon
     nearly = search_guarantee(releases, SelectionLaw(1.06, shape), records=1000, delta=1e-5)
@@ -71,8 +71,10 @@ def test_special_cases_are_the_textbook_laws():
         assert math.exp(SelectionLaw(8.0, math.inf).log_pmf(k)) == pytest.approx(
             stats.poisson.pmf(k, 8.0)
         )
-    assert mean_of(1.0, math.log(0.1)) == pytest.approx(10)
-    assert mean_of(1e-9, math.log(0.1)) == pytest.approx(mean_of(0.0, math.log(0.1)), rel=1e-6)
+    assert truncated_nb_mean(1.0, math.log(0.1)) == pytest.approx(10)
+    assert truncated_nb_mean(1e-9, math.log(0.1)) == pytest.approx(
+        truncated_nb_mean(0.0, math.log(0.1)), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -164,7 +166,7 @@ def test_a_binomial_law_has_no_renyi_bound():
     cost = search_guarantee(STEPS, SelectionLaw(4.5, -6), records=60_000, delta=1e-5)
     assert cost.source.startswith("PLD of best-of-K")
     plan = PrivacyPlan(60_000, (RepeatAndSelect(STEPS, 4.5, -6),), 1e-5)
-    with pytest.raises(Unsupported, match="binomial"):
+    with pytest.raises(UnsupportedMechanismError, match="binomial"):
         compose_rdp(plan.event(), plan.neighbours)
 
 
@@ -173,7 +175,7 @@ def test_the_accountants_agree_where_both_have_a_bound():
     from dp_accounting import SelfComposedDpEvent
     from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
-    from dpdist.privacy.accounting import best_of_runs
+    from dpdist.privacy.accounting import selection_rdp
 
     base = SelfComposedDpEvent(PoissonSampledDpEvent(0.05, GaussianDpEvent(2.0)), 100)
     one = RdpAccountant()
@@ -181,7 +183,7 @@ def test_the_accountants_agree_where_both_have_a_bound():
     for shape in (0.0, 0.7, 1.0, 4.0):
         best = RdpAccountant()
         best.compose(RepeatAndSelectDpEvent(base, 12.0, shape))
-        ours = best_of_runs(one.orders, one.rdp, 12.0, shape)
+        ours = selection_rdp(one.orders, one.rdp, 12.0, shape)
         np.testing.assert_allclose(ours, best.rdp, rtol=1e-9)
 
 
@@ -211,7 +213,7 @@ def test_worst_of_is_the_pointwise_maximum():
     plan = floored
     assert PrivacyPlan.from_dict(plan.to_dict()) == plan
     # Its floor bounds profiles: Renyi's bound, which knows of none, may not price it.
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedMechanismError):
         compose_rdp(plan.event(), plan.neighbours)
     by_curves = plan.to_dict()
     by_curves["phases"][0] = {"kind": "worst-of", "choices": [], "max_order": None}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpdist.core.errors import UserError
-from dpdist.privacy.card import accounted, card
+from dpdist.privacy.card import build_card, parse_card_plan
 from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -17,7 +17,7 @@ TWICE = PrivacyPlan(1000, (GaussianReleases(4.0, 2),), 1e-5).guarantee()
 
 
 def described(plan: PrivacyPlan = PLAN, **more: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(card(plan, extra={"model": "cnn"}, **more)))
+    return json.loads(json.dumps(build_card(plan, extra={"model": "cnn"}, **more)))
 
 
 def with_epsilon(stated: dict[str, Any], name: str, epsilon: float | str) -> dict[str, Any]:
@@ -25,31 +25,31 @@ def with_epsilon(stated: dict[str, Any], name: str, epsilon: float | str) -> dic
 
 
 def test_what_is_as_it_was_written_is_read():
-    assert accounted(described(), "card") == PLAN
-    assert accounted(described(data_set=TWICE), "card") == PLAN
+    assert parse_card_plan(described(), "card") == PLAN
+    assert parse_card_plan(described(data_set=TWICE), "card") == PLAN
     bare = PrivacyPlan(1000, (GaussianReleases(0.0),), 1e-5)
-    assert accounted(described(bare, private=False), "card") == bare
+    assert parse_card_plan(described(bare, private=False), "card") == bare
 
 
 def test_nothing_with_an_infinite_epsilon_is_called_private():
     for epsilon in ("inf", "Infinity"):
         with pytest.raises(UserError, match="infinite epsilon"):
-            accounted(with_epsilon(described(), "guarantee", epsilon), "card")
+            parse_card_plan(with_epsilon(described(), "guarantee", epsilon), "card")
 
 
 @pytest.mark.parametrize("epsilon", ["nan", "-1", -1.0, "many"])
 @pytest.mark.parametrize("name", ["guarantee", "data_set"])
 def test_an_epsilon_is_a_number_from_zero_on(name, epsilon):
     with pytest.raises(UserError, match=rf"damaged: {name}\.epsilon"):
-        accounted(with_epsilon(described(data_set=TWICE), name, epsilon), "card")
+        parse_card_plan(with_epsilon(described(data_set=TWICE), name, epsilon), "card")
 
 
 def test_all_runs_on_a_data_set_cost_no_less_than_one_of_them():
     stated, own = described(data_set=TWICE), PLAN.guarantee().epsilon
     for epsilon in (0.0, 0.5 * own, 0.99 * own):
         with pytest.raises(UserError, match="cannot cost less"):
-            accounted(with_epsilon(stated, "data_set", epsilon), "card")
+            parse_card_plan(with_epsilon(stated, "data_set", epsilon), "card")
     # Two accountants may differ in the last digits of the same; other deltas say nothing.
-    assert accounted(with_epsilon(stated, "data_set", own * (1 - 1e-6)), "card") == PLAN
+    assert parse_card_plan(with_epsilon(stated, "data_set", own * (1 - 1e-6)), "card") == PLAN
     larger = stated["data_set"] | {"epsilon": 0.5 * own, "delta": 1e-3}
-    assert accounted(stated | {"data_set": larger}, "card") == PLAN
+    assert parse_card_plan(stated | {"data_set": larger}, "card") == PLAN

@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import norm
 
 from dpdist.privacy import audit_bounds
-from dpdist.privacy.plan import PrivacyPlan, lemma_delta
+from dpdist.privacy.plan import PrivacyPlan, group_delta_by_lemma
 
 pytestmark = pytest.mark.guarantee
 
@@ -26,10 +26,10 @@ def plan(noise: float, rate: float, steps: int = 1, neighbours="add-or-remove-on
 @pytest.mark.parametrize(
     "curve",
     [
-        audit_bounds.gaussian_curve(1.3),
-        audit_bounds.approximate_dp_curve(1.0, 0.01),
-        audit_bounds.of_plan(plan(0.8, 0.1, 20)),
-        audit_bounds.of_group(audit_bounds.approximate_dp_curve(0.5, 1e-3), 3),
+        audit_bounds.gaussian_tradeoff(1.3),
+        audit_bounds.approximate_dp_tradeoff(1.0, 0.01),
+        audit_bounds.plan_tradeoff(plan(0.8, 0.1, 20)),
+        audit_bounds.group_tradeoff(audit_bounds.approximate_dp_tradeoff(0.5, 1e-3), 3),
     ],
 )
 def test_curves_are_convex_non_decreasing_and_below_the_diagonal(curve):
@@ -40,15 +40,15 @@ def test_curves_are_convex_non_decreasing_and_below_the_diagonal(curve):
 
 @pytest.mark.parametrize(("neighbours", "mu"), [("add-or-remove-one", 1.25), ("replace-one", 2.5)])
 def test_a_full_batch_plan_has_the_gaussian_curve(neighbours, mu):
-    got = audit_bounds.of_plan(plan(0.8, 1.0, neighbours=neighbours))(GRID)
-    exact = audit_bounds.gaussian_curve(mu)(GRID)
+    got = audit_bounds.plan_tradeoff(plan(0.8, 1.0, neighbours=neighbours))(GRID)
+    exact = audit_bounds.gaussian_tradeoff(mu)(GRID)
     assert (got <= exact + 1e-12).all()
     np.testing.assert_allclose(got[:-1], exact[:-1], atol=2e-6)
 
 
 def test_a_subsampled_curve_is_the_hull_of_what_thresholds_reach_in_both_directions():
     sigma, q = 0.7, 0.3
-    curve = audit_bounds.of_plan(plan(sigma, q))
+    curve = audit_bounds.plan_tradeoff(plan(sigma, q))
     cuts = np.linspace(-5, 6, 4001)
     without = norm.sf(cuts / sigma)
     with_ = (1 - q) * without + q * norm.sf((cuts - 1) / sigma)
@@ -60,38 +60,40 @@ def test_a_subsampled_curve_is_the_hull_of_what_thresholds_reach_in_both_directi
 
 
 def test_no_noise_has_no_curve():
-    assert audit_bounds.of_plan(plan(0.0, 0.1)) is None
+    assert audit_bounds.plan_tradeoff(plan(0.0, 0.1)) is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_group_is_the_lemma(size):
     epsilon, delta = 0.4, 1e-3
     x = np.array([0.05, 0.2])  # the lower branch
-    expected = np.exp(-size * epsilon) * (x - lemma_delta(epsilon, delta, size))
-    grouped = audit_bounds.of_group(audit_bounds.approximate_dp_curve(epsilon, delta), size)(x)
+    expected = np.exp(-size * epsilon) * (x - group_delta_by_lemma(epsilon, delta, size))
+    grouped = audit_bounds.group_tradeoff(
+        audit_bounds.approximate_dp_tradeoff(epsilon, delta), size
+    )(x)
     np.testing.assert_allclose(grouped, np.maximum(expected, 0), atol=1e-12)
-    gaussian = audit_bounds.of_group(audit_bounds.gaussian_curve(0.5), size)(x)
-    np.testing.assert_allclose(gaussian, audit_bounds.gaussian_curve(0.5 * size)(x), rtol=1e-9)
+    gaussian = audit_bounds.group_tradeoff(audit_bounds.gaussian_tradeoff(0.5), size)(x)
+    np.testing.assert_allclose(gaussian, audit_bounds.gaussian_tradeoff(0.5 * size)(x), rtol=1e-9)
     with pytest.raises(ValueError, match="at least one record"):
-        audit_bounds.of_group(audit_bounds.gaussian_curve(1), 0)
+        audit_bounds.group_tradeoff(audit_bounds.gaussian_tradeoff(1), 0)
 
 
 def test_the_ceiling_of_a_roc():
     rates = np.array([1e-3, 0.1, 0.5])
     np.testing.assert_allclose(
-        audit_bounds.curve_ceiling(audit_bounds.gaussian_curve(1.0), rates),
+        audit_bounds.max_true_positive_rate(audit_bounds.gaussian_tradeoff(1.0), rates),
         norm.cdf(norm.ppf(rates) + 1),
         rtol=1e-9,
     )
-    pure = audit_bounds.curve_ceiling(audit_bounds.approximate_dp_curve(1.0), rates)
+    pure = audit_bounds.max_true_positive_rate(audit_bounds.approximate_dp_tradeoff(1.0), rates)
     np.testing.assert_allclose(pure[:2], np.e * rates[:2], rtol=1e-9)
 
 
 def test_where_it_is_known_who_is_who_the_curve_says_more():
     sigma, q = 0.7, 0.3
     both, directed = (
-        audit_bounds.of_plan(plan(sigma, q)),
-        audit_bounds.of_plan(plan(sigma, q), True),
+        audit_bounds.plan_tradeoff(plan(sigma, q)),
+        audit_bounds.plan_tradeoff(plan(sigma, q), True),
     )
     cuts = np.linspace(-3, 4, 501)
     without = norm.sf(cuts / sigma)

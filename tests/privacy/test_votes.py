@@ -65,9 +65,9 @@ def test_published_settings_cost_less_than_printed(
 
 def test_the_whole_is_paid_from_the_beginning_and_once() -> None:
     plan = plan_of(1.3)
-    assert plan.steps == 4 and plan.answers == 1
+    assert plan.steps == 4 and plan.num_queries == 1
     assert plan.guarantee(0).epsilon == plan.guarantee().epsilon
-    assert plan.with_counts([400]) == plan.phases
+    assert plan.executed_phases([400]) == plan.phases
     assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert not any("clipped" in line for line in plan.assumptions)
     # A record in place of another changes two teachers.
@@ -86,7 +86,9 @@ def test_every_split_of_one_mu_costs_the_same() -> None:
     first, second = plan_of(1.3), plan_of(1.3, method(queries=900, answers=40, screening=0.7))
     assert first.guarantee() == second.guarantee()
     (one,), (other,) = first.phases, second.phases
-    assert one.at_most(other) and other.at_most(one) and one != other
-    assert not plan_of(1.2).phases[0].at_most(one) and not one.at_most(GaussianSteps(1, 1.0, 1.0))
+    assert one.dominated_by(other) and other.dominated_by(one) and one != other
+    assert not plan_of(1.2).phases[0].dominated_by(one) and not one.dominated_by(
+        GaussianSteps(1, 1.0, 1.0)
+    )
     loss = one.group_loss(3, 1e-3)
     assert loss is not None and loss[1] == 1

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from support.here import command
+from support.local_execution import command
 from support.recipes import write_recipe
 
 from dpdist.certification import statistics
-from dpdist.core.console import exact, percent
-from dpdist.release.bundle import certified_of
+from dpdist.core.console import format_exact, format_percent
+from dpdist.release.bundle import certified_accuracy_record
 from dpdist.reports import html
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
@@ -100,12 +100,16 @@ def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch
     folder = RunFolder(work / "runs" / "small")
     facts = read_facts(folder)
     found = next(table for table in facts.tables if "alpha-" not in table.name)
-    shares = [f"{percent(each['at_least'])} % at {exact(each['radius'])}" for each in shown]
-    _, value = statistics.line(found)
-    assert value.startswith(", ".join(shares)) and len(shares) == len(found.shown_radii) == 2
+    shares = [
+        f"{format_percent(each['at_least'])} % at {format_exact(each['radius'])}" for each in shown
+    ]
+    _, value = statistics.population_summary_row(found)
+    assert value.startswith(", ".join(shares)) and len(shares) == len(found.reported_radii) == 2
     assert value in printed and value in [each for _, each in facts.summary()]
-    assert shares == [f"{row[2]} % at {row[0]}" for row in html._table(found, folder)["rows"]]
-    assert certified_of(found)["radii"] == found.shown_radii
+    assert shares == [
+        f"{row[2]} % at {row[0]}" for row in html._certificate_section(found, folder)["rows"]
+    ]
+    assert certified_accuracy_record(found)["radii"] == found.reported_radii
 
 
 def test_a_finished_run_is_given_to_trackers(work, monkeypatch, capsys):

@@ -9,15 +9,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.here import command
+from support.local_execution import command
 from support.training import make, train
 
 from dpdist import pipeline
-from dpdist.core.console import percent
+from dpdist.core.console import format_percent
 from dpdist.core.errors import UserError
 from dpdist.reports import compare
 from dpdist.reports.facts import read_facts
-from dpdist.runs.archive import publishable
+from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow  # two short trainings
@@ -51,34 +51,36 @@ def private(runs: Path) -> RunFolder:
 
 def test_it_is_shown_only_where_it_was_named(runs, private, monkeypatch, capsys):
     pipeline.report_stage(private)
-    assert not private.beside_baseline.exists()
+    assert not private.baseline_report.exists()
     said = ("report", "private", "--runs", runs, "--baseline", "open")
     assert command(monkeypatch, capsys, runs, *said).code == 0
-    page = private.beside_baseline.read_text()
+    page = private.baseline_report.read_text()
     section = page[page.index('<h2 id="baseline">') :].split("</section>")[0]
     assert "open was trained without privacy" in section and "no epsilon covers them" in section
     assert "plain accuracy" in section and "also differ in training.learning_rate." in section
-    (row,) = (compare.beside(read_facts(private)) or pytest.fail()).rows[1:]
+    (row,) = (compare.compare_with_baseline(read_facts(private)) or pytest.fail()).rows[1:]
     accuracies = [json.loads(RunFolder(runs / name).evaluation.read_text())["accuracy"]
                   for name in ("open", "private")]  # fmt: skip
-    assert row[4:6] == [percent(share) for share in accuracies]
-    private.beside_baseline.unlink()
+    assert row[4:6] == [format_percent(share) for share in accuracies]
+    private.baseline_report.unlink()
     pipeline.report_stage(private)  # of a later command: it stays
-    assert "What privacy costs" in private.beside_baseline.read_text()
+    assert "What privacy costs" in private.baseline_report.read_text()
     private.baseline.unlink()
     pipeline.report_stage(private)
-    assert not private.beside_baseline.exists()
+    assert not private.baseline_report.exists()
 
 
 def test_nothing_of_it_may_leave(runs, private):
     def leaving() -> dict[str, bytes]:
-        return {str(path): (private.path / path).read_bytes() for path in publishable(private)}
+        return {
+            str(path): (private.path / path).read_bytes() for path in publishable_files(private)
+        }
 
     pipeline.report_stage(private)
     before = leaving()
-    compare.link(private, RunFolder(runs / "open"))
+    compare.set_baseline(private, RunFolder(runs / "open"))
     pipeline.report_stage(private)
-    assert "What privacy costs" in private.beside_baseline.read_text()
+    assert "What privacy costs" in private.baseline_report.read_text()
     assert leaving() == before and "report/index.html" in before
 
 
@@ -90,7 +92,7 @@ def test_what_is_no_baseline_is_refused(runs, private, monkeypatch, capsys, tmp_
         (private, RunFolder(tmp_path / "open"), "must be another run beside private"),
     ):
         with pytest.raises(UserError, match=why):
-            compare.link(folder, other)
+            compare.set_baseline(folder, other)
         assert not folder.baseline.exists()
     asked = ("report", "private", "--runs", runs)
     done = command(monkeypatch, capsys, runs, *asked, "--baseline", "nothing")
@@ -103,13 +105,14 @@ def test_the_command_that_makes_one_makes_one(runs, private, monkeypatch, capsys
     done = command(monkeypatch, capsys, runs, "report", "private", "--runs", runs,
                    "--baseline", "nothing")  # fmt: skip
     made = re.sub(r"\s+", " ", done.err).split("this makes one: ")[1].strip()
-    assert made == compare.making(private)
+    assert made == compare.baseline_command(private)
     assert "tune" not in made and "budget" not in made
-    from dpdist.runs.recipe import load, read_changes
+    from dpdist.runs.recipe import load_recipe, parse_changes
 
     said = shlex.split(made)
-    recipe = load(
-        Path(said[2]), read_changes([said[i + 1] for i, word in enumerate(said) if word == "--set"])
+    recipe = load_recipe(
+        Path(said[2]),
+        parse_changes([said[i + 1] for i, word in enumerate(said) if word == "--set"]),
     )
     assert recipe.privacy.noise_multiplier == 0 and recipe.privacy.clipping == "none"
     assert math.isinf(read_facts(RunFolder(runs / "open")).guarantee.epsilon)
@@ -120,11 +123,11 @@ def test_one_that_is_gone_is_said_so(private, kept):
     private.baseline.write_text(kept)
     if kept == '{"run": 3}':
         with pytest.raises(UserError, match=r"baseline\.json"):
-            compare.beside(read_facts(private))
+            compare.compare_with_baseline(read_facts(private))
         return
-    found = compare.beside(read_facts(private))
+    found = compare.compare_with_baseline(read_facts(private))
     assert found is not None and not found.rows and found.notes
     pipeline.report_stage(private)
-    assert found.notes[0] in private.beside_baseline.read_text().replace("&#39;", "'").replace(
+    assert found.notes[0] in private.baseline_report.read_text().replace("&#39;", "'").replace(
         "&amp;", "&"
     )

@@ -23,15 +23,15 @@ from dpdist.certification.statistics import ERROR, curve_difference, difference_
 from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
 from dpdist.reports.compare import (
-    curves_grid,
-    differences,
-    differences_grid,
+    accuracy_difference_rows,
+    accuracy_differences,
+    curve_difference_rows,
+    curve_differences,
     differences_section,
-    whole_curves,
 )
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.training.records import data_source, test_records
 
 pytestmark = pytest.mark.whole
 
@@ -52,8 +52,8 @@ def certificates(path: Path, right: set[int], **changes: Any) -> table_reader.Ce
         selected = labels if index in right else 1 - labels
         hits = settings.n - 5
         counts = [hits, 5] if selected == 0 else [5, hits]
-        verdict = counted.verdict(
-            [{"selected": selected, "histogram": counts}], counted.place(None, ())
+        verdict = counted.decide(
+            [{"selected": selected, "histogram": counts}], counted.build_sampler(None, ())
         )
         rows.append(settings.row(index, labels, verdict, None))
     about = {
@@ -85,26 +85,26 @@ def two(tmp_path: Path) -> list[Any]:
 
 
 def test_difference_is_of_the_later_run_less_the_first(two: list[Any]) -> None:
-    (row,), notes = differences(two, SIZES)
-    it = row.found
+    (row,), notes = accuracy_differences(two, SIZES)
+    it = row.comparison
     assert notes == [] and row.run == "later" and row.size == "0.1"
-    assert row.what == "vote (Cohen), gaussian 0.5, L2"
+    assert row.quantity == "vote (Cohen), gaussian 0.5, L2"
     assert (it.inputs, it.only_first, it.only_second) == (40, 3, 9)
     assert (it.first, it.second, it.difference) == (23 / 40, 29 / 40, 6 / 40)
     assert it.p_value == pytest.approx(stats.binomtest(9, 12, 0.5).pvalue)
-    header, shown = differences_grid("first", [row])
+    header, shown = accuracy_difference_rows("first", [row])
     assert "first, %" in header and "only first : only run" in header
     assert shown[4:7] == ["57.50", "72.50", "+15.00"] and shown[9] == "3 : 9"
     assert shown[8] == shown[7]  # one row: all of them together are it
     low, high = (float(part) for part in shown[7].split(" to "))
     assert low <= 100 * it.low and high >= 100 * it.high
-    ((back,), _) = differences(two[::-1], SIZES)
-    assert back.found.difference == -6 / 40
+    ((back,), _) = accuracy_differences(two[::-1], SIZES)
+    assert back.comparison.difference == -6 / 40
 
 
 def test_all_intervals_share_one_error(two: list[Any]) -> None:
-    (row,), _ = differences(two, SIZES)
-    shown = differences_grid("first", [row] * 4)[1]
+    (row,), _ = accuracy_differences(two, SIZES)
+    shown = accuracy_difference_rows("first", [row] * 4)[1]
     low, high = difference_interval(3, 9, 40, ERROR / 4)
     assert [float(part) for part in shown[8].split(" to ")] == [
         math.floor(1e4 * low) / 100,
@@ -113,56 +113,56 @@ def test_all_intervals_share_one_error(two: list[Any]) -> None:
 
 
 def test_whole_curves_share_one_error_and_name_the_better(two: list[Any]) -> None:
-    ((found, curve),) = whole_curves(two, {"l2": (0.1, 0.5), "linf": ()})
+    ((found, curve),) = curve_differences(two, {"l2": (0.1, 0.5), "linf": ()})
     assert (found.run, found.norm) == ("later", "l2") and curve.knots[[0, -1]].tolist() == [0, 0.5]
     alone = curve_difference(found.first, found.later, 0.5, ERROR)
     assert (curve.low == alone.low).all()
-    several = whole_curves([two[0], two[1], two[1]], {"l2": (0.5,), "linf": (0.1,)})
+    several = curve_differences([two[0], two[1], two[1]], {"l2": (0.5,), "linf": (0.1,)})
     assert len(several) == 4
     shared = curve_difference(found.first, found.later, 0.5, ERROR / 4)
     assert (several[0][1].low == shared.low).all() and (shared.low < alone.low).any()
-    header, shown = curves_grid([(found, curve)])
+    header, shown = curve_difference_rows([(found, curve)])
     assert header[3:5] == ["better", "worse"] and shown[2:5] == ["up to 0.5", "nowhere", "nowhere"]
     low, high = (float(part) for part in shown[5].split(" to "))
     assert low <= 100 * curve.low.min() and high >= 100 * curve.high.max()
     better = replace(curve, low=np.linspace(-1, 1, 64))
-    assert curves_grid([(found, better)])[1][3] == "above 0.25 to 0.5"
+    assert curve_difference_rows([(found, better)])[1][3] == "above 0.25 to 0.5"
     far = replace(curve, knots=np.linspace(0, 12.7, 65), low=np.repeat([0.1, -0.1], (55, 9)))
-    assert curves_grid([(found, far)])[1][3] == "above 0 to 10.91406"  # of 10.9140625
+    assert curve_difference_rows([(found, far)])[1][3] == "above 0 to 10.91406"  # of 10.9140625
     text = "\n".join(differences_section(two, SIZES))
     assert "at every size, between those listed too" in text
 
 
 def test_nothing_is_certified_where_the_radius_is_smaller(two: list[Any]) -> None:
-    (row,), _ = differences(two, {"l2": (50.0,), "linf": ()})
-    assert row.found.first == row.found.second == 0 and row.found.p_value == 1
+    (row,), _ = accuracy_differences(two, {"l2": (50.0,), "linf": ()})
+    assert row.comparison.first == row.comparison.second == 0 and row.comparison.p_value == 1
 
 
 def test_what_does_not_hold_is_not_compared(two: list[Any], monkeypatch) -> None:
     """A certificate as printed, which attacks refute, is beside the others in a table of scores."""
-    kind = two[0].tables[0].kind
-    real = kind.sizes_in
+    kind = two[0].tables[0].certificate_class
+    real = kind.sizes_in_norm
 
     def and_as_printed(table: Any, norm: str, numbers: int) -> list[Any]:
         found = real(table, norm, numbers)
         printed = [replace(each, name="as_printed", holds=False) for each in found]
         return [*found, *printed]
 
-    monkeypatch.setattr(kind, "sizes_in", and_as_printed)
-    assert len(differences(two, SIZES)[0]) == len(whole_curves(two, SIZES)) == 1
+    monkeypatch.setattr(kind, "sizes_in_norm", and_as_printed)
+    assert len(accuracy_differences(two, SIZES)[0]) == len(curve_differences(two, SIZES)) == 1
 
 
 def test_pairs_are_made_by_input_and_not_by_row(tmp_path: Path, two: list[Any]) -> None:
     # The later run's share begins elsewhere, and has every other input.
     share = certificates(tmp_path / "t3", right(ONLY_LATER), indices=range(4, 40, 2))
     two[1].tables = [share]
-    (row,), _ = differences(two, SIZES)
-    assert row.found.inputs == 18
-    assert (row.found.only_first, row.found.only_second) == (1, 3)  # 10; 4, 6 and 8
+    (row,), _ = accuracy_differences(two, SIZES)
+    assert row.comparison.inputs == 18
+    assert (row.comparison.only_first, row.comparison.only_second) == (1, 3)  # 10; 4, 6 and 8
     # Of several tables on the same terms, the two with the most inputs in common.
     two[1].tables.append(certificates(tmp_path / "t4", right(ONLY_LATER), indices=range(30)))
-    (row,), _ = differences(two, SIZES)
-    assert row.found.inputs == 30
+    (row,), _ = accuracy_differences(two, SIZES)
+    assert row.comparison.inputs == 30
 
 
 def test_any_time_follows_the_order_of_the_inputs(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_any_time_follows_the_order_of_the_inputs(tmp_path: Path) -> None:
     early, late = set(range(12)), set(range(30, 40))
     first = run_of(tmp_path / "first", certificates(tmp_path / "t1", late))
     later = certificates(tmp_path / "t2", early)
-    (row,), _ = differences([first, run_of(tmp_path / "later", later)], SIZES)
-    assert row.found.anytime < 0.01 < row.found.p_value
+    (row,), _ = accuracy_differences([first, run_of(tmp_path / "later", later)], SIZES)
+    assert row.comparison.anytime < 0.01 < row.comparison.p_value
 
 
 @pytest.mark.parametrize(
@@ -193,23 +193,24 @@ def test_what_cannot_be_paired_is_refused(
 ) -> None:
     two[1].tables = [certificates(tmp_path / "t3", right(ONLY_LATER), **changes)]
     with pytest.raises(UserError, match=complaint):
-        differences(two, SIZES)
+        accuracy_differences(two, SIZES)
 
 
 def test_one_noise_bank_makes_no_independent_sample(tmp_path: Path) -> None:
     found = [certificates(tmp_path / f"{i}", right(ONLY_LATER), noise_bank=True) for i in (1, 2)]
     with pytest.raises(UserError, match="share one noise bank"):
-        differences([run_of(tmp_path / "r", table) for table in found], SIZES)
+        accuracy_differences([run_of(tmp_path / "r", table) for table in found], SIZES)
 
 
 def test_what_only_one_run_has_is_named(tmp_path: Path, two: list[Any]) -> None:
     two[1].tables.append(certificates(tmp_path / "other-sigma", set(), sigma=0.25))
-    _, notes = differences(two, SIZES)
+    _, notes = accuracy_differences(two, SIZES)
     assert notes == [
         "Not compared: other-sigma of later (the other run has no certificates on these terms)."
     ]
     two[1].tables = []
-    assert differences(two, SIZES) == ([], ["Not compared: t1 of first (the other run has no "
+    assert accuracy_differences(two, SIZES) == ([],
+        ["Not compared: t1 of first (the other run has no "
                                             "certificates on these terms)."])  # fmt: skip
 
 
@@ -226,20 +227,20 @@ def test_plain_accuracy_on_the_same_inputs(tmp_path: Path) -> None:
         run_of(tmp_path / "b", **plain([8, 9])),
         run_of(tmp_path / "c", **plain(list(range(9)))),
     ]
-    rows, notes = differences(runs, SIZES)
-    assert notes == [] and [(row.run, row.what, row.size) for row in rows] == [
+    rows, notes = accuracy_differences(runs, SIZES)
+    assert notes == [] and [(row.run, row.quantity, row.size) for row in rows] == [
         ("b", "plain accuracy", ""), ("c", "plain accuracy", "")
     ]  # fmt: skip
-    assert (rows[0].found.only_first, rows[0].found.only_second) == (1, 8)
-    assert rows[1].found.p_value == 1
+    assert (rows[0].comparison.only_first, rows[0].comparison.only_second) == (1, 8)
+    assert rows[1].comparison.p_value == 1
     # Two later runs: Holm's correction doubles the smaller p value.
     p = stats.binomtest(1, 9, 0.5).pvalue
-    shown = differences_grid("first", rows)
+    shown = accuracy_difference_rows("first", rows)
     assert shown[1][10:12] == [f"{p:.2g}", f"{2 * p:.2g}"] and shown[2][10:12] == ["1", "1"]
     text = "\n".join(differences_section(runs, SIZES))
     assert "corrected for the 2 rows above" in text and "sample of" in text
     with pytest.raises(UserError, match="evaluated on different data"):
-        differences([runs[0], run_of(tmp_path / "b", **plain([1], "other"))], SIZES)
+        accuracy_differences([runs[0], run_of(tmp_path / "b", **plain([1], "other"))], SIZES)
 
 
 def test_evaluations_that_do_not_name_inputs(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_evaluations_that_do_not_name_inputs(tmp_path: Path) -> None:
         said = {k: v for k, v in {**plain([1]), **damage}.items() if v is not None}
         damaged = run_of(tmp_path / "damaged", **said)
         with pytest.raises(UserError, match="damaged"):
-            differences([first, damaged], SIZES)
+            accuracy_differences([first, damaged], SIZES)
 
 
 def test_a_run_says_which_inputs_it_got_wrong(
@@ -265,11 +266,14 @@ def test_a_run_says_which_inputs_it_got_wrong(
     monkeypatch.setattr(evaluation, "_BATCH", 100)
     pipeline.evaluate_stage(recipe, run)
     facts = read_facts(run)
-    test = evaluation_data(recipe, source_of(recipe))
+    test = test_records(recipe, data_source(recipe))
     with torch.no_grad():
         answers = load_model(recipe, run)(test.batch(slice(None))).argmax(1)
     wrong = np.flatnonzero(answers.numpy() != np.asarray(test.labels))
     assert facts.evaluation and facts.evaluation["wrong"] == " ".join(map(str, wrong))
-    ((row,), notes) = differences([facts, facts], {"l2": (), "linf": ()})
-    assert notes == [] and row.found.first == row.found.second == facts.evaluation["accuracy"]
-    assert row.found.inputs == len(test) > 100 and row.found.only_first == 0
+    ((row,), notes) = accuracy_differences([facts, facts], {"l2": (), "linf": ()})
+    assert (
+        notes == []
+        and row.comparison.first == row.comparison.second == facts.evaluation["accuracy"]
+    )
+    assert row.comparison.inputs == len(test) > 100 and row.comparison.only_first == 0

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.here import call
+from support.local_execution import call
 from torch import nn
 
 import dpdist
 from dpdist.certification import statistics
 from dpdist.certification.table import input_range, range_words
-from dpdist.reports.summary import in_short
+from dpdist.reports.summary import make_verdict
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
@@ -79,7 +79,7 @@ def test_a_report_begins_with_them(here: None, tmp_path: Path, monkeypatch) -> N
     done = call("certify", "odd", "--n", "2000")
     assert done.exit_code == 0, (done.output, done.exception)
     assert "WARNING" in done.stdout and "of that range" in done.stdout
-    found = in_short(dpdist.read_facts(RunFolder(tmp_path / "runs" / "odd")))
-    assert found.mood == "caution"
+    found = make_verdict(dpdist.read_facts(RunFolder(tmp_path / "runs" / "odd")))
+    assert found.severity == "caution"
     assert found.sentence.startswith("Certified accuracy is the same at all radii")
     assert "commonest class, 80.0 %" in found.sentence

@@ -17,19 +17,19 @@ from support.training import make, train
 
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.table import Shares, read_attack
+from dpdist.attacks.table import OutcomeShares, read_attack
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.expected_scores import ExpectedScores, ScoreBound, decide
+from dpdist.certification.expected_scores import ExpectedScores, ScoreBound, certify_scores
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.worker import ScoredPlace
+from dpdist.certification.worker import ScoreSampler
 from dpdist.cli import certify
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.evaluation import evaluate_stage
 from dpdist.reports import compare, html
-from dpdist.reports.charts import attacked_accuracy, grid, same_classifier
+from dpdist.reports.charts import attack_outcome_table, attacked_accuracy_chart, is_same_classifier
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 
@@ -43,8 +43,8 @@ def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
     """Class 1 has the larger mean score (0.7), class 0 wins nearly every vote."""
     settings = ExpectedScores(n=N, alpha=0.05, bound=bound, radii=(0.01,))
     sums, votes = np.array([300, 700]) * SCORE_UNIT, np.array([990, 10])
-    verdict = decide(sums, sums // 2, votes, 0, settings, 1.0, NORMS)
-    place = ScoredPlace(1.0, NORMS)
+    verdict = certify_scores(sums, sums // 2, votes, 0, settings, 1.0, NORMS)
+    place = ScoreSampler(1.0, NORMS)
     rows = [settings.row(i, label, verdict, place) for i, label in enumerate(labels)]
     about = {
         "settings": {"n": N, "n0": settings.n0, "alpha": settings.alpha, "mode": "scores",
@@ -60,7 +60,9 @@ def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
     """Three right of four; noise, sigma and data as `changes` say."""
     changed = {"noise": "gaussian", "sigma": 0.5, "data": "d", "model": "m"} | (changes or {})
     settings: Any = Cohen(sigma=changed["sigma"], n=N, noise=changed["noise"])
-    verdict = settings.verdict([{"selected": 0, "histogram": [N - 5, 5]}], settings.place(None, ()))
+    verdict = settings.decide(
+        [{"selected": 0, "histogram": [N - 5, 5]}], settings.build_sampler(None, ())
+    )
     rows = [settings.row(i, i // 3, verdict, None) for i in range(4)]
     about = {
         "settings": {"n": N, "mode": "fixed", "noise": settings.noise, "sigma": settings.sigma},
@@ -84,21 +86,27 @@ def test_every_page_prints_the_same_certified_accuracy(
     path = score_table(tmp_path / "t" / "certificates.parquet", bound, [*right, 1 - right[0]])
     found = table_reader.read(path)
     assert found.certified_accuracy(0.01) == 0.75
-    assert (found.certified() >= 0.01).tolist() == [True, True, True, False]
+    assert (found.size_if_correct() >= 0.01).tolist() == [True, True, True, False]
     certify._print_table(path)
     lines = capsys.readouterr().out.splitlines()
     shown = {" ".join(line.split()) for line in lines}
     assert {f"{norm} exact 75.00 % at 0, 75.00 % at 0.01" for norm in ("l2", "linf")} <= shown
     facts = run_of(tmp_path / "run", [found])
     for norm in ("l2", "linf"):
-        rows = {row[1]: row[2] for row in compare.certified_grid([facts], norm, [0.01])[1:]}
+        rows = {
+            row[1]: row[2] for row in compare.certified_accuracy_rows([facts], norm, [0.01])[1:]
+        }
         assert rows["exact profile"] == "75.0"
         # The vote's class is 0, that of the printed bounds 1, whatever the sound bounds are.
         assert rows["vote (Cohen)"] == ("75.0" if right[0] == 0 else "25.0")
     assert rows["as printed (does not hold)"] == ("75.0" if right[0] == 1 else "25.0")
-    (picture,) = {c.accuracy(0.01) for c in compare.curves(facts) if c.title == "exact profile"}
+    (picture,) = {
+        c.certified_accuracy(0.01)
+        for c in compare.certified_curves(facts)
+        if c.title == "exact profile"
+    }
     assert picture == 0.75
-    section = html._table(found, RunFolder(tmp_path))
+    section = html._certificate_section(found, RunFolder(tmp_path))
     assert ("0.01", "75.00") in {row[:2] for row in section["rows"]}  # type: ignore[attr-defined]
 
 
@@ -107,7 +115,7 @@ def test_comparison_tells_smoothing_noises_apart(tmp_path: Path) -> None:
         table_reader.read(smoothed_table(tmp_path / f"{i}" / "certificates.parquet", changes))
         for i, changes in enumerate([{}, {"sigma": 0.25}, {"noise": "laplace"}])
     ]
-    rows = compare.certified_grid([run_of(tmp_path / "run", found)], "l2", [0.1])[1:]
+    rows = compare.certified_accuracy_rows([run_of(tmp_path / "run", found)], "l2", [0.1])[1:]
     assert [row[1] for row in rows] == [
         "vote (Cohen), gaussian 0.5", "vote (Cohen), gaussian 0.25", "vote (Cohen), laplace 0.5"
     ]  # fmt: skip
@@ -148,16 +156,16 @@ ANSWERS = {
 
 def test_an_abstention_is_neither_right_nor_wrong(tmp_path: Path) -> None:
     table = read_attack(attacks(tmp_path / "a" / "attacks.parquet", SMOOTHED, ANSWERS))
-    assert table.shares("none", 0.0) == Shares(0.75, 0.25, 0.0)
-    assert table.shares("fgsm", 0.2) == Shares(0.25, 0.5, 0.25)
-    assert table.shares("pgd", 0.2) == Shares(0.5, 0.25, 0.25)
+    assert table.outcome_shares("none", 0.0) == OutcomeShares(0.75, 0.25, 0.0)
+    assert table.outcome_shares("fgsm", 0.2) == OutcomeShares(0.25, 0.5, 0.25)
+    assert table.outcome_shares("pgd", 0.2) == OutcomeShares(0.5, 0.25, 0.25)
     # Wrong under one is wrong; right under all is right; what is left was never decided against.
-    assert table.worst(0.2) == Shares(0.0, 0.5, 0.5)
-    assert table.worst(9.0) == Shares(0.0, 1.0, 0.0)
+    assert table.worst(0.2) == OutcomeShares(0.0, 0.5, 0.5)
+    assert table.worst(9.0) == OutcomeShares(0.0, 1.0, 0.0)
     with pytest.raises(ValueError, match="no attack mim"):
-        table.shares("mim", 0.2)
+        table.outcome_shares("mim", 0.2)
     certificates = table_reader.read(smoothed_table(tmp_path / "c" / "certificates.parquet"))
-    shown = grid(table, [certificates])
+    shown = attack_outcome_table(table, [certificates])
     assert shown.header == ["l2 size", "attack", "right", "abstained", "wrong", "certified c"]
     assert shown.rows == [
         ["0", "none", "75.00", "25.00", "0.00", "75.00"],
@@ -166,14 +174,14 @@ def test_an_abstention_is_neither_right_nor_wrong(tmp_path: Path) -> None:
         ["0.2", "all of them", "0.00", "50.00", "50.00", "75.00"],
         ["9", "pgd", "0.00", "100.00", "0.00", "0.00"],
     ]
-    (line,) = AttackSettings.lines([table])
+    (line,) = AttackSettings.summary_rows([table])
     assert "0.00 % right, 50.00 % abstained, 50.00 % wrong at 0.2" in line[1]
-    assert attacked_accuracy(table, [certificates]).startswith("<svg")
+    assert attacked_accuracy_chart(table, [certificates]).startswith("<svg")
     facts: Any = SimpleNamespace(folder=RunFolder(tmp_path / "run"), attacks=[table])
-    assert compare.attacked_grid([facts], "l2")[1:] == [
-        ["run", table.classifier, "0", "none", "75.00", "25.00", "0.00"],
-        ["run", table.classifier, "0.2", "fgsm, pgd", "0.00", "50.00", "50.00"],
-        ["run", table.classifier, "9", "pgd", "0.00", "100.00", "0.00"],
+    assert compare.attacked_accuracy_rows([facts], "l2")[1:] == [
+        ["run", table.description, "0", "none", "75.00", "25.00", "0.00"],
+        ["run", table.description, "0.2", "fgsm, pgd", "0.00", "50.00", "50.00"],
+        ["run", table.description, "9", "pgd", "0.00", "100.00", "0.00"],
     ]
 
 
@@ -197,8 +205,8 @@ def test_the_same_classifier_is_the_same_model_data_and_noise(
     certificates = table_reader.read(
         smoothed_table(tmp_path / "c" / "certificates.parquet", changes)
     )
-    assert same_classifier(table, certificates) == same
-    found = grid(table, [certificates])
+    assert is_same_classifier(table, certificates) == same
+    found = attack_outcome_table(table, [certificates])
     assert (len(found.header) == 6) == shown == bool(found.notes)
     assert not shown or ("another classifier" in found.notes[0]) == (not same)
 
@@ -218,10 +226,10 @@ def test_hidden_noise_is_attacked_as_it_is_certified(tmp_path: Path) -> None:
     ):
         path = attacks(tmp_path / "a" / "attacks.parquet", {"kind": "hidden"}, ANSWERS, **by)
         table = read_attack(path)
-        assert same_classifier(table, same) and not same_classifier(table, other)
-        (note,) = grid(table, [other]).notes
+        assert is_same_classifier(table, same) and not is_same_classifier(table, other)
+        (note,) = attack_outcome_table(table, [other]).notes
         assert note.endswith(f"another classifier than the attacked one (that answers by {named})")
-        assert "mean scores" in table.classifier or not by
+        assert "mean scores" in table.description or not by
 
 
 def test_a_table_is_titled_by_its_settings_wherever_it_lies(tmp_path: Path) -> None:
@@ -234,7 +242,7 @@ def test_a_table_is_titled_by_its_settings_wherever_it_lies(tmp_path: Path) -> N
 def test_tables_without_a_statement_are_refused(tmp_path: Path) -> None:
     empty = tables.build([], {})
     with pytest.raises(UserError, match="no certificates in the table"):
-        table_reader.of(empty)
+        table_reader.from_arrow(empty)
     path = score_table(tmp_path / "certificates.parquet", "counts", [0])
     tables.write(tables.read(path).drop_columns(["sums"]), path)
     with pytest.raises(UserError, match="no column 'sums'"):
@@ -263,7 +271,7 @@ def test_a_table_made_from_others_replaces_no_certification(tmp_path: Path) -> N
     (kept / "settings.json").write_text("{}")
     before = (kept / path.name).read_bytes()
     with pytest.raises(UserError, match=r"first-alpha-0\.01: holds a certification"):
-        certify._rebounded(run, path.parent, "alpha=0.01")
+        certify._recertify_table(run, path.parent, "alpha=0.01")
     assert (kept / path.name).read_bytes() == before
 
 
@@ -275,7 +283,7 @@ def test_a_run_shows_results_of_its_own_model_only(
         training__steps=1, model="linear", privacy__run_key=None,
     )  # fmt: skip
     train(recipe, run)
-    own = read_facts(run).trained["model"]
+    own = read_facts(run).training_summary["model"]
     smoothed_table(run.certificates / "own/certificates.parquet", {"model": own})
     assert [table.name for table in read_facts(run).tables] == ["own"]
     smoothed_table(run.certificates / "foreign/certificates.parquet")

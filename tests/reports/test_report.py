@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.browser import BROWSER, WIDTHS, seen
+from support.browser import BROWSER, WIDTHS, inspect_pages
 from support.training import make, train
 
 from dpdist import pipeline
@@ -28,25 +28,37 @@ from dpdist.certification import table as tables
 from dpdist.certification.cohen import Cohen
 from dpdist.core.errors import UserError
 from dpdist.evaluation import SplitImages, split_images
-from dpdist.privacy.card import Audited
+from dpdist.privacy.card import AuditFinding
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.reports.charts import (
     PALETTE,
     Axis,
     Line,
-    alone,
-    certified_accuracy,
+    certified_accuracy_chart,
     chart,
-    style,
+    standalone_svg,
+    stylesheet,
     ticks,
 )
 from dpdist.reports.facts import Facts, read_facts
-from dpdist.reports.html import UNASKED, allowed, picked, render, write_overview, write_report
-from dpdist.reports.summary import in_short, interval, meanings, right_at_most
+from dpdist.reports.html import (
+    IMAGES_NOT_REQUESTED,
+    are_images_allowed,
+    render_template,
+    select_images,
+    write_overview,
+    write_report,
+)
+from dpdist.reports.summary import (
+    accuracy_interval,
+    explain_numbers,
+    make_verdict,
+    max_correct_guess_percent,
+)
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.runs.recipe import parse_recipe
+from dpdist.training.records import data_source, test_records
 
 pytestmark = pytest.mark.whole
 
@@ -90,7 +102,7 @@ class Page(HTMLParser):
 def certify(run: RunFolder, name: str = "mine", data: str | None = None) -> None:
     """Certificates of the first test inputs, ever less sure; some wrong, some not answered."""
     recipe = run.read_recipe()
-    test = evaluation_data(recipe, source_of(recipe))
+    test = test_records(recipe, data_source(recipe))
     settings, rows = Cohen(sigma=0.5, n=1000, radii=(0.1, 0.25)), []
     for index in range(INPUTS):
         label = int(test.labels[index])
@@ -98,14 +110,15 @@ def certify(run: RunFolder, name: str = "mine", data: str | None = None) -> None
         hits = 500 if index in ABSTAINS else 995 - 10 * index
         counts = [0] * 10
         counts[selected], counts[(selected + 5) % 10] = hits, 1000 - hits
-        verdict = settings.verdict(
-            [{"selected": selected, "histogram": counts}], settings.place(None, ())
+        verdict = settings.decide(
+            [{"selected": selected, "histogram": counts}], settings.build_sampler(None, ())
         )
         rows.append(settings.row(index, label, verdict, None))
     about = {
         "settings": {"n": 1000, "mode": "fixed", "noise": "gaussian", "sigma": 0.5,
                      "radii": [0.1, 0.25]},
-        "model": read_facts(run).trained["model"], "data": data or test.fingerprint, "seed": "5eed",
+        "model": read_facts(run).training_summary["model"], "data": data or test.fingerprint,
+        "seed": "5eed",
     }  # fmt: skip
     tables.write(tables.build(rows, about), run.certificates / name / "certificates.parquet")
 
@@ -167,7 +180,7 @@ def check_page(text: str) -> Page:
 
 
 def test_the_page_is_whole_and_open_to_everybody(run: RunFolder) -> None:
-    text = run.report.read_text()
+    text = run.report_file.read_text()
     page = check_page(text)
     assert page.all("script") == []
     shown = " ".join(part for _, part in page.said)
@@ -180,14 +193,14 @@ def test_the_page_is_whole_and_open_to_everybody(run: RunFolder) -> None:
     # The folder's name is somebody's text, and is only ever shown.
     assert HOSTILE in shown and "<img src=x" not in text and "<i>" not in text
     assert text.index("verdict") < text.index("<nav") and text.count("<svg") == 2
-    drawn = ElementTree.parse(run.report.with_name("certified_accuracy.svg")).getroot()
+    drawn = ElementTree.parse(run.report_file.with_name("certified_accuracy.svg")).getroot()
     assert len(drawn.findall("{*}svg")) == 1 and HOSTILE.split()[0] in " ".join(drawn.itertext())
 
 
 def test_what_is_secret_stays_secret(run: RunFolder) -> None:
-    text = run.report.read_text()
+    text = run.report_file.read_text()
     assert run.run_key.read_text().strip() not in text
-    for mark in re.findall(r"[0-9a-f]{32,}", run.data.read_text()):
+    for mark in re.findall(r"[0-9a-f]{32,}", run.data_fingerprint.read_text()):
         assert mark not in text
 
 
@@ -214,33 +227,36 @@ def test_images_are_test_inputs_and_shown_where_somebody_said_so(
     recipe = run.read_recipe()
     images = split_images(recipe)
     assert isinstance(images, SplitImages)
-    rows = dict(picked(read_facts(run).tables, images, NAMES))
+    rows = dict(select_images(read_facts(run).tables, images, NAMES))
     least, most, wrong, silent = rows.values()
     assert {it.index for it in wrong} == WRONG and {it.index for it in silent} == ABSTAINS
     assert all(a.radius <= b.radius for a, b in itertools.pairwise(least))
     assert most[0].index == 0 and least[0].radius < most[0].radius
-    test = evaluation_data(recipe, source_of(recipe))
+    test = test_records(recipe, data_source(recipe))
     assert wrong[0].label == NAMES[int(test.labels[wrong[0].index])]
     assert wrong[0].answer == f"answer {NAMES[(int(test.labels[wrong[0].index]) + 1) % 10]}"
     pixels = np.asarray(Image.open(io.BytesIO(wrong[0].png)))
     assert (pixels == test.inputs[wrong[0].index, 0]).all()
-    text = run.report.read_text()
+    text = run.report_file.read_text()
     found = [base64.b64decode(raw) for raw in re.findall(r"base64,([^\"]+)", text)]
     every = [it.png for row in rows.values() for it in row]
     assert found == every and len(Page(text).all("img")) == len(every)
     # Of other data an index names another input.
-    assert picked(read_facts(run).tables, SplitImages(test.first(20)), NAMES) == []
+    assert select_images(read_facts(run).tables, SplitImages(test.first(20)), NAMES) == []
     with pytest.raises(UserError, match="has 358 inputs, no 358"):
         images.png(358)
     # Built-in data are public; of one's own nothing is shown before it is asked for, and then on.
     other = RunFolder(tmp_path / "own")
-    assert [allowed(other, None, built_in) for built_in in (True, False)] == [True, False]
-    assert allowed(other, True, False) and allowed(other, None, False)
-    assert not allowed(other, False, True) and not allowed(other, None, True)
+    assert [are_images_allowed(other, None, built_in) for built_in in (True, False)] == [
+        True,
+        False,
+    ]
+    assert are_images_allowed(other, True, False) and are_images_allowed(other, None, False)
+    assert not are_images_allowed(other, False, True) and not are_images_allowed(other, None, True)
     write_report(run)
     try:
-        text = run.report.read_text()
-        assert "base64" not in text and UNASKED.partition(";")[0] in text
+        text = run.report_file.read_text()
+        assert "base64" not in text and IMAGES_NOT_REQUESTED.partition(";")[0] in text
     finally:
         pipeline.report_stage(run)
 
@@ -248,17 +264,17 @@ def test_images_are_test_inputs_and_shown_where_somebody_said_so(
 def test_a_run_with_canaries_shows_no_test_input(run: RunFolder) -> None:
     recipe = run.read_recipe()
     audit = {"kind": "canaries", "canaries": 20}
-    planted = parse({**recipe.model_dump(mode="json"), "audit": audit}, "test")
-    assert planted.planted is not None and "canaries" in str(split_images(planted))
+    planted = parse_recipe({**recipe.model_dump(mode="json"), "audit": audit}, "test")
+    assert planted.canary_audit is not None and "canaries" in str(split_images(planted))
 
 
-def audit(**changes: Any) -> Audited:
+def audit(**changes: Any) -> AuditFinding:
     given = {
         "kind": "mechanism", "method": "m", "epsilon": 5.0, "delta": 1e-4, "alpha": 0.05,
         "view": "all", "neighbours": "add-or-remove-one", "trials": 10, "rule": "r",
         "proved": math.inf, "claimed": 1.0,
     }  # fmt: skip
-    return Audited(**(given | changes))
+    return AuditFinding(**(given | changes))
 
 
 def with_results(facts: Facts, kind: type, result: Any) -> Facts:
@@ -266,44 +282,52 @@ def with_results(facts: Facts, kind: type, result: Any) -> Facts:
 
 
 def test_the_sentence_says_what_holds(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = in_short(facts)
-    assert told.mood == ("caution" if facts.guarantee.epsilon > 10 else "good")
+    told = make_verdict(facts)
+    assert told.severity == ("caution" if facts.guarantee.epsilon > 10 else "good")
     assert f"with epsilon {format_epsilon(facts.guarantee.epsilon)}" in told.sentence
     assert told.sentence.count(". ") == 0
     share = 100 * facts.tables[0].certified_accuracy(0.1)
     assert f"{share:.1f} % of 30." in told.sentence
     assert "within L2 distance 0.1" in told.sentence
-    none = in_short(dataclasses.replace(facts, tables=[], evaluation=None))
+    none = make_verdict(dataclasses.replace(facts, tables=[], evaluation=None))
     assert "nothing is certified" in none.sentence and "was not measured" in none.sentence
     infinite = Guarantee(math.inf, 1e-4, "add-or-remove-one", "proved", "none")
     open_ = dataclasses.replace(facts, guarantee=infinite)
-    assert in_short(open_).mood == "bad" and "epsilon is infinite" in in_short(open_).sentence
-    assert "single records away" in dict(meanings(open_))["epsilon"]
-    bug = in_short(with_results(facts, AuditResult, audit(proved=1.0)))
-    assert bug.mood == "bad" and bug.sentence.startswith("An audit contradicts what is proved")
-    broken = in_short(with_results(facts, CheckSettings, {"plausible": False}))
-    assert broken.mood == "bad" and broken.sentence.startswith("An attack contradicts")
+    assert (
+        make_verdict(open_).severity == "bad"
+        and "epsilon is infinite" in make_verdict(open_).sentence
+    )
+    assert "single records away" in dict(explain_numbers(open_))["epsilon"]
+    bug = make_verdict(with_results(facts, AuditResult, audit(proved=1.0)))
+    assert bug.severity == "bad" and bug.sentence.startswith("An audit contradicts what is proved")
+    broken = make_verdict(with_results(facts, CheckSettings, {"plausible": False}))
+    assert broken.severity == "bad" and broken.sentence.startswith("An attack contradicts")
     claimed = Guarantee(1.0, 1e-4, "add-or-remove-one", "claimed", "Theorem 1")
     claim = Claim("X", "here", None, claimed, facts.guarantee, "not sound", "no proof")
     monkeypatch.setattr(Facts, "claim", claim)
-    assert "the paper's epsilon 1 does not hold" in in_short(facts).sentence
-    refuted = in_short(with_results(facts, AuditResult, audit()))
-    assert refuted.mood != "good" and "is refuted by an audit" in refuted.sentence
-    monkeypatch.setattr(Facts, "fixed_key", True)
-    assert in_short(facts).mood == "bad" and "run key was fixed" in in_short(facts).sentence
+    assert "the paper's epsilon 1 does not hold" in make_verdict(facts).sentence
+    refuted = make_verdict(with_results(facts, AuditResult, audit()))
+    assert refuted.severity != "good" and "is refuted by an audit" in refuted.sentence
+    monkeypatch.setattr(Facts, "has_fixed_key", True)
+    assert (
+        make_verdict(facts).severity == "bad"
+        and "run key was fixed" in make_verdict(facts).sentence
+    )
 
 
 def test_what_epsilon_lets_a_guess_be_right() -> None:
     def at(epsilon: float, delta: float) -> float:
         return float(
-            right_at_most(Guarantee(epsilon, delta, "add-or-remove-one", "proved", "none"))
+            max_correct_guess_percent(
+                Guarantee(epsilon, delta, "add-or-remove-one", "proved", "none")
+            )
         )
 
     assert at(0.0, 0.0) == 50 and at(math.log(3), 0.0) == pytest.approx(75, abs=0.011)
     assert at(3.0, 1e-4) >= 100 * (math.exp(3) + 1e-4) / (1 + math.exp(3)) > at(3.0, 1e-4) - 0.01
     assert at(1.0, 0.01) >= 100 * (math.e + 0.01) / (1 + math.e) > at(1.0, 0.01) - 0.01
     assert at(800.0, 1e-4) == 100
-    low, high = map(float, interval(90, 100).split(" to "))
+    low, high = map(float, accuracy_interval(90, 100).split(" to "))
     assert low < 83 < 90 < 95 < high
 
 
@@ -314,7 +338,7 @@ def test_a_chart_never_shows_more_than_is_certified(facts: Facts) -> None:
         facts.tables[0], radius=radii, index=np.arange(1000), label=np.zeros(1000, int),
         prediction=np.zeros(1000, int),
     )  # fmt: skip
-    drawn = certified_accuracy([table], 0.9)
+    drawn = certified_accuracy_chart([table], 0.9)
     (path,) = [p for p in re.findall(r'class="c0" d="([^"]+)"', drawn) if "V" in p]
     assert len(drawn) < 20_000
     bottom = max(float(v) for v in re.findall(r"V([\d.]+)", path))
@@ -329,24 +353,27 @@ def test_charts_have_round_ticks_and_stand_alone() -> None:
     for end in (1e-3, 0.07, 0.42, 1.0, 3.14, 100.0, 60_000.0):
         found = ticks(end)
         assert found[0] == 0 and 3 <= len(found) <= 7 and found[-1] <= end * (1 + 1e-9)
-    drawn = chart([Line("<a>", [(0, 1), (1, 0)])], Axis("x", 1), Axis("y", 1), about="&", name="n",
+    drawn = chart([Line("<a>", [(0, 1), (1, 0)])], Axis("x", 1), Axis("y", 1), description="&",
+        element_id="n",
                   title="t")  # fmt: skip
-    whole = alone(drawn, "<b>")
+    whole = standalone_svg(drawn, "<b>")
     assert "<a>" not in whole and "&lt;a&gt;" in whole and "&lt;b&gt;" in whole
-    assert style() in whole and whole.count("xmlns") == 1
+    assert stylesheet() in whole and whole.count("xmlns") == 1
     ElementTree.fromstring(whole)
 
 
 def test_an_axis_by_doublings() -> None:
     axis = Axis("epsilon", 8, 0.25)
     assert axis.ticks() == [0.25, 0.5, 1, 2, 4, 8]
-    assert [axis.share(tick) for tick in axis.ticks()] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
-    assert (axis.share(0.01), axis.share(99)) == (0, 1)
+    assert [axis.position(tick) for tick in axis.ticks()] == pytest.approx(
+        [0, 0.2, 0.4, 0.6, 0.8, 1]
+    )
+    assert (axis.position(0.01), axis.position(99)) == (0, 1)
     for begin in (0, -1, 8, 9):
         with pytest.raises(ValueError, match="by doublings"):
             Axis("epsilon", 8, begin)
-    line = Line("l", [(0.25, 0), (0.5, 1), (8, 0)], dots=True)
-    drawn = chart([line], axis, Axis("y", 1), about="", name="n", title="t")
+    line = Line("l", [(0.25, 0), (0.5, 1), (8, 0)], show_markers=True)
+    drawn = chart([line], axis, Axis("y", 1), description="", element_id="n", title="t")
     assert re.findall(r'cx="([\d.]+)"', drawn) == ["46", "106.8", "350"]
     assert '<text x="106.8" y="' in drawn and ">0.5</text>" in drawn
 
@@ -389,11 +416,11 @@ def test_in_a_browser_nothing_sticks_out_and_columns_sort(
     long = "x" * 200
     rows = [[name, value, *["0.123"] * 14]
             for name, value in ((long, "1,234.5"), ("<b>", "inf"), ("c", ">= 7 (x)"))]  # fmt: skip
-    overview = render(
+    overview = render_template(
         "overview.html", heading=long, script=True, runs=[], grids=[], pairs=[],
         privacy=[["run", *[f"column {i}" for i in range(15)]], *rows], left_out=[(long, long)],
     )  # fmt: skip
-    found = seen(tmp_path, [run.report.read_text(), overview], dark)
+    found = inspect_pages(tmp_path, [run.report_file.read_text(), overview], dark)
     assert [page["wide"] for page in found] == [*WIDTHS, *WIDTHS]
     for page in found:
         assert page["out"] == [] and page["scrolls"] <= page["wide"]
@@ -404,7 +431,7 @@ def test_in_a_browser_nothing_sticks_out_and_columns_sort(
 
 def test_a_report_that_fails_leaves_the_one_before(run: RunFolder, monkeypatch) -> None:
     """Page and pictures are of one report: what is refused late replaced nothing."""
-    before = {path: path.read_bytes() for path in run.report.parent.iterdir()}
+    before = {path: path.read_bytes() for path in run.report_file.parent.iterdir()}
     assert len(before) > 1
     table = run.certificates / "mine/certificates.parquet"
     whole = table.read_bytes()
@@ -412,12 +439,12 @@ def test_a_report_that_fails_leaves_the_one_before(run: RunFolder, monkeypatch) 
     def refused(facts: Facts) -> None:
         raise UserError("refused late")
 
-    monkeypatch.setattr("dpdist.reports.html.beside", refused)
+    monkeypatch.setattr("dpdist.reports.html.compare_with_baseline", refused)
     certify(run, data="0" * 32)
     monkeypatch.setattr("dpdist.reports.html._headline", lambda facts: "another picture")
     try:
         with pytest.raises(UserError, match="refused late"):
             write_report(run)
-        assert {path: path.read_bytes() for path in run.report.parent.iterdir()} == before
+        assert {path: path.read_bytes() for path in run.report_file.parent.iterdir()} == before
     finally:
         table.write_bytes(whole)

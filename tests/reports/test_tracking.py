@@ -13,7 +13,7 @@ from support.training import make, train
 from dpdist.core.errors import UserError
 from dpdist.reports import tracking
 from dpdist.reports.facts import read_facts
-from dpdist.reports.tracking import Tracker, figures, tracker
+from dpdist.reports.tracking import Tracker, iter_metrics, open_tracker
 
 pytestmark = pytest.mark.whole
 
@@ -25,7 +25,7 @@ class Kept:
         self.figures: list[tuple[str, float, int]] = []
         self.closed = False
 
-    def scalar(self, name: str, value: float, step: int) -> None:
+    def log_scalar(self, name: str, value: float, step: int) -> None:
         self.figures.append((name, value, step))
 
     def close(self) -> None:
@@ -74,19 +74,21 @@ def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(f
 
 
 def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts):
-    searched = [f for f in figures(replace(facts, search=SimpleNamespace())) if "epsilon" in f[0]]
+    searched = [
+        f for f in iter_metrics(replace(facts, search=SimpleNamespace())) if "epsilon" in f[0]
+    ]
     assert searched == [("privacy/epsilon", facts.guarantee.epsilon, facts.plan.steps)]
     fixed = facts.recipe.model_copy(
         update={"privacy": facts.recipe.privacy.model_copy(update={"run_key": "5a" * 32})}
     )
-    assert not [f for f in figures(replace(facts, recipe=fixed)) if "privacy" in f[0]]
+    assert not [f for f in iter_metrics(replace(facts, recipe=fixed)) if "privacy" in f[0]]
 
 
 def test_tensorboard_s_files_hold_them(facts, tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
-    tracker(f"tensorboard:{tmp_path}", "mine").log_run(facts)
+    open_tracker(f"tensorboard:{tmp_path}", "mine").log_run(facts)
     (file,) = (tmp_path / "mine").iterdir()
     raw, found = file.read_bytes(), []
     while raw:  # length, check, record, check
@@ -94,7 +96,7 @@ def test_tensorboard_s_files_hold_them(facts, tmp_path):
         for value in Event.FromString(raw[12 : 12 + size]).summary.value:
             found.append(value.tag)
         raw = raw[size + 16 :]
-    assert found == [name for name, _, _ in figures(facts)]
+    assert found == [name for name, _, _ in iter_metrics(facts)]
 
 
 def test_mlflow_is_told_by_its_three_functions(facts, monkeypatch):
@@ -106,9 +108,9 @@ def test_mlflow_is_told_by_its_three_functions(facts, monkeypatch):
     fake.log_metric = lambda key, value, step: told.append((key, value, step))
     fake.end_run = lambda: told.append(("end",))
     monkeypatch.setitem(sys.modules, "mlflow", fake)
-    tracker("mlflow:http://127.0.0.1:5000", "mine").log_run(facts)
+    open_tracker("mlflow:http://127.0.0.1:5000", "mine").log_run(facts)
     assert told[:2] == [("uri", "http://127.0.0.1:5000"), ("run", "mine")] and told[-1] == ("end",)
-    assert told[2:-1] == list(figures(facts))
+    assert told[2:-1] == list(iter_metrics(facts))
 
 
 @pytest.mark.parametrize(
@@ -117,10 +119,10 @@ def test_mlflow_is_told_by_its_three_functions(facts, monkeypatch):
 def test_a_missing_library_and_another_kind_are_told(kind, library, monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UserError, match=rf"--log: needs .*: pip install 'dpdist\[{kind}\]'"):
-        tracker(f"{kind}:{tmp_path}", "run")
+        open_tracker(f"{kind}:{tmp_path}", "run")
     for address in ("wandb:here", kind, "", ":x"):
         with pytest.raises(UserError, match="must be tensorboard:PLACE or mlflow:PLACE"):
-            tracker(address, "run")
+            open_tracker(address, "run")
 
 
 def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsys):
@@ -128,7 +130,7 @@ def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsy
     pytest.importorskip("tensorboardX")
     searched = replace(facts, search=SimpleNamespace())
     monkeypatch.setattr("dpdist.reports.facts.read_facts", lambda folder: searched)
-    tracking.track(facts.folder, [f"tensorboard:{tmp_path}"], dated=False)
+    tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"], reveal_date=False)
     assert not list(tmp_path.iterdir()) and "dpdist log" in capsys.readouterr().err
-    tracking.track(facts.folder, [f"tensorboard:{tmp_path}"])
+    tracking.track_run(facts.folder, [f"tensorboard:{tmp_path}"])
     assert list(tmp_path.iterdir())

@@ -175,5 +175,5 @@ def build(input_shape: tuple[int, ...], classes: int, kind: str) -> nn.Module:
 def save(kind: str, folder: Path) -> ModelSpec:
     """The model of that kind, as a training leaves it."""
     spec = ModelSpec(f"{__name__}:build", SHAPE, CLASSES, {"kind": kind})
-    models.save(models.build(spec), spec, folder)
+    models.save(models.build_model(spec), spec, folder)
     return spec

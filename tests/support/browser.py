@@ -38,7 +38,7 @@ _LOOK = """<script>onload = () => {
 };</script>"""
 
 
-def seen(place: Path, pages: Sequence[str], dark: bool) -> list[dict[str, Any]]:
+def inspect_pages(place: Path, pages: Sequence[str], dark: bool) -> list[dict[str, Any]]:
     """What the browser makes of the pages, each at all `WIDTHS`."""
     frames = [
         f'<iframe width="{width}" height="800" style="border:0" srcdoc="{escape(page)}"></iframe>'

@@ -10,17 +10,17 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dpdist.attacks.job import Check
+from dpdist.attacks.job import CertificateCheckJob
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import Plausibility
 from dpdist.certification import table as tables
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.registry import settings_of
-from dpdist.certification.table_reader import rebound
-from dpdist.cluster.resumable_job import run
+from dpdist.certification.table_reader import recertify
+from dpdist.cluster.resumable_job import run_job
 
 
-def changed(settings: Certificate, **changes: Any) -> Certificate:
+def with_changes(settings: Certificate, **changes: Any) -> Certificate:
     """The same settings but for these; another mode is another certificate."""
     return settings_of({**settings.model_dump(), **changes})
 
@@ -35,12 +35,13 @@ def check_certificates(
     **more: Any,
 ) -> tuple[pa.Table, Plausibility]:
     """Attack every certificate of the table at `path` within its radius, as `dpdist attack
-    --check-certificates` does: what was found, and the verdict. more: as `Check`'s."""
-    work = Check(model, dataset, path, settings, **more)
-    return run(work, output, actors=actors), work.verdict
+    --check-certificates` does: what was found, and the verdict. more: as
+    `CertificateCheckJob`'s."""
+    work = CertificateCheckJob(model, dataset, path, settings, **more)
+    return run_job(work, output, actors=actors), work.verdict
 
 
-def of_next_class(table: pa.Table) -> pa.Table:
+def shift_classes(table: pa.Table) -> pa.Table:
     """A table whose counts, and with them every certificate, are of the class after its own."""
     rows = table.to_pylist()
     for row in rows:
@@ -49,17 +50,17 @@ def of_next_class(table: pa.Table) -> pa.Table:
         row["selected"] = (row["selected"] + 1) % len(votes)
         if row["prediction"] >= 0:
             row["prediction"] = row["selected"]
-    return tables.build(rows, tables.about(table), table.schema.remove_metadata())
+    return tables.build(rows, tables.read_job_record(table), table.schema.remove_metadata())
 
 
-def of_sensitivity(table: pa.Table, **factors: float) -> pa.Table:
+def scale_sensitivity(table: pa.Table, **factors: float) -> pa.Table:
     """A table of expected scores whose first layer is said to have norms so many times as large."""
-    about = tables.about(table)
+    about = tables.read_job_record(table)
     norms = {name: norm * factors.get(name, 1.0) for name, norm in about["sensitivity"].items()}
     schema = table.schema.remove_metadata()
     other = tables.build(table.to_pylist(), about | {"sensitivity": norms}, schema)
-    made = rebound(other, table["alpha"][0].as_py())
-    return tables.build(made.to_pylist(), tables.about(other), schema)
+    made = recertify(other, table["alpha"][0].as_py())
+    return tables.build(made.to_pylist(), tables.read_job_record(other), schema)
 
 
 @dataclass(frozen=True)

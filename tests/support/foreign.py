@@ -44,7 +44,7 @@ def trained(seed: int = 0) -> Net:
     beginning; in evaluation mode."""
     import dpdist.data
 
-    train = dpdist.data.load(dpdist.data.Source("digits", 10), "train")
+    train = dpdist.data.load(dpdist.data.DataSource("digits", 10), "train")
     x, y = train.batch(slice(None)), train.targets(slice(None))
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

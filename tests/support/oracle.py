@@ -20,23 +20,23 @@ from dpdist.randomness import keys
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import TrainJob
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.records import training_data
-from dpdist.training.worker import read_fixed
-from support.keys import NOISE, SAMPLING, Recorder
+from dpdist.training.records import records_with_canaries
+from dpdist.training.worker import read_method_state
+from support.key_recorder import NOISE, SAMPLING, KeyRecorder
 
 
-class Oracle:
+class ReferenceTraining:
     """Works out each step of a job from the keys that a recorder saw in it."""
 
     def __init__(self, job: TrainJob) -> None:
         self.job, self.recipe, self.plan = job, job.recipe, job.plan
-        self.dataset = training_data(job.recipe, job.source)
+        self.dataset = records_with_canaries(job.recipe, job.source)
         model = initial_model(job.recipe, model_spec(job.recipe, self.dataset))
-        self.model = job.recipe.method.task().module(model).double().eval()
+        self.model = job.recipe.method.task().trained_module(model).double().eval()
         self.whole = model
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.flat = flatten(self.parameters).clone()
-        self._constrain()
+        self._project_parameters()
         # A tensor's step, whatever its shape: all optimizers here work entry by entry.
         self.leaf = self.flat.clone().requires_grad_()
         self.optimizer = torch_optimizer(job.recipe, self.leaf)
@@ -52,29 +52,29 @@ class Oracle:
         }
         return training.learning_rate * factors[training.schedule]
 
-    def members(self, seen: Recorder, t: int) -> np.ndarray:
+    def members(self, recorder: KeyRecorder, t: int) -> np.ndarray:
         """Record i joins iff the step's stream gives it a number below the rate."""
-        (key,) = seen.of(SAMPLING)
-        uniform = keys.words(key, 0, self.plan.records).astype(np.float64) * 2.0**-64
+        (key,) = recorder.keys_opened_by(SAMPLING)
+        uniform = keys.stream_words(key, 0, self.plan.records).astype(np.float64) * 2.0**-64
         batch = np.flatnonzero(uniform < self.plan.step(t).sample_rate)
         cap = self.plan.step(t).batch_cap
         if cap is not None and len(batch) > cap:
             batch = np.sort(batch[np.argsort(uniform[batch])[:cap]])
         return batch
 
-    def noisy_sum(self, seen: Recorder, t: int) -> np.ndarray:
+    def noisy_sum(self, recorder: KeyRecorder, t: int) -> np.ndarray:
         """Sum of clipped gradients plus the step's noise: float64 (size,)."""
-        draw_key = draw_key_of(seen)
+        draw_key = find_draw_key(recorder)
         total = np.zeros(len(self.flat))
-        for i in self.members(seen, t):
+        for i in self.members(recorder, t):
             total += self.clipped(int(i), draw_key, t)
         std = self.plan.step(t).noise_std
         if std:
-            (key,) = seen.of(NOISE)
+            (key,) = recorder.keys_opened_by(NOISE)
             total += std * noise.standard_normal(key, 0, len(total))
         return total
 
-    def step(self, seen: Recorder, t: int, gradient: np.ndarray) -> None:
+    def step(self, recorder: KeyRecorder, t: int, gradient: np.ndarray) -> None:
         """Move on by a noisy gradient."""
         rate = self.learning_rate(t)
         for group in self.optimizer.param_groups:
@@ -84,16 +84,16 @@ class Oracle:
         self.leaf.grad = torch.from_numpy(gradient)
         self.optimizer.step()
         self.flat = self.leaf.detach().clone()
-        self._constrain()
+        self._project_parameters()
         if self.recipe.training.ema is not None:
             decay = min(self.recipe.training.ema, (t + 1) / (t + 10))
             self.average = decay * self.average + (1 - decay) * self.flat
 
-    def take_over(self, flat: Tensor) -> None:
+    def set_parameters(self, flat: Tensor) -> None:
         """Go on from the run's own parameters, so that rounding does not add up."""
         self.flat = flat.double().clone()
 
-    def _constrain(self) -> None:
+    def _project_parameters(self) -> None:
         limit = getattr(self.recipe.method, "sensitivity", None)
         if limit is None:
             return
@@ -148,7 +148,7 @@ class Oracle:
         self, x: Tensor, label: Tensor, i: int, draw_key: bytes, draw: int, t: int
     ) -> np.ndarray:
         load(self.parameters, self.flat + self._parameter_noise(i, draw_key, draw, t))
-        seen = self._seen(x, i, draw_key, draw)
+        seen = self._perturbed_input(x, i, draw_key, draw)
         handle = self._hidden_hook(i, draw_key, draw)
         try:
             loss = self._loss(self.model(seen), x, label, i, draw_key)
@@ -168,15 +168,15 @@ class Oracle:
         if weight:
             with torch.no_grad():
                 count = self.recipe.method.draws  # type: ignore[union-attr]
-                copies = [self._seen(x, i, draw_key, k) for k in range(count)]
+                copies = [self._perturbed_input(x, i, draw_key, k) for k in range(count)]
                 mean = torch.stack([self.model(copy).softmax(1) for copy in copies]).mean(0)
             losses = losses - weight * (mean * output.log_softmax(1)).sum()
         return losses
 
-    def _seen(self, x: Tensor, i: int, draw_key: bytes, draw: int) -> Tensor:
+    def _perturbed_input(self, x: Tensor, i: int, draw_key: bytes, draw: int) -> Tensor:
         """Record i, (1, ...), in one draw: cropped and flipped, then with noise on it."""
         training = self.recipe.training
-        if training.augmented:
+        if training.has_augmentation:
             words = perturbations.words_per_record(
                 draw_key, "draws/augment", draw, torch.tensor([i]), 3
             )[0].tolist()
@@ -222,7 +222,7 @@ class Oracle:
     def _hidden_hook(self, i: int, draw_key: bytes, draw: int) -> Any:
         if not hasattr(self.recipe.method, "sensitivity"):
             return None
-        std = read_fixed(self.job.folder)["std"]
+        std = read_method_state(self.job.folder)["std"]
 
         def add(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             normals = perturbations.standard_normal_per_record(
@@ -247,9 +247,9 @@ def targets_loss(name: str, output: Tensor, wanted: Tensor) -> Tensor:
     return -(wanted * chance.log() + (1 - wanted) * (1 - chance).log()).sum() / len(error)
 
 
-def draw_key_of(seen: Recorder) -> bytes:
+def find_draw_key(recorder: KeyRecorder) -> bytes:
     """The key under which this step's perturbations were drawn; b"" when there were none."""
-    parents = {d.parent for d in seen.derived if d.purpose.startswith("draws/")}
+    parents = {d.parent for d in recorder.derived if d.purpose.startswith("draws/")}
     assert len(parents) <= 1, "perturbations of one step come from one key"
     return parents.pop() if parents else b""
 

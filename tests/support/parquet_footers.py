@@ -13,7 +13,7 @@ def _varint(number: int) -> bytes:
     return b"\x16" + written + bytes([left])
 
 
-def count_rows_as(path: Path, found: int, stated: int, *, only_in_all: bool = False) -> None:
+def rewrite_row_count(path: Path, found: int, stated: int, *, only_in_all: bool = False) -> None:
     """Let a footer state `stated` rows in place of `found`, which must be no other number in it.
 
     only_in_all: of the whole file alone, whose row groups and columns then count `found` as before.

@@ -70,7 +70,7 @@ def wait_for(
     raise AssertionError("waited in vain")
 
 
-def slow_steps(folder: Path) -> dict[str, str]:
+def slow_fsync_environment(folder: Path) -> dict[str, str]:
     """Return an environment in which each release takes 30 ms, so that a kill comes in mid-run."""
     place = folder / "slow"
     place.mkdir()
@@ -105,7 +105,7 @@ def descendants(root: int) -> dict[int, str]:
     return {pid: titles.get(pid, "") for pid in found - {root}}
 
 
-def listened_on(root: int) -> set[str]:
+def listening_addresses(root: int) -> set[str]:
     """Return the addresses that a process and all it started accept connections on."""
     found = set()
     for pid in (root, *descendants(root)):
@@ -127,7 +127,7 @@ def training_workers(root: int) -> list[int]:
     ]
 
 
-def still_there(pids: dict[int, str]) -> list[str]:
+def running_processes(pids: dict[int, str]) -> list[str]:
     """Which of these processes still run under the command line they had."""
     found = []
     for pid, title in pids.items():
@@ -147,7 +147,7 @@ def kill(process: subprocess.Popen, beside: Sequence[int] = ()) -> str:
     for pid in (process.pid, *beside):
         os.kill(pid, signal.SIGKILL)
     _, err = process.communicate()
-    wait_for(lambda: not still_there(left))
+    wait_for(lambda: not running_processes(left))
     return err
 
 

@@ -11,13 +11,13 @@ import yaml
 from dpdist.runs.recipe import Recipe
 
 
-def merged(raw: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(raw: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return `raw` with `more` merged into its sections, and into what these hold; a new dict."""
     found = dict(raw)
     for key, value in more.items():
         before = found.get(key)
         both = isinstance(value, dict) and isinstance(before, dict)
-        found[key] = merged(before, value) if both else value
+        found[key] = merge_sections(before, value) if both else value
     return found
 
 

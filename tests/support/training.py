@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import private_step, worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import TrainJob, prepare
@@ -40,27 +40,27 @@ class ThreadReducer(Reducer):
         barrier.wait()
         return values
 
-    def all_sum(self, buffer: torch.Tensor) -> None:
+    def all_reduce(self, buffer: torch.Tensor) -> None:
         buffer.copy_(torch.stack(self._meet(buffer.clone())).sum(0))
 
-    def exchange(self, sent, sizes, awaited):
-        met = self._meet((sent.clone(), sizes))
+    def all_to_all(self, tensor, send_sizes, receive_sizes):
+        met = self._meet((tensor.clone(), send_sizes))
         return torch.cat([other.split(list(of))[self.rank] for other, of in met])
 
     def broadcast(self, tensor, source):
         tensor.copy_(self._meet(tensor.clone())[source])
 
-    def same_everywhere(self, digest: torch.Tensor) -> bool:
+    def all_equal(self, digest: torch.Tensor) -> bool:
         return len({int(d) for d in self._meet(digest)}) == 1
 
-    def from_first(self, value: int) -> int:
+    def broadcast_int(self, value: int) -> int:
         return self._meet(value)[0]
 
-    def gather(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         return self._meet(text)
 
 
-def together(
+def run_thread_workers(
     world_size: int, work: Callable[[ThreadReducer], None], reducer: type = ThreadReducer
 ) -> None:
     """Do `work` with so many thread workers; raises the first error that is not a consequence."""
@@ -84,7 +84,7 @@ def together(
 
 def execute(job: TrainJob, world_size: int = 1, until: int | None = None) -> None:
     """Run a prepared job with so many thread workers."""
-    together(world_size, lambda reducer: worker.run(job, reducer, until))
+    run_thread_workers(world_size, lambda reducer: worker.run_training(job, reducer, until))
 
 
 def make(tmp: Path, name: str = "run", **overrides: Any) -> tuple[Recipe, RunFolder]:
@@ -103,11 +103,11 @@ def make(tmp: Path, name: str = "run", **overrides: Any) -> tuple[Recipe, RunFol
             raw[section][field] = value
         else:
             raw[section] = value
-    recipe = parse(raw, "test")
+    recipe = parse_recipe(raw, "test")
     return recipe, RunFolder(tmp / name)
 
 
-def prepared(tmp: Path, name: str = "run", **overrides: Any) -> TrainJob:
+def prepare_job(tmp: Path, name: str = "run", **overrides: Any) -> TrainJob:
     """The recipe of `make`, prepared."""
     recipe, folder = make(tmp, name, **overrides)
     return prepare(recipe, folder, "test")
@@ -121,7 +121,7 @@ def train(recipe: Recipe, folder: RunFolder, world_size: int = 1) -> torch.Tenso
 
 def parameters(folder: RunFolder) -> torch.Tensor:
     """The trained model of a run, as one vector."""
-    return saved_parameters(folder.model)
+    return saved_parameters(folder.model_folder)
 
 
 def release_ids(folder: RunFolder) -> list[str]:
@@ -134,11 +134,11 @@ class Interrupt(Exception):
     """A crash on purpose."""
 
 
-def interrupted(
-    recipe: Recipe, folder: RunFolder, patch: pytest.MonkeyPatch, at: int, workers: int = 1
+def train_and_crash(
+    recipe: Recipe, folder: RunFolder, patch: pytest.MonkeyPatch, crash_step: int, workers: int = 1
 ) -> None:
-    """Train and let worker 0 die right after its ledger entry of step `at`, counted from where the
-    run goes on: the worst moment."""
+    """Train and let worker 0 die right after its ledger entry of step `crash_step`, counted from
+    where the run goes on: the worst moment."""
     with patch.context() as inner:
         real = private_step.add_noise
         state = {"calls": 0}
@@ -146,7 +146,7 @@ def interrupted(
         def dies(*args: Any) -> Any:
             if threading.current_thread().name == "worker 0":  # others may be here before its entry
                 state["calls"] += 1
-                if state["calls"] == at + 1:
+                if state["calls"] == crash_step + 1:
                     raise Interrupt
             return real(*args)
 

@@ -10,16 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.training import ThreadReducer, make, together
+from support.training import ThreadReducer, make, run_thread_workers
 
 from dpdist.core.errors import ClusterError
-from dpdist.methods.base import Fixed
+from dpdist.methods.base import MethodState
 from dpdist.privacy.ledger import Anchor
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, collectives, ensembles, worker
-from dpdist.training.checkpoint import TrainState, latest, newest_step
-from dpdist.training.collectives import Reducer, Sharded, Whole, leaf_digests, release_id
+from dpdist.training.checkpoint import TrainState, load_latest, newest_step
+from dpdist.training.collectives import (
+    Reducer,
+    ReplicatedUpdate,
+    ShardedUpdate,
+    leaf_digests,
+    release_id,
+)
 from dpdist.training.ensembles import TeacherSetup, TeacherTrainer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import model_spec
@@ -27,16 +33,16 @@ from dpdist.training.private_step import shards_of
 from dpdist.training.worker import (
     Diverged,
     PermitGate,
-    ensure_fixed,
+    ensure_method_state,
     method_state_digest,
-    read_fixed,
+    read_method_state,
 )
 
 
 class InOrder(ThreadReducer):
     """Adds up as a network does: from the first one's bits on, and nothing where it is alone."""
 
-    def all_sum(self, buffer: torch.Tensor) -> None:
+    def all_reduce(self, buffer: torch.Tensor) -> None:
         first, *others = self._meet(buffer.clone())
         for other in others:
             first = first + other
@@ -61,21 +67,23 @@ def test_signs_of_zeros_are_the_same_in_both_kinds_of_release(small_leaves, work
     """A release's id covers the bits: a zero of either sign would make it another sum."""
     size, ids = 30, {}
     values = torch.tensor([-0.0, 0.0, -1.0, 1.0, -0.0]).double()
-    for kind in (Whole, Sharded):
+    for kind in (ReplicatedUpdate, ShardedUpdate):
         parts: dict[int, torch.Tensor] = {}
 
         def work(reducer: Any, kind=kind, parts=parts) -> None:
             shards = shards_of(60, 60, reducer, reproducible)
-            rows = torch.zeros(shards.rows, size, dtype=torch.float64)
-            for row, begin, _ in shards.mine:
+            rows = torch.zeros(shards.num_rows, size, dtype=torch.float64)
+            for row, begin, _ in shards.local_shards:
                 rows[row] = values[(torch.arange(size) + (begin == 0)) % 5]
             total, _ = kind().sum(reducer, rows, shards, False)
             parts[reducer.rank] = total.clone()
 
-        together(workers, work, InOrder)
-        whole = parts[0] if kind is Whole else torch.cat([parts[r] for r in range(workers)])
+        run_thread_workers(workers, work, InOrder)
+        whole = (
+            parts[0] if kind is ReplicatedUpdate else torch.cat([parts[r] for r in range(workers)])
+        )
         ids[kind] = release_id("x", leaf_digests("x", whole.numpy()))
-    assert ids[Whole] == ids[Sharded]
+    assert ids[ReplicatedUpdate] == ids[ShardedUpdate]
 
 
 @pytest.mark.parametrize("size", [5, 30])
@@ -120,7 +128,7 @@ def test_the_newest_checkpoint_is_the_last_one(tmp_path):
     for step in (2, 7, 11):
         checkpoint.save(tmp_path, TrainState(step, torch.full((3,), float(step)), {}), ANCHOR)
         assert newest_step(tmp_path) == step
-        state = latest(tmp_path)
+        state = load_latest(tmp_path)
         assert state is not None and state.step == step and float(state.flat[0]) == step
 
 
@@ -134,7 +142,7 @@ def test_parts_of_a_checkpoint_are_read_by_any_number_of_workers(tmp_path, worke
     checkpoint.save(tmp_path, TrainState(4, torch.zeros(size), {}), ANCHOR, len(saved))
     cuts = [size * rank // workers for rank in range(workers + 1)]
     for low, high in pairwise(cuts):
-        state = latest(tmp_path, slice(low, high))
+        state = load_latest(tmp_path, slice(low, high))
         assert state is not None
         for name, slot in slots.items():
             assert torch.equal(state.slots[name], slot[low:high])
@@ -155,8 +163,8 @@ def fixed_in(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
                        training={"batch_size": 6, "steps": 2, "learning_rate": 0.1},
                        **{"privacy__delta": 1e-3, **changes})  # fmt: skip
     job = prepare(recipe, run, "test")
-    assert ensure_fixed(job, model_spec(recipe, job.records()))
-    return read_fixed(run)
+    assert ensure_method_state(job, model_spec(recipe, job.records()))
+    return read_method_state(run)
 
 
 def test_what_is_fixed_is_repeatable_under_a_fixed_key_and_never_else(tmp_path):
@@ -170,9 +178,9 @@ def test_what_is_fixed_is_repeatable_under_a_fixed_key_and_never_else(tmp_path):
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_the_digest_of_what_is_fixed_covers_every_tensor(name):
     tensors = {each: torch.arange(3.0) for each in "abc"}
-    before = method_state_digest(Fixed(torch.nn.Identity(), tensors, bytes(32)))
+    before = method_state_digest(MethodState(torch.nn.Identity(), tensors, bytes(32)))
     changed = tensors | {name: torch.tensor([0.0, 1.0, 2.0001])}
-    assert method_state_digest(Fixed(torch.nn.Identity(), changed, bytes(32))) != before
+    assert method_state_digest(MethodState(torch.nn.Identity(), changed, bytes(32))) != before
 
 
 # --- keys
@@ -189,10 +197,10 @@ def test_every_teacher_has_a_key_of_its_own(monkeypatch, tmp_path):
                      method={"name": "private-prediction", "teachers": 4, "queries": 2,
                              "logit_bound": 1},
                      training={"batch_size": 6, "steps": 2, "learning_rate": 0.1})  # fmt: skip
-    monkeypatch.setattr(ensembles, "trained_here", noted)
+    monkeypatch.setattr(ensembles, "train_in_process", noted)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     shared = bytes(range(32))
-    trainer = TeacherTrainer(TeacherSetup(ensembles.ordinary(recipe), 4, shared))
+    trainer = TeacherTrainer(TeacherSetup(ensembles.without_privacy(recipe), 4, shared))
     for number in (0, 1, 2, 3, 1):
         trainer(number)
     assert len(set(seen)) == 4 and seen[4] == seen[1]
@@ -206,7 +214,7 @@ def gate(folder: Path, patch: pytest.MonkeyPatch, epoch: int, start: int = 0) ->
     run = RunFolder(folder)
     run.private.mkdir(parents=True, exist_ok=True)
     run.archive.write_text(json.dumps({"private": True}))
-    patch.setattr(worker, "_PATIENCE", 0.05)
+    patch.setattr(worker, "_PERMIT_TIMEOUT", 0.05)
     return PermitGate(run, epoch, start, 100)
 
 
@@ -217,7 +225,7 @@ def test_leave_of_another_attempt_is_no_leave(tmp_path, monkeypatch):
         run.permit.write_text(json.dumps({"epoch": epoch, "step": 0, "steps": 100}))
         with pytest.raises(ClusterError, match="did not answer"):
             waiting.wait(0)
-    assert worker.read_permit(run.permit_asked).epoch == 3
+    assert worker.read_permit(run.permit_request).epoch == 3
     run.permit.write_text(json.dumps({"epoch": 3, "step": 0, "steps": 2}))
     waiting.wait(0)
     waiting.wait(1)
@@ -229,5 +237,5 @@ def test_a_run_that_goes_on_asks_for_its_next_step(tmp_path, monkeypatch):
     waiting = gate(tmp_path, monkeypatch, 0, start=7)
     with pytest.raises(ClusterError, match="step 7"):
         waiting.wait(7)
-    asked = worker.read_permit(RunFolder(tmp_path).permit_asked)
+    asked = worker.read_permit(RunFolder(tmp_path).permit_request)
     assert asked is not None and asked.step == 7

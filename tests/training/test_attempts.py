@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.keys import replace_everywhere
+from support.key_recorder import replace_everywhere
 from support.training import Interrupt, execute, make
 
 from dpdist.cluster import versions
@@ -39,7 +39,7 @@ def epochs_after(tmp: Path, change: Any = None) -> int:
         change()
     execute(prepare(recipe, folder, "test"))
     ledger = Ledger.read(folder.ledger)
-    assert ledger.releases == dict.fromkeys(range(STEPS), 1)
+    assert ledger.release_counts == dict.fromkeys(range(STEPS), 1)
     assert ledger.epoch == len(ledger.attempts) - 1
     return len(ledger.attempts)
 
@@ -94,7 +94,7 @@ def key_of_records(tmp: Path, name: str, patch: pytest.MonkeyPatch, **changes: A
     privacy |= {"run_key": "5a" * 32, **changes.pop("privacy", {})}
     base = {"data": {"name": "digits"}, "method": method, "privacy": privacy}
     recipe, folder = small(tmp, name, **(base | changes))
-    patch.setattr(NoisyRecordsMethod, "seen", seen)
+    patch.setattr(NoisyRecordsMethod, "transform_records", seen)
     with pytest.raises(Interrupt):
         execute(prepare(recipe, folder, "test"))
     (key,) = found

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from dpdist.core.errors import UserError
-from dpdist.privacy.budget import Charge, budgets_in
+from dpdist.privacy.budget import Charge, read_budgets
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe, parse, plan_at
+from dpdist.runs.recipe import Recipe, parse_recipe, plan_with_noise
 from dpdist.training import job
 
 RECORDS: Any = SimpleNamespace(hashes=np.array([f"record {i:9}" for i in range(40)], "S16"))
 NOISE = 4.0
 PLAN = PrivacyPlan(40, (GaussianReleases(NOISE),), 1e-3)
-CHARGE = Charge.of("run", "a run", PLAN, PLAN.phases)
+CHARGE = Charge.for_plan("run", "a run", PLAN, PLAN.phases)
 
 
 def recipe(**privacy: Any) -> Recipe:
@@ -31,7 +31,7 @@ def recipe(**privacy: Any) -> Recipe:
         "privacy": {"noise_multiplier": NOISE, "delta": 1e-3, **privacy},
         "training": {"batch_size": 10, "steps": 2, "learning_rate": 0.1},
     }
-    return parse(raw, "r.yaml")
+    return parse_recipe(raw, "r.yaml")
 
 
 def exact(delta: float) -> float:
@@ -42,13 +42,13 @@ def exact(delta: float) -> float:
 def test_a_ceiling_is_one_at_its_own_delta(tmp_path, given, delta):
     """As a filter, and as a composition: what fits at the run's delta may not fit at it."""
     limits = {"budget": str(tmp_path / "filter"), "budget_ceiling": 3.0, **given}
-    ceiling = job.terms_of(recipe(**limits)).ceiling
+    ceiling = job.budget_terms(recipe(**limits)).ceiling
     assert ceiling is not None and (ceiling.epsilon, ceiling.delta) == (3.0, delta)
     composed = limits | {"budget": str(tmp_path / "sum"), "budget_composition": "non-adaptive"}
     low = recipe(**composed | {"budget_ceiling": 0.99 * exact(delta)})
     with pytest.raises(UserError, match="above their ceiling"):
         job.reserve_charge(low, RECORDS, CHARGE, "r.yaml", enforce=True)
-    assert job.terms_of(low).ceiling is None
+    assert job.budget_terms(low).ceiling is None
     high = recipe(**composed | {"budget_ceiling": 1.01 * exact(delta)})
     job.reserve_charge(high, RECORDS, CHARGE, "r.yaml", enforce=True)
     assert exact(1e-6) > 1.2 * exact(1e-3)  # else this test shows nothing
@@ -57,18 +57,20 @@ def test_a_ceiling_is_one_at_its_own_delta(tmp_path, given, delta):
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_a_ceiling_counts_under_the_recipe_s_relation(tmp_path, relation):
     limits = {"budget": str(tmp_path), "budget_ceiling": 8.0, "neighbours": relation}
-    ceiling = job.terms_of(recipe(**limits)).ceiling
+    ceiling = job.budget_terms(recipe(**limits)).ceiling
     assert ceiling is not None and ceiling.neighbours == relation
 
 
 def test_every_record_is_on_the_budget(tmp_path):
     own = recipe(budget=str(tmp_path / "b"))
     job.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
-    (budget,) = budgets_in(tmp_path / "b")
+    (budget,) = read_budgets(tmp_path / "b")
     assert len(budget.known) == len(RECORDS.hashes)
     last = SimpleNamespace(hashes=RECORDS.hashes[-1:])
-    job.reserve_charge(own, last, Charge.of("two", "", PLAN, PLAN.phases), "r.yaml", enforce=True)
-    (budget,) = budgets_in(tmp_path / "b")  # the same one: it knows the last record
+    job.reserve_charge(
+        own, last, Charge.for_plan("two", "", PLAN, PLAN.phases), "r.yaml", enforce=True
+    )
+    (budget,) = read_budgets(tmp_path / "b")  # the same one: it knows the last record
     assert [charge.run for charge in budget.charges] == ["run", "two"]
 
 
@@ -77,9 +79,9 @@ def test_a_finished_run_is_settled_whether_or_not_it_was_reserved(tmp_path, lost
     own = recipe(budget=str(tmp_path / "b"))
     if not lost:
         job.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
-    released = Charge.of("run", "a run", PLAN, (GaussianReleases(NOISE, 3),))
+    released = Charge.for_plan("run", "a run", PLAN, (GaussianReleases(NOISE, 3),))
     job.settle_charge(own, RECORDS, released, "r.yaml")
-    (budget,) = budgets_in(tmp_path / "b")
+    (budget,) = read_budgets(tmp_path / "b")
     (charge,) = budget.charges
     assert (charge.phases, charge.status) == (released.phases, "settled")
 
@@ -87,7 +89,7 @@ def test_a_finished_run_is_settled_whether_or_not_it_was_reserved(tmp_path, lost
 @pytest.mark.parametrize("cap", [None, 15])
 @pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
 def test_a_plan_has_the_recipe_s_relation_and_cap(relation, cap):
-    plan = plan_at(recipe(neighbours=relation, batch_cap=cap), 1000, NOISE)
+    plan = plan_with_noise(recipe(neighbours=relation, batch_cap=cap), 1000, NOISE)
     assert (plan.neighbours, plan.step(0).batch_cap) == (relation, cap)
     dearer = PrivacyPlan(1000, plan.phases, plan.delta, neighbours=relation).guarantee()
     assert plan.guarantee().epsilon == dearer.epsilon

@@ -38,7 +38,7 @@ def test_the_newest_whole_one_comes_back_as_it_was(tmp_path):
     tmp_path = tmp_path / "checkpoints"  # which it makes, for its owner alone
     for step in (1, 9, 10, 100):
         checkpoint.save(tmp_path, state(step), ANCHOR)
-    found = checkpoint.latest(tmp_path)
+    found = checkpoint.load_latest(tmp_path)
     assert found is not None and found.step == 100
     assert torch.equal(found.flat, state(100).flat) and found.slots.keys() == {"momentum", "ema"}
     for name, slot in found.slots.items():
@@ -60,7 +60,7 @@ def test_a_half_written_one_is_not_taken(tmp_path, monkeypatch):
         patch.setattr(checkpoint, "write_atomic", crash_at_the_end)
         checkpoint.save(tmp_path, state(4), ANCHOR)
     assert (tmp_path / "step-00000004" / "state.safetensors").exists()
-    found = checkpoint.latest(tmp_path)
+    found = checkpoint.load_latest(tmp_path)
     assert found is not None and found.step == 3
     checkpoint.save(tmp_path, state(5), ANCHOR)
     assert {p.name for p in tmp_path.iterdir()} == {"step-00000003", "step-00000005"}
@@ -98,18 +98,18 @@ def _status(name: str) -> float:
 
 
 def test_none_is_none(tmp_path):
-    assert checkpoint.latest(tmp_path / "nothing") is None
+    assert checkpoint.load_latest(tmp_path / "nothing") is None
 
 
 def test_the_digest_sees_every_bit_and_every_place():
     flat = torch.linspace(-1, 1, 7)
-    reference = checkpoint.digest(flat)
-    assert torch.equal(checkpoint.digest(flat.clone()), reference)
+    reference = checkpoint.bits_fingerprint(flat)
+    assert torch.equal(checkpoint.bits_fingerprint(flat.clone()), reference)
     for place in range(7):
         other = flat.clone()
         other[place] = torch.nextafter(other[place], torch.tensor(2.0))
-        assert not torch.equal(checkpoint.digest(other), reference)
-    assert not torch.equal(checkpoint.digest(flat.flip(0)), reference)
+        assert not torch.equal(checkpoint.bits_fingerprint(other), reference)
+    assert not torch.equal(checkpoint.bits_fingerprint(flat.flip(0)), reference)
 
 
 def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatc
     recipe, folder = make(tmp_path, training__steps=3)
     job = prepare(recipe, folder, "test")
     execute(job, 2, until=2)
-    real, calls = checkpoint.latest, []
+    real, calls = checkpoint.load_latest, []
 
     def stale(*where):
         found = real(*where)
@@ -126,7 +126,7 @@ def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatc
             found.flat[0] += 1
         return found
 
-    monkeypatch.setattr(checkpoint, "latest", stale)
+    monkeypatch.setattr(checkpoint, "load_latest", stale)
     with pytest.raises(MissingRank, match="different checkpoints"):
         execute(job, 2)
 
@@ -173,10 +173,10 @@ def test_records_of_a_pretrained_part_are_not_unpickled(tmp_path):
     models.save(models.initialise(spec, 3), spec, folder)
     buffer = io.BytesIO()
     np.save(buffer, np.array([Trap()], dtype=object), allow_pickle=True)
-    (folder / provenance.RECORDS).write_bytes(buffer.getvalue())
+    (folder / provenance.RECORDS_FILE).write_bytes(buffer.getvalue())
     about = {"data": "x", "fingerprint": "y", "records": 1, "inputs": [1, 8, 8]}
     about["model"] = models.model_hash(folder)
-    provenance.write_json(folder / provenance.PROVENANCE, about)
+    provenance.write_json(folder / provenance.PROVENANCE_FILE, about)
     model = {"name": "linear", "initial": str(folder)}
     recipe, _ = make(tmp_path, model=model)
     with pytest.raises(UserError, match=r"records\.npy"):

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from support.training import execute, interrupted, make
+from support.training import execute, make, train_and_crash
 
 from dpdist.core.errors import UserError
-from dpdist.privacy.budget import RenyiFilter, budgets_in
+from dpdist.privacy.budget import RenyiFilter, read_budgets
 from dpdist.privacy.ledger import Ledger
 from dpdist.reports.facts import read_facts
-from dpdist.runs.folder import BEGUN_WITH, RunFolder, complete_checkpoints
-from dpdist.runs.recipe import Recipe, load
+from dpdist.runs.folder import RECIPE_IDENTITY, RunFolder, complete_checkpoints
+from dpdist.runs.recipe import Recipe, load_recipe
 from dpdist.training import checkpoint, private_step, worker
 from dpdist.training.job import prepare
-from dpdist.training.trainer import _charged
+from dpdist.training.trainer import _budget_charged
 from dpdist.training.worker import recipe_digest
 
 STEPS, FORK = 8, 3
@@ -93,7 +93,7 @@ def test_plain_copies_share_no_noise_on_new_steps(tmp_path):
     plan = folder.read_plan()
     for each in (folder, *copies):
         ledger = Ledger.read(each.ledger)
-        assert len(ledger.attempts) == 1 and ledger.superseded == 0
+        assert len(ledger.attempts) == 1 and ledger.num_superseded == 0
         assert ledger.guarantee(plan) == plan.guarantee()  # a new step is charged once
 
 
@@ -106,20 +106,21 @@ def test_another_recipe_is_refused_or_draws_all_afresh(tmp_path, forged):
     """The attack of the issue: the copy's learning rate is another one. With the kept recipe
     forged as well it is another attempt, and shares no noise even of announced steps."""
     recipe, folder = begun(tmp_path)
-    interrupted(recipe, folder, pytest.MonkeyPatch(), 1)  # steps 3 and 4 are announced, 3 is saved
+    # steps 3 and 4 are announced, 3 is saved
+    train_and_crash(recipe, folder, pytest.MonkeyPatch(), 1)
     copy = copied(folder)
     edit(copy.recipe_file, changed_rate)
     if not forged:
         before = Ledger.read(copy.ledger).anchor
-        for given in (load(copy.recipe_file), recipe):
+        for given in (load_recipe(copy.recipe_file), recipe):
             with pytest.raises(UserError, match=r"recipe\.yaml: training\.learning_rate: must be"):
                 prepare(given, copy, "test")
         assert Ledger.read(copy.ledger).anchor == before
         return
-    edit(copy.begun_with, lambda raw: changed_rate(raw["recipe"]))
+    edit(copy.start_record, lambda raw: changed_rate(raw["recipe"]))
     for kept in complete_checkpoints(copy.checkpoints)[1:]:
         shutil.rmtree(kept)
-    other, one = gone_on(load(copy.recipe_file), copy), gone_on(recipe, folder)
+    other, one = gone_on(load_recipe(copy.recipe_file), copy), gone_on(recipe, folder)
     assert sorted(one) == [4, 5, 6, 7] and sorted(other) == list(range(FORK, STEPS))
     assert shared(one, other) == []
     ledger = Ledger.read(copy.ledger)
@@ -128,15 +129,15 @@ def test_another_recipe_is_refused_or_draws_all_afresh(tmp_path, forged):
         name for name, value in ledger.attempts[0]["identity"].items()
         if ledger.attempts[1]["identity"][name] != value
     }  # fmt: skip
-    assert changed == {"recipe", BEGUN_WITH}
-    assert ledger.superseded == 2  # steps 3 and 4, released under the first recipe
+    assert changed == {"recipe", RECIPE_IDENTITY}
+    assert ledger.num_superseded == 2  # steps 3 and 4, released under the first recipe
 
 
 def test_an_announced_step_is_the_same_release_in_both_or_none(tmp_path):
     """Step 4 was announced when the process died: both copies replay it, with the same noise on the
     same sum. Where a copy's parameters are others, its sum is another and its noise too."""
     recipe, folder = begun(tmp_path)
-    interrupted(recipe, folder, pytest.MonkeyPatch(), 1)
+    train_and_crash(recipe, folder, pytest.MonkeyPatch(), 1)
     copies = [copied(folder, f"copy{n}") for n in range(2)]
     forge_checkpoint(copies[1])
     one, same = gone_on(recipe, folder), gone_on(recipe, copies[0])
@@ -145,15 +146,15 @@ def test_an_announced_step_is_the_same_release_in_both_or_none(tmp_path):
     with pytest.raises(worker.ReplayConflict):
         gone_on(recipe, copies[1])
     moved = gone_on(recipe, copies[1])
-    assert shared(one, moved) == [] and Ledger.read(copies[1].ledger).superseded == 1
+    assert shared(one, moved) == [] and Ledger.read(copies[1].ledger).num_superseded == 1
 
 
 def forge_checkpoint(folder: RunFolder) -> None:
     """Other parameters in the newest checkpoint, sealed as its own."""
-    state = checkpoint.latest(folder.checkpoints)
-    state.flat += 0.1
+    state = checkpoint.load_latest(folder.checkpoints)
+    state.parameters += 0.1
     path = complete_checkpoints(folder.checkpoints)[-1] / "state.safetensors"
-    tensors = {"flat": state.flat, **{f"slot.{k}": v for k, v in state.slots.items()}}
+    tensors = {"flat": state.parameters, **{f"slot.{k}": v for k, v in state.slots.items()}}
     checkpoint._write(path, tensors)
 
 
@@ -168,7 +169,7 @@ def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers, rel
     )
     execute(prepare(recipe, folder, "test"), until=FORK)
     for at in (1, 2):  # steps 3 and 4 announced by one process, 5 by the next
-        interrupted(recipe, folder, pytest.MonkeyPatch(), at)
+        train_and_crash(recipe, folder, pytest.MonkeyPatch(), at)
     execute(prepare(recipe, copied(folder), "test"), workers)
     for each in (folder, RunFolder(tmp_path / "copy")):
         nonces = [n for *_, n in Ledger.read(each.ledger).announced(0)]
@@ -181,7 +182,7 @@ def test_the_nonce_is_durable_before_a_new_step_is_announced(tmp_path, monkeypat
     """In the file the line of the process comes before that of its first new step, and none before
     a step that it replays."""
     recipe, folder = begun(tmp_path)
-    interrupted(recipe, folder, monkeypatch, 1)
+    train_and_crash(recipe, folder, monkeypatch, 1)
     gone_on(recipe, folder)
     lines = [json.loads(line)["record"] for line in folder.ledger.read_text().splitlines()]
     kinds = [(line["kind"], line.get("step")) for line in lines[1:]]
@@ -216,7 +217,7 @@ def test_a_plan_is_executed_by_no_other_recipe(tmp_path):
     """Begun as sampled dp-sgd; then functional, which takes all records into each of its ten sums,
     at that plan's noise: refused before anything is summed, whatever was forged beside it."""
     _, folder = begun(tmp_path)
-    files = [folder.recipe_file, folder.begun_with]
+    files = [folder.recipe_file, folder.start_record]
     for count in (1, 2):
         copy = copied(folder, f"copy{count}")
         for path in files[:count]:
@@ -224,7 +225,7 @@ def test_a_plan_is_executed_by_no_other_recipe(tmp_path):
             edit(mine, lambda raw: another_method(raw.get("recipe", raw)))
         found = r"method\.\w+(, method\.\w+)*: must be" if count == 1 else r"plan\.json: phases"
         with pytest.raises(UserError, match=found):
-            prepare(load(copy.recipe_file), copy, "test")
+            prepare(load_recipe(copy.recipe_file), copy, "test")
 
 
 def test_a_calibrated_plan_is_held_against_its_target(tmp_path):
@@ -243,7 +244,7 @@ def test_a_calibrated_plan_is_held_against_its_target(tmp_path):
     def halved(raw: dict[str, Any]) -> None:
         raw["noise_multiplier"] *= 0.5
 
-    edit(folder.begun_with, halved)
+    edit(folder.start_record, halved)
     assert folder.read_plan().guarantee().epsilon > 4  # as its reader is told
     with pytest.raises(UserError, match=r"costs more than privacy\.epsilon, 2, allows"):
         prepare(recipe, folder, "test")
@@ -251,7 +252,7 @@ def test_a_calibrated_plan_is_held_against_its_target(tmp_path):
 
 def test_what_a_run_was_begun_with_is_missed(tmp_path):
     recipe, folder = begun(tmp_path)
-    folder.begun_with.unlink()
+    folder.start_record.unlink()
     with pytest.raises(UserError, match=r"begun-with\.json: missing, and this run has begun"):
         prepare(recipe, folder, "test")
 
@@ -269,19 +270,19 @@ def test_the_budget_is_charged_for_what_both_released(tmp_path):
 
     def on(folder: RunFolder, until: int | None = None) -> None:
         job = prepare(recipe, folder, "test")
-        with _charged(job):
+        with _budget_charged(job):
             execute(job, until=until)
 
     on(folder, FORK)
     copy = copied(folder)
     on(copy)
     on(folder)
-    (budget,) = budgets_in(tmp_path / "budgets")
+    (budget,) = read_budgets(tmp_path / "budgets")
     plan, cost = folder.read_plan(), budget.terms.ceiling.cost
     released = FORK + 2 * (STEPS - FORK)
-    assert budget.spent == pytest.approx(cost(plan.with_counts([released]), plan.records))
+    assert budget.spent == pytest.approx(cost(plan.executed_phases([released]), plan.records))
     on(copy)  # to ask again for a finished run charges nothing
-    assert budgets_in(tmp_path / "budgets")[0].spent == budget.spent
+    assert read_budgets(tmp_path / "budgets")[0].spent == budget.spent
     stated = read_facts(copy).card()["data_set"]
     assert stated["epsilon"] == 20.0
 
@@ -290,7 +291,7 @@ def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
     plan = prepare(*make(tmp_path, "plan", training__steps=STEPS, privacy=SECRET), "test").plan
     fitting = (
         epsilon for epsilon in np.geomspace(0.1, 10, 200).tolist()
-        if (one := RenyiFilter.fixed(epsilon, 1e-5, plan.neighbours)).share
+        if (one := RenyiFilter.for_ceiling(epsilon, 1e-5, plan.neighbours)).share
         >= 1.1 * one.cost(plan.phases, plan.records)
     )  # fmt: skip
     limit = {"budget": str(tmp_path / "budgets"), "budget_ceiling": next(fitting)}
@@ -299,16 +300,16 @@ def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
         training={"batch_size": 40, "steps": STEPS, "learning_rate": 0.5},
     )  # fmt: skip
     job = prepare(recipe, folder, "test")
-    with _charged(job):
+    with _budget_charged(job):
         execute(job, until=FORK)
     copy = copied(folder)
     for _ in range(2):
         with (
             pytest.raises(UserError, match="with copies of it that went on or may,' would take"),
-            _charged(prepare(recipe, copy, "test")),
+            _budget_charged(prepare(recipe, copy, "test")),
         ):
             raise AssertionError("must not start")
-    with _charged(job):
+    with _budget_charged(job):
         execute(job)
     assert sorted(Ledger.read(copy.ledger).releases) == list(range(FORK))
 

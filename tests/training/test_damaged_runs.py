@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.files import contents, empty, gone, half
-from support.training import execute, interrupted, make, parameters, prepare, train
+from support.folder_contents import contents, empty, gone, half
+from support.training import execute, make, parameters, prepare, train, train_and_crash
 
 from dpdist import evaluation, models
 from dpdist.core.errors import UserError
-from dpdist.core.files import write_once
-from dpdist.runs.folder import RunFolder, begun, complete_checkpoints, read_released
+from dpdist.core.files import write_secret_once
+from dpdist.runs.folder import RunFolder, complete_checkpoints, has_released, read_verified_ledger
 from dpdist.training import monitoring
-from dpdist.training.trainer import _charged
+from dpdist.training.trainer import _budget_charged
 
 pytestmark = pytest.mark.whole
 
@@ -43,7 +43,7 @@ def crashed(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("crashed")
     torch.set_num_threads(1)  # as for each test: an attempt's identity
     with pytest.MonkeyPatch.context() as patch:
-        interrupted(*small(place), patch, 6)
+        train_and_crash(*small(place), patch, 6)
     return place / "run"
 
 
@@ -100,15 +100,15 @@ def test_a_crashed_run_is_refused_until_it_is_whole(crashed, tmp_path, name, dam
     damage(path)
     before = contents(folder.path)
     with pytest.raises(UserError, match=why) as caught:
-        monitoring.Teller(folder, print)  # as the driver does before workers start
+        monitoring.WorkerChangeReporter(folder, print)  # as the driver does before workers start
         train(recipe, folder)
     assert "\n" not in str(caught.value)
     assert contents(folder.path) == before, "nothing was written"
     path.unlink(missing_ok=True)
     path.write_bytes(kept)
     train(recipe, folder)
-    ledger = read_released(folder).ledger
-    assert ledger.superseded == 0, ledger.attempts
+    ledger = read_verified_ledger(folder).ledger
+    assert ledger.num_superseded == 0, ledger.attempts
 
 
 def test_a_ledger_is_not_begun_again_beside_what_was_made_of_it(crashed, tmp_path):
@@ -151,7 +151,7 @@ def test_noise_fixed_once_is_not_fixed_again(tmp_path):
     assert not folder.fixed.exists()
     folder.fixed.write_bytes(kept)
     train(recipe, folder)
-    assert read_released(folder).ledger.superseded == 0
+    assert read_verified_ledger(folder).ledger.num_superseded == 0
 
 
 def test_only_the_model_that_was_trained_is_used(tmp_path):
@@ -195,14 +195,14 @@ def test_a_secret_is_written_once_and_whole(tmp_path, monkeypatch):
     path = tmp_path / "key"
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
         patch.setattr("os.fsync", full)
-        write_once(path, "a" * 64)
+        write_secret_once(path, "a" * 64)
     assert not list(tmp_path.iterdir())
-    write_once(path, "a" * 64)
-    write_once(path, "b" * 64)
+    write_secret_once(path, "a" * 64)
+    write_secret_once(path, "b" * 64)
     assert path.read_text() == "a" * 64 and path.stat().st_mode & 0o777 == 0o600
     link = tmp_path / "link"
     link.symlink_to("nowhere")
-    write_once(link, "c")
+    write_secret_once(link, "c")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["key", "link"]
 
 
@@ -218,7 +218,7 @@ def test_a_fixed_key_is_marked_before_it_is_there(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("dpdist.training.job.write_once", crash)
+        patch.setattr("dpdist.training.job.write_secret_once", crash)
         prepare(recipe, folder, "test")
     assert RunFolder(folder.path).fixed_key.exists() and not folder.run_key.exists()
 
@@ -233,8 +233,8 @@ def test_a_ledger_whose_first_write_failed_is_begun(tmp_path, left, anchor):
     folder.ledger.write_bytes(left)
     if anchor is not None:
         folder.anchor.write_bytes(anchor)
-    assert not begun(folder)
+    assert not has_released(folder)
     job = prepare(recipe, folder, "test")
-    with _charged(job):
+    with _budget_charged(job):
         execute(job)
-    assert begun(folder) and read_released(folder).ledger.superseded == 0
+    assert has_released(folder) and read_verified_ledger(folder).ledger.num_superseded == 0

@@ -20,31 +20,31 @@ import torch
 import yaml
 from safetensors.torch import save as save_tensors
 from support.datasets import write_images
-from support.here import command
+from support.local_execution import command
 from torch import Tensor, nn
 
 from dpdist import data, models
 from dpdist.cli import run as denoise_command
 from dpdist.core.errors import UserError
-from dpdist.core.optional_imports import torchvision
+from dpdist.core.optional_imports import import_torchvision
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
-from dpdist.methods.base import Setup
-from dpdist.models.noise import keep_within
+from dpdist.methods.base import MethodSetup
+from dpdist.models.noise import project_first_layer_norm
 from dpdist.privacy.card import card_markdown
 from dpdist.publishing import write_release
-from dpdist.randomness.noise_location import place_of
-from dpdist.release.bundle import SUMS, sums_of
+from dpdist.randomness.noise_location import find_noise_location
+from dpdist.release.bundle import CHECKSUMS, compute_checksums
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.pretraining import pretrain, put_together
-from dpdist.training.provenance import PROVENANCE
-from dpdist.training.records import public_data, source_of, training_data
+from dpdist.training.pretraining import join_parts, pretrain
+from dpdist.training.provenance import PROVENANCE_FILE
+from dpdist.training.records import data_source, method_public_records, records_with_canaries
 
 pytestmark = pytest.mark.whole
 
@@ -88,18 +88,18 @@ def with_denoiser(folder: Path, **sections) -> dict:
 
 
 def train(described: dict, folder: RunFolder) -> nn.Module:
-    worker.run(
-        prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu"))
+    worker.run_training(
+        prepare(parse_recipe(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu"))
     )
-    return models.load(folder.model)
+    return models.load(folder.model_folder)
 
 
 @pytest.fixture(scope="module")
 def public(tmp_path_factory) -> Path:
     """A folder with a public `classifier` and a public `denoiser`."""
     root = tmp_path_factory.mktemp("public")
-    pretrain(parse(with_classifier(root / "classifier"), "test"), "test")
-    _, error = pretrain(parse(with_denoiser(root / "denoiser"), "test"), "test")
+    pretrain(parse_recipe(with_classifier(root / "classifier"), "test"), "test")
+    _, error = pretrain(parse_recipe(with_denoiser(root / "denoiser"), "test"), "test")
     assert error < 0.25  # less noise than there was: each pixel had deviation 0.25
     return root
 
@@ -129,7 +129,7 @@ def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, 
     before = models.load(public / "denoiser").state_dict()
     after = model.get_submodule("denoiser").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    start = initial_model(parse(with_denoiser(public / "denoiser"), "test"), spec)
+    start = initial_model(parse_recipe(with_denoiser(public / "denoiser"), "test"), spec)
     moved = zip(
         start.get_submodule("classifier").parameters(),
         model.get_submodule("classifier").parameters(),
@@ -149,8 +149,8 @@ def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, 
 
 
 def test_gradients_behind_a_frozen_denoiser_equal_autograd_one_by_one(public):
-    recipe = parse(with_denoiser(public / "denoiser"), "test")
-    dataset = training_data(recipe, source_of(recipe))
+    recipe = parse_recipe(with_denoiser(public / "denoiser"), "test")
+    dataset = records_with_canaries(recipe, data_source(recipe))
     model = initial_model(recipe, model_spec(recipe, dataset))
     x, y = dataset.batch(slice(0, 6)), dataset.targets(slice(0, 6))
     engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.05))
@@ -168,7 +168,7 @@ def test_gradients_behind_a_frozen_denoiser_equal_autograd_one_by_one(public):
 def test_a_denoiser_that_saw_private_records_is_refused(public, tmp_path):
     described = with_denoiser(public / "denoiser", data={"name": "digits", "public": 0.2})
     with pytest.raises(UserError, match=r"model\.denoiser\.folder: .* are among the public ones"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
     assert not (tmp_path / "run").exists()
 
 
@@ -185,13 +185,13 @@ def test_a_denoiser_that_saw_private_records_is_refused(public, tmp_path):
 )  # fmt: skip
 def test_recipes_with_a_denoiser_that_do_not_hold_together(changes, message):
     with pytest.raises(UserError, match=message):
-        parse({**with_denoiser(Path("d")), **changes}, "test")
+        parse_recipe({**with_denoiser(Path("d")), **changes}, "test")
 
 
 def test_a_part_made_before_a_key_there_was_is_still_of_its_section(tmp_path):
     """Folders of then say nothing of it: it has its default."""
     described = with_denoiser(tmp_path / "d")
-    recipe = parse(described, "test")
+    recipe = parse_recipe(described, "test")
     pretrain(recipe, "test")
     path = tmp_path / "d" / "provenance.json"
     about = json.loads(path.read_text())
@@ -201,7 +201,7 @@ def test_a_part_made_before_a_key_there_was_is_still_of_its_section(tmp_path):
     prepare(recipe, RunFolder(tmp_path / "run"), "test")
     described["public"]["model"] = described["public"]["model"] | {"mean": [0.5]}
     with pytest.raises(UserError, match=r"made with public\.model\.mean: \[\], the recipe says"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "other"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "other"), "test")
     about["made_by"]["model"]["zeal"] = 1  # a key that only another version knows
     path.write_text(json.dumps(about))
     with pytest.raises(UserError, match=r"made with public\.model\.zeal: 1, the recipe says None"):
@@ -216,15 +216,15 @@ def test_denoisers_that_do_not_fit_are_refused(public, tmp_path):
     described = with_denoiser(public / "classifier")
     described["model"]["denoiser"] = {"folder": str(public / "classifier")}
     with pytest.raises(UserError, match=r"classifier: made with public\.model"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
     del described["public"]  # which says that it is another's
     with pytest.raises(UserError, match="before a classifier it must keep the shape"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
     spec = models.ModelSpec("conv-autoencoder", (1, 28, 28), 10, {"channels": [2]})
-    models.save(models.build(spec), spec, tmp_path / "large")
+    models.save(models.build_model(spec), spec, tmp_path / "large")
     described["model"]["denoiser"] = {"folder": str(tmp_path / "large"), "saw": "nothing"}
     with pytest.raises(UserError, match=r"takes \(1, 28, 28\), digits/train has \(1, 8, 8\)"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
 # ---- finished parts put together ---------------------------------------------------------------
@@ -297,14 +297,14 @@ def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
     folder = RunFolder(tmp_path / "c")
     train(raw(model=CNN), folder)
     more = with_denoiser(tmp_path / "more", data={"name": "digits", "public": 0.6})
-    pretrain(parse(more, "test"), "test")
+    pretrain(parse_recipe(more, "test"), "test")
     with pytest.raises(UserError, match="are among the public ones"):
-        put_together(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
-    (tmp_path / "more" / PROVENANCE).unlink()
+        join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
+    (tmp_path / "more" / PROVENANCE_FILE).unlink()
     with pytest.raises(UserError, match=r"or declare it: model\.denoiser\.saw"):
-        put_together(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
+        join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".x*"))
-    put_together(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"), saw="a book")
+    join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"), saw="a book")
     card = read_facts(RunFolder(tmp_path / "x")).card()
     assert card["extra"]["frozen denoiser trained on"] == "a book (declared, not checked)"
 
@@ -318,19 +318,19 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     own = train(raw(model=CNN), folder)
     # Both saw the private digits: refused, the costs would have to be added.
     with pytest.raises(UserError, match="in run d: its cost would have to be added"):
-        put_together(folder, "denoiser", other.release, RunFolder(tmp_path / "x"))
+        join_parts(folder, "denoiser", other.release, RunFolder(tmp_path / "x"))
     alone = tmp_path / "copied" / "release"  # without its run, only the card tells what it saw
     shutil.copytree(other.release, alone)
     card = json.loads((alone / "privacy_card.json").read_text())
     card["extra"]["training data"] = "letters"
     (alone / "privacy_card.json").write_text(json.dumps(card))
     with pytest.raises(UserError, match=r"privacy_card\.json: was changed"):
-        put_together(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
+        join_parts(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
     described = json.loads((alone / "release.json").read_text())
     described["data"]["name"] = "letters"
     (alone / "release.json").write_text(json.dumps(described))
-    (alone / SUMS).write_text(sums_of(alone))
-    put_together(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
+    (alone / CHECKSUMS).write_text(compute_checksums(alone))
+    join_parts(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
     x = torch.rand(3, 1, 8, 8)
     joined = models.load(RunFolder(tmp_path / "x").model)
     assert torch.equal(joined(x), own(whole.get_submodule("denoiser")(x)))
@@ -348,10 +348,12 @@ def test_a_denoiser_with_noise_of_its_own_keeps_it_before_another_classifier(pub
     folder = RunFolder(tmp_path / "d")
     model = train(described, folder)
     other = with_classifier(tmp_path / "other")
-    pretrain(parse(other, "test"), "test")
-    put_together(folder, "classifier", tmp_path / "other", RunFolder(tmp_path / "moved"))
-    mine, theirs = (place_of(m) for m in (models.load(tmp_path / "moved/private/model"), model))
-    assert mine.random and theirs.random
+    pretrain(parse_recipe(other, "test"), "test")
+    join_parts(folder, "classifier", tmp_path / "other", RunFolder(tmp_path / "moved"))
+    mine, theirs = (
+        find_noise_location(m) for m in (models.load(tmp_path / "moved/private/model"), model)
+    )
+    assert mine.is_random and theirs.is_random
     assert torch.equal(mine.std, theirs.std) and mine.scale > 0
     # A denoiser before a network with such noise would move the noise: refused.
     hgm = {"name": "hgm-cnn", "options": {"filters": [4], "kernels": [3], "strides": [2],
@@ -359,7 +361,7 @@ def test_a_denoiser_with_noise_of_its_own_keeps_it_before_another_classifier(pub
     plain = raw(model=hgm, method={"name": "secure-sgd", "redistribution": None})
     train(plain, RunFolder(tmp_path / "noisy"))
     with pytest.raises(UserError, match="would be the frozen denoiser's"):
-        put_together(
+        join_parts(
             RunFolder(tmp_path / "noisy"), "denoiser", public / "denoiser",
             RunFolder(tmp_path / "x"),
         )  # fmt: skip
@@ -386,26 +388,28 @@ def test_r_is_computed_through_the_frozen_classifiers_own_weights(public, tmp_pa
     method = {"name": "secure-sgd", "sigma": 0.3, "redistribution": section}
     method["paper_faithful"] = source == "private"
     described = with_classifier(public / "classifier") | {"method": method}
-    recipe = parse(described, "test")
+    recipe = parse_recipe(described, "test")
     job = prepare(recipe, RunFolder(tmp_path / "run"), "test")
-    private = training_data(recipe, job.source)
+    private = records_with_canaries(recipe, job.source)
     spec = model_spec(recipe, private)
-    public = public_data(recipe)
-    setup = Setup(recipe, spec, lambda: initial_model(recipe, spec), private, public, bytes(32))
+    public = method_public_records(recipe)
+    setup = MethodSetup(
+        recipe, spec, lambda: initial_model(recipe, spec), private, public, bytes(32)
+    )
     std = recipe.method.fix(setup)["std"]
     found = (std / 0.3).double().square()
 
-    everything = data.load(source_of(recipe), "train")
+    everything = data.load(data_source(recipe), "train")
     records = everything.part(0.0, 0.4) if source == "public" else private
     rows = np.linspace(0, len(records) - 1, 40).astype(np.int64)
     x, y = records.batch(rows), records.targets(rows)
     model = initial_model(recipe, spec)
-    keep_within(models.require_split(model), recipe.method.sensitivity)
+    project_first_layer_norm(models.require_split(model), recipe.method.sensitivity)
     expected = shares_by_hand(model, x, y)
     assert torch.allclose(found, expected, rtol=1e-4)
     # The check can fail: with a classifier at its initial weights r is another.
     random = models.initialise(spec, recipe.training.init_seed)
-    keep_within(models.require_split(random), recipe.method.sensitivity)
+    project_first_layer_norm(models.require_split(random), recipe.method.sensitivity)
     other = shares_by_hand(random, x, y)
     assert not torch.allclose(other, expected, rtol=0.1)
 
@@ -420,7 +424,7 @@ def test_public_records_of_other_classes_cannot_give_r_through_a_classifier(
     }
     real = data.load
 
-    def load(source: data.Source, split: str) -> data.Dataset:
+    def load(source: data.DataSource, split: str) -> data.Dataset:
         if source.name != "letters":
             return real(source, split)
         found = real(dataclasses.replace(source, name="digits", root=None), split)
@@ -428,7 +432,7 @@ def test_public_records_of_other_classes_cannot_give_r_through_a_classifier(
 
     monkeypatch.setattr(data, "load", load)
     with pytest.raises(UserError, match="26 classes, the frozen classifier tells 10"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
 # ---- weights to begin with ---------------------------------------------------------------------
@@ -461,7 +465,9 @@ def colours(root: Path) -> Path:
 def published() -> dict[str, Tensor]:
     """A state dict as torchvision publishes it: a thousand classes."""
     torch.manual_seed(2)
-    network = torchvision("models").get_model("squeezenet1_1", weights=None, num_classes=1000)
+    network = import_torchvision("models").get_model(
+        "squeezenet1_1", weights=None, num_classes=1000
+    )
     return {name: value.clone() for name, value in network.state_dict().items()}
 
 
@@ -480,18 +486,18 @@ def test_pretraining_begins_with_a_file_of_weights(tmp_path):
     tensors = published()
     (tmp_path / "weights.safetensors").write_bytes(save_tensors(tensors))
     described = torchvision_recipe(tmp_path, str(tmp_path / "weights.safetensors"))
-    folder, _ = pretrain(parse(described, "test"), "test")
+    folder, _ = pretrain(parse_recipe(described, "test"), "test")
     check_body(folder, tensors)
-    job = prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+    job = prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
     saw = json.loads(job.folder.pretrained.read_text())["saw"]
     assert "it began with weights from a file, weights.safetensors (declared public" in saw
     shutil.rmtree(folder)
     (tmp_path / "weights.safetensors").write_bytes(b"no tensors")
     with pytest.raises(UserError, match=r"weights\.safetensors: cannot be read"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
     (tmp_path / "weights.safetensors").write_bytes(save_tensors({"other": torch.zeros(2)}))
     with pytest.raises(UserError, match="0 of the model's 52 tensors are in it"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
 
 
 def test_pretraining_begins_with_torchvisions_published_weights(tmp_path, monkeypatch):
@@ -502,23 +508,23 @@ def test_pretraining_begins_with_torchvisions_published_weights(tmp_path, monkey
     source = (tmp_path / "weights.pth").rename(tmp_path / f"squeezenet-{digest}.pth")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "hub"))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
-    enum = torchvision("models").get_model_weights("squeezenet1_1")
+    enum = import_torchvision("models").get_model_weights("squeezenet1_1")
     here = dataclasses.replace(enum.DEFAULT.value, url=source.as_uri())
     monkeypatch.setattr(enum.DEFAULT, "_value_", here)
     described = torchvision_recipe(tmp_path, "torchvision")
-    folder, _ = pretrain(parse(described, "test"), "test")
+    folder, _ = pretrain(parse_recipe(described, "test"), "test")
     check_body(folder, tensors)
-    written = json.loads((folder / PROVENANCE).read_text())
+    written = json.loads((folder / PROVENANCE_FILE).read_text())
     assert written["began_with"] == "torchvision's SqueezeNet1_1_Weights.IMAGENET1K_V1"
 
     shutil.rmtree(folder)
     shutil.rmtree(tmp_path / "hub")
     source.write_bytes(source.read_bytes() + b"tampered")
     with pytest.raises(UserError, match=r"cannot be had: invalid hash value.*give a file instead"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
     source.unlink()
     with pytest.raises(UserError, match="cannot be had"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
     described["public"]["model"] = CNN
     with pytest.raises(UserError, match=r"needs public\.model\.name: torchvision"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")

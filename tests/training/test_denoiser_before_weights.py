@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 
 from dpdist import models
 from dpdist.core.errors import UserError
-from dpdist.data.registry import INVENTED
+from dpdist.data.registry import SYNTHETIC
 from dpdist.models.outputs import ViewAverage
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
@@ -27,10 +27,10 @@ from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
 from dpdist.training.public_training import reconstruction_error
 from dpdist.training.records import (
-    declared_public,
-    evaluation_data,
-    source_of,
-    training_data,
+    data_source,
+    declared_public_records,
+    records_with_canaries,
+    test_records,
 )
 
 pytestmark = pytest.mark.whole
@@ -56,7 +56,7 @@ def raw(folder: Path, **sections) -> dict:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("before") / "weights"
-    pretrain(parse(raw(folder), "test"), "test")
+    pretrain(parse_recipe(raw(folder), "test"), "test")
     return folder
 
 
@@ -67,9 +67,9 @@ def parts(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def test_the_denoiser_learns_to_remove_the_noise_and_the_classifier_sees_through_it(weights):
-    spec, recipe = models.read_spec(weights), parse(raw(weights), "test")
+    spec, recipe = models.read_spec(weights), parse_recipe(raw(weights), "test")
     assert spec.name == "small-cnn" and spec.denoiser.name == "unet"
-    test = evaluation_data(recipe, source_of(recipe))
+    test = test_records(recipe, data_source(recipe))
     denoiser, classifier = parts(weights)
     left = reconstruction_error(denoiser, test, 0.5)
     assert left < 0.3  # noise of 0.5 comes in
@@ -100,25 +100,25 @@ def test_its_training_is_the_sections_and_the_classifier_leaves_it_as_it_is(tmp_
     monkeypatch.setattr(public_training, "train_public", spied)
     described = raw(tmp_path / "w")
     described["public"]["training"] = TRAINING | {"steps": 3}
-    recipe = parse(described, "test")
+    recipe = parse_recipe(described, "test")
     pretrain(recipe, "test")
-    public = len(declared_public(recipe, source_of(recipe)))
+    public = len(declared_public_records(recipe, data_source(recipe)))
     first, second = seen
     assert first == ("denoiser", 6, 6, recipe.public, public)
     assert second == ("initial", 6, 12, recipe.public, public)
 
 
 def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
-    recipe = parse(raw(weights), "test")
+    recipe = parse_recipe(raw(weights), "test")
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, "test")
-    dataset = training_data(recipe, source_of(recipe))
+    dataset = records_with_canaries(recipe, data_source(recipe))
     begun, saved = initial_model(recipe, model_spec(recipe, dataset)), models.load_network(weights)
     for ours, theirs in zip(begun.parameters(), saved.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     trained = [name for name, p in begun.named_parameters() if p.requires_grad]
     assert trained and all(name.startswith("classifier.") for name in trained)
-    worker.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
     for before, after, same in zip(parts(weights), parts(folder.model), (True, False), strict=True):
         for a, b in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(a, b) == same
@@ -128,13 +128,13 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     assert "public records of digits" in saw and "compared by content" in saw
     assert card["frozen denoiser"] == "came with the initial weights"
     # What was trained may begin another run, and its denoiser comes with it.
-    other = parse(raw(folder.model, public=None), "test")
+    other = parse_recipe(raw(folder.model, public=None), "test")
     assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser
 
 
 @pytest.mark.parametrize("change", [{"saw": "others"}, {"denoiser": False}], ids=repr)
 def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, change):
-    recipe, folder = parse(raw(weights), "test"), RunFolder(tmp_path / "run")
+    recipe, folder = parse_recipe(raw(weights), "test"), RunFolder(tmp_path / "run")
     prepare(recipe, folder, "test")
     about = json.loads(folder.pretrained.read_text())
     assert about["denoiser"] is True
@@ -152,7 +152,7 @@ def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeyp
         privacy={"noise_multiplier": 2.0, "delta": 1e-4, "nominal_records": 1400},
     )
     write_recipe(tmp_path, described)
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
     assert done.code == 0, done.err
     card = read_facts(RunFolder(tmp_path / "runs" / "run")).card()["extra"]
@@ -160,7 +160,7 @@ def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeyp
 
 
 def test_private_records_that_the_denoiser_saw_are_told(weights, tmp_path):
-    recipe = parse(raw(weights, data={"name": "digits", "public": 0.2}), "test")
+    recipe = parse_recipe(raw(weights, data={"name": "digits", "public": 0.2}), "test")
     with pytest.raises(UserError, match=r"private records .* are among the public ones"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
@@ -170,14 +170,14 @@ def test_weights_made_with_another_denoiser_are_refused(weights, tmp_path, chang
     described = raw(weights)
     described["public"] = described["public"] | change
     with pytest.raises(UserError, match=r"weights: made with public\.denoiser.*name another"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
 def test_folders_of_before_are_still_those_of_their_section(tmp_path):
     """They do not say that they have no denoiser."""
     described = raw(tmp_path / "w")
     described["public"] = {"sigma": 0.5, "training": TRAINING | {"steps": 2}}
-    recipe = parse(described, "test")
+    recipe = parse_recipe(described, "test")
     pretrain(recipe, "test")
     path = tmp_path / "w" / "provenance.json"
     told, before = RunFolder(tmp_path / "told"), RunFolder(tmp_path / "before")
@@ -214,7 +214,7 @@ def test_what_does_not_hold_together_is_told(change, said):
     if "denoiser" in described["model"]:
         described["public"] = described["public"] | {"model": CNN}
     with pytest.raises(UserError, match=said):
-        parse(described, "test")
+        parse_recipe(described, "test")
 
 
 def altered(weights: Path, folder: Path, **change) -> Path:
@@ -245,7 +245,7 @@ def declared(folder: Path) -> dict:
 def test_another_denoiser_is_refused_before_training(weights, tmp_path, change, said):
     folder = altered(weights, tmp_path / "w", **change)
     with pytest.raises(UserError, match=said):
-        prepare(parse(declared(folder), "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(declared(folder), "test"), RunFolder(tmp_path / "run"), "test")
     assert not (tmp_path / "run").exists()
 
 
@@ -253,17 +253,17 @@ def test_a_method_with_noise_inside_takes_no_weights_behind_a_denoiser(weights, 
     method = {"name": "secure-sgd", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}
     described = raw(weights, method=method, public=None)
     with pytest.raises(UserError, match=r"stand behind a frozen denoiser.* method secure-sgd"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
 def test_a_denoiser_must_keep_the_shape(tmp_path):
     described = raw(tmp_path / "w")
     described["public"]["denoiser"] = CNN
     with pytest.raises(UserError, match="before a classifier it must keep the shape"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
     described["public"]["denoiser"] = {"name": "uneet"}
     with pytest.raises(UserError, match="must be of the zoo, got 'uneet'"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
     assert not (tmp_path / "w").exists()
 
 
@@ -281,7 +281,7 @@ def test_a_denoiser_must_keep_the_shape(tmp_path):
 def test_methods_that_work_on_the_inputs_themselves_take_none(method, refused):
     described = raw(Path("w"))
     try:
-        parse(described | {"method": method}, "test")
+        parse_recipe(described | {"method": method}, "test")
     except UserError as error:
         assert ("frozen denoiser does not go with" in str(error)) == refused, error
     else:
@@ -292,30 +292,30 @@ def test_the_same_holds_of_a_denoiser_alone(weights, tmp_path):
     described = raw(weights, public=None, method={"name": "functional", "encoder": 0.1})
     described["model"] = {**CNN, "denoiser": str(weights)}
     with pytest.raises(UserError, match="a frozen denoiser does not go with method functional"):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
 def test_weights_of_which_nothing_but_the_denoiser_fits_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(INVENTED["strokes"], "records", 400)
+    monkeypatch.setattr(SYNTHETIC["strokes"], "records", 400)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
     described = raw(tmp_path / "w", data={"name": "digits"})
     described["model"] = {"name": "linear", "initial": str(tmp_path / "w")}
     described["public"]["data"] = {"name": "strokes", "classes": 200}
     described["public"]["training"] = TRAINING | {"steps": 2}
     with pytest.raises(UserError, match=r"other classes.* 0 of 2 tensors"):
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
 
 
 def test_the_trained_modules_are_those_behind_the_denoiser(weights):
     described = raw(weights, public=None)
     described["model"]["trained"] = ["5"]
-    recipe = parse(described, "test")
-    spec = model_spec(recipe, training_data(recipe, source_of(recipe)))
+    recipe = parse_recipe(described, "test")
+    spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
     trained = [n for n, p in initial_model(recipe, spec).named_parameters() if p.requires_grad]
     assert trained == ["classifier.5.weight", "classifier.5.bias"]
     described["model"]["trained"] = ["denoiser"]
     with pytest.raises(UserError, match="no module 'denoiser'"):
-        initial_model(parse(described, "test"), spec)
+        initial_model(parse_recipe(described, "test"), spec)
 
 
 class Named(torch.nn.Module):
@@ -359,8 +359,8 @@ def test_the_average_moves_and_mirrors_what_the_denoiser_shows(weights, tmp_path
     model = models.load_network(weights)
     described = raw(weights)
     described["model"] |= views
-    recipe = parse(described, "test")
-    spec = model_spec(recipe, training_data(recipe, source_of(recipe)))
+    recipe = parse_recipe(described, "test")
+    spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
     assert spec.denoised_shifts
     models.save(model, spec, tmp_path)
     x, (denoiser, classifier) = torch.rand(4, 1, 8, 8), parts(weights)

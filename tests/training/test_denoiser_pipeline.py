@@ -18,7 +18,7 @@ from dpdist.cli import main
 from dpdist.models.zoo import FixedBatchNorm
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import RECIPES, load, resolve
+from dpdist.runs.recipe import RECIPES_FOLDER, load_recipe, resolve_recipe
 from dpdist.training.pretraining import pretrain
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.whole]
@@ -50,13 +50,13 @@ def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
         "resources.workers": 2,
         "resources.cpus_per_worker": 1,
     }
-    recipe = load(RECIPES / "transdenoiser-cifar10.yaml", small)
-    recipe = resolve(recipe, data_root=colour_images(tmp_path / "data"))
+    recipe = load_recipe(RECIPES_FOLDER / "transdenoiser-cifar10.yaml", small)
+    recipe = resolve_recipe(recipe, data_root=colour_images(tmp_path / "data"))
     pretrain(recipe, "test")
     folder = pipeline.run(recipe, runs=tmp_path / "runs")
     facts = read_facts(folder)
     assert facts.trained["steps"] == 3 and facts.guarantee.epsilon <= 3.0
-    assert len(facts.tables[0].index) == 2 and folder.report.exists()
+    assert len(facts.tables[0].index) == 2 and folder.report_file.exists()
     assert facts.trained["fallback_layers"] == []
     model = models.load(folder.model)
     classifier = models.load(tmp_path / "classifier").state_dict()
@@ -123,7 +123,7 @@ def test_the_benchmark_makes_its_table_and_its_picture(here, benchmark, tmp_path
 def test_the_benchmark_shows_what_algorithm_1_measured(benchmark, tmp_path):
     bench = benchmark.Bench(tmp_path, None, quick=True)
     (row,) = [r for r in benchmark.rows(1) if (r.name, r.noise) == ("full-tanh", 0.1)]
-    recipe, folder = load(bench.recipe(row, 0)), RunFolder(tmp_path / "run")
+    recipe, folder = load_recipe(bench.recipe(row, 0)), RunFolder(tmp_path / "run")
     assert recipe.model.options["activation"] == "tanh" and recipe.method.sigma == 0.1
     folder.begin(recipe)
     steps = [
@@ -163,7 +163,7 @@ def test_cells_show_the_mean_and_the_range(benchmark):
 def test_stobatch_s_row_is_certified_by_noise_of_the_row_s_worth(benchmark, tmp_path):
     (row,) = [r for r in benchmark.rows(2) if r.name == "stobatch"]
     bench = benchmark.Bench(tmp_path, None, quick=False)
-    recipe = load(bench.recipe(row, 1))
+    recipe = load_recipe(bench.recipe(row, 1))
     assert recipe.method.name == "stobatch" and recipe.method.sigma == row.noise
     assert recipe.certify.sigma == pytest.approx(0.2) and recipe.training.init_seed == 1
     assert str(recipe.model.classifier.folder) == str(bench.public / "classifier")
@@ -182,7 +182,7 @@ def measured(benchmark, repeat: int, radii: list[float], wrong: dict[tuple[str, 
         attack=attack, size=size, index=index, label=index, prediction=prediction,
         attacks=["pgd", "mim"], has=lambda name, size: (name, size) in pairs,
     )  # fmt: skip
-    certificates = SimpleNamespace(index=[0, 1, 2], certified=lambda: np.array(radii))
+    certificates = SimpleNamespace(index=[0, 1, 2], size_if_correct=lambda: np.array(radii))
     return benchmark.Measured("1", 0.9, certificates, attacks, repeat=repeat)
 
 
@@ -192,7 +192,7 @@ def test_rows_are_compared_image_by_image_and_key_by_key(benchmark, tmp_path, mo
         "no-dp": [measured(benchmark, 0, [0.3, 0.3, 0.0], {}), measured(benchmark, 1, [0] * 3, {})],
         "stobatch": [measured(benchmark, 1, [0.3, 0.0, 0.0], {("mim", 2.0): [1, 2]})],
     }
-    monkeypatch.setattr(benchmark, "measured", lambda bench, row: runs[row.name])
+    monkeypatch.setattr(benchmark, "reported_values", lambda bench, row: runs[row.name])
     bench = benchmark.Bench(tmp_path, None, quick=True, attacks=("mim", "pgd"))
     lines = benchmark.comparisons(bench, chosen)
     assert "stobatch against no-dp, noise 0.25, radius 0.25: 1 : 0 (p 1)" in lines

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.training import KEY, execute, interrupted, make, train
+from support.training import KEY, execute, make, train, train_and_crash
 
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import describe_cost
-from dpdist.training.monitoring import Group, Teller, append_group, read_groups
+from dpdist.training.monitoring import WorkerChangeReporter, WorkerGroup, append_group, read_groups
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -31,9 +31,9 @@ def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch
     undisturbed = train(*elastic(tmp_path, "a", True))
     recipe, folder = elastic(tmp_path, "b", True, release="sharded")
     said: list[str] = []
-    teller = Teller(folder, said.append)
-    interrupted(recipe, folder, monkeypatch, 2, 2)
-    interrupted(recipe, folder, monkeypatch, 4, 1)
+    teller = WorkerChangeReporter(folder, said.append)
+    train_and_crash(recipe, folder, monkeypatch, 2, 2)
+    train_and_crash(recipe, folder, monkeypatch, 4, 1)
     teller.look()
     assert torch.equal(train(recipe, folder, 4), undisturbed)
     teller.look()
@@ -49,7 +49,7 @@ def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch
 def test_without_them_every_change_is_charged_and_said(tmp_path):
     recipe, folder = elastic(tmp_path, "run", False)
     said: list[str] = []
-    teller = Teller(folder, said.append)
+    teller = WorkerChangeReporter(folder, said.append)
     job = prepare(recipe, folder, "test")
     execute(job, 2, until=4)
     kept = folder.checkpoints / "step-00000004"
@@ -59,12 +59,12 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
     execute(job, 1)
     teller.look()
     ledger = Ledger.read(folder.ledger)
-    assert ledger.releases == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.superseded == 4
+    assert ledger.releases == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.num_superseded == 4
     assert ledger.guarantee(job.plan).epsilon > job.plan.guarantee().epsilon
     assert read_groups(folder) == [
-        Group(0, 2, "gloo", 0),
-        Group(0, 1, "gloo", 4),
-        Group(2, 1, "gloo", 2),
+        WorkerGroup(0, 2, "gloo", 0),
+        WorkerGroup(0, 1, "gloo", 4),
+        WorkerGroup(2, 1, "gloo", 2),
     ]
     assert [line.split(": ", 2)[1] for line in said] == [
         "goes on with 1 worker (before", "goes on with 1 worker from step 2",
@@ -85,7 +85,7 @@ def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
         )  # fmt: skip
         job = prepare(recipe, folder, "test")
         execute(job, 2, until=2)  # a checkpoint
-        interrupted(recipe, folder, monkeypatch, 1, 2)
+        train_and_crash(recipe, folder, monkeypatch, 1, 2)
         before = Ledger.read(folder.ledger)
         assert len(before.releases) == 4
         if reproducible:
@@ -104,7 +104,7 @@ def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
 def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):
     folder = RunFolder(tmp_path)
     folder.private.mkdir()
-    first, later = Group(0, 2, "gloo", 0), Group(3, 1, "gloo", 4)
+    first, later = WorkerGroup(0, 2, "gloo", 0), WorkerGroup(3, 1, "gloo", 4)
     append_group(folder, first)
     with open(folder.groups, "a") as file:
         file.write('{"step": 3, "wor')  # the disk was full
@@ -149,4 +149,4 @@ def test_a_dry_run_speaks_of_the_fewest_and_the_most(tmp_path):
     assert rows["workers"].startswith("1 to 4, ")
     assert rows["memory of a host"].endswith(" MiB with 4 on it")
     assert " s at " in rows["training time"] and " to " in rows["training time"]
-    assert parse(recipe.model_dump(mode="json"), "again") == recipe
+    assert parse_recipe(recipe.model_dump(mode="json"), "again") == recipe

@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
-from support.training import execute, make, prepare, prepared, together
+from support.training import execute, make, prepare, prepare_job, run_thread_workers
 from torch import nn
 
 from dpdist import pipeline
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.runs.recipe import check_against_data, parse
+from dpdist.runs.recipe import check_against_data, parse_recipe
 from dpdist.training import private_step, worker
 from dpdist.training.worker import Diverged
 
@@ -58,7 +58,7 @@ def test_a_model_that_computes_no_numbers_is_refused_before_anything(tmp_path, h
 
 
 def diverging(tmp_path):
-    return prepared(
+    return prepare_job(
         tmp_path,
         model={"name": f"{HERE}:broken", "options": {"how": "overflow"}},
         training__learning_rate=1e6,
@@ -83,7 +83,7 @@ def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, m
 
     def work(reducer):
         try:
-            worker.run(job, reducer)
+            worker.run_training(job, reducer)
         except Diverged as stop:
             step = int(re.findall(r"after step (\d+)", str(stop))[0])
             charged.append(len(Ledger.read(job.folder.ledger).releases) >= step)
@@ -91,14 +91,14 @@ def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, m
 
     monkeypatch.setattr(private_step, "_announce", slow)
     with pytest.raises(Diverged):
-        together(2, work)
+        run_thread_workers(2, work)
     assert charged and all(charged)
 
 
 def test_a_certification_that_the_test_split_cannot_carry_is_refused_first(tmp_path):
     recipe, _ = make(tmp_path, certify={"sigma": 0.5, "start": 358})
     with pytest.raises(UserError, match=r"r.yaml: certify\.start: must be below the 358 inputs"):
-        pipeline.train_alone(recipe, runs=tmp_path, where="r.yaml")
+        pipeline.train_only(recipe, runs=tmp_path, context="r.yaml")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +115,7 @@ def test_a_recipe_that_leaves_nobody_to_train_on(tmp_path):
 def test_constants_that_are_no_numbers(std):
     raw = make_raw() | {"model": {"name": "linear", "std": std}}
     with pytest.raises(UserError, match=r"model\.std\.0: must be"):
-        parse(raw, "r")
+        parse_recipe(raw, "r")
 
 
 def make_raw() -> dict:

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from support.benchmarks import BENCHMARKS
 from support.benchmarks import load as load_benchmark
-from support.here import without_ray
+from support.local_execution import run_without_ray
 
 from dpdist.cluster import session
 from dpdist.core.errors import ClusterError
-from dpdist.runs.recipe import load
-from dpdist.tuning.search import NoModel
+from dpdist.runs.recipe import load_recipe
+from dpdist.tuning.search import NoModelError
 
 pytestmark = pytest.mark.whole
 
@@ -31,7 +31,7 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
     bench = flagship.Bench(tmp_path, None, quick=False)
     names = [name for row in flagship.ROWS for name in row.runs()]
     assert len(set(names)) == len(names)
-    found = {row.name: load(bench.recipe(row, row.runs()[0])) for row in flagship.ROWS}
+    found = {row.name: load_recipe(bench.recipe(row, row.runs()[0])) for row in flagship.ROWS}
     whole = found["flagship"]
     assert whole.model.initial is not None and whole.certify.n == 10_000
     assert found["flagship-0.5"].certify.sigma == 0.5
@@ -41,7 +41,7 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
         assert set(flagship.PUBLISHED[row.task]) == {0.0, *recipe.certify.radii}
         if row.changes:
             unchanged = dataclasses.replace(row, changes={})
-            differ = recipe.same_experiment(load(bench.recipe(unchanged, "other")))
+            differ = recipe.differing_keys(load_recipe(bench.recipe(unchanged, "other")))
             assert {key.split(".")[0] for key in row.changes} <= {k.split(".")[0] for k in differ}
     behind, plain = found["denoised-0.5"], found["shifts-0.5"]
     assert behind.public.denoiser.name == "unet" and plain.public.denoiser is None
@@ -54,7 +54,7 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
 
 
 def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
     flagship.main(["--quick", "--out", str(tmp_path), "--only", "denoised-1.0-0"])
     line = json.loads((tmp_path / "results.jsonl").read_text())
@@ -64,7 +64,7 @@ def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
 
 
 def test_a_row_of_another_network_runs(flagship, tmp_path, monkeypatch):
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
     flagship.main(["--quick", "--out", str(tmp_path), "--only", "widest-0", "--all"])
     text = (tmp_path / "table.md").read_text()
@@ -76,7 +76,7 @@ def test_a_row_of_another_network_runs(flagship, tmp_path, monkeypatch):
 
 
 def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, monkeypatch):
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
     arguments = ["--quick", "--out", str(tmp_path), "--only", "flagship-0", "--all"]
     flagship.main(arguments)
@@ -108,7 +108,7 @@ def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, m
 
 
 def test_all_images_are_of_every_run_that_is_named(flagship, tmp_path, monkeypatch):
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
     quick = ["--quick", "--out", str(tmp_path), "--only"]
     flagship.main([*quick, "strokes-0", "strokes-1"])
@@ -137,7 +137,7 @@ def certified(folder: Path, mode: str, every: int, radius: float = 0.3) -> float
 
 @pytest.mark.parametrize(
     "error",
-    [NoModel("the search ended without a model"), ClusterError("2 workers need 2 CPUs")],
+    [NoModelError("the search ended without a model"), ClusterError("2 workers need 2 CPUs")],
 )
 def test_a_row_that_fails_stops_no_other(flagship, tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr(flagship, "connect", lambda *_, **__: contextlib.nullcontext())

@@ -16,22 +16,22 @@ from torch import Tensor
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import HiddenDraws
+from dpdist.gradients.perturbations import HiddenPerturbation
 from dpdist.methods import hidden_noise_shares
 from dpdist.methods.hidden_noise import SecureSGD
-from dpdist.models.noise import keep_within, layer_bound
+from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.randomness.noise_location import place_of
+from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import private_step, worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.records import public_data, source_of, training_data
-from dpdist.training.worker import read_fixed
+from dpdist.training.records import data_source, method_public_records, records_with_canaries
+from dpdist.training.worker import read_method_state
 
 pytestmark = pytest.mark.whole
 
@@ -71,13 +71,13 @@ def make(tmp: Path, name: str, run: str = "run", **changes) -> tuple[Recipe, Run
         "training": {"batch_size": 30, "steps": 4, "learning_rate": 0.3},
         **changes,
     }
-    return parse(raw, "test"), RunFolder(tmp / run)
+    return parse_recipe(raw, "test"), RunFolder(tmp / run)
 
 
 def train(recipe: Recipe, folder: RunFolder) -> dict[str, Tensor]:
     job = prepare(recipe, folder, "test")
-    worker.run(job, Reducer(0, 1, torch.device("cpu")))
-    return load_file(folder.model / "model.safetensors")
+    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
+    return load_file(folder.model_folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -85,15 +85,15 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     recipe, folder = make(tmp_path, name)
     train(recipe, folder)
     model = models.load(folder.model)
-    noise = place_of(model)
-    assert noise.random and noise.module == "0"
+    noise = find_noise_location(model)
+    assert noise.is_random and noise.module == "0"
     scale = recipe.method.sigma or {
         "classical": 0.25373, "extended": 0.25498, "analytic": 0.13328,
     }[recipe.method.mechanism]  # fmt: skip
     assert noise.scale == pytest.approx(scale, rel=1e-4)
     equal = recipe.method.redistribution is None
     assert (float(noise.shares.max()) < 1 + 1e-6) == equal
-    assert layer_bound(models.require_split(model)) <= 1 + 1e-6
+    assert first_layer_norm_bound(models.require_split(model)) <= 1 + 1e-6
     facts = read_facts(folder)
     private = name in ("secure-sgd", "agm", "paid")
     assert math.isfinite(facts.guarantee.epsilon) == private
@@ -173,20 +173,20 @@ def test_without_privacy_the_update_is_plain_sgd(tmp_path):
         patch.setattr(GradientEngine, "clipped_sum", spy)
         got = train(recipe, folder)
     job = prepare(recipe, folder, "test")
-    model = initial_model(recipe, model_spec(recipe, training_data(recipe, job.source)))
+    model = initial_model(recipe, model_spec(recipe, records_with_canaries(recipe, job.source)))
     split = models.require_split(model)
 
-    keep_within(split, 1.0)
-    std = read_fixed(job.folder)["std"]
+    project_first_layer_norm(split, 1.0)
+    std = read_method_state(job.folder)["std"]
     for inputs, targets, key, ids in seen:
         h = split.first(inputs)
-        h = HiddenDraws(1, "0", std).hidden(h, ids, key, 0)
+        h = HiddenPerturbation(1, "0", std).hidden(h, ids, key, 0)
         loss = torch.nn.functional.cross_entropy(split.rest(h), targets, reduction="sum")
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= 0.3 * gradient / 30
-        keep_within(split, 1.0)
+        project_first_layer_norm(split, 1.0)
     for name, parameter in model.named_parameters():
         assert torch.allclose(got[name], parameter.detach(), atol=1e-5), name
 
@@ -288,7 +288,7 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
             train(recipe, other)
     before = other.fixed.read_bytes()
     with monkeypatch.context() as patch:  # must not be computed again
-        patch.setattr(SecureSGD, "fix", die)
+        patch.setattr(SecureSGD, "prepare_state", die)
         again = train(recipe, other)
     assert other.fixed.read_bytes() == before
     assert all(torch.equal(undisturbed[name], again[name]) for name in undisturbed)
@@ -304,9 +304,9 @@ def test_public_r_may_not_read_private_records(tmp_path):
         prepare(recipe, folder, "test")
     assert not folder.path.exists()
     recipe, folder = make(tmp_path, "secure-sgd")
-    public = public_data(recipe)
+    public = method_public_records(recipe)
     assert public is not None and 100 < len(public) < 200
-    private = training_data(recipe, source_of(recipe))
+    private = records_with_canaries(recipe, data_source(recipe))
     assert not np.isin(public.hashes, private.hashes).any()
 
 

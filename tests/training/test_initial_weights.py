@@ -15,18 +15,18 @@ from dpdist.config.sections import PublicRecipe
 from dpdist.config.training import AugmentRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
-from dpdist.data.registry import INVENTED
+from dpdist.data.registry import SYNTHETIC
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse, resolve
+from dpdist.runs.recipe import parse_recipe, resolve_recipe
 from dpdist.training import provenance, worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
-from dpdist.training.provenance import PROVENANCE, made_by
-from dpdist.training.public_training import accuracy, deformed
-from dpdist.training.records import source_of, training_data
+from dpdist.training.provenance import PROVENANCE_FILE, pretraining_settings
+from dpdist.training.public_training import accuracy, deform_images
+from dpdist.training.records import data_source, records_with_canaries
 
 pytestmark = pytest.mark.whole
 
@@ -63,22 +63,22 @@ def images(count: int = 3, side: int = 9) -> torch.Tensor:
 
 
 def test_without_deformations_images_stay_as_they_are():
-    same = deformed(images(), (1, 9, 9), AugmentRecipe.model_validate(STILL), generator())
+    same = deform_images(images(), (1, 9, 9), AugmentRecipe.model_validate(STILL), generator())
     torch.testing.assert_close(same, images(), atol=1e-5, rtol=0)
 
 
 def test_scale_is_the_share_of_the_canvas():
     section = AugmentRecipe.model_validate({**STILL, "scale": [0.5, 0.5]})
-    small = deformed(torch.ones(1, 1, 9, 9), (1, 36, 36), section, generator())
+    small = deform_images(torch.ones(1, 1, 9, 9), (1, 36, 36), section, generator())
     assert float(small.sum()) == pytest.approx(18 * 18, rel=0.02)  # half as wide and as high
     assert float(small[..., :4, :].max()) == 0 and float(small[..., 12:24, 12:24].min()) > 0.99
 
 
 def test_each_image_has_deformations_of_its_own_that_its_seed_repeats():
     one = images(1).expand(4, -1, -1, -1)
-    first = deformed(one, (1, 9, 9), AugmentRecipe(), generator())
+    first = deform_images(one, (1, 9, 9), AugmentRecipe(), generator())
     assert len({tuple(image.flatten().tolist()) for image in first}) == 4
-    assert torch.equal(first, deformed(one, (1, 9, 9), AugmentRecipe(), generator()))
+    assert torch.equal(first, deform_images(one, (1, 9, 9), AugmentRecipe(), generator()))
     assert first.min() >= 0 and first.max() <= 1
 
 
@@ -87,7 +87,7 @@ def test_a_turn_is_a_rotation_matrix():
     drawn = float(2 * torch.rand(1, generator=generator(5)) - 1) * np.pi / 2
     image = torch.zeros(1, 1, 21, 21)
     image[0, 0, 2:9, 10] = 1  # a bar above the middle
-    turned = deformed(image, (1, 21, 21), section, generator(5))[0, 0]
+    turned = deform_images(image, (1, 21, 21), section, generator(5))[0, 0]
     rows, columns = torch.meshgrid(torch.arange(21.0), torch.arange(21.0), indexing="ij")
     x = float((turned * (columns - 10)).sum() / turned.sum())
     y = float((turned * (rows - 10)).sum() / turned.sum())
@@ -98,7 +98,7 @@ def test_a_turn_is_a_rotation_matrix():
 
 def test_records_that_are_no_images_cannot_be_deformed():
     with pytest.raises(UserError, match="needs images of 1 channels"):
-        deformed(torch.zeros(2, 5), (1, 9, 9), AugmentRecipe(), generator())
+        deform_images(torch.zeros(2, 5), (1, 9, 9), AugmentRecipe(), generator())
 
 
 @pytest.mark.parametrize("section", [{"scale": [0.9, 0.6]}, {"middle": [0.5, 1.5]}, {"twist": 1}])
@@ -106,7 +106,7 @@ def test_ranges_are_checked(section, tmp_path):
     described = raw(tmp_path / "w")
     described["public"]["augment"] = section
     with pytest.raises(UserError, match="augment"):
-        parse(described, "test")
+        parse_recipe(described, "test")
 
 
 # --- pre-training, and the run that begins with it
@@ -115,20 +115,20 @@ def test_ranges_are_checked(section, tmp_path):
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("initial") / "weights"
-    _, right = pretrain(parse(raw(folder), "test"), "test")
+    _, right = pretrain(parse_recipe(raw(folder), "test"), "test")
     assert right > 0.6  # ten classes: chance is 0.1
     return folder
 
 
 def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_path):
-    recipe = parse(raw(weights, certify={"sigma": 0.25}), "test")
+    recipe = parse_recipe(raw(weights, certify={"sigma": 0.25}), "test")
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, "test")
-    dataset = training_data(recipe, source_of(recipe))
+    dataset = records_with_canaries(recipe, data_source(recipe))
     begun = initial_model(recipe, model_spec(recipe, dataset))
     for ours, theirs in zip(begun.parameters(), models.load(weights).parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    worker.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
     # One little step from weights that classify is far from one from random ones.
     assert accuracy(models.load(folder.model).eval(), dataset) > 0.5
     card = read_facts(folder).card()["extra"]
@@ -142,7 +142,7 @@ def test_public_records_are_cropped_and_flipped_too(tmp_path):
     for name, more in (("plain", {}), ("crop", {"crop": 1}), ("again", {"crop": 1})):
         described = raw(tmp_path / name)
         described["public"]["training"] |= {"steps": 2, **more}
-        pretrain(parse(described, "test"), "test")
+        pretrain(parse_recipe(described, "test"), "test")
         loaded = models.load(tmp_path / name).parameters()
         seen.append(torch.cat([p.flatten() for p in loaded]))
     assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
@@ -155,9 +155,9 @@ def test_noise_in_pretraining_is_for_noisy_inputs(tmp_path):
     noisy["public"]["sigma"] = 0.5
     scores = []
     for described in (plain, noisy):
-        recipe = parse(described, "test")
+        recipe = parse_recipe(described, "test")
         folder, _ = pretrain(recipe, "test")
-        dataset = training_data(recipe, source_of(recipe))
+        dataset = records_with_canaries(recipe, data_source(recipe))
         inputs = dataset.batch(slice(0, len(dataset)))
         inputs = inputs + 0.5 * torch.randn(inputs.shape, generator=generator())
         with torch.no_grad():
@@ -175,9 +175,9 @@ def drawn(folder: Path, **sections) -> dict:
 
 
 def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkeypatch):
-    monkeypatch.setattr(INVENTED["strokes"], "records", 400)
+    monkeypatch.setattr(SYNTHETIC["strokes"], "records", 400)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
-    recipe = parse(drawn(tmp_path / "weights"), "test")
+    recipe = parse_recipe(drawn(tmp_path / "weights"), "test")
     folder, _ = pretrain(recipe, "test")
     run = prepare(recipe, RunFolder(tmp_path / "run"), "test").folder
     assert "400 public records of strokes" in run.pretrained.read_text()
@@ -188,11 +188,11 @@ def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkey
         assert torch.equal(trained[name], fresh[name]) == name.startswith("5."), name
     with pytest.raises(UserError, match=r"public\.data: other classes.* 0 of 2 tensors"):
         linear = {"name": "linear", "initial": str(tmp_path / "linear")}
-        pretrain(parse(drawn(tmp_path, model=linear), "test"), "test")
+        pretrain(parse_recipe(drawn(tmp_path, model=linear), "test"), "test")
 
 
 def test_weights_that_saw_private_records_are_refused(weights, tmp_path):
-    recipe = parse(raw(weights, data={"name": "digits", "public": 0.2}), "test")
+    recipe = parse_recipe(raw(weights, data={"name": "digits", "public": 0.2}), "test")
     with pytest.raises(UserError, match=r"private records .* are among the public ones"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
@@ -205,20 +205,22 @@ def test_weights_that_saw_private_records_are_refused(weights, tmp_path):
     ],
 )
 def test_weights_made_by_other_settings_are_refused(weights, tmp_path, change, said):
-    recipe = parse(raw(weights, public=raw(weights)["public"] | change), "test")
+    recipe = parse_recipe(raw(weights, public=raw(weights)["public"] | change), "test")
     with pytest.raises(UserError, match=f"weights: made with {said}"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
     assert not (tmp_path / "run").exists()
-    prepare(parse(raw(weights, public=None), "test"), RunFolder(tmp_path / "run"), "test")
+    prepare(parse_recipe(raw(weights, public=None), "test"), RunFolder(tmp_path / "run"), "test")
 
 
 def test_built_in_recipes_of_one_public_folder_make_it_alike():
     made: dict[Path, dict] = {}
     for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
-        recipe = resolve(str(path))
+        recipe = resolve_recipe(str(path))
         if recipe.public is not None:
             folder = recipe.model.pretrained[1].folder
-            assert made.setdefault(folder, made_by(recipe.public)) == made_by(recipe.public), path
+            assert made.setdefault(
+                folder, pretraining_settings(recipe.public)
+            ) == pretraining_settings(recipe.public), path
     assert len(made) > 1
 
 
@@ -230,25 +232,25 @@ def test_public_weights_are_known_by_their_name(tmp_path, monkeypatch):
         )
         for name in ("blob.safetensors", "other.safetensors")
     ]
-    write_json(tmp_path / PROVENANCE, {"made_by": made_by(sections[0])})
+    write_json(tmp_path / PROVENANCE_FILE, {"made_by": pretraining_settings(sections[0])})
     (tmp_path / "blob.safetensors").symlink_to(tmp_path / "w" / "deep.safetensors")
     monkeypatch.chdir(tmp_path)
-    provenance._check_made(tmp_path, sections[0], "begin")
+    provenance._check_pretraining_settings(tmp_path, sections[0], "begin")
     with pytest.raises(UserError, match=r"made with public\.weights: 'blob\.safetensors', the"):
-        provenance._check_made(tmp_path, sections[1], "begin")
+        provenance._check_pretraining_settings(tmp_path, sections[1], "begin")
 
 
 def test_weights_that_nobody_vouches_for_are_refused(weights, tmp_path):
     bare = tmp_path / "bare"
     models.save(models.load(weights), models.read_spec(weights), bare)
-    recipe = parse(raw(bare), "test")
+    recipe = parse_recipe(raw(bare), "test")
     with pytest.raises(
         UserError, match=r"nothing says what it was trained on.*model\.initial\.saw"
     ):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
     declared = raw(bare)
     declared["model"]["initial"] = {"folder": str(bare), "saw": "a public set"}
-    prepare(parse(declared, "test"), RunFolder(tmp_path / "run"), "test")
+    prepare(parse_recipe(declared, "test"), RunFolder(tmp_path / "run"), "test")
 
 
 @pytest.mark.parametrize(
@@ -263,21 +265,21 @@ def test_weights_of_another_network_are_refused(weights, tmp_path, change, messa
     described = raw(weights)
     described["model"].update(change)
     with pytest.raises(UserError, match=message):
-        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+        prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
 def test_weights_replaced_in_the_middle_of_a_run_stop_it(weights, tmp_path):
     own, folder = tmp_path / "weights", RunFolder(tmp_path / "run")
     shutil.copytree(weights, own)
-    recipe = parse(raw(own), "test")
+    recipe = parse_recipe(raw(own), "test")
     prepare(recipe, folder, "test")
     shutil.rmtree(own)
     described = raw(own)
     described["public"]["training"]["steps"] = 1
-    pretrain(parse(described, "test"), "test")
-    about = json.loads((own / PROVENANCE).read_text())
-    about["made_by"] = made_by(recipe.public)  # as if by the run's own settings
-    (own / PROVENANCE).write_text(json.dumps(about))
+    pretrain(parse_recipe(described, "test"), "test")
+    about = json.loads((own / PROVENANCE_FILE).read_text())
+    about["made_by"] = pretraining_settings(recipe.public)  # as if by the run's own settings
+    (own / PROVENANCE_FILE).write_text(json.dumps(about))
     with pytest.raises(UserError, match="initial has changed"):
         prepare(recipe, folder, "test")
 
@@ -296,28 +298,28 @@ def test_weights_replaced_in_the_middle_of_a_run_stop_it(weights, tmp_path):
 )  # fmt: skip
 def test_recipes_with_initial_weights_that_do_not_hold_together(change, message):
     with pytest.raises(UserError, match=message):
-        parse(raw(Path("w"), **change), "test")
+        parse_recipe(raw(Path("w"), **change), "test")
 
 
 def test_a_run_makes_its_public_part_first_and_only_once(tmp_path):
-    recipe = parse(raw(tmp_path / "made"), "test")
-    pipeline.public_stage(recipe, "test")
+    recipe = parse_recipe(raw(tmp_path / "made"), "test")
+    pipeline.pretrain_stage(recipe, "test")
     before = models.model_hash(tmp_path / "made")
     prepare(recipe, RunFolder(tmp_path / "run"), "test")
-    pipeline.public_stage(recipe, "test")
+    pipeline.pretrain_stage(recipe, "test")
     assert models.model_hash(tmp_path / "made") == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_run_without_a_public_section_makes_nothing(tmp_path):
-    recipe = parse(raw(tmp_path / "made", public=None), "test")
-    pipeline.public_stage(recipe, "test")
+    recipe = parse_recipe(raw(tmp_path / "made", public=None), "test")
+    pipeline.pretrain_stage(recipe, "test")
     assert not (tmp_path / "made").exists()
     with pytest.raises(UserError, match="no model there"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
-@pytest.mark.parametrize("command", [pipeline.run, pipeline.train_alone, pipeline.tune])
+@pytest.mark.parametrize("command", [pipeline.run, pipeline.train_only, pipeline.tune])
 def test_every_command_that_trains_makes_the_public_part(command, tmp_path, monkeypatch):
     class Reached(Exception):
         """The training or the search would begin now."""
@@ -329,7 +331,7 @@ def test_every_command_that_trains_makes_the_public_part(command, tmp_path, monk
     monkeypatch.setattr(pipeline, "check_search", stop)
     space = {"training.learning_rate": {"choice": [0.1, 1.0]}}
     search = {"space": space, "law": {"name": "poisson", "mean": 2}}
-    recipe = parse(raw(tmp_path / "made", tune=search), "test")
+    recipe = parse_recipe(raw(tmp_path / "made", tune=search), "test")
     with pytest.raises(Reached):
         command(recipe, runs=tmp_path / "runs", where="test")
     assert (tmp_path / "made" / "model.safetensors").exists()
@@ -352,11 +354,14 @@ def transfer(folder: Path, **model) -> dict:
 
 
 def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
-    recipe, folder = parse(transfer(tmp_path / "public"), "test"), RunFolder(tmp_path / "run")
+    recipe, folder = (
+        parse_recipe(transfer(tmp_path / "public"), "test"),
+        RunFolder(tmp_path / "run"),
+    )
     pretrain(recipe, "test")
     job = prepare(recipe, folder, "test")
     before = initial_model(recipe, model_spec(recipe, job.records())).state_dict()
-    worker.run(job, Reducer(0, 1, torch.device("cpu")))
+    worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
     after = models.load(folder.model).state_dict()
     moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
     assert moved == {"5.weight", "5.bias"} and after["5.bias"].shape == (4,)
@@ -366,15 +371,15 @@ def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
 
 
 def test_what_is_trained_must_be_there_and_the_rest_public(tmp_path):
-    pretrain(parse(transfer(tmp_path / "public"), "test"), "test")
-    recipe = parse(transfer(tmp_path / "public", trained=["head"]), "test")
+    pretrain(parse_recipe(transfer(tmp_path / "public"), "test"), "test")
+    recipe = parse_recipe(transfer(tmp_path / "public", trained=["head"]), "test")
     with pytest.raises(
         UserError, match=r"model\.trained: the model has no module 'head'; it has 0"
     ):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
     with pytest.raises(UserError, match=r"model\.trained: needs initial"):
-        parse(raw(tmp_path, model={**CNN, "trained": ["5"]}, public=None), "test")
+        parse_recipe(raw(tmp_path, model={**CNN, "trained": ["5"]}, public=None), "test")
     overlapping = transfer(tmp_path / "other")
     overlapping["public"]["data"]["labels"] = [5, 6]
     with pytest.raises(UserError, match="are among the public ones"):
-        pretrain(parse(overlapping, "test"), "test")
+        pretrain(parse_recipe(overlapping, "test"), "test")

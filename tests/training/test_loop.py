@@ -19,10 +19,10 @@ from support.training import (
     Interrupt,
     ThreadReducer,
     execute,
-    interrupted,
     make,
-    together,
+    run_thread_workers,
     train,
+    train_and_crash,
 )
 
 from dpdist.core.errors import UserError
@@ -103,11 +103,11 @@ def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
     undisturbed = train(*make(tmp_path, "a"))
     recipe, folder = make(tmp_path, "b", resources__checkpoint_seconds=1e9)
     for at in (5, 7, 3):  # no checkpoint is ever reached: each restart replays from step 0
-        interrupted(recipe, folder, monkeypatch, at)
+        train_and_crash(recipe, folder, monkeypatch, at)
     assert torch.equal(train(recipe, folder), undisturbed)
     ledger = Ledger.read(folder.ledger)
     assert ledger.releases == dict.fromkeys(range(12), 1)
-    assert ledger.superseded == 0
+    assert ledger.num_superseded == 0
 
 
 @pytest.mark.slow
@@ -116,18 +116,18 @@ def test_resume_from_a_checkpoint_equals_the_undisturbed_run(tmp_path, monkeypat
         extra = {**extra, "training__momentum": 0.0, "training__ema": 0.9}
         undisturbed = train(*make(tmp_path, f"{name}-a", **extra))
         recipe, folder = make(tmp_path, f"{name}-b", **extra)
-        interrupted(recipe, folder, monkeypatch, 8)
-        assert checkpoint.latest(folder.checkpoints).step > 0
+        train_and_crash(recipe, folder, monkeypatch, 8)
+        assert checkpoint.load_latest(folder.checkpoints).step > 0
         assert torch.equal(train(recipe, folder), undisturbed)
 
 
 def test_another_number_of_workers_is_a_new_attempt_and_is_charged(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
-    interrupted(recipe, folder, monkeypatch, 5)
+    train_and_crash(recipe, folder, monkeypatch, 5)
     train(recipe, folder, 2)
     plan = prepare(recipe, folder, "test").plan
     ledger = Ledger.read(folder.ledger)
-    assert ledger.superseded == 6
+    assert ledger.num_superseded == 6
     assert ledger.guarantee(plan).epsilon > plan.guarantee().epsilon
     assert [attempt["epoch"] for attempt in ledger.attempts] == [0, 1]
 
@@ -135,7 +135,7 @@ def test_another_number_of_workers_is_a_new_attempt_and_is_charged(tmp_path, mon
 def test_same_noise_is_never_added_to_another_sum(tmp_path, monkeypatch):
     """A replay whose sum differs in one bit is refused; the next start takes a new epoch."""
     recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
-    interrupted(recipe, folder, monkeypatch, 5)
+    train_and_crash(recipe, folder, monkeypatch, 5)
     real = GradientEngine.clipped_sum
 
     def off_by_one_bit(self, *args, **kwargs):
@@ -148,22 +148,22 @@ def test_same_noise_is_never_added_to_another_sum(tmp_path, monkeypatch):
         train(recipe, folder)
     assert Ledger.read(folder.ledger).epoch == 1
     train(recipe, folder)
-    assert Ledger.read(folder.ledger).superseded == 6
+    assert Ledger.read(folder.ledger).num_superseded == 6
 
 
 def test_a_missing_rank_never_updates_the_model(tmp_path):
     """A worker that does not add its part to the sum is noticed before anything is released."""
 
     class Silent(ThreadReducer):
-        def all_sum(self, buffer):
+        def all_reduce(self, buffer):
             if self.rank == 1:
                 buffer = torch.zeros_like(buffer)
-            super().all_sum(buffer)
+            super().all_reduce(buffer)
 
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
     with pytest.raises(MissingRank):
-        together(2, lambda reducer: worker.run(job, reducer), Silent)
+        run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Silent)
     assert Ledger.read(folder.ledger).releases == {}
     assert not folder.trained.exists()
 
@@ -198,7 +198,7 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
         return real(total, key, *args)
 
     recipe, folder = make(tmp_path, privacy__run_key=None, resources__checkpoint_seconds=1e9)
-    interrupted(recipe, folder, monkeypatch, 5)
+    train_and_crash(recipe, folder, monkeypatch, 5)
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(folder.path, copy.path)
     monkeypatch.setattr(private_step, "add_noise", remember)
@@ -213,8 +213,8 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
 
 def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monkeypatch):
     """Charged before the run, settled after it, also when the driver died in between."""
-    from dpdist.privacy.budget import budgets_in
-    from dpdist.training.trainer import _charged
+    from dpdist.privacy.budget import read_budgets
+    from dpdist.training.trainer import _budget_charged
 
     folder_of_budgets = str(tmp_path / "budgets")
     extra = {"privacy__budget": folder_of_budgets, "resources__checkpoint_seconds": 1e9}
@@ -222,28 +222,28 @@ def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monk
     job = prepare(recipe, folder, "test")
 
     def spent() -> tuple[str, int]:
-        (budget,) = budgets_in(folder_of_budgets)
+        (budget,) = read_budgets(folder_of_budgets)
         (charge,) = budget.charges
         return charge.status, sum(phase.steps for phase in charge.phases)
 
-    with pytest.raises(Interrupt), _charged(job):
+    with pytest.raises(Interrupt), _budget_charged(job):
         assert spent() == ("reserved", 12)
         raise Interrupt
-    interrupted(recipe, folder, monkeypatch, 5)
+    train_and_crash(recipe, folder, monkeypatch, 5)
     train(recipe, folder, 2)  # 6 releases are superseded; the driver dies before it settles
     assert spent() == ("reserved", 12)
-    with _charged(job):
+    with _budget_charged(job):
         pass
     assert spent() == ("settled", 18)
     late, other = make(tmp_path, "other", **extra, privacy__budget_ceiling=30.0)
-    with pytest.raises(UserError, match="fixed before"), _charged(prepare(late, other, "t")):
+    with pytest.raises(UserError, match="fixed before"), _budget_charged(prepare(late, other, "t")):
         raise AssertionError("must not start")
 
 
 def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
     """One record more is the same data to the ceiling of the first run."""
-    from dpdist.privacy.budget import DataBudget, budgets_in
-    from dpdist.training.trainer import _charged
+    from dpdist.privacy.budget import DataBudget, read_budgets
+    from dpdist.training.trainer import _budget_charged
 
     def run(name: str, records: int, ceiling: float = 12.0) -> DataBudget:
         recipe, folder = make(
@@ -255,9 +255,9 @@ def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
             privacy__budget_ceiling=ceiling,
         )
         job = prepare(recipe, folder, "test")
-        with _charged(job):
+        with _budget_charged(job):
             pass
-        (budget,) = budgets_in(tmp_path / "budgets")
+        (budget,) = read_budgets(tmp_path / "budgets")
         return budget
 
     one = run("one", 400).spent
@@ -355,7 +355,7 @@ def _replay(tmp_path, monkeypatch, method, workers):
 def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
     """Without the entries of the checkpointed steps, epsilon would be understated."""
     recipe, folder = make(tmp_path)
-    interrupted(recipe, folder, monkeypatch, 8)
+    train_and_crash(recipe, folder, monkeypatch, 8)
     job = prepare(recipe, folder, "test")
     folder.ledger.unlink()
     with pytest.raises(LedgerError, match="lacks records that were written to it"):

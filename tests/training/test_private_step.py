@@ -15,7 +15,7 @@ from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training import private_step
 from dpdist.training.private_step import PrivateStep
 
@@ -55,14 +55,15 @@ def by_hand(step: int) -> tuple[np.ndarray, int]:
     torch.manual_seed(0)
     model, rows = torch.nn.Linear(WIDTH, 3).double(), Rows()
     sample = derive_key(KEY, "sample", "7/nonce", step)
-    joined = np.flatnonzero(words(sample, 0, RECORDS) < np.uint64(2**62))  # a quarter of 2^64
+    # a quarter of 2^64
+    joined = np.flatnonzero(stream_words(sample, 0, RECORDS) < np.uint64(2**62))
     total = np.zeros(3 * WIDTH + 3)
     for i in joined:
         loss = torch.nn.functional.cross_entropy(model(rows.inputs[i]), rows.labels[i].clone())
         parts = torch.autograd.grad(loss, list(model.parameters()))
         gradient = torch.cat([part.flatten() for part in parts]).numpy()
         total += gradient * min(1.0, CLIP / np.linalg.norm(gradient))
-    pairs = words(derive_key(KEY, "noise", "7/nonce", step), 0, 2 * (len(total) // 2 + 1))
+    pairs = stream_words(derive_key(KEY, "noise", "7/nonce", step), 0, 2 * (len(total) // 2 + 1))
     uniform, turn = pairs.reshape(-1, 2).T
     length = np.sqrt(-2 * np.log(2.0**-64 + uniform.astype(float) * 2.0**-64))
     angle = 2 * np.pi * (turn >> np.uint64(11)).astype(float) * 2.0**-53
@@ -133,7 +134,7 @@ def test_the_release_is_on_record_before_its_noise(tmp_path, monkeypatch):
     real = private_step.add_noise
 
     def noising(*given: object) -> np.ndarray:
-        at.append(dict(Ledger.read(tmp_path / "ledger.jsonl").releases))
+        at.append(dict(Ledger.read(tmp_path / "ledger.jsonl").release_counts))
         return real(*given)
 
     monkeypatch.setattr(private_step, "add_noise", noising)

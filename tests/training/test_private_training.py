@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.training import KEY, execute, make, parameters, release_ids
 from torch import nn
 
@@ -24,10 +24,10 @@ import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
 from dpdist.core.files import read_json
 from dpdist.privacy.ledger import Ledger, LedgerError
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.training import job, model_setup
-from dpdist.training.records import training_data
+from dpdist.training.records import records_with_canaries
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -78,18 +78,18 @@ def by_hand(folder: RunFolder, model: nn.Module, steps: int) -> torch.Tensor:
     """DP-SGD in float64, one record at a time, with the keys of this run: no engine, no loop."""
     inputs, labels = (each.double() if each.is_floating_point() else each for each in records())
     plan, trained = folder.read_plan(), model.double()
-    told = read_json(folder.data, {"train": str})["train"]
-    key = derive_key(folder.read_key(), "run", plan.fingerprint(), told, "trial", 0)
+    told = read_json(folder.data_fingerprint, {"train": str})["train"]
+    key = derive_key(folder.read_run_key(), "run", plan.fingerprint(), told, "trial", 0)
     weights = list(trained.parameters())
     optimizer = torch.optim.SGD(weights, lr=0.3, momentum=0.5)
     for step in range(steps):
-        chosen = words(derive_key(key, "sample", "0/", step), 0, RECORDS)
+        chosen = stream_words(derive_key(key, "sample", "0/", step), 0, RECORDS)
         total = torch.zeros(sum(p.numel() for p in weights), dtype=torch.float64)
         for i in np.flatnonzero(chosen.astype(float) < 16 / RECORDS * 2.0**64):
             loss = nn.functional.cross_entropy(trained(inputs[i]), labels[i])
             own = torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
             total += own * min(1.0, 1.0 / float(own.norm()))
-        bits = words(derive_key(key, "noise", "0/", step), 0, 2 * (len(total) // 2 + 1))
+        bits = stream_words(derive_key(key, "noise", "0/", step), 0, 2 * (len(total) // 2 + 1))
         uniform, turn = bits.reshape(-1, 2).T
         length = np.sqrt(-2 * np.log(2.0**-64 + uniform.astype(float) * 2.0**-64))
         angle = 2 * np.pi * (turn >> np.uint64(11)).astype(float) * 2.0**-53
@@ -133,7 +133,7 @@ def test_a_recipe_with_the_same_key_is_the_same_training(tmp_path, recipe, optim
     prepared = job.prepare(made, folder, "test")
     execute(prepared)
 
-    dataset = training_data(made, prepared.source)
+    dataset = records_with_canaries(made, prepared.source)
     object.__setattr__(dataset, "keyed_fingerprint", lambda key: dataset.fingerprint)
     model = model_setup.initial_model(made, model_setup.model_spec(made, dataset))
     t = training(
@@ -178,7 +178,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     assert any("independence of the model: by structure" in note for note in card["notes"])
     assert any("initial weights" in line for line in card["assumptions"])
 
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     runs = ("--runs", tmp_path / "runs")
 
     def run(*words: Any) -> Any:
@@ -193,7 +193,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     ):
         done = run(*words_)
         assert done.code == 0, (words_, done.out + done.err)
-    assert t.run.report.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
+    assert t.run.report_file.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
     again = run("train", t.run.recipe_file, *runs)
     assert again.code == 2 and "script" in again.err and again.err.count("\n") == 1
 
@@ -909,7 +909,7 @@ def test_privacy_is_the_recipe_s_section():
 
 def test_a_recipe_may_be_a_dict(tmp_path, monkeypatch):
     recipe, _ = make(tmp_path, "x")
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     run = dpdist.run(recipe.model_dump(mode="json"), runs=tmp_path)
     assert run.trained.exists()
 

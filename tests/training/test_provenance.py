@@ -14,10 +14,10 @@ from dpdist import data, models
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.provenance import RECORDS, check_pretrained, write_provenance
-from dpdist.training.records import private_data, source_of, training_data
+from dpdist.training.provenance import RECORDS_FILE, check_pretrained, write_provenance
+from dpdist.training.records import data_source, private_records, records_with_canaries
 
 SEEN, OWN = slice(0, 40), slice(40, 80)
 
@@ -35,7 +35,7 @@ def write(root: Path, name: str, chosen: np.ndarray) -> None:
 
 def recipe(root: Path, name: str, initial: dict[str, Any] | None = None, **section: Any) -> Recipe:
     model: dict[str, Any] = {"name": "linear"}
-    return parse(
+    return parse_recipe(
         {
             "name": "run",
             "data": {"name": name, "root": str(root), "classes": 3, **section},
@@ -48,7 +48,7 @@ def recipe(root: Path, name: str, initial: dict[str, Any] | None = None, **secti
 
 
 def records(described: Recipe) -> data.Dataset:
-    return private_data(described, source_of(described))
+    return private_records(described, data_source(described))
 
 
 def save(described: Recipe, folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_list_of_records_that_lacks_one_is_not_believed(root):
     with pytest.raises(UserError, match="1 of the 40 private records"):
         begun(root, weights)
     hidden = np.sort(both.hashes[~np.isin(both.hashes, records(own).hashes)])
-    np.save(weights / RECORDS, hidden)
+    np.save(weights / RECORDS_FILE, hidden)
     with pytest.raises(UserError, match="40 records, not 41"):
         begun(root, weights)
     write_provenance(weights, records(recipe(root, "seen")), {})
@@ -127,10 +127,10 @@ def run_on(root: Path, name: str, **section: Any) -> RunFolder:
     """One whose training is not of interest: its recipe, its records' fingerprint, its model."""
     described = recipe(root, name, **section)
     run = RunFolder(root / "runs" / "before")
-    run.begin(described)
-    trained = training_data(described, source_of(described))
-    write_json(run.data, {"train": trained.fingerprint, "test": ""})
-    save(recipe(root, "own"), run.model)
+    run.create_or_open(described)
+    trained = records_with_canaries(described, data_source(described))
+    write_json(run.data_fingerprint, {"train": trained.fingerprint, "test": ""})
+    save(recipe(root, "own"), run.model_folder)
     return run
 
 
@@ -145,7 +145,7 @@ def test_records_that_chose_a_model_s_settings_were_seen_by_it(root):
     """Held out of training, and scored on: its search would be of these records too."""
     write(root, "whole", images(slice(0, 80)))
     described = recipe(root, "whole", hold_out=0.5)
-    trained = training_data(described, source_of(described))
+    trained = records_with_canaries(described, data_source(described))
     everything = images(slice(0, 80))
     held_out = ~np.isin(records(described).hashes, trained.hashes)
     assert 10 < held_out.sum() < 70

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.datasets import write_split
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 from support.training import execute, make, prepare, train
 from torch import Tensor, nn
@@ -21,16 +21,16 @@ from dpdist import data
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BY_STRUCTURE, ISOLATED, SCREENED
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, Task, cross_entropy
+from dpdist.gradients.engine import GradientEngine, TrainingObjective, cross_entropy
 from dpdist.models import ModelSpec, initialise
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse_recipe
 from dpdist.training import monitoring, worker
 from dpdist.training.model_setup import independence_on_public_examples, public_examples
-from dpdist.training.records import source_of
+from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ PRIVATE_PREDICTION = {
 @pytest.mark.parametrize("more", [{}, PRIVATE_PREDICTION], ids=["dp-sgd", "private-prediction"])
 def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch, capsys) -> None:
     """It takes part in every step, so every look at the records would find it."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     left = []
     for name, first in (("one", None), ("other", record())):
         root = written(tmp_path / name, first)
@@ -126,11 +126,11 @@ def test_what_a_model_raises_for_a_record_is_left_to_it(tmp_path: Path) -> None:
     """As the sharp edges say: nothing else than the model knows what to do then."""
     for name, first in (("one", None), ("other", tied())):
         root = written(tmp_path / name, first)
-        recipe = parse(recipe_of(root, model=f"{HERE}:raising"), "test")
+        recipe = parse_recipe(recipe_of(root, model=f"{HERE}:raising"), "test")
         job = prepare(recipe, RunFolder(root / "run"), "test")
         with nullcontext() if first is None else pytest.raises(RuntimeError, match="too large"):
             execute(job)
-    assert read_facts(RunFolder(tmp_path / "one" / "run")).independence == SCREENED
+    assert read_facts(RunFolder(tmp_path / "one" / "run")).record_independence == SCREENED
 
 
 def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
@@ -152,7 +152,7 @@ def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
 
 def test_examples_are_public_and_in_range() -> None:
     recipe, _ = make(Path("unused"))
-    source = source_of(recipe)
+    source = data_source(recipe)
     test = data.load(source, "test")
     inputs, labels = public_examples(source, 33)
     assert inputs.shape == (33, 1, 8, 8) and labels.shape == (33,)
@@ -175,15 +175,15 @@ def test_examples_of_texts_are_tokens(following: bool, tmp_path: Path) -> None:
     for split in ("train", "test"):
         texts = ["abc", "de", "fghij"] * 4
         write_split(tmp_path / "texts", split, text=texts, label=[0, 1, 0] * 4)
-    text = data.TextColumn("text", 9, following=following)
+    text = data.TextColumn("text", 9, predicts_next_token=following)
     columns = data.Columns(text=text)
-    source = data.Source(
-        "texts", text.vocabulary if following else 2, tmp_path, columns=columns
+    source = data.DataSource(
+        "texts", text.vocabulary_size if following else 2, tmp_path, columns=columns
     )  # fmt: skip
     inputs, labels = public_examples(source, 33)
     invented = inputs[12:]
     assert len(inputs) == 33 and bool((invented == invented.round()).all())
-    assert float(invented.min()) >= 0 and float(invented.max()) < text.vocabulary
+    assert float(invented.min()) >= 0 and float(invented.max()) < text.vocabulary_size
     assert len(set(invented.flatten().tolist())) > 100
     if following:
         assert torch.equal(labels[:, :-1].float(), inputs[:, 1:])
@@ -236,7 +236,7 @@ def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> No
     recipe, folder = make(tmp_path, privacy=privacy, training__steps=2, **more)
     execute(prepare(recipe, folder, "test"), 2 if name == "of the zoo" else 1)
     assert [group.independence for group in monitoring.read_groups(folder)] == [said]
-    card = read_facts(folder).card()
+    card = read_facts(folder).privacy_card()
     (note,) = [note for note in card["notes"] if "independence" in note]
     assert note.startswith(f"Record independence of the model: {said} (")
     assumed = [line for line in card["assumptions"] if line == "the model treats each record alone"]
@@ -254,25 +254,27 @@ def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch
     execute(job)
     found = [group.independence for group in monitoring.read_groups(folder)]
     assert found == [BY_STRUCTURE, SCREENED, BY_STRUCTURE]
-    assert json.loads(folder.trained.read_text())["independence"] == SCREENED
-    assert read_facts(folder).independence == SCREENED
+    assert json.loads(folder.training_summary.read_text())["independence"] == SCREENED
+    assert read_facts(folder).record_independence == SCREENED
 
 
 def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
     recipe, folder = make(tmp_path, training__steps=2)
     train(recipe, folder)
-    trained = json.loads(folder.trained.read_text())
+    trained = json.loads(folder.training_summary.read_text())
     for said in (None, "quite sure"):
         trained.pop("independence", None)
-        folder.trained.write_text(json.dumps(trained | ({"independence": said} if said else {})))
-        assert read_facts(folder).independence == SCREENED
+        folder.training_summary.write_text(
+            json.dumps(trained | ({"independence": said} if said else {}))
+        )
+        assert read_facts(folder).record_independence == SCREENED
 
 
 def test_nothing_rests_on_it_without_noise(tmp_path: Path) -> None:
     recipe, folder = make(tmp_path, training__steps=2, privacy__noise_multiplier=0)
     train(recipe, folder)
     assert [group.independence for group in monitoring.read_groups(folder)] == [""]
-    assert not any("independence" in note for note in read_facts(folder).card()["notes"])
+    assert not any("independence" in note for note in read_facts(folder).privacy_card()["notes"])
 
 
 class FromNine(nn.Module):
@@ -293,14 +295,16 @@ def test_every_shape_of_a_plan_counts(rates: tuple[float, ...]) -> None:
     phases = tuple(GaussianSteps(1, 1.0, rate) for rate in rates)
     plan = PrivacyPlan(100, phases, 1e-4)
     engine = GradientEngine(FromNine(), cross_entropy, clipping=FlatClipping(1.0), micro_batch=50)
-    said = independence_on_public_examples(engine, Task(), source_of(recipe), plan, 100)
+    said = independence_on_public_examples(
+        engine, TrainingObjective(), data_source(recipe), plan, 100
+    )
     assert said == (SCREENED if 0.1 in rates else BY_STRUCTURE)
 
 
 def test_the_executed_rows_are_looked_at(tmp_path: Path, monkeypatch) -> None:
     """By the plan's sampling rate and the micro-batch; rows that fill a pass up count."""
     sizes, executed = [], set()
-    real, ran = GradientEngine.kept_apart, GradientEngine._per_example_gradients
+    real, ran = GradientEngine.classify_independence, GradientEngine._per_example_gradients
 
     def asked(self: GradientEngine, inputs: Tensor, targets: Tensor) -> str:
         sizes.append(len(inputs))
@@ -310,7 +314,7 @@ def test_the_executed_rows_are_looked_at(tmp_path: Path, monkeypatch) -> None:
         executed.add(len(inputs))
         return ran(self, inputs, *rest)
 
-    monkeypatch.setattr(GradientEngine, "kept_apart", asked)
+    monkeypatch.setattr(GradientEngine, "classify_independence", asked)
     monkeypatch.setattr(GradientEngine, "_per_example_gradients", watched)
     for micro_batch in (None, 17):
         sizes.clear(), executed.clear()

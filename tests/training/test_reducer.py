@@ -10,7 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpdist.training.collectives import LEAF, Reducer, Sharded, Shards, Wire, leaf_digests
+from dpdist.training.collectives import (
+    LEAF,
+    ReduceDtype,
+    Reducer,
+    ShardedUpdate,
+    Shards,
+    leaf_digests,
+)
 
 pytestmark = pytest.mark.guarantee
 
@@ -21,31 +28,31 @@ def _work(rank: int, folder: str, answers) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)
     reducer = Reducer(rank, 2, torch.device("cpu"))
     rows = torch.tensor([[1.0, 2.0], [10.0, 20.0]], dtype=torch.float64) * (rank + 1)
-    total, flag = reducer.sum(rows, rank == 1)
+    total, flag = reducer.sum_rows(rows, rank == 1)
     # A leaf for the first, three entries for the second; of five entries the first has none.
-    shards, sharing = Shards(1, 1, [(0, 0, 1)], [1, 1]), Sharded()
+    shards, sharing = Shards(1, 1, [(0, 0, 1)], [1, 1]), ShardedUpdate()
     row = (torch.arange(LEAF + 3.0, dtype=torch.float64) * (rank + 1))[None]
-    own = sharing.own(reducer, LEAF + 3)
-    part, _ = sharing.sum(reducer, row.clone(), shards, False)
-    narrow, _ = Sharded(Wire("float32", 9.0)).sum(reducer, row / 3, shards, False)
+    own = sharing.local_slice(reducer, LEAF + 3)
+    part, _ = sharing.sum_rows(reducer, row.clone(), shards, False)
+    narrow, _ = ShardedUpdate(ReduceDtype("float32", 9.0)).sum_rows(reducer, row / 3, shards, False)
     rounded = (torch.arange(LEAF + 3.0, dtype=torch.float64) / 3).float().double()
     twice = (torch.arange(LEAF + 3.0, dtype=torch.float64) * 2 / 3).float().double()
     flat = torch.full((LEAF + 3,), float(rank))
-    sharing.complete(reducer, flat)
-    digests = sharing.digests(reducer, "label", part.numpy(), LEAF + 3)
+    sharing.broadcast_updates(reducer, flat)
+    digests = sharing.all_leaf_digests(reducer, "label", part.numpy(), LEAF + 3)
     answers.put(
         (
             rank,
             total.tolist(),
             flag,
-            reducer.gather("zero" if rank == 0 else ""),
-            reducer.from_first(40 + rank),
-            reducer.same_everywhere(torch.tensor([7])),
-            reducer.same_everywhere(torch.tensor([rank])),
+            reducer.all_gather_text("zero" if rank == 0 else ""),
+            reducer.broadcast_int(40 + rank),
+            reducer.all_equal(torch.tensor([7])),
+            reducer.all_equal(torch.tensor([rank])),
             torch.equal(part, 3 * torch.arange(LEAF + 3.0, dtype=torch.float64)[own]),
             flat[LEAF - 1 : LEAF + 1].tolist(),
             digests == leaf_digests("label", 3 * np.arange(LEAF + 3.0)),
-            len(sharing.sum(reducer, row[:, :5], shards, False)[0]),
+            len(sharing.sum_rows(reducer, row[:, :5], shards, False)[0]),
             torch.equal(narrow, (rounded + twice)[own]),
         )
     )

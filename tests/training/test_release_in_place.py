@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.training import ThreadReducer, together
+from support.training import ThreadReducer, run_thread_workers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpdist.gradients import noise
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training import collectives
-from dpdist.training.collectives import LEAF, RELEASES, FlatOptimizer, Reducer, Shards
+from dpdist.training.collectives import LEAF, UPDATE_CLASSES, FlatOptimizer, Reducer, Shards
 from dpdist.training.private_step import PrivateStep
 from dpdist.training.worker import Diverged, Divergence
 
@@ -41,7 +41,7 @@ class Release(PrivateStep):
         mine, self.size = [(row, 0, 0) for row in range(rows)], size
         shards = Shards(rows, 1, mine, [rows] * reducer.world_size)
         super().__init__(
-            None, (), KEY, "a", reducer=reducer, shards=shards, sharing=RELEASES[kind]()
+            None, (), KEY, "a", reducer=reducer, shards=shards, sharing=UPDATE_CLASSES[kind]()
         )
 
     def _clipped_sums(self, step, todo):
@@ -54,13 +54,13 @@ class Release(PrivateStep):
 def trained(reducer: Reducer, kind: str, rows: int, size: int) -> tuple[torch.Tensor, list[int]]:
     """Parameters after the steps, and where each step's gradient lay."""
     release, flat, places = Release(reducer, kind, rows, size), torch.zeros(size), []
-    own = release.sharing.own(reducer, size)
+    own = release.sharing.local_slice(reducer, size)
     optimizer = FlatOptimizer(TRAINING, STEPS, flat[own])
     for step in range(STEPS):
         todo = SimpleNamespace(noise_std=STD, expected_batch=BATCH)
         gradient, *_ = release.gradient(step, todo)
         optimizer.update(flat[own], gradient, step)
-        release.sharing.complete(reducer, flat)
+        release.sharing.broadcast_updates(reducer, flat)
         places.append(gradient.data_ptr())
     return flat, places
 
@@ -74,7 +74,7 @@ def oracle(workers: int, rows: int, size: int) -> torch.Tensor:
         for row in sum(stacks[1:], stacks[0]) if rows > 1 else np.concatenate(stacks):
             total = total + row
         key = derive_key(KEY, "noise", "a", step)
-        bits = words(key, 0, 2 * (size // 2 + 1)).reshape(-1, 2)
+        bits = stream_words(key, 0, 2 * (size // 2 + 1)).reshape(-1, 2)
         length = np.sqrt(-2 * STD**2 * np.log(2.0**-64 + 2.0**-64 * bits[:, 0].astype(float)))
         angle = (bits[:, 1] >> np.uint64(11)).astype(float) * (2.0**-53 * 2.0 * np.pi)
         pairs = np.stack([length * np.cos(angle), length * np.sin(angle)], 1)
@@ -103,7 +103,7 @@ def test_two_workers_do_it_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     def work(reducer: ThreadReducer) -> None:
         found[reducer.rank], _ = trained(reducer, kind, 1, size)
 
-    together(2, work)
+    run_thread_workers(2, work)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], oracle(2, 1, size))
 
 
@@ -127,7 +127,7 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 def test_nothing_as_long_as_the_sum_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 MiB sums, beside them: no tensor above a leaf's, and 2 MiB of numpy's."""
-    monkeypatch.setattr(collectives, "_AT_ONCE", 1)
+    monkeypatch.setattr(collectives, "_LEAVES_PER_EXCHANGE", 1)
     size, todo = 2**21, SimpleNamespace(noise_std=STD, expected_batch=BATCH)
     release = Release(Reducer(0, 1, torch.device("cpu")), kind, 1, size)
     flat = torch.zeros(size)
@@ -150,22 +150,22 @@ def test_nothing_as_long_as_the_sum_is_made(kind: str, monkeypatch: pytest.Monke
 
 def test_what_travels_needs_no_memory_as_long_as_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of 17 leaves, of which two of each worker travel at once, in two rows."""
-    monkeypatch.setattr(collectives, "_AT_ONCE", 4)
+    monkeypatch.setattr(collectives, "_LEAVES_PER_EXCHANGE", 4)
     size, found = 16 * LEAF + 7, {}
 
     def work(reducer: ThreadReducer) -> None:
         release = Release(reducer, "sharded", 2, size)
         release.shards = Shards(2, 1, [(reducer.rank, 0, 0)], [1, 1])
-        rows = reducer.rows(2, size)
+        rows = reducer.zero_rows(2, size)
         rows[reducer.rank] = torch.from_numpy(sums(reducer.rank, 0, 1, size)[0])
-        own = release.sharing.own(reducer, size)
+        own = release.sharing.local_slice(reducer, size)
         with Made() as made:
-            part, _ = release.sharing.sum(reducer, rows, release.shards, False)
+            part, _ = release.sharing.sum_rows(reducer, rows, release.shards, False)
         both = sums(0, 0, 1, size)[0] + sums(1, 0, 1, size)[0]
         place = (part.data_ptr() - rows.data_ptr()) // 8
         found[reducer.rank] = np.array_equal(part.numpy(), both[own]), place - own.start, made.most
 
-    together(2, work)
+    run_thread_workers(2, work)
     assert [found[rank] for rank in range(2)] == [(True, 0, 8 * 4 * LEAF)] * 2
 
 
@@ -183,10 +183,10 @@ def test_any_number_that_is_none_stops_a_training(bad: float) -> None:
 def test_rows_of_others_are_added_up_in_memory_of_their_own() -> None:
     """Only the memory that the reducer gave is written over."""
     reducer = Reducer(0, 1, torch.device("cpu"))
-    own, others = reducer.rows(2, 3), torch.ones(2, 3, dtype=torch.float64)
+    own, others = reducer.zero_rows(2, 3), torch.ones(2, 3, dtype=torch.float64)
     own += 5
-    assert reducer.sum(others, False)[0].tolist() == [2.0] * 3
-    assert reducer.sum(own[:1], True)[1] and others.sum() == 6 and own.sum() == 30
-    total, flag = reducer.sum(own, False)
+    assert reducer.sum_rows(others, False)[0].tolist() == [2.0] * 3
+    assert reducer.sum_rows(own[:1], True)[1] and others.sum() == 6 and own.sum() == 30
+    total, flag = reducer.sum_rows(own, False)
     assert total.tolist() == [10.0] * 3 and not flag
-    assert collectives.Whole().own(reducer, 3) == slice(0, 3)
+    assert collectives.ReplicatedUpdate().local_slice(reducer, 3) == slice(0, 3)

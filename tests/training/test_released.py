@@ -14,22 +14,28 @@ from pathlib import Path
 
 import pytest
 from support.threads import one_thread
-from support.training import Interrupt, interrupted, make, train
+from support.training import Interrupt, make, train, train_and_crash
 
 from dpdist.cli.account import show_budgets as show_budget
 from dpdist.core.errors import UserError
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Anchor, JournalError, Ledger
 from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
-from dpdist.runs.folder import BEGUN_WITH, RunFolder, begun, complete_checkpoints, read_released
+from dpdist.runs.folder import (
+    RECIPE_IDENTITY,
+    RunFolder,
+    complete_checkpoints,
+    has_released,
+    read_verified_ledger,
+)
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import prepare
-from dpdist.training.pretraining import put_together
-from dpdist.training.trainer import _charged
+from dpdist.training.pretraining import join_parts
+from dpdist.training.trainer import _budget_charged
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -45,9 +51,9 @@ def finished(tmp_path_factory) -> tuple[Recipe, RunFolder]:
         tmp, data__max_train=100, training__batch_size=20, training__steps=STEPS,
         privacy__budget=str(tmp / "budgets"), resources__checkpoint_seconds=1e9, model="linear",
     )  # fmt: skip
-    charged = _charged(prepare(recipe, folder, "test"))
+    charged = _budget_charged(prepare(recipe, folder, "test"))
     with one_thread(), charged, pytest.MonkeyPatch.context() as patch:
-        interrupted(recipe, folder, patch, 3, workers=2)
+        train_and_crash(recipe, folder, patch, 3, workers=2)
         train(recipe, folder, 1)
     return recipe, folder
 
@@ -69,7 +75,7 @@ def put(folder: RunFolder, kept: list[bytes], *, anchored: bool = False) -> None
     """Another content for the ledger; anchored: with an anchor that fits it."""
     folder.ledger.write_bytes(b"".join(kept))
     if anchored and kept:
-        folder.anchor.write_text(Anchor.of(b"".join(kept)).line)
+        folder.anchor.write_text(Anchor.from_journal_bytes(b"".join(kept)).file_line)
 
 
 def archived(folder: RunFolder) -> str:
@@ -80,19 +86,19 @@ def archived(folder: RunFolder) -> str:
     copy = RunFolder(base / "archived" / folder.name)
     shutil.copytree(folder.path, copy.path)
     url = f"file://{base}/store"
-    archive = Archive.begin(copy, url, True)
+    archive = Archive.claim(copy, url, True)
     assert archive is not None
     archive.update()
     return url
 
 
 def settle(recipe: Recipe, folder: RunFolder) -> None:
-    with _charged(prepare(recipe, folder, "test")):
+    with _budget_charged(prepare(recipe, folder, "test")):
         pass
 
 
 def read_copy(recipe: Recipe, folder: RunFolder) -> None:
-    archives.read_copy(archived(folder), folder.path.parent / "copies")
+    archives.open_archived_copy(archived(folder), folder.path.parent / "copies")
 
 
 def restore(recipe: Recipe, folder: RunFolder) -> None:
@@ -100,12 +106,12 @@ def restore(recipe: Recipe, folder: RunFolder) -> None:
 
 
 def denoise(recipe: Recipe, folder: RunFolder) -> None:
-    put_together(folder, "denoiser", folder.model, RunFolder(folder.path.parent / "new"))
+    join_parts(folder, "denoiser", folder.model_folder, RunFolder(folder.path.parent / "new"))
 
 
 READERS: dict[str, Callable[[Recipe, RunFolder], object]] = {
     "facts": lambda recipe, folder: read_facts(folder),
-    "card": lambda recipe, folder: read_facts(folder).card(),
+    "card": lambda recipe, folder: read_facts(folder).privacy_card(),
     "report": lambda recipe, folder: write_report(folder),
     "release": lambda recipe, folder: write_release(folder, not_private=True),
     "budget": settle,
@@ -120,22 +126,22 @@ def refused(recipe: Recipe, folder: RunFolder, match: str = REFUSED) -> None:
         with pytest.raises((UserError, JournalError), match=match):
             reader(recipe, folder)
             raise AssertionError(f"{name} accepted it")
-        assert not folder.release.exists() and not folder.report.exists()
+        assert not folder.release_folder.exists() and not folder.report_file.exists()
         assert sorted(path.name for path in folder.path.parent.glob("*/*/run.json")) == []
 
 
 def test_an_undamaged_run_is_read_by_all(run):
     recipe, folder = run
-    whole = read_released(folder)
+    whole = read_verified_ledger(folder)
     assert whole.ledger.releases == {step: 2 if step < 4 else 1 for step in range(STEPS)}
-    paths = whole.plan.alternatives(whole.plan.with_counts([STEPS + 4]))
-    assert read_facts(folder).guarantee == whole.plan.guarantee_of(paths)
+    paths = whole.plan.path_events(whole.plan.executed_phases([STEPS + 4]))
+    assert read_facts(folder).guarantee == whole.plan.guarantee_for_events(paths)
     for place, reader in (("copies", read_copy), ("restored", restore)):
         reader(recipe, folder)
-        copy = read_released(RunFolder(folder.path.parent / place / recipe.name))
+        copy = read_verified_ledger(RunFolder(folder.path.parent / place / recipe.name))
         assert copy.ledger.releases == whole.ledger.releases
     settle(recipe, folder)
-    (charge,) = budgets_in(recipe.privacy.budget)[0].charges
+    (charge,) = read_budgets(recipe.privacy.budget)[0].charges
     assert charge.status == "settled" and charge.phases[0].steps == STEPS + 4
 
 
@@ -147,7 +153,7 @@ def test_a_finished_run_whose_ledger_was_cut(run, anchored):
     for end in range(len(kept)):
         put(folder, kept[:end], anchored=anchored)
         with pytest.raises(UserError, match=REFUSED):
-            read_released(folder)
+            read_verified_ledger(folder)
     for end in (0, 1, 2, 6, len(kept) - 1):
         put(folder, kept[:end], anchored=anchored)
         refused(recipe, folder)
@@ -189,7 +195,7 @@ def test_a_ledger_with_another_past(run, tmp_path, anchored):
 @pytest.mark.parametrize("value", [None, 3, {"records": 9}], ids=repr)
 def test_what_does_not_name_its_ledger_is_damaged(run, value):
     recipe, folder = run
-    for path in (folder.trained, *folder.checkpoints.glob("*/done.json")):
+    for path in (folder.training_summary, *folder.checkpoints.glob("*/done.json")):
         kept = path.read_text()
         record = json.loads(kept)
         record |= {"ledger": value}
@@ -207,17 +213,17 @@ def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
         training__steps=STEPS, privacy__budget=str(tmp_path / "budgets"), model="linear",
     )  # fmt: skip
     job = prepare(recipe, folder, "test")
-    assert not begun(folder)
-    with pytest.raises(Interrupt), _charged(job):
-        interrupted(recipe, folder, monkeypatch, 4)
+    assert not has_released(folder)
+    with pytest.raises(Interrupt), _budget_charged(job):
+        train_and_crash(recipe, folder, monkeypatch, 4)
         raise Interrupt
     kept, anchor = lines(folder), folder.anchor.read_text()
-    assert len(complete_checkpoints(folder.checkpoints)) == 2 and begun(folder)
+    assert len(complete_checkpoints(folder.checkpoints)) == 2 and has_released(folder)
     # What the crash itself leaves is lawful: an anchor one line behind, or half a line more.
-    folder.anchor.write_text(Anchor.of(b"".join(kept[:-1])).line)
-    read_released(folder)
+    folder.anchor.write_text(Anchor.from_journal_bytes(b"".join(kept[:-1])).line)
+    read_verified_ledger(folder)
     folder.ledger.write_bytes(b"".join(kept) + kept[-1][:9])
-    assert read_released(folder).ledger.releases == dict.fromkeys(range(5), 1)
+    assert read_verified_ledger(folder).ledger.releases == dict.fromkeys(range(5), 1)
     for anchored in (False, True):
         for end in range(len(kept) - 1):  # behind the newest checkpoint
             folder.anchor.write_text(anchor)
@@ -235,13 +241,13 @@ def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
             train(recipe, folder)
     put(folder, kept)
     train(recipe, folder)
-    assert read_facts(folder).ledger.superseded == 0
+    assert read_facts(folder).ledger.num_superseded == 0
 
 
 def test_a_step_that_the_plan_has_not(run):
     """The first one behind its end."""
     recipe, folder = run
-    with Ledger.open(folder.ledger, read_released(folder).plan.fingerprint()) as ledger:
+    with Ledger.open(folder.ledger, read_verified_ledger(folder).plan.fingerprint()) as ledger:
         ledger.record(STEPS, "ab" * 32)
     refused(recipe, folder, "holds steps that")
 
@@ -252,7 +258,9 @@ def test_a_step_that_the_plan_has_not(run):
 def test_a_training_of_other_steps_than_the_plan(run, steps, why):
     """Too many steps are refused before missing ones are listed: there may be very many."""
     recipe, folder = run
-    folder.trained.write_text(json.dumps(json.loads(folder.trained.read_text()) | {"steps": steps}))
+    folder.training_summary.write_text(
+        json.dumps(json.loads(folder.training_summary.read_text()) | {"steps": steps})
+    )
     refused(recipe, folder, why)
 
 
@@ -281,36 +289,36 @@ def test_another_plan_beside_the_ledger(run):
 def test_a_recipe_that_was_exchanged_is_refused(run):
     """recipe.yaml and what is kept of it, edited alike: the ledger knows what was trained."""
     recipe, folder = run
-    (told,) = folder.begun_identity.values()
+    (told,) = folder.recipe_identity.values()
     training = recipe.training.model_copy(update={"learning_rate": 9.0})
     other = recipe.model_copy(update={"training": training})
     folder.recipe_file.write_text(other.to_yaml())
-    noise = folder.begun_noise
+    noise = folder.start_noise_multiplier
     folder.pin_recipe(other, noise)
     for name in ("facts", "card", "report", "release"):
         with pytest.raises(UserError, match=r"begun-with\.json: recipe: must be what this"):
             READERS[name](recipe, folder)
-    assert not folder.release.exists() and not folder.report.exists()
+    assert not folder.release_folder.exists() and not folder.report_file.exists()
     anew = RunFolder(folder.path.parent / "told-anew")
     shutil.copytree(folder.path, anew.path)
     folder.pin_recipe(recipe, noise)  # as it was: now another recipe says that it was trained so
-    anew.pin_recipe(other, noise, trained=folder)
+    anew.pin_recipe(other, noise, trained_run=folder)
     with pytest.raises(UserError, match=r"begun-with\.json: training\.learning_rate: must be"):
         read_facts(anew)
-    anew.begun_with.unlink()
+    anew.start_record.unlink()
     with pytest.raises(UserError, match=r"begun-with\.json: recipe: must be"):
         read_facts(anew)
     folder.recipe_file.write_text(recipe.to_yaml())
-    assert folder.begun_identity == {BEGUN_WITH: told} and read_facts(folder)
+    assert folder.recipe_identity == {RECIPE_IDENTITY: told} and read_facts(folder)
 
 
 def test_a_run_whose_ledger_keeps_no_recipe_is_read(run, monkeypatch):
     """As of a run that an earlier version trained."""
     _, folder = run
     kept = Ledger.read(folder.ledger)
-    assert all(BEGUN_WITH in made["identity"] for made in kept.attempts)
+    assert all(RECIPE_IDENTITY in made["identity"] for made in kept.attempts)
     without = [
-        {**made, "identity": {k: v for k, v in made["identity"].items() if k != BEGUN_WITH}}
+        {**made, "identity": {k: v for k, v in made["identity"].items() if k != RECIPE_IDENTITY}}
         for made in kept.attempts
     ]
     monkeypatch.setattr(Ledger, "attempts", property(lambda self: without))

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.files import contents
+from support.folder_contents import contents
 from support.training import make, train
 
 from dpdist import models, publishing
 from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.publishing import write_release
-from dpdist.release.bundle import RELEASED
+from dpdist.release.bundle import REQUIRED_FILES
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.whole
 
-FILES = {*RELEASED}
+FILES = {*REQUIRED_FILES}
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +44,23 @@ def run(finished, tmp_path) -> RunFolder:
 
 def refused(folder: RunFolder, match: str) -> None:
     """And release/ is as it was, with nothing left beside it."""
-    before = contents(folder.release) if folder.release.exists() else None
+    before = contents(folder.release_folder) if folder.release_folder.exists() else None
     with pytest.raises(UserError, match=match):
         write_release(folder)
-    assert (contents(folder.release) if folder.release.exists() else None) == before
+    assert (contents(folder.release_folder) if folder.release_folder.exists() else None) == before
     assert not list(folder.path.glob(".*"))
 
 
 def test_exactly_these_files_and_the_card_names_its_weights(run):
     for _ in range(2):  # anew and whole each time
         assert {path.name for path in write_release(run)} == FILES
-        assert contents(run.release).keys() == FILES
+        assert contents(run.release_folder).keys() == FILES
         for name in ("model.safetensors", "model.json"):
-            assert (run.release / name).read_bytes() == (run.model / name).read_bytes()
-    card = json.loads((run.release / "privacy_card.json").read_text())
-    assert card["private"] and card["extra"]["model hash"] == models.model_hash(run.release)
+            assert (run.release_folder / name).read_bytes() == (
+                run.model_folder / name
+            ).read_bytes()
+    card = json.loads((run.release_folder / "privacy_card.json").read_text())
+    assert card["private"] and card["extra"]["model hash"] == models.model_hash(run.release_folder)
     assert not list(run.path.glob(".*"))
 
 
@@ -74,34 +76,34 @@ def test_exactly_these_files_and_the_card_names_its_weights(run):
     ],
 )
 def test_a_damaged_model_is_not_published(run, name, content):
-    (run.model / name).write_bytes(content)
+    (run.model_folder / name).write_bytes(content)
     refused(run, "is not the model that this run trained")
-    (run.model / name).unlink()
+    (run.model_folder / name).unlink()
     refused(run, "no such file|is missing|no model there")
 
 
 def test_another_model_is_not_published_under_this_guarantee(run):
     write_release(run)
     other = ModelSpec("linear", (1, 8, 8), 10)
-    models.save(models.initialise(other, 5), other, run.model)
+    models.save(models.initialise(other, 5), other, run.model_folder)
     refused(run, "is not the model that this run trained")
-    shutil.rmtree(run.model)
+    shutil.rmtree(run.model_folder)
     refused(run, "no such file")
-    trained = json.loads(run.trained.read_text())
+    trained = json.loads(run.training_summary.read_text())
     del trained["model"]
-    run.trained.write_text(json.dumps(trained))
+    run.training_summary.write_text(json.dumps(trained))
     refused(run, "damaged: model is missing")
 
 
 def test_numbers_that_are_not_finite_are_not_published(run):
-    weights = run.model / "model.safetensors"
+    weights = run.model_folder / "model.safetensors"
     tensors = load_file(weights)
     name = sorted(tensors)[0]
     tensors[name].view(-1)[0] = torch.nan
     save_file(tensors, weights)
-    trained = json.loads(run.trained.read_text())
-    trained["model"] = models.model_hash(run.model)
-    run.trained.write_text(json.dumps(trained))
+    trained = json.loads(run.training_summary.read_text())
+    trained["model"] = models.model_hash(run.model_folder)
+    run.training_summary.write_text(json.dumps(trained))
     refused(run, f"{name} holds numbers that are not finite")
 
 
@@ -122,21 +124,21 @@ def plant_link(release: Path) -> None:
 )
 def test_what_is_not_ours_is_named_and_nothing_is_published(run, plant, name):
     write_release(run)
-    plant(run.release)
+    plant(run.release_folder)
     with pytest.raises(UserError, match=f"holds '{name}', which `dpdist release` did not write"):
         write_release(run)
 
 
 def test_a_release_folder_that_is_a_link_is_refused(run, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    run.release.symlink_to(tmp_path / "elsewhere")
+    run.release_folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="must be a folder"):
         write_release(run)
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("last", [*RELEASED])
+@pytest.mark.parametrize("last", [*REQUIRED_FILES])
 def test_a_crash_leaves_the_release_before_or_none(run, monkeypatch, before, last):
     """Never weights without their card."""
     if before:
@@ -152,5 +154,5 @@ def test_a_crash_leaves_the_release_before_or_none(run, monkeypatch, before, las
         monkeypatch.setattr(publishing, writer, crash)
     with pytest.raises(OSError, match="No space"):
         write_release(run)
-    assert run.release.exists() == before
-    assert not before or contents(run.release).keys() == FILES
+    assert run.release_folder.exists() == before
+    assert not before or contents(run.release_folder).keys() == FILES

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.training import ThreadReducer, execute, interrupted, make, release_ids, together, train
+from support.training import (
+    ThreadReducer,
+    execute,
+    make,
+    release_ids,
+    run_thread_workers,
+    train,
+    train_and_crash,
+)
 
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
@@ -25,7 +33,7 @@ def _small_leaves(monkeypatch):
     one of more."""
     for module in (collectives, collectives):
         monkeypatch.setattr(module, "LEAF", 64)
-    monkeypatch.setattr(collectives, "_AT_ONCE", 4)
+    monkeypatch.setattr(collectives, "_LEAVES_PER_EXCHANGE", 4)
 
 
 def small(tmp_path, name: str, training: dict | None = None, **more):
@@ -70,11 +78,11 @@ def test_another_number_of_workers_takes_over(tmp_path, monkeypatch, first, then
     training = ADAM | {"reproducible": True}
     undisturbed = train(*small(tmp_path, "a", training))
     recipe, folder = small(tmp_path, "b", training, **first[1])
-    interrupted(recipe, folder, monkeypatch, 3, first[0])
-    assert checkpoint.latest(folder.checkpoints).step > 0
+    train_and_crash(recipe, folder, monkeypatch, 3, first[0])
+    assert checkpoint.load_latest(folder.checkpoints).step > 0
     recipe, _ = small(tmp_path, "b", training, **then[1])
     assert torch.equal(train(recipe, folder, then[0]), undisturbed)
-    assert Ledger.read(folder.ledger).superseded == 0
+    assert Ledger.read(folder.ledger).num_superseded == 0
 
 
 @pytest.mark.slow
@@ -93,7 +101,7 @@ def test_a_checkpoint_lacks_no_part(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
         patch.setattr(checkpoint, "save_part", full)
         execute(job, 2)
-    assert checkpoint.latest(folder.checkpoints).step == 2
+    assert checkpoint.load_latest(folder.checkpoints).step == 2
     (folder.checkpoints / "step-00000002" / checkpoint.part_name(1, 2)).unlink()
     with pytest.raises(UserError, match="no such file"):
         execute(job, 2)
@@ -101,13 +109,13 @@ def test_a_checkpoint_lacks_no_part(tmp_path, monkeypatch):
 
 def test_a_worker_that_takes_no_part_is_noticed(tmp_path):
     class Silent(ThreadReducer):
-        def all_sum(self, buffer):
-            super().all_sum(torch.zeros_like(buffer) if self.rank == 1 else buffer)
+        def all_reduce(self, buffer):
+            super().all_reduce(torch.zeros_like(buffer) if self.rank == 1 else buffer)
 
     recipe, folder = small(tmp_path, "run", **SHARDED)
     job = prepare(recipe, folder, "test")
     with pytest.raises(MissingRank):
-        together(2, lambda reducer: worker.run(job, reducer), Silent)
+        run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Silent)
     assert Ledger.read(folder.ledger).releases == {}
 
 

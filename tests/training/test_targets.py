@@ -22,11 +22,11 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.publishing import write_release
 from dpdist.release.bundle import load as load_release
 from dpdist.reports.facts import read_facts
-from dpdist.reports.summary import in_short, published
-from dpdist.reports.tracking import Tracker, figures
+from dpdist.reports.summary import make_verdict, run_as_json
+from dpdist.reports.tracking import Tracker, iter_metrics
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.records import data_source, records_with_canaries, test_records
 
 pytestmark = pytest.mark.whole
 
@@ -66,7 +66,7 @@ def finished(request, tmp_path_factory) -> tuple[str, Recipe, RunFolder]:
 
 def test_targets_are_read_as_they_are_stored(finished):
     kind, recipe, _ = finished
-    records = training_data(recipe, source_of(recipe))
+    records = records_with_canaries(recipe, data_source(recipe))
     stored = columns(kind, KINDS[kind][1], 0)["y"].astype(np.float32)
     found = records.targets(np.array([7, 2]))
     assert found.dtype == torch.float32
@@ -79,7 +79,7 @@ def test_targets_are_read_as_they_are_stored(finished):
 def test_the_measures_are_those_of_the_model(finished):
     kind, recipe, folder = finished
     written = json.loads(folder.evaluation.read_text())
-    test = evaluation_data(recipe, source_of(recipe))
+    test = test_records(recipe, data_source(recipe))
     with torch.no_grad():
         outputs = load_model(recipe, folder)(test.batch(slice(None))).numpy().astype(float)
     y = columns(kind, KINDS[kind][1], 1)["y"]
@@ -99,15 +99,15 @@ def test_report_card_tracker_and_json_tell_them(finished):
     assert list(facts.measures) == [first, second] and facts.accuracy is None
     said = dict(facts.summary())
     assert said[first].endswith("on 90 (own/test)") and "clean accuracy" not in said
-    assert f"on 90 test inputs: {first} {facts.measures[first]}" in str(in_short(facts))
-    assert set(published(facts)["evaluation"]["measures"]) == {first, second}
-    named = {name for name, _, _ in figures(facts)}
+    assert f"on 90 test inputs: {first} {facts.measures[first]}" in str(make_verdict(facts))
+    assert set(run_as_json(facts)["evaluation"]["measures"]) == {first, second}
+    named = {name for name, _, _ in iter_metrics(facts)}
     assert f"test/{first.replace(' ', '_')}" in named
 
     seen: dict[str, float] = {}
 
     class Kept:
-        def scalar(self, name: str, value: float, step: int) -> None:
+        def log_scalar(self, name: str, value: float, step: int) -> None:
             seen[name] = value
 
         def close(self) -> None: ...
@@ -123,7 +123,7 @@ def test_a_release_is_a_model_and_says_no_class(finished):
     release = load_release(folder.release)
     assert release.about.data.targets == kind and release.about.tested is None
     assert release.model(torch.zeros(2, 4)).shape == (2, KINDS[kind][1])
-    release.need_numbers()
+    release.require_numeric_inputs()
     with pytest.raises(UserError, match=f"with data.targets: {kind} there is none; take `dpdist"):
         release.settings(sigma=0.1)
 
@@ -187,7 +187,7 @@ def test_targets_that_do_not_fit_are_refused_without_their_value(tmp_path, kind,
     write_split(tmp_path / "data" / "own", x=[[1.0] * 4, [2.0] * 4], y=y)
     recipe, _ = recipe_of(tmp_path, kind)
     with pytest.raises(UserError, match=words) as caught:
-        training_data(recipe, source_of(recipe))
+        records_with_canaries(recipe, data_source(recipe))
     assert "91370" not in str(caught.value)
 
 
@@ -261,7 +261,7 @@ def test_changed_code_of_a_loss_begins_a_new_attempt(tmp_path, monkeypatch):
         recipe, folder = recipe_of(
             tmp_path, "number", folder_name, training__loss="taught:loss", privacy__run_key=None
         )
-        from support.training import together
+        from support.training import run_thread_workers
 
         from dpdist.training import worker
         from dpdist.training.job import prepare
@@ -269,7 +269,7 @@ def test_changed_code_of_a_loss_begins_a_new_attempt(tmp_path, monkeypatch):
         (home / "taught.py").write_text(code)
         sys.modules.pop("taught", None)
         job = prepare(recipe, folder, "test")
-        together(1, lambda reducer: worker.run(job, reducer, 2))
+        run_thread_workers(1, lambda reducer: worker.run_training(job, reducer, 2))
 
     begun("same")
     assert attempts(code, "same") == 1

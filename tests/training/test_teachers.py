@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load
 from support.datasets import write_split
-from support.here import without_ray
+from support.local_execution import run_without_ray
 
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, ordinary, parse
+from dpdist.runs.recipe import Recipe, parse_recipe, without_privacy
 from dpdist.training import ensembles
 from dpdist.training.ensembles import (
-    Ensemble,
+    TeacherEnsemble,
     TeacherSetup,
     TeacherTrainer,
     plan_of_shard,
@@ -40,7 +40,7 @@ KEY = "5a" * 32
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = torch.get_num_threads()
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     yield
     torch.set_num_threads(before)
 
@@ -75,7 +75,7 @@ def job_of(home: Path, keep: np.ndarray | slice = slice(None), **training: Any) 
             "batch_size": 6, "epochs": 2, "learning_rate": 0.5, "momentum": 0.5, **training
         },
     }  # fmt: skip
-    return prepare(parse(raw, "test"), RunFolder(home / "run"), "test")
+    return prepare(parse_recipe(raw, "test"), RunFolder(home / "run"), "test")
 
 
 def models_of(job: TrainJob, count: int = COUNT) -> list[bytes]:
@@ -92,10 +92,10 @@ def changed(first: list[bytes], second: list[bytes]) -> list[int]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, list[bytes], np.ndarray]:
     """All teachers of all records, and in whose shard each record is."""
     with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
+        run_without_ray(patch)
         job = job_of(tmp_path_factory.mktemp("whole"))
         found = models_of(job)
-        about = job_folder.about_table(
+        about = job_folder.read_job_record(
             job_folder.read_table(
                 job.folder.private / "teachers/teachers.parquet", ensembles.COLUMNS, ensembles.KEY
             ),
@@ -147,8 +147,10 @@ def test_an_empty_shard_and_one_that_diverges_stop_nothing(
 ) -> None:
     """Whether they do is a secret of the records."""
     job = whole[0]
-    began = initial_model(job.recipe, model_spec(job.recipe, job.own_records())).state_dict()
-    trainer = TeacherTrainer(TeacherSetup(ordinary(job.recipe), COUNT, b"k" * 32))
+    began = initial_model(
+        job.recipe, model_spec(job.recipe, job.records_without_canaries())
+    ).state_dict()
+    trainer = TeacherTrainer(TeacherSetup(without_privacy(job.recipe), COUNT, b"k" * 32))
     trainer._shards[:] = 0
 
     def untrained(number: int) -> bool:
@@ -165,7 +167,7 @@ def test_an_empty_shard_and_one_that_diverges_stop_nothing(
 
 
 def test_a_shard_smaller_than_a_batch_is_its_batch(whole: Any) -> None:
-    recipe = ordinary(whole[0].recipe)
+    recipe = without_privacy(whole[0].recipe)
     for records, batch, steps in ((3, 3, 2), (6, 6, 2), (20, 6, 6)):
         own, plan = plan_of_shard(recipe, records)
         assert (own.training.batch_size, plan.steps, plan.records) == (batch, steps, records)
@@ -202,7 +204,7 @@ def test_interrupted_it_continues_to_the_same_bytes(
 def _with_actors(job: TrainJob, actors: int) -> TrainJob:
     raw = job.recipe.model_dump(mode="json")
     raw["resources"]["certify_actors"] = actors
-    recipe: Recipe = parse(raw, "test")
+    recipe: Recipe = parse_recipe(raw, "test")
     return TrainJob(recipe, job.plan, job.folder, job.source, job.packages)
 
 
@@ -212,4 +214,4 @@ def test_another_teacher_than_the_trained_one_is_refused(whole: Any, tmp_path: P
     models = folder.private / "teachers" / "models"
     shutil.copy(models / "0000/model.safetensors", models / "0001/model.safetensors")
     with pytest.raises(UserError, match="0001: damaged: not the teacher that this run trained"):
-        Ensemble(folder)
+        TeacherEnsemble(folder)

@@ -19,7 +19,7 @@ def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypat
     """Not that it failed so many times, and nothing is left in the other's folder."""
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
-    monkeypatch.setattr("dpdist.training.trainer._DYING_SECONDS", 0.01)
+    monkeypatch.setattr("dpdist.training.trainer._SHUTDOWN_SECONDS", 0.01)
     monkeypatch.setattr("dpdist.privacy.ledger._LOCK_SECONDS", 0.01)
 
     class Trainer:
@@ -47,9 +47,11 @@ def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypat
 def test_that_another_process_trains_a_run_is_seen_before_anything_starts(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
-    monkeypatch.setattr("dpdist.training.trainer._DYING_SECONDS", 0.01)
+    monkeypatch.setattr("dpdist.training.trainer._SHUTDOWN_SECONDS", 0.01)
     started: list[str] = []
-    monkeypatch.setattr("dpdist.training.trainer._charged", lambda job: started.append("charged"))
+    monkeypatch.setattr(
+        "dpdist.training.trainer._budget_charged", lambda job: started.append("charged")
+    )
     with Ledger.open(folder.ledger, job.plan.fingerprint()):
         before = sorted(folder.path.rglob("*"))
         with pytest.raises(RunBusy, match="another process is training this run; wait"):

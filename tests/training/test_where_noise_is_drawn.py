@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.keys import NOISE, record
+from support.key_recorder import NOISE, record_keys
 from support.training import Interrupt, execute, make, train
 
 from dpdist.audits import mechanism
@@ -69,7 +69,7 @@ def test_every_step_s_noise_has_the_key_of_the_cpu_s(tmp_path, monkeypatch):
     for name, where in (("host", {}), ("device", THERE)):
         job = prepare(*small(tmp_path, name, **where), "test")
         with monkeypatch.context() as patch:
-            seen = record(patch)
+            seen = record_keys(patch)
             execute(job)
         opened = [s.key for s in seen.streams if s.caller == NOISE and seen.origin(s.key)]
         keys.append([key for key in opened if seen.origin(key).purpose == "noise"])
@@ -80,16 +80,16 @@ def dying(recipe, folder, patch: pytest.MonkeyPatch, at: int) -> list[int]:
     """Let the run die after the ledger's entry of step `at`: how many entries the disk had
     whenever noise was asked for."""
     known: list[int] = []
-    real = noise.add_noise_on
+    real = noise.add_device_noise
 
     def dies(*arguments: Any) -> Any:
-        known.append(len(Ledger.read(folder.ledger).releases))
+        known.append(len(Ledger.read(folder.ledger).release_counts))
         if len(known) == at + 1:
             raise Interrupt
         return real(*arguments)
 
     with patch.context() as inner:
-        inner.setattr(noise, "add_noise_on", dies)
+        inner.setattr(noise, "add_device_noise", dies)
         with pytest.raises(Interrupt):
             train(recipe, folder)
     return known
@@ -100,7 +100,7 @@ def test_a_crash_is_replayed_exactly_and_the_ledger_knows_first(tmp_path, monkey
     recipe, folder = small(tmp_path, "b", **THERE)
     assert dying(recipe, folder, monkeypatch, 3) == [1, 2, 3, 4]
     assert torch.equal(train(recipe, folder), undisturbed)
-    assert Ledger.read(folder.ledger).superseded == 0
+    assert Ledger.read(folder.ledger).num_superseded == 0
 
 
 def test_another_place_of_the_noise_is_a_new_attempt_and_is_charged(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_another_place_of_the_noise_is_a_new_attempt_and_is_charged(tmp_path, mo
     dying(recipe, folder, monkeypatch, 3)
     train(*small(tmp_path, "b"))
     ledger = Ledger.read(folder.ledger)
-    assert ledger.superseded == 4
+    assert ledger.num_superseded == 4
     assert [attempt["identity"].get("noise") for attempt in ledger.attempts] == ["device", None]
 
 
@@ -151,8 +151,8 @@ def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch, rele
 
 
 def test_a_device_that_makes_other_noise_releases_nothing(tmp_path, monkeypatch):
-    real = noise.standard_normal_on
-    monkeypatch.setattr(noise, "standard_normal_on", lambda *a: 1.001 * real(*a))
+    real = noise.device_standard_normal
+    monkeypatch.setattr(noise, "device_standard_normal", lambda *a: 1.001 * real(*a))
     noise.check_device_noise.cache_clear()
     recipe, folder = small(tmp_path, "run", **THERE)
     with pytest.raises(UserError, match=r"resources\.noise: must be host"):
@@ -188,7 +188,7 @@ def test_the_mechanism_s_audit_drives_the_generator_that_the_recipe_asks_for(tmp
     def plays(pieces: Any, *_: Any) -> Any:
         raise Seen(pieces)
 
-    monkeypatch.setattr(mechanism, "play", plays)
+    monkeypatch.setattr(mechanism, "run_scenarios", plays)
     released = []
     for other, where in (("add_noise_on", {}), ("add_noise", THERE)):
         recipe, folder = small(tmp_path, other, **where)

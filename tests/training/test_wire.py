@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from support.training import ThreadReducer, execute, make, release_ids, together, train
+from support.training import ThreadReducer, execute, make, release_ids, run_thread_workers, train
 
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.training import model_setup, private_step, worker
-from dpdist.training.collectives import MOST_ROOM, Sharded, Shards, Wire
+from dpdist.training.collectives import MAX_CLIP_REDUCTION, ReduceDtype, ShardedUpdate, Shards
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import describe_cost
 
@@ -38,7 +38,7 @@ def small(tmp_path, name: str, workers: int = 1, training: dict | None = None, *
 def test_neighbours_that_rounding_drives_apart_stay_within_the_room(power):
     """Every entry of a sum of 2^power aligned records lies just below a midpoint of float32's, and
     the record that joins lifts each just above one: the worst there is, and the room holds it."""
-    wire, size = Wire("float32", 2.0**power), 512
+    wire, size = ReduceDtype("float32", 2.0**power), 512
     clip = 1 / (1 + wire.room)
     each = clip / np.sqrt(size)
     top = np.float32(each * (wire.most - 2))
@@ -46,7 +46,7 @@ def test_neighbours_that_rounding_drives_apart_stay_within_the_room(power):
     sums = np.full(size, float(top) + unit * (0.5 - 1e-6))
     step = unit * (np.floor(each / unit - 1e-5) + 2e-6)  # of the record in each entry, at most each
     assert np.linalg.norm(sums + step) <= wire.most * clip and step <= each
-    sent = [wire.sent(torch.from_numpy(s)).double() for s in (sums, sums + step)]
+    sent = [wire.cast(torch.from_numpy(s)).double() for s in (sums, sums + step)]
     moved = float((sent[1] - sent[0]).norm())
     # By one unit in each entry more than the record itself, a fourth of the room at least.
     assert moved - step * np.sqrt(size) > 0.25 * wire.room * clip
@@ -54,23 +54,23 @@ def test_neighbours_that_rounding_drives_apart_stay_within_the_room(power):
 
 
 def test_random_neighbours_stay_within_the_clip():
-    wire = Wire("float32", 1000.0)
+    wire = ReduceDtype("float32", 1000.0)
     generator = np.random.default_rng(0)
     for _ in range(50):
         records = generator.standard_normal((1000, 40)) * np.exp(generator.normal(0, 3, 40))
         records *= 3 / (1 + wire.room) / np.linalg.norm(records, axis=1, keepdims=True)
-        one = wire.sent(torch.from_numpy(records.sum(0))).double()
-        other = wire.sent(torch.from_numpy(records[1:].sum(0))).double()
+        one = wire.cast(torch.from_numpy(records.sum(0))).double()
+        other = wire.cast(torch.from_numpy(records[1:].sum(0))).double()
         assert float((one - other).norm()) <= 3
 
 
 @pytest.mark.parametrize("mean", [0.1, 4, 40, 512, 8192])
 def test_a_share_has_more_records_than_there_is_room_for_with_no_probability(mean):
     records = 20 * max(1, int(mean))
-    wire = Wire.of("float32", 2 * mean, 2)
+    wire = ReduceDtype.for_batches("float32", 2 * mean, 2)
     assert binom.sf(wire.most, records, mean / records) < 4e-31
     assert wire.most <= mean + 13 * np.sqrt(mean) + 80  # and not much more room than that wants
-    assert Wire.of("float32", 2 * mean, 2, cap=3).most == 3
+    assert ReduceDtype.for_batches("float32", 2 * mean, 2, cap=3).most == 3
 
 
 def test_the_room_is_for_the_largest_batch_of_any_phase(tmp_path):
@@ -78,14 +78,18 @@ def test_the_room_is_for_the_largest_batch_of_any_phase(tmp_path):
     plan = prepare(recipe, folder, "test").plan
     (phase,) = plan.phases
     larger = replace(phase, sample_rate=4 * phase.sample_rate)
-    wire = model_setup.wire_of(recipe, replace(plan, phases=(phase, larger)))
-    assert wire == Wire.of("float32", 160, 2) != model_setup.wire_of(recipe, plan)
+    wire = model_setup.build_reduce_dtype(recipe, replace(plan, phases=(phase, larger)))
+    assert (
+        wire
+        == ReduceDtype.for_batches("float32", 160, 2)
+        != model_setup.build_reduce_dtype(recipe, plan)
+    )
 
 
 def test_the_room_is_for_the_fewest_workers_there_may_be(tmp_path):
     recipe, folder = small(tmp_path, "run", {"min": 1, "max": 4})
     plan = prepare(recipe, folder, "test").plan
-    assert model_setup.wire_of(recipe, plan) == Wire.of("float32", 40, 1)
+    assert model_setup.build_reduce_dtype(recipe, plan) == ReduceDtype.for_batches("float32", 40, 1)
 
 
 @pytest.mark.parametrize("shard", [0, 7])
@@ -101,7 +105,9 @@ def test_every_sum_of_a_worker_is_counted(tmp_path, monkeypatch, shard):
         return np.arange(begin, end) if many else real(self, key, begin, end, todo)[:2]
 
     monkeypatch.setattr(private_step.PrivateStep, "members", members)
-    monkeypatch.setattr(model_setup.Wire, "of", lambda *arguments: Wire("float32", 3.0))
+    monkeypatch.setattr(
+        model_setup.ReduceDtype, "for_batches", lambda *arguments: ReduceDtype("float32", 3.0)
+    )
     with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
         execute(job)
     assert len(calls) == shard + 1 and Ledger.read(folder.ledger).releases == {}
@@ -110,7 +116,9 @@ def test_every_sum_of_a_worker_is_counted(tmp_path, monkeypatch, shard):
 def test_a_sum_of_more_records_is_not_sent(tmp_path, monkeypatch):
     recipe, folder = small(tmp_path, "run")
     job = prepare(recipe, folder, "test")
-    monkeypatch.setattr(model_setup.Wire, "of", lambda *arguments: Wire("float32", 3.0))
+    monkeypatch.setattr(
+        model_setup.ReduceDtype, "for_batches", lambda *arguments: ReduceDtype("float32", 3.0)
+    )
     with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
         execute(job)
     assert Ledger.read(folder.ledger).releases == {}
@@ -128,15 +136,15 @@ def test_the_clip_makes_room_and_float32_is_what_is_sent(tmp_path, monkeypatch):
         return engines[-1]
 
     class Looking(ThreadReducer):
-        def exchange(self, numbers, sizes, awaited):
+        def all_to_all(self, numbers, send_sizes, receive_sizes):
             sent.append(numbers.dtype)
-            return super().exchange(numbers, sizes, awaited)
+            return super().all_to_all(numbers, send_sizes, receive_sizes)
 
     monkeypatch.setattr(worker, "build_engine", build)
     recipe, folder = small(tmp_path, "run", 2)
     job = prepare(recipe, folder, "test")
-    together(2, lambda reducer: worker.run(job, reducer), Looking)
-    room = Wire.of("float32", 40, 2).room
+    run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Looking)
+    room = ReduceDtype.for_batches("float32", 40, 2).room
     assert room == pytest.approx(2**-23 * (1 + np.ceil(21 + np.sqrt(140 * 21) + 140 / 3)))
     assert {e.clipping.sensitivity for e in engines} == {1 / (1 + room)}
     assert set(sent) == {torch.float32} and len(sent) == 12
@@ -145,7 +153,7 @@ def test_the_clip_makes_room_and_float32_is_what_is_sent(tmp_path, monkeypatch):
 def test_without_the_room_nothing_is_trained(tmp_path, monkeypatch):
     recipe, folder = small(tmp_path, "run")
     job = prepare(recipe, folder, "test")
-    monkeypatch.setattr(model_setup, "wire_of", lambda *arguments: Wire())
+    monkeypatch.setattr(model_setup, "build_reduce_dtype", lambda *arguments: ReduceDtype())
     with pytest.raises(UserError, match="sensitivity exceeds the plan's clip norm"):
         execute(job)
 
@@ -172,9 +180,9 @@ def test_what_arrived_is_added_up_in_float64(tmp_path):
     def add(reducer):
         row = torch.tensor([[1.0, 2.0**-30][reducer.rank]], dtype=torch.float64)[None]
         shards = Shards(1, 1, [(0, 0, 1)], [1, 1])
-        found.append(Sharded(Wire("float32", 9.0)).sum(reducer, row, shards, False)[0])
+        found.append(ShardedUpdate(ReduceDtype("float32", 9.0)).sum(reducer, row, shards, False)[0])
 
-    together(2, add)
+    run_thread_workers(2, add)
     assert sorted(map(torch.Tensor.tolist, found)) == [[], [1 + 2.0**-30]]
     assert all(total.dtype == torch.float64 for total in found)
 
@@ -196,7 +204,8 @@ def test_the_wire_belongs_to_an_attempt_on_any_number_of_workers(workers, reprod
         world_size = workers
 
     wide, narrow = (
-        Sharded(wire).identity(Group(), reproducible) for wire in (Wire(), Wire("float32", 9.0))
+        ShardedUpdate(wire).identity(Group(), reproducible)
+        for wire in (ReduceDtype(), ReduceDtype("float32", 9.0))
     )
     assert narrow == wide | {"wire": "float32, 9"}
 
@@ -225,7 +234,7 @@ def test_what_is_refused(tmp_path, changes, message):
 
 
 def test_where_the_room_would_be_large_float64_stays():
-    wire = Wire.of("float32", 70_000, 1)
-    assert wire.room > MOST_ROOM
+    wire = ReduceDtype.for_batches("float32", 70_000, 1)
+    assert wire.room > MAX_CLIP_REDUCTION
     assert "room for sums of 65,536 records, here a worker may have 73" in wire.refused
-    assert Wire.of("float32", 70_000, 2).refused == ""
+    assert ReduceDtype.for_batches("float32", 70_000, 2).refused == ""

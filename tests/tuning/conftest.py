@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.recipes import merged
+from support.recipes import merge_sections
 
-from dpdist.cluster.versions import fingerprint
+from dpdist.cluster.versions import package_fingerprints
 from dpdist.privacy import accounting
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.job import PACKAGES
 from dpdist.tuning.manifest import read_trials
-from dpdist.tuning.search import Search, prepare
+from dpdist.tuning.search import Search, prepare_search
 from dpdist.tuning.trial import run_trial
 
 
@@ -45,7 +45,7 @@ def recipe():
                 "law": {"name": "geometric", "mean": 3.0},
             },
         }
-        return parse(merged(raw, sections), "r.yaml")
+        return parse_recipe(merge_sections(raw, sections), "r.yaml")
 
     return make
 
@@ -55,7 +55,7 @@ def begin(tmp_path):
     """Prepare (or continue) a search in a run folder under tmp_path."""
 
     def go(recipe: Recipe, **options: Any) -> Search:
-        return prepare(recipe, RunFolder(tmp_path / recipe.name), "r.yaml", **options)
+        return prepare_search(recipe, RunFolder(tmp_path / recipe.name), "r.yaml", **options)
 
     return go
 
@@ -68,7 +68,7 @@ def run_trials():
 
     def go(search: Search, numbers: list[int] | None = None) -> list[list[tuple[int, float]]]:
         trials = read_trials(search.folder)
-        searcher = ManifestSearcher(search.folder, trials, search.noise_of)
+        searcher = ManifestSearcher(search.folder, trials, search.trial_noise_multiplier)
         reports = []
         for index in range(len(trials)):
             config = searcher.suggest(f"id-{index}")
@@ -78,7 +78,7 @@ def run_trials():
             seen: list[tuple[int, float]] = []
             run_trial(
                 search.folder.run.path,
-                fingerprint(PACKAGES),
+                package_fingerprints(PACKAGES),
                 index,
                 lambda rung, score, seen=seen: seen.append((rung, score)),
             )

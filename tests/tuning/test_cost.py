@@ -14,7 +14,7 @@ import pytest
 from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from support.recipes import write_recipe
 
-from dpdist.cli.run import _plan as plan_search
+from dpdist.cli.run import _print_search_costs as plan_search
 from dpdist.config.search import LawRecipe, TuneRecipe
 from dpdist.core.errors import UserError
 from dpdist.methods.registry import METHODS
@@ -29,9 +29,16 @@ from dpdist.privacy.phases import (
 )
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.selection import SelectionLaw
-from dpdist.runs.recipe import find, load, make_plan, plan_at
+from dpdist.runs.recipe import find_recipe, load_recipe, make_plan, plan_with_noise
 from dpdist.tuning import preview
-from dpdist.tuning.space import Limit, SearchCost, Sizes, check_space, draw, with_values
+from dpdist.tuning.space import (
+    RecordCounts,
+    SearchCost,
+    TrialLimit,
+    apply_values,
+    check_space,
+    draw_values,
+)
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.usefixtures("coarse_grid")]
 
@@ -41,7 +48,7 @@ LAWS = [
     {"name": "poisson", "mean": 4.0},
     {"name": "fixed", "runs": 4},
 ]
-SIZES = Sizes(10_000, 0.1)
+SIZES = RecordCounts(10_000, 0.1)
 TARGET = {"epsilon": 2.0, "noise_multiplier": None, "delta": 1e-5}
 
 
@@ -136,7 +143,7 @@ def test_the_bound_lies_above_every_setting(searched, length):
     rng = np.random.default_rng(0)
 
     def drawn(low, high):
-        return float(rng.uniform(low, high) if rng.random() < 0.5 else rng.choice([low, high]))
+        return float(rng.uniform(low, high) if rng.is_random() < 0.5 else rng.choice([low, high]))
 
     for _ in range(100):
         values = {
@@ -146,14 +153,16 @@ def test_the_bound_lies_above_every_setting(searched, length):
         }
         if "training.steps" in space:
             values["training.steps"] = round(drawn(50, 100))
-        trial = with_values(asked, values, "r.yaml")
-        records = SIZES.train(trial.data.fraction)
-        ratio = bound / curve(plan_at(trial, records, cost.trial_noise(trial)).phases, ORDERS)
+        trial = apply_values(asked, values, "r.yaml")
+        records = SIZES.training_records(trial.data.fraction)
+        ratio = bound / curve(
+            plan_with_noise(trial, records, cost.trial_noise_multiplier(trial)).phases, ORDERS
+        )
         assert (ratio >= 1 - 1e-12).all(), values
     corner = {"privacy.noise_multiplier": 1.0, "data.fraction": 0.5, "training.batch_size": 400}
     longest = {"training.steps": 100} if "training.steps" in space else {}
-    trial = with_values(asked, corner | longest, "r.yaml")
-    tight = bound / curve(plan_at(trial, SIZES.train(0.5), 1.0).phases, ORDERS)
+    trial = apply_values(asked, corner | longest, "r.yaml")
+    tight = bound / curve(plan_with_noise(trial, SIZES.training_records(0.5), 1.0).phases, ORDERS)
     assert 1 - 1e-12 <= tight.min() < (1.01 if "epochs" not in length else 2.3)
 
 
@@ -176,8 +185,8 @@ def test_with_a_target_each_setting_gets_noise_of_its_own(searched):
     accounted = np.maximum(profile(cost.recipe, cost.noise_multiplier), floor)
     noises = []
     for batch in (100, 200, 400):
-        trial = with_values(cost.recipe, {"training.batch_size": batch}, "r.yaml")
-        noises.append(cost.trial_noise(trial))
+        trial = apply_values(cost.recipe, {"training.batch_size": batch}, "r.yaml")
+        noises.append(cost.trial_noise_multiplier(trial))
         assert (profile(trial, noises[-1]) <= accounted * (1 + 1e-3)).all()
         assert (profile(trial, 0.98 * noises[-1]) > accounted).any()
     assert noises[0] < noises[1] < noises[2]
@@ -248,7 +257,7 @@ def test_with_a_target_the_steps_of_each_split_have_noise_of_their_own(searched)
     noises = []
     for shares in (4.0, 6.0, 12.0):
         values = {"method.redistribution.noise_multiplier": shares}
-        noises.append(cost.trial_noise(with_values(cost.recipe, values, "r.yaml")))
+        noises.append(cost.trial_noise_multiplier(apply_values(cost.recipe, values, "r.yaml")))
         assert (profile(shares, noises[-1]) <= ceiling * (1 + 2e-3)).all()
         assert (profile(shares, 0.95 * noises[-1]) > ceiling).any()
     assert noises[0] > noises[1] > noises[2]
@@ -260,10 +269,10 @@ def test_splits_of_one_mu_cost_the_same(searched):
     space = {"method.centre": {"choice": [0.02, 0.05, 0.2]}}
     asked = searched(LAWS[0], space, PUBLIC, privacy=TARGET, method={"name": "functional"})
     cost = cost_of(asked)
-    assert cost.costly and 1.98 < cost.guarantee.epsilon <= 2.0
+    assert cost.varies_cost and 1.98 < cost.guarantee.epsilon <= 2.0
     for centre in (0.02, 0.05, 0.2):
-        trial = with_values(asked, {"method.centre": centre}, "r.yaml")
-        assert cost.trial_noise(trial) == pytest.approx(cost.noise_multiplier, rel=5e-3)
+        trial = apply_values(asked, {"method.centre": centre}, "r.yaml")
+        assert cost.trial_noise_multiplier(trial) == pytest.approx(cost.noise_multiplier, rel=5e-3)
 
 
 @pytest.mark.slow
@@ -348,10 +357,10 @@ def test_every_trial_of_every_space_is_covered(searched, seed, target):
     cost = cost_of(asked)
     assert not target or cost.guarantee.epsilon <= 2.0
     for _ in range(1 if target else 4):
-        trial = with_values(asked, draw(asked.tune, rng.random), "r.yaml")
-        records = SIZES.train(trial.data.fraction)
-        noise = cost.trial_noise(trial)
-        plan = plan_at(trial, records, noise)
+        trial = apply_values(asked, draw_values(asked.tune, rng.is_random), "r.yaml")
+        records = SIZES.training_records(trial.data.fraction)
+        noise = cost.trial_noise_multiplier(trial)
+        plan = plan_with_noise(trial, records, noise)
         cost.limit.check(plan, "r.yaml")
         rate = trial.training.batch_size / records
         steps = trial.training.steps or trial.training.epochs * records // trial.training.batch_size
@@ -368,7 +377,7 @@ def test_a_plain_base_covers_only_what_can_be_made_from_it():
     """Its price may come from loss distributions, which Renyi curves do not order: two curves that
     lie one below the other are no proof, less of the same is."""
     base = PrivacyPlan(1000, (GaussianSteps(100, 2.0, 0.1),), 1e-5)
-    limit = Limit(base)
+    limit = TrialLimit(base)
 
     def allowed(phases, **more) -> bool:
         return limit.allows(replace(base, phases=phases, **more))
@@ -383,7 +392,7 @@ def test_a_plain_base_covers_only_what_can_be_made_from_it():
     assert (curve(below, ORDERS) < curve(base.phases, ORDERS)).all()
     assert not allowed(below)
     # Without a floor Renyi's bound may be the price, and the profile is no proof either.
-    assert not Limit(replace(base, phases=(WorstOf((base.phases,)),))).allows(
+    assert not TrialLimit(replace(base, phases=(WorstOf((base.phases,)),))).allows(
         replace(base, phases=below)
     )
     whole = replace(base, phases=(GaussianSteps(4, 2.0, 1.0),))  # as one at noise 1
@@ -391,8 +400,10 @@ def test_a_plain_base_covers_only_what_can_be_made_from_it():
         replace(base, phases=(GaussianSteps(1, 1.5, 1.0),)),
         WorstOf((whole.phases,), 1e-9),
     )
-    assert not Limit(whole).allows(one) and Limit(replace(base, phases=(floored,))).allows(one)
-    maximum = Limit(replace(base, phases=(WorstOf((base.phases,), 1e-9),)))
+    assert not TrialLimit(whole).allows(one) and TrialLimit(
+        replace(base, phases=(floored,))
+    ).allows(one)
+    maximum = TrialLimit(replace(base, phases=(WorstOf((base.phases,), 1e-9),)))
     assert maximum.allows(replace(base, phases=below))  # that price is made of the profile alone
     assert not maximum.allows(replace(base, phases=(GaussianSteps(101, 2.0, 0.1),)))
     crossing = (GaussianSteps(5, 0.5, 0.02),)  # less delta at small epsilon, more in the tail
@@ -407,7 +418,7 @@ def test_the_rounding_of_a_trial_s_own_loss_counts():
     base = PrivacyPlan(10_000, (WorstOf(((GaussianSteps(1, 1.0, 1.0),),), 1e-12),), 1e-5)
     for steps, covered in ((500, True), (5000, False)):
         trial = replace(base, phases=(GaussianSteps(steps, 50.0, 1e-3),))
-        assert Limit(base).allows(trial) is covered
+        assert TrialLimit(base).allows(trial) is covered
 
 
 @pytest.mark.parametrize(
@@ -432,11 +443,14 @@ def test_impossible_laws_are_refused(law):
 
 
 def test_a_law_says_how_many_trials_are_nearly_certain():
-    demo = load(find("digits")).tune.law
-    assert demo.in_full == "binomial of 6 chances, mean 4.5 (at least 3 with probability 0.96)"
+    demo = load_recipe(find_recipe("digits")).tune.law
+    assert (
+        demo.full_description
+        == "binomial of 6 chances, mean 4.5 (at least 3 with probability 0.96)"
+    )
     heavy = LawRecipe(name="negative-binomial", shape=-0.5, mean=20.0)
-    assert heavy.in_full.endswith("(at least 1 with probability 1.00)")
-    assert LawRecipe(name="fixed", runs=3).in_full == "fixed, 3 trials"
+    assert heavy.full_description.endswith("(at least 1 with probability 1.00)")
+    assert LawRecipe(name="fixed", runs=3).full_description == "fixed, 3 trials"
 
 
 @pytest.mark.whole
@@ -476,7 +490,7 @@ def test_the_plan_prices_what_the_method_reads_besides_its_steps(
     recipe, tmp_path, capsys, monkeypatch
 ):
     """Secure-SGD's paid r: the noise said to meet epsilon 2 meets it together with r's release."""
-    monkeypatch.setattr(preview, "laws", lambda asked, means: [(asked.tune.law, True)])
+    monkeypatch.setattr(preview, "iter_laws", lambda asked, means: [(asked.tune.law, True)])
     paid = {"source": "paid", "noise_multiplier": 6.0}
     asked = recipe(
         data={"name": "mine", "root": "/nowhere"},
@@ -548,11 +562,14 @@ def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, option
         certify={"sigma": 0.25},
     )  # fmt: skip
     sizes = preview.sizes_without_data(asked, 2000, "r.yaml")
-    (noise, shown), run = preview.one_run(asked, sizes, "r.yaml"), make_plan(asked, 2000, "r.yaml")
+    (noise, shown), run = (
+        preview.untuned_run(asked, sizes, "r.yaml"),
+        make_plan(asked, 2000, "r.yaml"),
+    )
     assert shown == run
     assert run.phases == asked.method.cost(GaussianSteps(100, noise, 200 / 2000))
     assert shown.guarantee().epsilon <= (asked.privacy.epsilon or math.inf)
-    row = preview.row(asked, asked.tune.law, True, sizes, noise, "r.yaml")
+    row = preview.law_cost(asked, asked.tune.law, True, sizes, noise, "r.yaml")
     assert row.epsilon == run.guarantee().epsilon  # a search of one trial is the run
     if asked.privacy.epsilon is not None:
         assert row.noise == pytest.approx(noise, rel=1e-3)

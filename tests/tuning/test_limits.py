@@ -14,8 +14,8 @@ from dpdist.privacy.phases import (
     WorstOf,
 )
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import plan_at
-from dpdist.tuning.space import Limit, SearchCost, Sizes, with_values
+from dpdist.runs.recipe import plan_with_noise
+from dpdist.tuning.space import RecordCounts, SearchCost, TrialLimit, apply_values
 
 pytestmark = pytest.mark.usefixtures("coarse_grid")
 
@@ -24,7 +24,7 @@ BASE = PrivacyPlan(1000, (WorstOf((STEPS,), 1e-9),), 1e-5)  # priced by its prof
 
 
 def allowed(*phases, **more) -> bool:
-    return Limit(BASE).allows(replace(BASE, phases=phases, **more))
+    return TrialLimit(BASE).allows(replace(BASE, phases=phases, **more))
 
 
 def test_a_trial_is_of_the_relation_and_delta_that_were_accounted():
@@ -33,8 +33,8 @@ def test_a_trial_is_of_the_relation_and_delta_that_were_accounted():
     assert not allowed(*cheap, neighbours="replace-one")
     assert not allowed(*cheap, delta=1e-6)
     replaced = replace(BASE, neighbours="replace-one")
-    assert not Limit(replaced).allows(replace(BASE, phases=cheap))
-    assert Limit(replaced).allows(replace(replaced, phases=cheap))
+    assert not TrialLimit(replaced).allows(replace(BASE, phases=cheap))
+    assert TrialLimit(replaced).allows(replace(replaced, phases=cheap))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_trial_with_other_paths_is_not_covered(phases):
 @pytest.mark.slow
 def test_a_trial_s_noise_is_what_the_price_s_own_grid_needs(recipe, monkeypatch):
     """Also where a coarser grid, which is looked at first, would let less noise pass."""
-    sizes = Sizes(10_000, 0.1)
+    sizes = RecordCounts(10_000, 0.1)
     asked = recipe(
         privacy={"epsilon": 3.0, "noise_multiplier": None},
         training={"batch_size": 200, "steps": 100},
@@ -79,10 +79,10 @@ def test_a_trial_s_noise_is_what_the_price_s_own_grid_needs(recipe, monkeypatch)
         },
     )
     cost = SearchCost(asked, sizes, asked.tune.law, "r.yaml")
-    trial = with_values(
+    trial = apply_values(
         asked, {"training.batch_size": 300, "training.learning_rate": 0.1}, "r.yaml"
     )
-    real = Limit.allows
+    real = TrialLimit.allows
 
     def allows(self, plan: PrivacyPlan, coarser: int = 1) -> bool:
         if coarser > 1:  # as a plan with a little more noise
@@ -91,8 +91,8 @@ def test_a_trial_s_noise_is_what_the_price_s_own_grid_needs(recipe, monkeypatch)
             plan = replace(plan, phases=(more,))
         return real(self, plan, coarser)
 
-    monkeypatch.setattr(Limit, "allows", allows)
-    noise = cost.trial_noise(trial)
+    monkeypatch.setattr(TrialLimit, "allows", allows)
+    noise = cost.trial_noise_multiplier(trial)
     records = sizes.train(trial.data.fraction)
-    assert real(cost.limit, plan_at(trial, records, noise))
-    assert not real(cost.limit, plan_at(trial, records, 0.97 * noise))
+    assert real(cost.limit, plan_with_noise(trial, records, noise))
+    assert not real(cost.limit, plan_with_noise(trial, records, 0.97 * noise))

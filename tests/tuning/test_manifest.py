@@ -12,15 +12,15 @@ from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import (
     SearchFolder,
     Trial,
-    best,
+    best_trial,
     draw_trials,
     ensure_manifest,
-    read_outcome,
+    read_scores,
     read_settings,
     read_terms,
+    read_trial_limit,
     read_trials,
-    scores_of,
-    trial_limit,
+    read_winner,
 )
 
 KEY = bytes(range(32))
@@ -56,12 +56,12 @@ def test_an_adaptive_searcher_gets_keys_but_no_values(recipe):
 
 def test_the_best_is_the_highest_score_and_ties_ignore_the_data():
     trials = [Trial(n, KEY, tie) for n, tie in enumerate(("b", "c", "a"))]
-    assert best(trials, {0: 0.1, 1: 0.3, 2: 0.2}) == 1
-    assert best(trials, {0: 0.2, 2: 0.2}) == 0
-    assert best(trials, {2: 0.2, 0: 0.2, 1: 0.2}) == 1
-    assert best(trials, {2: -5.0}) == 2  # the others failed: minus infinity
-    assert best(trials, {}) is None
-    assert best([], {}) is None
+    assert best_trial(trials, {0: 0.1, 1: 0.3, 2: 0.2}) == 1
+    assert best_trial(trials, {0: 0.2, 2: 0.2}) == 0
+    assert best_trial(trials, {2: 0.2, 0: 0.2, 1: 0.2}) == 1
+    assert best_trial(trials, {2: -5.0}) == 2  # the others failed: minus infinity
+    assert best_trial(trials, {}) is None
+    assert best_trial([], {}) is None
 
 
 def test_damaged_manifests_are_named(recipe, tmp_path):
@@ -89,15 +89,15 @@ STATE = {"scores": [0.5], "done": True, "failed": None}
         ("terms.json", read_terms, TERMS, {"charge": None}),
         ("terms.json", read_terms, TERMS, {"trial": [1]}),
         ("terms.json", read_terms, TERMS, {"assumed": "nothing"}),
-        ("terms.json", trial_limit, None, {"trial": {"steps": 3}}),
-        ("outcome.json", read_outcome, {"winner": None}, {"winner": "1"}),
+        ("terms.json", read_trial_limit, None, {"trial": {"steps": 3}}),
+        ("outcome.json", read_winner, {"winner": None}, {"winner": "1"}),
         ("settings/00003.json", lambda f: read_settings(f, 3),
          {"values": {}, "noise_multiplier": 1}, {"noise_multiplier": None}),
-        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"scores": ["high"]}),
-        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"scores": [True]}),
-        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"scores": []}),
-        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"done": "yes"}),
-        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"failed": 3}),
+        ("scores/00003.json", lambda f: read_scores(f, 3), STATE, {"scores": ["high"]}),
+        ("scores/00003.json", lambda f: read_scores(f, 3), STATE, {"scores": [True]}),
+        ("scores/00003.json", lambda f: read_scores(f, 3), STATE, {"scores": []}),
+        ("scores/00003.json", lambda f: read_scores(f, 3), STATE, {"done": "yes"}),
+        ("scores/00003.json", lambda f: read_scores(f, 3), STATE, {"failed": 3}),
     ],
 )  # fmt: skip
 def test_a_damaged_file_of_a_search_is_one_clear_line(tmp_path, name, read, good, bad):

@@ -22,7 +22,7 @@ from dpdist.privacy.calibration import search_guarantee
 from dpdist.privacy.phases import GaussianReleases, NoisyVotes, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
-from dpdist.tuning.manifest import best, draw_trials, number_of_trials
+from dpdist.tuning.manifest import best_trial, draw_number_of_trials, draw_trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
 
@@ -37,7 +37,7 @@ def generating_function(law: LawRecipe, order: int = 0):
         return lambda z: mean**order * np.exp(mean * (z - 1))
     if law.name == "fixed":
         return (lambda z: z**law.runs) if not order else (lambda z: law.runs * z ** (law.runs - 1))
-    selection = law.secret
+    selection = law.secret_law
     gamma, eta = selection.gamma, selection.shape
     if eta == 0:
         scale = -math.log(gamma)
@@ -80,7 +80,7 @@ def stated(law: LawRecipe) -> float:
     if law.name == "fixed":
         plan = PrivacyPlan(100, (GaussianReleases(NOISE, law.runs),), DELTA)
         return plan.guarantee().epsilon
-    selection = law.secret
+    selection = law.secret_law
     return search_guarantee(phases, selection, records=100, delta=DELTA).epsilon
 
 
@@ -117,7 +117,7 @@ def search_many(law: LawRecipe, centre: float, searches: int, seed: int) -> np.n
             trial.number: float(add_noise(np.array([centre]), trial.key, NOISE)[0])
             for trial in trials
         }
-        winner = best(trials, scores)
+        winner = best_trial(trials, scores)
         if winner is not None:
             released[number] = scores[winner]
     return released
@@ -175,7 +175,7 @@ def split_many(
                 for k, (moved, std) in enumerate(parts(trial.values["method.split"]))
             ]  # fmt: skip
             scores[trial.number] = float(sum(noisy))
-        winner = best(trials, scores)
+        winner = best_trial(trials, scores)
         if winner is not None:
             released[number] = scores[winner]
     return released
@@ -218,7 +218,7 @@ def test_released_scores_follow_the_exact_law():
 @pytest.mark.parametrize("law", [*LAWS[:2], LAWS[3]], ids=lambda law: law.name)
 def test_the_number_of_trials_follows_its_law(law):
     """Chi-square on 1,500 draws of K; fails by chance once in 10^4 seeds per law."""
-    draws = [number_of_trials(law, derive_key(bytes(32), "k", i)) for i in range(1500)]
+    draws = [draw_number_of_trials(law, derive_key(bytes(32), "k", i)) for i in range(1500)]
     selection = law.secret
     ks = range(0, 12)
     expected = [math.exp(selection.log_pmf(k)) * len(draws) for k in ks]

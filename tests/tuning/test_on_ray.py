@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.here import Done, command, without_ray
-from support.processes import descendants, kill, parameters, slow_steps, start, wait_for
+from support.local_execution import Done, command, run_without_ray
+from support.processes import descendants, kill, parameters, slow_fsync_environment, start, wait_for
 from support.recipes import write_recipe
 
-from dpdist.cluster.session import connect, staged_artifacts
+from dpdist.cluster.session import connect, secure_staging_folder
 from dpdist.core import optional_imports
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
-from dpdist.tuning.manifest import SearchFolder, read_trials, scores_of
+from dpdist.tuning.manifest import SearchFolder, read_scores, read_trials
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole]
 
@@ -57,12 +57,12 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
         tune={"law": {"mean": 4.0}, "concurrent": 2},
     )
     path = write_recipe(tmp_path / "ray", asked)
-    process = start("tune", path, cwd=path.parent, **slow_steps(tmp_path))
+    process = start("tune", path, cwd=path.parent, **slow_fsync_environment(tmp_path))
     run = RunFolder(path.parent / "runs" / "small")
     folder = SearchFolder(run)
 
     def in_the_middle() -> bool:
-        metrics = folder.trial(1).metrics
+        metrics = folder.trial_folder(1).metrics
         return metrics.exists() and metrics.read_bytes().count(b"\n") > 100
 
     wait_for(in_the_middle, process=process)
@@ -77,13 +77,13 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
     here = begin(asked.model_copy(update={"name": "here"}))
     expected = run_trials(here)
     for number, report in enumerate(expected):
-        assert scores_of(folder, number)["scores"] == pytest.approx([s for _, s in report])
-        releases = Ledger.read(folder.trial(number).ledger).releases
+        assert read_scores(folder, number)["scores"] == pytest.approx([s for _, s in report])
+        releases = Ledger.read(folder.trial_folder(number).ledger).releases
         assert releases == dict.fromkeys(range(400), 1)
-    here._decide()
+    here._choose_winner()
     winner = json.loads(here.folder.outcome.read_text())["winner"]
     assert json.loads(folder.outcome.read_text())["winner"] == winner
-    ours, theirs = (parameters(f.path) for f in (run, here.folder.trial(winner)))
+    ours, theirs = (parameters(f.path) for f in (run, here.folder.trial_folder(winner)))
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
@@ -104,9 +104,9 @@ def test_trials_of_two_workers(recipe, tune, tmp_path):
     shown = json.loads((run / "trials.json").read_text())
     assert len(shown) == 2 and all(len(row["scores"]) == 1 for row in shown)
     ledger = Ledger.read(run / "private" / "ledger.jsonl")
-    assert ledger.attempts[0]["identity"]["world_size"] == "2" and ledger.superseded == 0
+    assert ledger.attempts[0]["identity"]["world_size"] == "2" and ledger.num_superseded == 0
     # Tune staged K and the scores in Ray's session folder, 0644, and left them there.
-    staged = staged_artifacts()
+    staged = secure_staging_folder()
     assert stat.S_IMODE(staged.stat().st_mode) == 0o700
     assert list(staged.glob("*/search-*")) == []
     assert [path for path in staged.rglob("*") if "result" in path.name] == []
@@ -117,7 +117,7 @@ def test_more_trials_at_once_than_fit_are_refused_at_once(recipe, tmp_path, monk
     law = {"name": "fixed", "runs": 2, "mean": None}
     asked = recipe(name="many", resources={"workers": 2}, tune={"law": law, "concurrent": 5})
     path = write_recipe(tmp_path / "many", asked)
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, path.parent, "tune", path)
     assert done.code == 2 and "do not fit" in done.err.splitlines()[-1]
 

@@ -12,9 +12,9 @@ from dpdist import models
 from dpdist.config.search import ScoreRecipe
 from dpdist.data.dataset import Dataset
 from dpdist.models import ModelSpec
-from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.keys import StreamKeys
 from dpdist.tuning import scoring
-from dpdist.tuning.scoring import _values, certified_radii, score
+from dpdist.tuning.scoring import _record_scores, certified_radii, compute_score
 
 KEY = bytes(range(32))
 SPEC = ModelSpec("linear", (1, 8, 8), 10)
@@ -51,26 +51,26 @@ def test_no_objective_counts_for_another_one(model, dataset):
     )
     radii = certified_radii(model, dataset, settings, sigma, KEY)
     assert ((radii > 3 * cap) & (radii < radius)).any()  # else this test shows nothing
-    values = _values(model, dataset, settings, sigma, 1.0, KEY)
+    values = _record_scores(model, dataset, settings, sigma, 1.0, KEY)
     expected = ((radii >= radius) + np.clip(radii, 0, cap) / cap) / 2
     np.testing.assert_allclose(values, expected, atol=1e-12)
 
 
 def test_the_noise_of_a_score_is_keyed_apart_from_its_draws(model, dataset, tmp_path, monkeypatch):
     keys, seeds = [], []
-    add_noise, source = scoring.add_noise, scoring.UnitSource
+    add_noise, source = scoring.add_noise, scoring.StreamKeys
 
     def noised(total, key, std):
         keys.append(key)
         return add_noise(total, key, std)
 
-    def made(kind, seed, *more) -> UnitSource:
+    def made(kind, seed, *more) -> StreamKeys:
         seeds.append(seed)
         return source(kind, seed, *more)
 
     monkeypatch.setattr(scoring, "add_noise", noised)
-    monkeypatch.setattr(scoring, "UnitSource", made)
+    monkeypatch.setattr(scoring, "StreamKeys", made)
     settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.02, draws=10)
-    score(tmp_path / "model", dataset.first(3), settings, sigma=0.2, noise=1.0, key=KEY)
+    compute_score(tmp_path / "model", dataset.first(3), settings, sigma=0.2, noise=1.0, key=KEY)
     (key,), (seed,) = keys, seeds
     assert len({key, bytes.fromhex(seed), KEY}) == 3

@@ -16,7 +16,13 @@ from dpdist.gradients.noise import add_noise
 from dpdist.models import ModelSpec
 from dpdist.randomness.keys import derive_key
 from dpdist.tuning import scoring
-from dpdist.tuning.scoring import _values, certified_radii, correct, published, score
+from dpdist.tuning.scoring import (
+    _record_scores,
+    certified_radii,
+    compute_score,
+    correct_predictions,
+    publishable_score,
+)
 
 pytestmark = pytest.mark.guarantee
 
@@ -91,11 +97,11 @@ def test_each_record_adds_its_own_number_between_zero_and_one(records, model, se
     with torch.inference_mode():
         labels = model[0](torch.from_numpy(inputs[:30] / 255).float()).argmax(1).numpy()
     whole = stored(root / "whole", inputs[:30], labels)
-    values = _values(model[0], whole, settings, 0.1, 1.0, KEY)
+    values = _record_scores(model[0], whole, settings, 0.1, 1.0, KEY)
     assert values.shape == (30,) and (values >= 0).all() and (values <= 1).all()
     assert values.sum() > 3
     smaller = stored(root / "smaller", inputs[:29], labels[:29])
-    assert np.array_equal(_values(model[0], smaller, settings, 0.1, 1.0, KEY), values[:29])
+    assert np.array_equal(_record_scores(model[0], smaller, settings, 0.1, 1.0, KEY), values[:29])
 
 
 class Company(torch.nn.Module):
@@ -109,10 +115,10 @@ class Company(torch.nn.Module):
 def test_private_records_are_executed_alone(records):
     root, inputs, _ = records
     dataset = stored(root / "some", inputs[:30], np.zeros(30, dtype=np.int64))
-    private = _values(Company(), dataset, ScoreRecipe(), None, 1.0, KEY)
+    private = _record_scores(Company(), dataset, ScoreRecipe(), None, 1.0, KEY)
     assert (
         private.sum() == 30
-        and _values(Company(), dataset, ScoreRecipe(), None, None, KEY).sum() == 0
+        and _record_scores(Company(), dataset, ScoreRecipe(), None, None, KEY).sum() == 0
     )
 
 
@@ -139,19 +145,19 @@ def test_private_scores_carry_exactly_the_noise_paid_for(records, model):
     """Chi-square on 400 keys at 10^-4 a side; two thirds and three halves of it are rejected."""
     root, inputs, labels = records
     dataset = stored(root / "whole", inputs, labels)
-    exact = float(correct(model[0], dataset, 1).sum())
-    public = score(model[1], dataset, ScoreRecipe(), sigma=None, noise=None, key=KEY)
+    exact = float(correct_predictions(model[0], dataset, 1).sum())
+    public = compute_score(model[1], dataset, ScoreRecipe(), sigma=None, noise=None, key=KEY)
     assert public == exact / 120
     drawn = np.array(
         [
-            score(
+            compute_score(
                 model[1], dataset.first(20), ScoreRecipe(), sigma=None, noise=3.0,
                 key=i.to_bytes(32, "little"),
             )
             for i in range(400)
         ]
     )  # fmt: skip
-    centre = float(correct(model[0], dataset.first(20), 1).sum())
+    centre = float(correct_predictions(model[0], dataset.first(20), 1).sum())
     statistic = (((drawn * 20 - centre) / 3.0) ** 2).sum()
     low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], 400)
     assert low < statistic < high
@@ -167,7 +173,7 @@ def test_a_diverged_model_has_no_score(records, model):
     models.save(module, ModelSpec("linear", (1, 8, 8), 10), folder)
     dataset = stored(root / "whole", inputs, labels)
     with pytest.raises(UserError, match="not finite"):
-        score(folder, dataset, ScoreRecipe(), sigma=None, noise=1.0, key=KEY)
+        compute_score(folder, dataset, ScoreRecipe(), sigma=None, noise=1.0, key=KEY)
 
 
 def test_a_model_that_says_no_number_is_right_about_nothing(records, model):
@@ -181,7 +187,9 @@ def test_a_model_that_says_no_number_is_right_about_nothing(records, model):
 
     first = dataset.batch(slice(0, 40)).flatten(1)[:, 0].numpy()
     for rows in (1, 7, 40):
-        assert np.array_equal(correct(Nothing(), dataset, rows), (first >= 0.5).astype(float))
+        assert np.array_equal(
+            correct_predictions(Nothing(), dataset, rows), (first >= 0.5).astype(float)
+        )
 
 
 def test_the_radius_of_a_record_counts_up_to_the_cap(records, model):
@@ -194,7 +202,7 @@ def test_the_radius_of_a_record_counts_up_to_the_cap(records, model):
     radii = certified_radii(model[0], dataset, settings, 0.2, KEY)
     assert (radii > 0.05).any() and radii.max() < 5.0
     # Beside another objective, where the sum of both is not clipped.
-    values = _values(model[0], dataset, settings, 0.2, 1.0, KEY)
+    values = _record_scores(model[0], dataset, settings, 0.2, 1.0, KEY)
     np.testing.assert_allclose(values, np.clip(radii, 0, 0.05) / 0.05 / 2)
 
 
@@ -209,7 +217,7 @@ def test_whatever_a_score_draws_has_a_key_of_its_own(records, model, monkeypatch
     monkeypatch.setattr(scoring, "derive_key", derived)
     settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, draws=20)
     dataset = stored(root / "some", inputs[:5], labels[:5])
-    score(model[1], dataset, settings, sigma=0.2, noise=1.0, key=KEY)
+    compute_score(model[1], dataset, settings, sigma=0.2, noise=1.0, key=KEY)
     assert len(made) == len(set(made)) == 2 and KEY not in made
 
 
@@ -227,6 +235,12 @@ def test_a_published_score_says_nothing_of_how_many_records_there_are(noise):
     """The same noisy count, of whatever number of records, is the same published score; the shares
     themselves lie on another grid for each number."""
     counts = add_noise(np.arange(50.0), bytes(32), noise)
-    shown = {published(float(c) / n, n, noise, 143.7) for c in counts for n in (99, 143, 60_000)}
+    shown = {
+        publishable_score(float(c) / n, n, noise, 143.7) for c in counts for n in (99, 143, 60_000)
+    }
     assert shown == {float(c) / 143.7 for c in counts}
-    assert published(0.731, 99, None, 143.7) == published(0.731, 99, 0.0, 143.7) == 0.731
+    assert (
+        publishable_score(0.731, 99, None, 143.7)
+        == publishable_score(0.731, 99, 0.0, 143.7)
+        == 0.731
+    )

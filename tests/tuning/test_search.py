@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.files import contents
+from support.folder_contents import contents
 from support.training import parameters
 
 from dpdist import models
@@ -18,22 +18,22 @@ from dpdist.config.search import Domain
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.core.files import write_json
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.publishing import write_release
-from dpdist.release.verify import verify
+from dpdist.release.verify import verify_release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
-from dpdist.runs.recipe import plan_at
+from dpdist.runs.recipe import plan_with_noise
 from dpdist.training import worker
-from dpdist.training.records import private_part, source_of, training_data
+from dpdist.training.records import data_source, private_records_between, records_with_canaries
 from dpdist.tuning import scoring
 from dpdist.tuning import trial as trial_module
-from dpdist.tuning.manifest import draw_trials, number_of_trials, read_trials, scores_of
-from dpdist.tuning.search import NoModel
-from dpdist.tuning.space import Limit
-from dpdist.tuning.trial import Node, rung_steps, trials_at_once
+from dpdist.tuning.manifest import draw_number_of_trials, draw_trials, read_scores, read_trials
+from dpdist.tuning.search import NoModelError
+from dpdist.tuning.space import TrialLimit
+from dpdist.tuning.trial import Node, count_concurrent_trials, rung_steps
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -43,7 +43,7 @@ POISSON = {"name": "poisson", "mean": 3.0}
 
 def finish(search) -> None:
     """What `Search.run` does after the trials."""
-    search._decide()
+    search._choose_winner()
     search.run(SESSION)
 
 
@@ -67,11 +67,11 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     reports = run_trials(search)
     trials = read_trials(search.folder)
     scores = {n: report[-1][1] for n, report in enumerate(reports)}
-    search._charge()
+    search._charge_budget()
     finish(search)
     run = search.run_folder
     winner = max(scores, key=lambda n: scores[n])
-    assert torch.equal(parameters(run), parameters(search.folder.trial(winner)))
+    assert torch.equal(parameters(run), parameters(search.folder.trial_folder(winner)))
 
     facts = read_facts(run)
     assert facts.recipe.tune is None
@@ -81,21 +81,21 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     assert 3.98 < facts.guarantee.epsilon <= 4.0
     alone = Ledger.read(run.ledger).guarantee(facts.plan).epsilon
     assert alone < 3.6  # one of its trainings, had it been the only one
-    (charged,) = budgets_in(asked.privacy.budget)
+    (charged,) = read_budgets(asked.privacy.budget)
     assert charged.charges[0].status == "settled"
     assert charged.guarantee(1e-4).epsilon == pytest.approx(facts.guarantee.epsilon)
-    assert facts.data_set.epsilon == pytest.approx(facts.guarantee.epsilon)
-    assert facts.budget_lost is None
+    assert facts.data_set_guarantee.epsilon == pytest.approx(facts.guarantee.epsilon)
+    assert facts.budget_problem is None
     Path(asked.privacy.budget).rename(tmp_path / "elsewhere")
     lost = read_facts(run)  # it was to say what all runs cost: that it cannot is said
-    assert ("data set", lost.budget_lost) in lost.summary()
-    assert f"All runs on this data set: {lost.budget_lost}." in lost.card()["notes"]
+    assert ("data set", lost.budget_problem) in lost.summary()
+    assert f"All runs on this data set: {lost.budget_problem}." in lost.card()["notes"]
     (tmp_path / "elsewhere").rename(asked.privacy.budget)
 
     write_report(run)
     write_release(run)
-    verify(run.release)
-    card = json.loads((run.release / "privacy_card.json").read_text())
+    verify_release(run.release_folder)
+    card = json.loads((run.release_folder / "privacy_card.json").read_text())
     assert card["guarantee"]["epsilon"] == facts.guarantee.epsilon
     assert card["mechanism"][0].startswith("the best of a secret random number of runs")
     assert "search" in card["notes"][-1] or "search" in " ".join(card["notes"])
@@ -108,7 +108,7 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
         if number != winner:
             assert repr(trial.values["training.learning_rate"]) not in text
             assert repr(scores[number]) not in text
-    assert "trials.json" not in public and "seconds" not in run.trained.read_text()
+    assert "trials.json" not in public and "seconds" not in run.training_summary.read_text()
 
 
 def test_a_law_without_a_renyi_bound_meets_budgets(recipe, begin, tmp_path):
@@ -125,15 +125,15 @@ def test_a_law_without_a_renyi_bound_meets_budgets(recipe, begin, tmp_path):
         ("together", {"budget_ceiling": 9.0, "budget_composition": "non-adaptive"}),
     ):
         search = begin(asked(name, **ceiling))
-        search._charge()
-        (charged,) = budgets_in(str(tmp_path / name))
+        search._charge_budget()
+        (charged,) = read_budgets(str(tmp_path / name))
         total = search.cost.guarantee
         assert total.source.startswith("PLD of best-of-K")
         assert charged.guarantee(1e-4).epsilon == pytest.approx(total.epsilon, rel=1e-6)
     filtered = begin(asked("filtered", budget_ceiling=9.0))
     with pytest.raises(UserError, match="has no Renyi bound"):
-        filtered._charge()
-    assert not any(one.charges for one in budgets_in(str(tmp_path / "filtered")))
+        filtered._charge_budget()
+    assert not any(one.charges for one in read_budgets(str(tmp_path / "filtered")))
 
 
 def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):
@@ -148,23 +148,23 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
     manifest = search.folder.manifest.read_bytes()
     terms = search.folder.terms.read_bytes()
     run_trials(search, [0])
-    real = worker.run
+    real = worker.run_training
 
     def stopped_after_two_steps(job, reducer, until=None):
         real(job, reducer, 2)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(worker, "run", stopped_after_two_steps)
+        patch.setattr(worker, "run_training", stopped_after_two_steps)
         run_trials(search, [1])
 
     def no_score(*args, **kwargs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(scoring, "score", no_score)
+        patch.setattr(scoring, "compute_score", no_score)
         run_trials(search, [2])
-    assert search._unfinished() == [1, 2]
+    assert search._unfinished_trials() == [1, 2]
 
     again = begin(asked, only_resume=True)
     assert again.folder.manifest.read_bytes() == manifest
@@ -172,10 +172,11 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
     assert run_trials(again) == expected
     assert run_trials(again) == expected  # and never scored anew
     for number in range(3):
-        ledgers = [Ledger.read(s.folder.trial(number).ledger) for s in (again, undisturbed)]
+        ledgers = [Ledger.read(s.folder.trial_folder(number).ledger) for s in (again, undisturbed)]
         assert ledgers[0].releases == ledgers[1].releases == dict.fromkeys(range(4), 1)
         assert torch.equal(
-            parameters(again.folder.trial(number)), parameters(undisturbed.folder.trial(number))
+            parameters(again.folder.trial_folder(number)),
+            parameters(undisturbed.folder.trial_folder(number)),
         )
     finish(again)
     finish(undisturbed)
@@ -192,9 +193,9 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
 def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
     search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
-    search._decide()
+    search._choose_winner()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(search, "_show_trials", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(search, "_publish_trials", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
         search.run(SESSION)
     with pytest.raises(UserError, match=r"never finished training; continue it with `dpdist tune"):
         read_facts(search.run_folder)
@@ -207,13 +208,13 @@ def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_tri
 def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials):
     search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search)
-    search._decide()
-    winner = search.folder.trial(json.loads(search.folder.outcome.read_text())["winner"])
+    search._choose_winner()
+    winner = search.folder.trial_folder(json.loads(search.folder.outcome.read_text())["winner"])
     whole = winner.ledger.read_bytes()
     winner.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
     with pytest.raises(UserError, match="lacks records that were written to it"):
         search.run(SESSION)
-    assert not search.run_folder.trained.exists() and not search.run_folder.ledger.exists()
+    assert not search.run_folder.training_summary.exists() and not search.run_folder.ledger.exists()
     winner.ledger.write_bytes(whole)
     search.run(SESSION)
     cut = search.run_folder
@@ -240,7 +241,7 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
     """A trial that cannot replay exactly, or fails otherwise, is minus infinity; K stays."""
     law = {"name": "fixed", "runs": 3, "mean": None}
     search = begin(recipe(tune={"law": law}))
-    real = scoring.score
+    real = scoring.compute_score
     calls = []
 
     def failing(*args, **kwargs):
@@ -249,9 +250,9 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
             raise UserError("the trained parameters are not finite numbers")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(scoring, "score", failing)
+    monkeypatch.setattr(scoring, "compute_score", failing)
     run_trials(search, [0])
-    real_run = worker.run
+    real_run = worker.run_training
 
     def other_code(job, reducer, until=None):
         real_run(job, reducer, 2)
@@ -261,11 +262,11 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
         real_run(job, reducer, until)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "run", other_code)
+        patch.setattr(worker, "run_training", other_code)
         run_trials(search, [1])
-    assert "replayed exactly" in scores_of(search.folder, 1)["failed"]
+    assert "replayed exactly" in read_scores(search.folder, 1)["failed"]
     run_trials(search)
-    states = [scores_of(search.folder, number) for number in range(3)]
+    states = [read_scores(search.folder, number) for number in range(3)]
     assert [state["failed"] is None for state in states] == [False, False, True]
     finish(search)
     assert json.loads(search.folder.outcome.read_text()) == {"winner": 2}
@@ -278,33 +279,33 @@ def test_a_full_disk_is_not_a_failed_trial(recipe, begin, monkeypatch):
 
     def meets_a_full_disk(concurrent):
         rounds.append(concurrent)
-        search.folder.full.touch()
+        search.folder.disk_full_marker.touch()
 
-    monkeypatch.setattr(search, "_round", meets_a_full_disk)
+    monkeypatch.setattr(search, "_run_pass", meets_a_full_disk)
     with pytest.raises(UserError, match="No space left on device; make room"):
-        search._trials(1)
+        search._run_trials(1)
     assert len(rounds) == 1 and not any(search.folder.path.glob("scores/*"))
 
-    monkeypatch.setattr(search, "_round", rounds.append)
-    search._trials(1)  # with room again, workers that are lost each time are given up
-    assert len(rounds) == 3 and not search.folder.full.exists()
-    assert all(scores_of(search.folder, t.number)["failed"] for t in read_trials(search.folder))
+    monkeypatch.setattr(search, "_run_pass", rounds.append)
+    search._run_trials(1)  # with room again, workers that are lost each time are given up
+    assert len(rounds) == 3 and not search.folder.disk_full_marker.exists()
+    assert all(read_scores(search.folder, t.number)["failed"] for t in read_trials(search.folder))
 
 
 def test_no_model_is_an_outcome(recipe, begin, run_trials):
     """Poisson draws K = 0 with some key; the outcome says the guarantee and cannot be undone."""
     tune = recipe(tune={"law": POISSON}).tune
     keys = (f"{i:064x}" for i in range(500))
-    key = next(k for k in keys if number_of_trials(tune.law, bytes.fromhex(k)) == 0)
+    key = next(k for k in keys if draw_number_of_trials(tune.law, bytes.fromhex(k)) == 0)
     asked = recipe(privacy={"run_key": key}, tune={"law": POISSON})
     search = begin(asked)
     assert read_trials(search.folder) == []
-    search._decide()
+    search._choose_winner()
     for attempt in (search, begin(asked)):
-        with pytest.raises(NoModel, match="ended without a model") as error:
+        with pytest.raises(NoModelError, match="ended without a model") as error:
             attempt.run(SESSION)
         assert "DP" in str(error.value)
-    assert not search.run_folder.trained.exists()
+    assert not search.run_folder.training_summary.exists()
 
 
 def test_another_recipe_or_data_is_not_continued(recipe, begin):
@@ -328,7 +329,7 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
     search.folder.terms.write_text(json.dumps(terms))
     # Both edited: search.yaml, and what is asked for now.
     other = recipe(training={"batch_size": 199})
-    search.run_folder.asked.write_text(other.to_yaml())
+    search.run_folder.search_recipe_file.write_text(other.to_yaml())
     with pytest.raises(UserError, match=r"search\.yaml: training\.batch_size: must be what this"):
         begin(other)
 
@@ -370,7 +371,7 @@ def test_adding_a_record_to_the_data_is_what_the_plan_is_about(recipe, begin):
     search = begin(recipe())
     recorded = PrivacyPlan.from_dict(json.loads(search.folder.terms.read_text())["plan"])
     training, scoring = recorded.phases[0].phases[0].parts
-    assert recorded.records == search.cost.sizes.train(1.0) < 1439
+    assert recorded.records == search.cost.record_counts.training_records(1.0) < 1439
     assert training[0].sample_rate == 200 / recorded.records
     assert scoring[0].noise_multiplier == search.cost.score_noise
     held = len(trial_module.scoring_data(search.recipe))
@@ -399,12 +400,12 @@ def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
     stated = read_facts(search.run_folder).guarantee.epsilon  # as the card has it
     spent = []
     for number in range(2):
-        own = search.folder.trial(number)
+        own = search.folder.trial_folder(number)
         plan = PrivacyPlan.from_dict(json.loads(own.plan.read_text()))
         spent.append(Ledger.read(own.ledger).guarantee(plan).epsilon)
     winner = PrivacyPlan.from_dict(json.loads(search.run_folder.plan.read_text()))
     assert Ledger.read(search.run_folder.ledger).guarantee(winner).epsilon in spent
-    untuned = plan_at(asked, winner.records, 2.0).guarantee().epsilon
+    untuned = plan_with_noise(asked, winner.records, 2.0).guarantee().epsilon
     assert stated >= max(spent) > 5 * untuned
 
 
@@ -423,18 +424,22 @@ def test_noise_splits_are_searched_and_each_is_paid_for(recipe, begin, run_trial
     del asked.tune.space["training.learning_rate"]
     search = begin(asked)
     run_trials(search)
-    one, noise, seen = search.cost.one_training.epsilon, search.cost.noise_multiplier, set()
+    one, noise, seen = (
+        search.cost.one_training_guarantee.epsilon,
+        search.cost.noise_multiplier,
+        set(),
+    )
     for number in range(3):
-        own = search.folder.trial(number)
+        own = search.folder.trial_folder(number)
         plan = PrivacyPlan.from_dict(json.loads(own.plan.read_text()))
         mu = [plan.step(t).noise_multiplier ** -2 for t in range(4)]
         seen.add(read_trials(search.folder)[number].values["method.centre"])
         assert mu[0] / sum(mu) == pytest.approx(own.read_recipe().method.centre)
         assert sum(mu) ** -0.5 == pytest.approx(noise, rel=2e-3)
         assert 0.99 * one < Ledger.read(own.ledger).guarantee(plan).epsilon <= one * (1 + 1e-3)
-        less = plan_at(own.read_recipe(), plan.records, 0.98 * noise)
+        less = plan_with_noise(own.read_recipe(), plan.records, 0.98 * noise)
         with pytest.raises(UserError, match="is not begun"):
-            search.cost.limit.check(less, "here")
+            search.cost.trial_limit.check(less, "here")
     assert len(seen) > 1
     finish(search)
     assert read_facts(search.run_folder).guarantee.epsilon <= 2.0
@@ -445,22 +450,22 @@ def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trial
     shown: here its settings, then its plan, were changed on the way."""
     search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
     run_trials(search, [])
-    path = search.folder.settings(0)
+    path = search.folder.settings_file(0)
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "noise_multiplier": 3.9}))
     run_trials(search)
-    assert "is not begun" in scores_of(search.folder, 0)["failed"]
-    assert not search.folder.trial(0).ledger.exists()
-    assert scores_of(search.folder, 1)["failed"] is None
+    assert "is not begun" in read_scores(search.folder, 0)["failed"]
+    assert not search.folder.trial_folder(0).ledger.exists()
+    assert read_scores(search.folder, 1)["failed"] is None
 
-    plan = search.folder.trial(1).plan
+    plan = search.folder.trial_folder(1).plan
     raw = json.loads(plan.read_text())
     raw["phases"][0]["steps"] += 1
     plan.write_text(json.dumps(raw))
-    search.folder.trial(0).plan.unlink()
+    search.folder.trial_folder(0).plan.unlink()
     with pytest.raises(UserError, match="phases: must be what the run's recipe makes"):
         search._check_trials()
-    own = search.folder.trial(1)  # its recipe as well, and what is kept of it
+    own = search.folder.trial_folder(1)  # its recipe as well, and what is kept of it
     longer = own.read_recipe()
     longer = longer.model_copy(
         update={"training": longer.training.model_copy(update={"steps": raw["phases"][0]["steps"]})}
@@ -469,13 +474,13 @@ def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trial
     own.pin_recipe(longer, longer.privacy.noise_multiplier)
     with pytest.raises(UserError, match="a trial of this search: this training is not covered"):
         finish(search)
-    assert not search.run_folder.trained.exists()
+    assert not search.run_folder.training_summary.exists()
 
 
 def test_every_drawn_trial_is_checked_before_the_first_file(recipe, begin, tmp_path, monkeypatch):
     """Also when the ends of the space told nothing."""
     search = begin(recipe(name="other"))
-    allows = Limit.allows
+    allows = TrialLimit.allows
     drawn = {t.values["training.learning_rate"] for t in read_trials(search.folder)}
     seen = []
 
@@ -484,13 +489,13 @@ def test_every_drawn_trial_is_checked_before_the_first_file(recipe, begin, tmp_p
         return allows(self, plan)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Limit, "allows", watched)
+        patch.setattr(TrialLimit, "allows", watched)
         again = begin(recipe(name="another", privacy={"run_key": "5a" * 32}))
     trials = read_trials(again.folder)
     assert len(seen) >= len(trials) + 3 and drawn
     asked = recipe(name="third")
     with monkeypatch.context() as patch:
-        patch.setattr(Limit, "allows", lambda self, plan: False)
+        patch.setattr(TrialLimit, "allows", lambda self, plan: False)
         with pytest.raises(UserError, match="not covered by what the search was accounted with"):
             begin(asked)
     assert not (tmp_path / "third").exists()
@@ -505,20 +510,20 @@ def test_records_kept_out_of_the_run_are_kept_out_of_its_search(recipe, begin, p
     asked = recipe(data=data, tune={"law": {"name": "fixed", "runs": 1, "mean": None},
                                     "score": score})  # fmt: skip
     search = begin(asked)
-    source = source_of(asked)
-    aside = set(private_part(asked, source, 0.0, 0.3).hashes)
-    everything = set(private_part(asked, source, 0.0, 1.0).hashes)
+    source = data_source(asked)
+    aside = set(private_records_between(asked, source, 0.0, 0.3).hashes)
+    everything = set(private_records_between(asked, source, 0.0, 1.0).hashes)
     (trial,) = read_trials(search.folder)
-    noise = search.noise_of(trial.values)
-    write_json(search.folder.settings(0), {"values": trial.values, "noise_multiplier": noise})
-    job = trial_module.begin_trial(search.folder, asked, trial)
-    trained = set(training_data(job.recipe, job.source).hashes)
+    noise = search.trial_noise_multiplier(trial.values)
+    write_json(search.folder.settings_file(0), {"values": trial.values, "noise_multiplier": noise})
+    job = trial_module.prepare_trial(search.folder, asked, trial)
+    trained = set(records_with_canaries(job.recipe, job.source).hashes)
     scored = set() if public else set(trial_module.scoring_data(asked).hashes)
     assert aside and trained and bool(scored) != public
     assert not (aside & trained or aside & scored or scored & trained)
     assert aside | trained | scored == everything
-    assert job.plan.records == len(training_data(job.recipe, job.source))
-    assert search.cost.limit.base.records == job.plan.records
+    assert job.plan.records == len(records_with_canaries(job.recipe, job.source))
+    assert search.cost.trial_limit.base_plan.records == job.plan.records
 
 
 def test_rungs_end_with_the_training():
@@ -533,21 +538,21 @@ def resources(**given) -> ResourcesRecipe:
 
 def test_what_does_not_fit_is_refused_at_once():
     two = [Node(2, 0)]
-    assert trials_at_once(resources(), None, two) == 2
-    assert trials_at_once(resources(workers=2), None, two) == 1
-    assert trials_at_once(resources(cpus_per_worker=0.5), None, two) == 4
+    assert count_concurrent_trials(resources(), None, two) == 2
+    assert count_concurrent_trials(resources(workers=2), None, two) == 1
+    assert count_concurrent_trials(resources(cpus_per_worker=0.5), None, two) == 4
     with pytest.raises(ClusterError, match="one trial needs 3 workers of 1 CPUs"):
-        trials_at_once(resources(workers=3), None, two)
+        count_concurrent_trials(resources(workers=3), None, two)
     with pytest.raises(ClusterError, match="4 trials at once"):
-        trials_at_once(resources(), 4, two)
+        count_concurrent_trials(resources(), 4, two)
     # A worker does not spread over nodes, nor a fraction over GPUs.
     with pytest.raises(ClusterError, match="room for 0"):
-        trials_at_once(resources(cpus_per_worker=3), None, [Node(2, 0), Node(2, 0)])
+        count_concurrent_trials(resources(cpus_per_worker=3), None, [Node(2, 0), Node(2, 0)])
     quarter = resources(gpus_per_worker=0.25)
-    assert trials_at_once(quarter, None, [Node(16, 1)]) == 4
-    assert trials_at_once(resources(gpus_per_worker=0.4), None, [Node(16, 2)]) == 4
+    assert count_concurrent_trials(quarter, None, [Node(16, 1)]) == 4
+    assert count_concurrent_trials(resources(gpus_per_worker=0.4), None, [Node(16, 2)]) == 4
     with pytest.raises(ClusterError, match="0 GPUs"):
-        trials_at_once(quarter, None, two)
+        count_concurrent_trials(quarter, None, two)
 
 
 def test_trials_get_the_packages_of_the_driver(recipe, begin):
@@ -586,11 +591,11 @@ def test_what_knows_of_one_training_states_no_epsilon(recipe, begin, run_trials)
     search = begin(recipe())
     run_trials(search)
     finish(search)
-    for trial in map(search.folder.trial, range(len(read_trials(search.folder)))):
+    for trial in map(search.folder.trial_folder, range(len(read_trials(search.folder)))):
         for read in (read_facts, write_release):
             with pytest.raises(UserError, match="nothing is stated or released of it alone"):
                 read(trial)
-    search.run_folder.search.unlink()
+    search.run_folder.search_record.unlink()
     with pytest.raises(UserError, match=r"search\.json: missing.*epsilon cannot be stated"):
         read_facts(search.run_folder)
     with pytest.raises(UserError, match=r"search\.json: missing"):

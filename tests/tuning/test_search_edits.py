@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
-from support.files import changed_at
+from support.folder_contents import changed_at
 from test_release_edits import found_at, leaves, others, said, shown
 
 from dpdist.core.errors import UserError
-from dpdist.privacy.calibration import training_and_search
+from dpdist.privacy.calibration import combine_training_and_scoring
 from dpdist.publishing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
-from dpdist.runs.folder import SEARCHED_BY, RunFolder
+from dpdist.runs.folder import SEARCH_IDENTITY, RunFolder
 from dpdist.tuning.search import Search
 
 pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
@@ -31,7 +31,7 @@ LAWS = {
 def searched(recipe, begin, run_trials, coarse_grid, request) -> Search:
     search = begin(recipe(tune={"law": LAWS[request.param], "score": {"noise": 9.0}}))
     run_trials(search)
-    search._decide()
+    search._choose_winner()
     search.run(None)  # type: ignore[arg-type]
     return search
 
@@ -39,7 +39,7 @@ def searched(recipe, begin, run_trials, coarse_grid, request) -> Search:
 def everything(folder: RunFolder) -> Any:
     """All that summary, card and report say of a run."""
     write_report(folder)
-    return shown(folder), folder.report.read_text()
+    return shown(folder), folder.report_file.read_text()
 
 
 def files_of(search: Search) -> list[Path]:
@@ -48,7 +48,7 @@ def files_of(search: Search) -> list[Path]:
     trials = [
         path for path in sorted(search.folder.path.rglob("*.json")) if "ray" not in path.parts
     ]
-    return [run.search, run.asked, run.begun_with, run.search_terms, *trials]
+    return [run.search_record, run.search_recipe_file, run.start_record, run.search_terms, *trials]
 
 
 def test_every_edit_of_what_a_search_wrote_is_refused_or_shows_nothing(searched):
@@ -84,17 +84,17 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
     kept = {path: path.read_text() for path in files_of(searched)}
 
     def forge(change: Any) -> None:
-        asked, begun = yaml.safe_load(kept[run.asked]), json.loads(kept[run.begun_with])
+        asked, begun = yaml.safe_load(kept[run.asked]), json.loads(kept[run.start_record])
         terms, stated = (json.loads(kept[path]) for path in (run.search_terms, run.search))
         for tune in (asked["tune"], begun["asked"]["tune"]):
             change(tune)
         run.asked.write_text(yaml.safe_dump(asked))
-        run.begun_with.write_text(json.dumps(begun))
+        run.start_record.write_text(json.dumps(begun))
         terms["score_noise"] = asked["tune"]["score"]["noise"]
         trial = searched.cost.limit.base
-        tune = run.read_asked().tune
+        tune = run.read_search_recipe().tune
         scoring = tune.scoring_phases(terms["score_noise"])
-        phases = training_and_search(trial.phases, scoring, tune.law.secret, tune.law.runs)
+        phases = combine_training_and_scoring(trial.phases, scoring, tune.law.secret, tune.law.runs)
         stated["plan"] = terms["plan"] = replace(trial, phases=phases).to_dict()
         run.search_terms.write_text(json.dumps(terms))
         run.search.write_text(json.dumps(stated))
@@ -118,7 +118,7 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
 def test_a_search_without_its_terms_states_no_epsilon(searched):
     run = searched.run_folder
     (attempt,) = read_facts(run).ledger.attempts
-    assert attempt["identity"][SEARCHED_BY]
+    assert attempt["identity"][SEARCH_IDENTITY]
     for path in (run.asked, run.search_terms):
         kept = path.read_text()
         path.unlink()

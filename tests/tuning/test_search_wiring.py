@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from support.keys import NOISE, SAMPLING, Recorder, record
+from support.key_recorder import NOISE, SAMPLING, KeyRecorder, record_keys
 
 from dpdist import models
 from dpdist.cluster.session import Session
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.gradients.noise import standard_normal
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases
 from dpdist.publishing import write_release
@@ -29,11 +29,11 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training import worker
 from dpdist.training.job import prepare as prepare_training
 from dpdist.training.job import read_run_key
-from dpdist.training.records import training_data
+from dpdist.training.records import records_with_canaries
 from dpdist.tuning import manifest, scoring
-from dpdist.tuning.manifest import read_trials, scores_of
-from dpdist.tuning.search import prepare
-from dpdist.tuning.trial import begin_trial, score_key, scoring_data
+from dpdist.tuning.manifest import read_scores, read_trials
+from dpdist.tuning.search import prepare_search
+from dpdist.tuning.trial import prepare_trial, score_key, scoring_data
 
 pytestmark = pytest.mark.whole
 
@@ -45,20 +45,20 @@ ASHA = {"law": {"name": "fixed", "runs": RUNS, "mean": None}, "asha": {"rungs": 
 
 def finish(search) -> None:
     """What `Search.run` does after the trials."""
-    search._decide()
+    search._choose_winner()
     search.run(SESSION)
 
 
-def searched(asked, begin, run_trials, patch) -> tuple[Any, Recorder]:
+def searched(asked, begin, run_trials, patch) -> tuple[Any, KeyRecorder]:
     """A search from its first draw to its last score, with every key it used."""
     with patch.context() as inner:
-        seen = record(inner)
+        seen = record_keys(inner)
         search = begin(asked)
         run_trials(search)
     return search, seen
 
 
-def of_trial(seen: Recorder, keys: list[bytes], trial) -> list[bytes]:
+def of_trial(seen: KeyRecorder, keys: list[bytes], trial) -> list[bytes]:
     return [key for key in keys if trial.key in seen.ancestors(key)]
 
 
@@ -81,7 +81,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
         assert len(of_trial(seen, score_noise, trial)) == 2
         assert len(of_trial(seen, train_noise, trial)) in (0, steps)  # a run key read from a file
     # Each training descends from its own run key, and that from the trial's.
-    run_keys = [read_run_key(search.folder.trial(t.number)) for t in trials]
+    run_keys = [read_run_key(search.folder.trial_folder(t.number)) for t in trials]
     everything = {t.key for t in trials} | {bytes.fromhex("7f" * 32)}
     assert len(set(run_keys)) == RUNS and not set(run_keys) & everything
     for trial, key in zip(trials, run_keys, strict=True):
@@ -116,24 +116,24 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
     """By record: what each trial's training loop reads, and what its score reads, are disjoint and
     together all private records; the plan counts the first."""
     scored, trained = [], []
-    real_score, real_run = scoring.score, worker.run
+    real_score, real_run = scoring.compute_score, worker.run_training
 
     def score(folder, dataset, *args, **kwargs):
         scored.append(dataset.hashes)
         return real_score(folder, dataset, *args, **kwargs)
 
     def run(job, *args):
-        trained.append((training_data(job.recipe, job.source).hashes, job.plan.records))
+        trained.append((records_with_canaries(job.recipe, job.source).hashes, job.plan.records))
         return real_run(job, *args)
 
-    monkeypatch.setattr(scoring, "score", score)
-    monkeypatch.setattr(worker, "run", run)
+    monkeypatch.setattr(scoring, "compute_score", score)
+    monkeypatch.setattr(worker, "run_training", run)
     asked = recipe(data={"max_train": 600}, tune={**ASHA, "score": {"hold_out": 0.2}})
     _, seen = searched(asked, begin, run_trials, monkeypatch)
     assert len(scored) == len(trained) == RUNS * 2
     small = recipe(data={"max_train": 600})
     whole = prepare_training(small, RunFolder(tmp_path / "whole"), "r.yaml")
-    everything = training_data(whole.recipe, whole.source).hashes
+    everything = records_with_canaries(whole.recipe, whole.source).hashes
     for held, (own, records) in zip(scored, trained, strict=True):
         assert len(held) and not np.isin(held, own).any()
         assert sorted([*held, *own]) == sorted(everything)
@@ -164,7 +164,7 @@ def test_each_score_carries_the_noise_that_was_paid_for(recipe, begin, run_trial
         noise = float(standard_normal(key, 0, 1)[0]) * std
         assert value * len(records) == pytest.approx(right + noise, abs=1e-4)
     # What the noise was added to is the count of the right ones: the last trial's model is there.
-    model = models.load(search.folder.trial(RUNS - 1).model)
+    model = models.load(search.folder.trial_folder(RUNS - 1).model_folder)
     right = int((model(records.batch(slice(None))).argmax(1) == records.targets(slice(None))).sum())
     assert found[-1][0] == right
 
@@ -186,8 +186,8 @@ def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
     search = begin(recipe(tune={**ASHA, "space": space}))
     run_trials(search)
     for trial in read_trials(search.folder):
-        own = search.folder.trial(trial.number)
-        settings = json.loads(search.folder.settings(trial.number).read_text())
+        own = search.folder.trial_folder(trial.number)
+        settings = json.loads(search.folder.settings_file(trial.number).read_text())
         chosen = own.read_recipe()
         assert settings["values"] == trial.values
         assert chosen.training.learning_rate == trial.values["training.learning_rate"]
@@ -201,11 +201,13 @@ def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
 def test_a_failed_trial_is_not_tried_again(recipe, begin, run_trials):
     """A search that continues finds it failed: a second attempt would be another mechanism."""
     search = begin(recipe(privacy=FIXED, tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
-    failed = {**scores_of(search.folder, 0), "done": True, "failed": "it diverged"}
-    write_json(search.folder.scores(0), failed)
+    failed = {**read_scores(search.folder, 0), "done": True, "failed": "it diverged"}
+    write_json(search.folder.scores_file(0), failed)
     run_trials(search)
-    assert scores_of(search.folder, 0) == failed and not search.folder.trial(0).path.exists()
-    assert len(scores_of(search.folder, 1)["scores"]) == 1
+    assert (
+        read_scores(search.folder, 0) == failed and not search.folder.trial_folder(0).path.exists()
+    )
+    assert len(read_scores(search.folder, 1)["scores"]) == 1
 
 
 def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
@@ -215,15 +217,15 @@ def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     scores = [0.3, 0.9, 0.5]
     for number, value in enumerate(scores):
         state = {"scores": [0.99 - value, value], "done": True, "failed": None}
-        write_json(search.folder.scores(number), state)
-    best = search.folder.scores(1)
+        write_json(search.folder.scores_file(number), state)
+    best = search.folder.scores_file(1)
     write_json(best, {"scores": [0.1, 0.9], "done": True, "failed": "lost"})
     finish(search)
-    run, winner = search.run_folder, search.folder.trial(2)
+    run, winner = search.run_folder, search.folder.trial_folder(2)
     for name in ("plan.json", "ledger.jsonl", "run.key", "data.json", "fixed-key"):
         assert (run.private / name).read_bytes() == (winner.private / name).read_bytes(), name
         assert (run.private / name).stat().st_mode & 0o777 == 0o600, name
-    ours, theirs = (load_file(f.model / "model.safetensors") for f in (run, winner))
+    ours, theirs = (load_file(f.model_folder / "model.safetensors") for f in (run, winner))
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     assert run.read_recipe().training == winner.read_recipe().training
     assert Ledger.read(run.ledger).releases == dict.fromkeys(range(4), 1)
@@ -238,17 +240,17 @@ def test_what_is_public_does_not_change_with_the_number_of_trials(
     law = {"name": "geometric", "mean": 3.0}
     for count in (1, 4):
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "number_of_trials", lambda law, key, count=count: count)
+            patch.setattr(manifest, "draw_number_of_trials", lambda law, key, count=count: count)
             folder = RunFolder(tmp_path / str(count) / "run")
             folder.path.parent.mkdir()
             asked = recipe(name="run", privacy=FIXED, tune={"law": law})
-            search = prepare(asked, folder, "r.yaml")
+            search = prepare_search(asked, folder, "r.yaml")
             assert len(read_trials(search.folder)) == count
             run_trials(search)
         for number in range(1, count):
             state = {"scores": [-1.0], "done": True, "failed": None}
             write_json(search.folder.scores(number), state)
-        assert scores_of(search.folder, 0)["scores"][0] > -1
+        assert read_scores(search.folder, 0)["scores"][0] > -1
         finish(search)
         monkeypatch.chdir(folder.path.parent)
         run = RunFolder(folder.path.relative_to(folder.path.parent))
@@ -269,9 +271,11 @@ def test_the_count_is_drawn_with_a_key_of_its_own(recipe, monkeypatch):
     """K, values and ties of trials come from different streams of the secret key."""
     key = bytes(range(32))
     with monkeypatch.context() as patch:
-        seen = record(patch)
+        seen = record_keys(patch)
         trials = manifest.draw_trials(recipe().tune, key)
-    assert len({t.key for t in trials} | {bytes.fromhex(t.tie) for t in trials}) == 2 * len(trials)
+    assert len({t.key for t in trials} | {bytes.fromhex(t.tie_breaker) for t in trials}) == 2 * len(
+        trials
+    )
     streams = {s.key for s in seen.streams}
     assert len(streams) == 1 + len(trials)
     assert not streams & {t.key for t in trials}
@@ -286,7 +290,7 @@ def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatc
     ordinary = type(asked.method).train
 
     def train(method, run):
-        begun.append((run.job.folder.path.name, run.job.folder.trained.exists()))
+        begun.append((run.job.folder.path.name, run.job.folder.training_summary.exists()))
         ordinary(method, run)
 
     monkeypatch.setattr(type(asked.method), "train", train)
@@ -302,9 +306,9 @@ def test_copies_of_a_search_share_no_noise(recipe, begin, run_trials, tmp_path, 
     other = tmp_path / "copy"
     shutil.copytree(search.run_folder.path, other)
     noise = []
-    for one in (search, prepare(asked, RunFolder(other), "r.yaml")):
+    for one in (search, prepare_search(asked, RunFolder(other), "r.yaml")):
         with monkeypatch.context() as patch:
-            seen = record(patch)
+            seen = record_keys(patch)
             run_trials(one)
         noise.append(set(seen.of(NOISE)))
         assert sum("rung" in seen.labels(key) for key in noise[-1]) == RUNS * 2
@@ -316,7 +320,7 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
     search = begin(recipe(tune=ASHA))
     run_trials(search)
     trial = read_trials(search.folder)[0]
-    job = begin_trial(search.folder, search.recipe, trial)
+    job = prepare_trial(search.folder, search.recipe, trial)
     scored = scoring_data(search.recipe)
 
     def key(**more: Any) -> bytes:
@@ -337,11 +341,11 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
         key(scored=job.records()),
         key(asked=search.recipe.model_copy(update={"tune": tune})),
         key(job=replace(job, recipe=job.recipe.model_copy(update={"training": scaled}))),
-        key(job=begin_trial(search.folder, search.recipe, read_trials(search.folder)[1])),
+        key(job=prepare_trial(search.folder, search.recipe, read_trials(search.folder)[1])),
     ]
     assert len({key(), *others}) == 1 + len(others)
     before, model = key(), job.folder.model / "model.safetensors"
-    other = search.folder.trial(1).model / model.name
+    other = search.folder.trial_folder(1).model_folder / model.name
     model.write_bytes(other.read_bytes())  # as another copy's nonces would have made it
     assert key() != before
     fixed = recipe(privacy=FIXED, tune=ASHA)
@@ -356,22 +360,22 @@ def test_a_budget_knows_of_copies_of_a_search(recipe, begin, run_trials, tmp_pat
     number = {"runs": 2, "mean": None} if law == "fixed" else {"mean": 2.0, "runs": None}
     asked = recipe(privacy=budget, tune={"law": {"name": law, **number}})
     search = begin(asked)
-    search._charge()
+    search._charge_budget()
     other = RunFolder(tmp_path / "copy")
     shutil.copytree(search.run_folder.path, other.path)
-    (before,) = budgets_in(tmp_path / "b")
-    search._charge()  # goes on after a crash
-    assert budgets_in(tmp_path / "b")[0].spent == before.spent
-    copy = prepare(asked, other, "r.yaml")
+    (before,) = read_budgets(tmp_path / "b")
+    search._charge_budget()  # goes on after a crash
+    assert read_budgets(tmp_path / "b")[0].spent == before.spent
+    copy = prepare_search(asked, other, "r.yaml")
     if law == "fixed":
-        copy._charge()
+        copy._charge_budget()
         for one in (search, copy):
-            one._charge(settle=True)
-        assert budgets_in(tmp_path / "b")[0].spent == pytest.approx(2 * before.spent)
+            one._charge_budget(settle=True)
+        assert read_budgets(tmp_path / "b")[0].spent == pytest.approx(2 * before.spent)
         return
     with pytest.raises(UserError, match="one secret number of trials"):
-        copy._charge()
-    search._charge(settle=True)
-    assert budgets_in(tmp_path / "b")[0].spent == before.spent
+        copy._charge_budget()
+    search._charge_budget(settle=True)
+    assert read_budgets(tmp_path / "b")[0].spent == before.spent
     with pytest.raises(UserError, match="one secret number of trials"):
-        copy._charge()
+        copy._charge_budget()

@@ -11,12 +11,12 @@ from scipy import stats
 
 from dpdist.config.search import Domain
 from dpdist.core.errors import UserError
-from dpdist.tuning.space import check_space, cost_boxes, domain_value, draw, with_values
+from dpdist.tuning.space import apply_values, check_space, cost_boxes, domain_value, draw_values
 
 
 def test_every_kind_of_domain_has_its_distribution():
     """Kolmogorov-Smirnov and chi-square on 4,000 draws; each fails by chance once in 10^4 seeds."""
-    uniforms = np.random.default_rng(3).random(4000)
+    uniforms = np.random.default_rng(3).is_random(4000)
 
     def drawn(**kind) -> list:
         return [domain_value(Domain(**kind), float(u)) for u in uniforms]
@@ -66,8 +66,8 @@ def test_values_arrive_in_every_field_named(recipe):
         },
     )
     check_space(asked, "r.yaml")
-    values = draw(asked.tune, lambda: 0.99)
-    chosen = with_values(asked, values, "r.yaml")
+    values = draw_values(asked.tune, lambda: 0.99)
+    chosen = apply_values(asked, values, "r.yaml")
     assert chosen.certify.sigma == chosen.method.sigma == 0.5
     assert chosen.model.options == {"width": 6}
     assert chosen.tune is None and asked.certify.sigma == 0.25
@@ -77,7 +77,7 @@ def test_whole_methods_can_be_compared(recipe):
     methods = [{"name": "dp-sgd"}, {"name": "dplis", "radius": 5}]
     asked = recipe(tune={"space": {"method": {"choice": methods}}})
     check_space(asked, "r.yaml")
-    assert with_values(asked, {"method": methods[1], "training.learning_rate": 1}, "").method.draws
+    assert apply_values(asked, {"method": methods[1], "training.learning_rate": 1}, "").method.draws
 
 
 def test_a_method_that_goes_with_no_search_is_none_of_its_values_either(recipe):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budget import read_budgets
 from dpdist.tuning import scoring
-from dpdist.tuning.manifest import read_trials, scores_of
+from dpdist.tuning.manifest import read_scores, read_trials
 
 FIXED = {"name": "fixed", "runs": 1, "mean": None}
 
@@ -15,7 +15,7 @@ def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials,
     """After a crash its model is that of a later rung: the same noise on another count would cancel
     in their difference."""
     asked = recipe(tune={"law": FIXED, "asha": {"rungs": 2}})
-    search, real, keys = begin(asked), scoring.score, []
+    search, real, keys = begin(asked), scoring.compute_score, []
 
     def noted(*args, key, **more):
         keys.append(key)
@@ -23,12 +23,12 @@ def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials,
             raise KeyboardInterrupt  # trained to the end, and not scored
         return real(*args, key=key, **more)
 
-    monkeypatch.setattr(scoring, "score", noted)
+    monkeypatch.setattr(scoring, "compute_score", noted)
     with pytest.raises(KeyboardInterrupt):
         run_trials(search)
-    (first,) = scores_of(search.folder, 0)["scores"]
+    (first,) = read_scores(search.folder, 0)["scores"]
     (report,) = run_trials(search)
-    assert [value for _, value in report] == scores_of(search.folder, 0)["scores"]
+    assert [value for _, value in report] == read_scores(search.folder, 0)["scores"]
     assert report[0] == (1, first) and len(report) == 2
     assert keys[0] not in keys[1:] and keys[1:] == [keys[1]] * 2
 
@@ -36,12 +36,12 @@ def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials,
 def test_a_search_is_charged_once_whatever_its_trials_do(recipe, begin, run_trials, tmp_path):
     asked = recipe(privacy={"budget": str(tmp_path / "b")}, tune={"law": FIXED | {"runs": 2}})
     search = begin(asked)
-    search._charge()
+    search._charge_budget()
     run_trials(search)
     for trial in read_trials(search.folder):
-        assert search.folder.trial(trial.number).read_recipe().privacy.budget is None
-    search._decide()
-    search._charge(settle=True)
-    (budget,) = budgets_in(tmp_path / "b")
+        assert search.folder.trial_folder(trial.number).read_recipe().privacy.budget is None
+    search._choose_winner()
+    search._charge_budget(settle=True)
+    (budget,) = read_budgets(tmp_path / "b")
     (charge,) = budget.charges
     assert charge.phases == search.cost.plan.phases and charge.status == "settled"

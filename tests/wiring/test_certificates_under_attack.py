@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.certificates import check_certificates
-from support.here import without_ray
-from support.points import Points
+from support.local_execution import run_without_ray
+from support.separable_points import Points
 
 from dpdist import models
 from dpdist.attacks.settings import AttackSettings
@@ -26,7 +26,7 @@ POINTS = Points(4)
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Certify a plane, with counts of points so many times as far from it, and hold the radii
     against an attack on the points themselves."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     spec = models.ModelSpec("linear", (4,), 2)
     model = models.initialise(spec, 0)
     layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))

@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.here import command, without_ray
+from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 
-from dpdist.runs.archive import publishable
+from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import load
+from dpdist.runs.recipe import load_recipe
 from dpdist.tuning.manifest import SearchFolder, read_trials
 
 pytestmark = pytest.mark.whole
@@ -51,7 +51,7 @@ _OF_LOOP = ("checkpoints", "progress", "metrics", "workers")
 @pytest.fixture
 def dpdist(tmp_path, monkeypatch, capsys):
     """Run a command without Ray; it must end well."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
 
     def run(*arguments: object, code: int = 0) -> str:
         done = command(monkeypatch, capsys, tmp_path, *arguments)
@@ -122,7 +122,7 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
     assert files(run / "private") - {"ray.log"} == PRIVATE
     check_secrecy(run, [key_of(run)])
     # What may leave a cluster is what lies outside private/, but for what continues a run.
-    leaving = {p.as_posix() for p in publishable(RunFolder(run))}
+    leaving = {p.as_posix() for p in publishable_files(RunFolder(run))}
     assert leaving == outside(run) - {"run.json"}
 
 
@@ -141,7 +141,7 @@ def test_tune(dpdist, tmp_path):
     check_secrecy(run, [*keys, *(t.key for t in trials)])
     assert (run / "private/search/manifest.json").stat().st_mode & 0o777 == 0o600
     assert (run / "private/search").stat().st_mode & 0o777 == 0o700
-    leaving = {p.as_posix() for p in publishable(RunFolder(run))}
+    leaving = {p.as_posix() for p in publishable_files(RunFolder(run))}
     assert leaving == outside(run) - {"run.json", "search.yaml", "trials.json"}
 
 
@@ -174,7 +174,7 @@ def test_a_training_removes_what_a_killed_one_left(dpdist, tmp_path):
     name = f".state.safetensors.{process.pid}-0123abcd"
     left = [run / "private" / name, run / "private" / "checkpoints" / "step-00000001" / name]
     asked = write(tmp_path)
-    RunFolder(run).begin(load(asked))
+    RunFolder(run).begin(load_recipe(asked))
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")

@@ -16,18 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.here import without_ray
+from support.local_execution import run_without_ray
 from support.training import make
 
 from dpdist import models, pipeline
 from dpdist.attacks import job as attacking
 from dpdist.attacks.settings import AttackSettings
 from dpdist.audits.membership import Membership
-from dpdist.audits.target import of_recipe
-from dpdist.audits.trainings import Retraining
+from dpdist.audits.target import target_of_recipe
+from dpdist.audits.trainings import ManyRunsJob
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
-from dpdist.cluster.resumable_job import run as run_job
+from dpdist.cluster.resumable_job import run_job as run_job
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.runs.folder import RunFolder
 
@@ -61,7 +61,7 @@ class Images:
 def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """As a command starts it."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    with pipeline.session(folder):
+    with pipeline.run_session(folder):
         yield
     assert folder.log.exists()
 
@@ -78,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
+        run_without_ray(patch)
         yield
 
 
@@ -93,7 +93,7 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
         from dpdist import pipeline
         from dpdist.certification import job
         from dpdist.runs.folder import RunFolder
-        with pipeline.session(RunFolder(Path({str(tmp_path / "run")!r}))):
+        with pipeline.run_session(RunFolder(Path({str(tmp_path / "run")!r}))):
             job.certify(
                 Path({str(model)!r}), Images(), SETTINGS, Path({str(tmp_path)!r}),
                 actors=1, chunk_seconds=1e-3, progress=lambda *_: time.sleep(0.05),
@@ -135,8 +135,10 @@ def test_trainings_on_ray_are_those_of_one_process(ray_session: None, tmp_path: 
         privacy__run_key=None,
     )  # fmt: skip
     folder, bank = RunFolder(tmp_path / "run"), Membership("halves", 2, seed="5b" * 32)
-    folder.begin(recipe)
-    retraining = Retraining(ManyRunsAudit(trainings=8, seed="5b" * 32), of_recipe(recipe, "test"))
+    folder.create_or_open(recipe)
+    retraining = ManyRunsJob(
+        ManyRunsAudit(trainings=8, seed="5b" * 32), target_of_recipe(recipe, "test")
+    )
     found = [
         pipeline.evaluation_stage(recipe, folder, bank, actors=1).read_bytes(),
         run_job(retraining, tmp_path / "many", actors=1).to_pylist(),

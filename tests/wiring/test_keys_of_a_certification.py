@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support.certificates import Data, changed
-from support.here import without_ray
-from support.keys import Stream, record
+from support.certificates import Data, with_changes
+from support.key_recorder import Stream, record_keys
+from support.local_execution import run_without_ray
 from support.networks import save_small_cnn
 
 from dpdist import models
@@ -23,7 +23,7 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.predict import Predictor
 from dpdist.core.errors import UserError
-from dpdist.randomness.keys import RandomWords, UnitSource
+from dpdist.randomness.keys import AesWords, StreamKeys
 
 pytestmark = pytest.mark.guarantee
 
@@ -37,7 +37,7 @@ Images = partial(Data, count=COUNT, fingerprint="these")
 @pytest.fixture
 def certify(tmp_path, monkeypatch):
     """Certify without Ray; the units that were used, without those of the check batch."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     made = iter(range(100))
 
     def run(
@@ -47,7 +47,7 @@ def certify(tmp_path, monkeypatch):
         folder = save_small_cnn(tmp_path / f"model-{seed}-{noisy}", seed, noise=noise)
         output = tmp_path / f"certificates-{next(made)}"
         with monkeypatch.context() as patch:
-            seen = record(patch)
+            seen = record_keys(patch)
             job.certify(folder, Images(**data), settings, output)
         return [s for s in seen.streams if s.caller == "units"], output
 
@@ -76,7 +76,7 @@ def test_selecting_estimating_and_checking_never_share_a_draw(certify):
     ids=["target", "anytime"],
 )  # fmt: skip
 def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
-    units, _ = certify(changed(SETTINGS, **mode))
+    units, _ = certify(with_changes(SETTINGS, **mode))
     selecting = {s.key for s in units if s.kind.startswith("select")}
     estimating = {s.key for s in units if s.kind.startswith("estimate")}
     assert len(selecting) == COUNT and not selecting & estimating
@@ -84,7 +84,7 @@ def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
 
 
 def test_a_noise_bank_shares_noise_between_inputs_only(certify):
-    units, _ = certify(changed(SETTINGS, noise_bank=True))
+    units, _ = certify(with_changes(SETTINGS, noise_bank=True))
     selecting = {s.key for s in units if s.kind.startswith("select")}
     estimating = {s.key for s in units if s.kind.startswith("estimate")}
     assert (len(selecting), len(estimating)) == (1, 3) and not selecting & estimating
@@ -106,9 +106,9 @@ def test_draws_depend_on_seed_model_data_and_noise(certify):
     again, _ = certify()
     assert counted(again) == counted(units)
     others = {
-        "seed": certify(changed(SETTINGS, seed="6")),
-        "sigma": certify(changed(SETTINGS, sigma=0.25)),
-        "noise": certify(changed(SETTINGS, noise="laplace")),
+        "seed": certify(with_changes(SETTINGS, seed="6")),
+        "sigma": certify(with_changes(SETTINGS, sigma=0.25)),
+        "noise": certify(with_changes(SETTINGS, noise="laplace")),
         "model": certify(seed=4),
         "data": certify(fingerprint="those"),
     }
@@ -118,7 +118,7 @@ def test_draws_depend_on_seed_model_data_and_noise(certify):
 
 def test_a_secret_seed_is_drawn_for_every_certification(certify):
     """After the model is frozen, from the system's generator, and it is on record."""
-    settings = changed(SETTINGS, seed=None)
+    settings = with_changes(SETTINGS, seed=None)
     (first, a), (second, b) = certify(settings), certify(settings)
     assert not counted(first) & counted(second)
     seeds = [json.loads((o / "settings.json").read_text())["seed"] for o in (a, b)]
@@ -129,7 +129,7 @@ def test_predictions_draw_fresh_secret_noise(tmp_path, monkeypatch):
     """Never the certification's, never the same twice, whatever seed the settings have."""
     model = models.load(save_small_cnn(tmp_path / "model")).eval()
     x = Images().batch(slice(0, 1))[0]
-    seen = record(monkeypatch)
+    seen = record_keys(monkeypatch)
     used = []
     for _ in range(2):
         seen.clear()
@@ -146,7 +146,7 @@ def test_predictions_draw_fresh_secret_noise(tmp_path, monkeypatch):
 
 def test_a_model_of_numbers_that_are_not_finite_is_not_certified(tmp_path, monkeypatch):
     """The argmax of NaN is a constant: it would get the largest radius."""
-    without_ray(monkeypatch)
+    run_without_ray(monkeypatch)
     folder = save_small_cnn(tmp_path / "model")
     spec, module = models.read_spec(folder), models.load(folder)
     with torch.no_grad():
@@ -159,15 +159,15 @@ def test_a_model_of_numbers_that_are_not_finite_is_not_certified(tmp_path, monke
 
 def test_the_table_is_what_the_draws_say(certify, tmp_path):
     """Every count again: the unit's stream, Gaussian noise from it, the model, Clopper-Pearson."""
-    _, output = certify(changed(SETTINGS, alpha=0.01))
+    _, output = certify(with_changes(SETTINGS, alpha=0.01))
     model = models.load(tmp_path / "model-3-False").eval()
     model_hash = models.model_hash(tmp_path / "model-3-False")
-    source = UnitSource("certify", "5", model_hash, "these", "gaussian", 0.5)
+    source = StreamKeys("certify", "5", model_hash, "these", "gaussian", 0.5)
 
     def votes(index: int, stage: str, block: int, rows: int, draws: int) -> np.ndarray:
-        words = RandomWords().fill(source.key(index, stage, block), rows * 36)
+        words = AesWords().fill(source.key(index, stage, block), rows * 36)
         noise = torch.empty(rows, 1, 6, 6)
-        SETTINGS.smoothing.draw(words, noise.numpy().ravel())
+        SETTINGS.smoothing_noise.draw(words, noise.numpy().ravel())
         with torch.inference_mode():
             answers = model(Images().batch(slice(index, index + 1)) + noise).argmax(1)[:draws]
         return np.bincount(answers.numpy(), minlength=3)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from support.datasets import write_split
-from support.keys import DRAWS, NOISE, SAMPLING, Recorder, record
-from support.training import Interrupt, execute, interrupted, prepared
+from support.key_recorder import DRAWS, NOISE, SAMPLING, KeyRecorder, record_keys
+from support.training import Interrupt, execute, prepare_job, train_and_crash
 
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.gradients.engine import GradientEngine
@@ -41,35 +41,37 @@ def job_of(tmp: Path, name: str = "run", **changes: Any) -> TrainJob:
         "training__steps": STEPS,
         "resources__checkpoint_seconds": 1e9,
     }
-    return prepared(tmp, name, **(base | changes))
+    return prepare_job(tmp, name, **(base | changes))
 
 
 def recorded(
     job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1, until: int | None = None
-) -> Recorder:
+) -> KeyRecorder:
     with patch.context() as inner:
-        seen = record(inner)
+        seen = record_keys(inner)
         execute(job, workers, until)
     return seen
 
 
-def secrets(seen: Recorder) -> dict[str, list[bytes]]:
+def secrets(seen: KeyRecorder) -> dict[str, list[bytes]]:
     """Keys by purpose: of samples, noise, perturbations and the blocks of a sum."""
     blocks = {d.key for d in seen.derived if d.purpose == "blocks"}
     draws = [d.parent for d in seen.derived if d.purpose.startswith("draws/")]
     return {
-        "sample": seen.of(SAMPLING),
-        "noise": seen.of(NOISE),
+        "sample": seen.keys_opened_by(SAMPLING),
+        "noise": seen.keys_opened_by(NOISE),
         "draw": list(dict.fromkeys(draws)),
         "blocks": [s.key for s in seen.streams if s.key in blocks],
     }
 
 
-def all_keys(seen: Recorder) -> set[bytes]:
-    return {key for found in secrets(seen).values() for key in found} | set(seen.of(DRAWS))
+def all_keys(seen: KeyRecorder) -> set[bytes]:
+    return {key for found in secrets(seen).values() for key in found} | set(
+        seen.keys_opened_by(DRAWS)
+    )
 
 
-def check_disjoint(seen: Recorder, steps: int) -> None:
+def check_disjoint(seen: KeyRecorder, steps: int) -> None:
     """One key for each purpose and step; no stream is read for two ends, none is also a parent."""
     found = secrets(seen)
     for purpose, of in found.items():
@@ -142,11 +144,11 @@ def test_other_records_of_the_same_number_have_other_keys(tmp_path, monkeypatch)
     seen = []
     for name in ("a", "b"):
         rng = np.random.default_rng(0)
-        features, labels = rng.random((120, 64)), rng.integers(0, 10, 120)
+        features, labels = rng.is_random((120, 64)), rng.integers(0, 10, 120)
         labels[0] = 3 if name == "a" else 4
         folder = tmp_path / name / "mine"
         write_split(folder, x=features, label=labels)
-        write_split(folder, "test", x=rng.random((30, 64)), label=np.arange(30) % 10)
+        write_split(folder, "test", x=rng.is_random((30, 64)), label=np.arange(30) % 10)
         data = {"name": "mine", "root": str(tmp_path / name), "columns": {"features": ["x"]}}
         seen.append(all_keys(recorded(job_of(tmp_path, f"run-{name}", data=data), monkeypatch)))
     assert not seen[0] & seen[1]
@@ -156,8 +158,8 @@ def test_a_replay_uses_the_same_keys_and_a_new_attempt_others(tmp_path, monkeypa
     """After a crash: the same workers replay, another number of workers draws all afresh."""
     job = job_of(tmp_path)
     with monkeypatch.context() as patch:
-        first = record(patch)
-        interrupted(job.recipe, job.folder, patch, 3)
+        first = record_keys(patch)
+        train_and_crash(job.recipe, job.folder, patch, 3)
     again = recorded(job, monkeypatch, until=4)
     assert secrets(again)["noise"][:3] == secrets(first)["noise"]
     assert secrets(again)["sample"] == secrets(first)["sample"]
@@ -168,7 +170,7 @@ def test_a_replay_uses_the_same_keys_and_a_new_attempt_others(tmp_path, monkeypa
         assert "1/" in other.labels(key)
 
 
-def draw_key_of_step(seen: Recorder) -> bytes:
+def draw_key_of_step(seen: KeyRecorder) -> bytes:
     return next(d.parent for d in seen.derived if d.purpose.startswith("draws/"))
 
 
@@ -176,8 +178,8 @@ def test_an_attempt_forced_by_another_sum_has_other_keys(tmp_path, monkeypatch):
     """The same epoch never adds its noise to two sums; the epoch after it shares nothing."""
     job = job_of(tmp_path)
     with monkeypatch.context() as patch:
-        before = record(patch)
-        interrupted(job.recipe, job.folder, patch, 2)
+        before = record_keys(patch)
+        train_and_crash(job.recipe, job.folder, patch, 2)
     real = GradientEngine.clipped_sum
 
     def shifted(self: GradientEngine, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +271,7 @@ def test_the_ledger_knows_of_a_release_before_its_noise_is_drawn(tmp_path, monke
     real = private_step.add_noise
 
     def looking(*args: Any) -> Any:
-        known.append(len(Ledger.read(job.folder.ledger).releases))
+        known.append(len(Ledger.read(job.folder.ledger).release_counts))
         return real(*args)
 
     monkeypatch.setattr(private_step, "add_noise", looking)
@@ -282,9 +284,9 @@ def test_no_step_is_released_without_the_archive_s_leave(tmp_path, monkeypatch):
     job = job_of(tmp_path)
     job.folder.archive.write_text(json.dumps({"private": True}))
     job.folder.permit.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 2}))
-    monkeypatch.setattr(worker, "_PATIENCE", 0.2)
+    monkeypatch.setattr(worker, "_PERMIT_TIMEOUT", 0.2)
     with monkeypatch.context() as patch:
-        seen = record(patch)
+        seen = record_keys(patch)
         with pytest.raises(ClusterError, match="step 2: the archive did not answer"):
             execute(job)
     assert Ledger.read(job.folder.ledger).releases == {0: 1, 1: 1} and len(seen.of(NOISE)) == 2
@@ -308,7 +310,7 @@ def test_a_step_that_is_not_recorded_is_not_released(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Ledger, "record", full)
     with monkeypatch.context() as patch:
-        seen = record(patch)
+        seen = record_keys(patch)
         with pytest.raises(Interrupt):
             execute(job)
     assert seen.of(NOISE) == [] and not job.folder.checkpoints.exists()

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.datasets import write_split
-from support.keys import record
-from support.oracle import Oracle, flatten
-from support.training import execute, parameters, prepared
+from support.key_recorder import record_keys
+from support.oracle import ReferenceTraining, flatten
+from support.training import execute, parameters, prepare_job
 
 from dpdist import models
 from dpdist.core.errors import UserError
@@ -44,7 +44,7 @@ def job_of(tmp: Path, **changes: Any) -> TrainJob:
         "training__momentum": 0.0,
         "training__learning_rate": 0.4,
     }
-    return prepared(tmp, **(base | changes))
+    return prepare_job(tmp, **(base | changes))
 
 
 def follow(job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1) -> list[int]:
@@ -52,9 +52,9 @@ def follow(job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1) -> list[i
 
     Each step is a run of its own, continued from the checkpoint: what a restart loses would show.
     """
-    oracle, folder = Oracle(job), job.folder
+    oracle, folder = ReferenceTraining(job), job.folder
     sizes = []
-    seen = record(patch)
+    seen = record_keys(patch)
     for t in range(job.plan.steps):
         seen.clear()
         execute(job, workers, until=t + 1)
@@ -63,15 +63,15 @@ def follow(job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1) -> list[i
         gradient = oracle.noisy_sum(seen, t) / plan.expected_batch
         sizes.append(len(oracle.members(seen, t)))
         oracle.step(seen, t, gradient)
-        state = checkpoint.latest(folder.checkpoints)
+        state = checkpoint.load_latest(folder.checkpoints)
         assert state is not None and state.step == t + 1
-        close(state.flat, oracle.flat, before, job.recipe.training.optimizer)
+        close(state.parameters, oracle.flat, before, job.recipe.training.optimizer)
         if job.recipe.training.ema is not None:
             close(released(job), oracle.average, before, job.recipe.training.optimizer)
         else:
-            assert torch.equal(released(job), state.flat), "what is saved is what was trained"
-        oracle.take_over(state.flat)
-    assert Ledger.read(folder.ledger).releases == dict.fromkeys(range(job.plan.steps), 1)
+            assert torch.equal(released(job), state.parameters), "what is saved is what was trained"
+        oracle.set_parameters(state.parameters)
+    assert Ledger.read(folder.ledger).release_counts == dict.fromkeys(range(job.plan.steps), 1)
     return sizes
 
 
@@ -88,8 +88,8 @@ def close(
 
 def released(job: TrainJob) -> torch.Tensor:
     """The trained parameters of the saved model, in the order of the flat vector."""
-    tensors = load_file(job.folder.model / "model.safetensors")
-    names = [n for n, p in Oracle(job).whole.named_parameters() if p.requires_grad]
+    tensors = load_file(job.folder.model_folder / "model.safetensors")
+    names = [n for n, p in ReferenceTraining(job).whole.named_parameters() if p.requires_grad]
     return flatten([tensors[name] for name in names])
 
 
@@ -241,7 +241,7 @@ def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
 
 
 def test_what_is_no_image_is_not_cropped(tmp_path):
-    features = np.random.default_rng(0).random((60, 5))
+    features = np.random.default_rng(0).is_random((60, 5))
     for split, rows in (("train", slice(0, 40)), ("test", slice(40, 60))):
         write_split(tmp_path / "features", split, f=features[rows], label=([0, 1] * 30)[rows])
     data = {"name": "features", "root": str(tmp_path), "classes": 2, "columns": {"features": ["f"]}}

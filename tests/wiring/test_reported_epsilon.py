@@ -13,23 +13,23 @@ import pytest
 import torch
 import yaml
 from dp_accounting.pld import PLDAccountant
-from support.training import execute, interrupted, prepared
+from support.training import execute, prepare_job, train_and_crash
 
 from dpdist.core.errors import UserError
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.methods.base import Method
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.publishing import write_release
-from dpdist.release.verify import verify
+from dpdist.release.verify import verify_release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.html import write_report
-from dpdist.runs.folder import RunFolder, read_released
+from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.training import trainer
 from dpdist.training.job import TrainJob
-from dpdist.training.records import evaluation_data
+from dpdist.training.records import test_records
 
 pytestmark = pytest.mark.guarantee
 
@@ -48,7 +48,7 @@ def job_of(tmp: Path, **changes: Any) -> TrainJob:
         "training__steps": STEPS,
         "resources__checkpoint_seconds": 1e9,
     }
-    return prepared(tmp, **(base | changes))
+    return prepare_job(tmp, **(base | changes))
 
 
 def exact(*parts: tuple[int, float, float]) -> float:
@@ -65,17 +65,17 @@ def stated(folder: RunFolder) -> list[float]:
     facts = read_facts(folder)
     line = dict(facts.summary())["privacy"]
     write_report(folder)
-    assert line.partition(" at delta")[0] in folder.report.read_text()
+    assert line.partition(" at delta")[0] in folder.report_file.read_text()
     return [facts.guarantee.epsilon, float(line.split()[2])]
 
 
 def released(folder: RunFolder) -> dict[str, Any]:
     """The card that release writes; its page says the same."""
     write_release(folder)
-    card = json.loads((folder.release / "privacy_card.json").read_text())
+    card = json.loads((folder.release_folder / "privacy_card.json").read_text())
     shown = format_epsilon(card["guarantee"]["epsilon"])
-    assert f"({shown}, " in (folder.release / "privacy_card.md").read_text()
-    verify(folder.release)
+    assert f"({shown}, " in (folder.release_folder / "privacy_card.md").read_text()
+    verify_release(folder.release_folder)
     return card
 
 
@@ -96,7 +96,7 @@ def test_an_undisturbed_run(tmp_path):
 def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
     """6 steps, then all 12 anew with other workers: 18 releases."""
     job = job_of(tmp_path)
-    interrupted(job.recipe, job.folder, monkeypatch, 5)
+    train_and_crash(job.recipe, job.folder, monkeypatch, 5)
     execute(job, 2)
     all_of_it = exact((STEPS + 6, RATE, NOISE))
     covers(stated(job.folder), all_of_it)
@@ -112,7 +112,7 @@ def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
 def test_an_exact_replay_is_charged_once(tmp_path, monkeypatch):
     job = job_of(tmp_path)
     for at in (3, 8):
-        interrupted(job.recipe, job.folder, monkeypatch, at)
+        train_and_crash(job.recipe, job.folder, monkeypatch, at)
     execute(job)
     covers(stated(job.folder), exact((STEPS, RATE, NOISE)))
 
@@ -131,35 +131,35 @@ def test_superseded_steps_are_charged_at_the_noise_of_their_phase(tmp_path, monk
     assert len(job.plan.phases) == 2
     execute(job, until=4)
     execute(job, 2)  # goes on from the checkpoint of step 4
-    assert Ledger.read(job.folder.ledger).superseded == 0
+    assert Ledger.read(job.folder.ledger).num_superseded == 0
     covers(stated(job.folder), exact((6, RATE, DEAR), (6, RATE, CHEAP)))
 
     other = job_of(tmp_path / "other", method=f"{__name__}:TwoPhases")
-    interrupted(other.recipe, other.folder, monkeypatch, 4)
+    train_and_crash(other.recipe, other.folder, monkeypatch, 4)
     execute(other, 2)
-    assert Ledger.read(other.folder.ledger).superseded == 5
+    assert Ledger.read(other.folder.ledger).num_superseded == 5
     covers(stated(other.folder), exact((11, RATE, DEAR), (6, RATE, CHEAP)))
 
 
 def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
     job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
-    with trainer._charged(job):
-        interrupted(job.recipe, job.folder, monkeypatch, 5)
+    with trainer._budget_charged(job):
+        train_and_crash(job.recipe, job.folder, monkeypatch, 5)
         execute(job, 2)
-    (budget,) = budgets_in(tmp_path / "budget")
+    (budget,) = read_budgets(tmp_path / "budget")
     assert sum(p.steps for p in budget.charges[0].phases) == STEPS + 6
     facts = read_facts(job.folder)
-    assert facts.data_set is not None
-    assert facts.data_set.epsilon >= exact((STEPS + 6, RATE, NOISE)) * (1 - 1e-6)
+    assert facts.data_set_guarantee is not None
+    assert facts.data_set_guarantee.epsilon >= exact((STEPS + 6, RATE, NOISE)) * (1 - 1e-6)
 
 
 def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
     """Before it goes on: a ceiling below plan and repeated steps must refuse it then."""
     job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
     for workers in (1, 2):  # another number of them repeats the steps
-        with trainer._charged(job):
-            interrupted(job.recipe, job.folder, monkeypatch, 5, workers)
-    twice = sum(count - 1 for count in read_released(job.folder).ledger.releases.values())
+        with trainer._budget_charged(job):
+            train_and_crash(job.recipe, job.folder, monkeypatch, 5, workers)
+    twice = sum(count - 1 for count in read_verified_ledger(job.folder).ledger.releases.values())
     assert twice == 6
     asked: list[int] = []
     reserve = trainer.charging.reserve_charge
@@ -169,7 +169,7 @@ def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
         reserve(recipe, records, charge, *rest, **more)
 
     monkeypatch.setattr(trainer.charging, "reserve_charge", look)
-    with trainer._charged(job):
+    with trainer._budget_charged(job):
         execute(job, 2)
     assert asked[0] == STEPS + twice
 
@@ -186,7 +186,7 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
         read_facts(folder)
     folder.recipe_file.write_text(kept)
     facts = read_facts(folder)
-    assert facts.privacy_line.startswith("NOT PRIVATE: fixed run key")
+    assert facts.privacy_statement.startswith("NOT PRIVATE: fixed run key")
     assert facts.card()["private"] is False
     with pytest.raises(UserError, match="its run key is fixed"):
         write_release(folder)
@@ -200,7 +200,7 @@ def test_a_run_without_noise_proves_nothing(tmp_path):
     execute(job)
     facts = read_facts(job.folder)
     assert math.isinf(facts.guarantee.epsilon) and not facts.card()["private"]
-    assert facts.privacy_line.startswith("NOT PRIVATE: epsilon is infinite")
+    assert facts.privacy_statement.startswith("NOT PRIVATE: epsilon is infinite")
     with pytest.raises(UserError, match="proved epsilon is infinite"):
         write_release(job.folder)
 
@@ -213,7 +213,7 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     write_release(folder)
     for name in ("model.safetensors", "model.json"):
         assert (folder.release / name).read_bytes() == (folder.model / name).read_bytes()
-    dataset, model = evaluation_data(job.recipe, job.source), load_model(job.recipe, folder)
+    dataset, model = test_records(job.recipe, job.source), load_model(job.recipe, folder)
     right = 0
     for i in range(len(dataset)):
         with torch.no_grad():

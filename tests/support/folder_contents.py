@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.cluster.object_store import ObjectStore
-from dpdist.runs.archive import digest_of
+from dpdist.runs.archive import manifest_digest
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -50,5 +50,5 @@ def forge_manifest(store: ObjectStore, change: Callable[[dict[str, Any]], object
     manifest = json.loads(store.get("00000001/manifest.json"))
     manifest.pop("check")
     change(manifest)
-    raw = {**manifest, "check": digest_of(manifest)}
+    raw = {**manifest, "check": manifest_digest(manifest)}
     store.put("00000001/manifest.json", json.dumps(raw).encode())

@@ -48,7 +48,7 @@ _counting: list[Crossings] = []
 
 
 @contextmanager
-def counted() -> Iterator[Crossings]:
+def count_transfers() -> Iterator[Crossings]:
     """What crosses over within it."""
     crossings = Crossings()
     _counting.append(crossings)
@@ -58,7 +58,7 @@ def counted() -> Iterator[Crossings]:
         _counting.remove(crossings)
 
 
-def simulated() -> torch.device:
+def simulated_device() -> torch.device:
     """The device."""
     _install()
     return torch.device(NAME, 0)

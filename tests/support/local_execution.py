@@ -29,20 +29,20 @@ import dpdist.training.trainer as trainer
 import dpdist.tuning.trial
 from dpdist.cli.main import app
 from dpdist.cluster.actor_pool import Chunk, PoolSettings
-from dpdist.cluster.versions import fingerprint
+from dpdist.cluster.versions import package_fingerprints
 from dpdist.core.errors import UserError
 from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.search import Search
 from dpdist.tuning.searchers import ManifestSearcher
 from dpdist.tuning.trial import run_trial
-from support.keys import replace_everywhere
+from support.key_recorder import replace_everywhere
 from support.training import execute
 
 SESSION = dpdist.cluster.session.Session(None, 8, 0, 1)
 
 
-def without_ray(patch: pytest.MonkeyPatch) -> None:
+def run_without_ray(patch: pytest.MonkeyPatch) -> None:
     """From now on nothing starts Ray; ends with the monkeypatch."""
     replace_everywhere(patch, dpdist.cluster.session.connect, _connect)
     replace_everywhere(patch, dpdist.cluster.versions.check_nodes, lambda *_: None)
@@ -55,14 +55,16 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
         "FreshProcess",
         lambda network, form, code: dpdist.certification.reexecution.SameProcess(network, form),
     )
-    patch.setattr(trainer, "_fit", _fit)
+    patch.setattr(trainer, "_fit_on_ray", _fit)
     patch.setattr(
-        dpdist.tuning.trial, "_train_on_ray_train", lambda job, until: trainer.fit(job, until=until)
+        dpdist.tuning.trial,
+        "_train_on_ray_train",
+        lambda job, until: trainer.fit(job, stop_after=until),
     )
     replace_everywhere(
         patch, dpdist.tuning.trial.live_nodes, lambda: [dpdist.tuning.trial.Node(8.0, 0.0)]
     )
-    patch.setattr(Search, "_round", _round)
+    patch.setattr(Search, "_run_pass", _round)
     patch.setattr(ray, "remote", lambda function=None, **_: _Remote(function))
     patch.setattr(ray, "get", lambda value, **_: value)
     patch.setattr(ray, "put", lambda value, **_: value)
@@ -91,7 +93,7 @@ def run_chunks(
             build, given = _unpacked(*packed)
             workers.append(build(given))
         answers = [
-            (chunk.key, _sent(worker(_sent(chunk.payload))))
+            (chunk.key, _round_trip(worker(_round_trip(chunk.payload))))
             for worker, chunk in zip(workers, asked, strict=False)
         ]
         for key, answer in reversed(answers):
@@ -110,7 +112,7 @@ def _unpacked(rest: bytes, arrays: list[bytes]) -> Any:
     return cloudpickle.loads(rest, buffers=arrays)
 
 
-def _sent(value: Any) -> Any:
+def _round_trip(value: Any) -> Any:
     return _unpacked(*_packed(value))
 
 
@@ -119,7 +121,7 @@ def run_once(
 ) -> Any:
     """As `dpdist.cluster.actor_pool.run_once`, in this process."""
     try:
-        return _sent(function(_sent(argument)))
+        return _round_trip(function(_round_trip(argument)))
     except Exception as error:
         raise UserError(f"{failed}: {error}") from error
 
@@ -130,10 +132,12 @@ def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Any) -> Non
 
 def _round(search: Search, concurrent: int) -> None:
     trials = read_trials(search.folder)
-    searcher = ManifestSearcher(search.folder, trials, search.noise_of)
+    searcher = ManifestSearcher(search.folder, trials, search.trial_noise_multiplier)
     for number in range(len(trials)):
         searcher.suggest(f"id-{number}")
-        run_trial(search.folder.run.path, fingerprint(PACKAGES), number, lambda rung, score: None)
+        run_trial(
+            search.folder.run.path, package_fingerprints(PACKAGES), number, lambda rung, score: None
+        )
 
 
 class _Remote:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from dpdist.gradients import perturbations
-from dpdist.gradients.row_independence import INVENTED_KEY
+from dpdist.gradients.row_independence import SYNTHETIC_KEY
 from dpdist.randomness import device_generators, keys
-from dpdist.randomness.keys import UnitSource
+from dpdist.randomness.keys import StreamKeys
 from dpdist.training import canaries, ensembles, public_training, worker
 from dpdist.tuning import scoring
 
@@ -48,7 +48,7 @@ class Stream:
 
 
 @dataclass
-class Recorder:
+class KeyRecorder:
     """What was seen. root: the run key, once known; all keys should descend from it."""
 
     derived: list[Derived] = field(default_factory=list)
@@ -58,28 +58,32 @@ class Recorder:
         self.derived.clear()
         self.streams.clear()
 
-    def of(self, caller: str) -> list[bytes]:
+    def keys_opened_by(self, caller: str) -> list[bytes]:
         """Keys whose streams one function opened, in order of first use."""
         return list(dict.fromkeys(s.key for s in self.streams if s.caller == caller))
 
-    def origin(self, key: bytes) -> Derived | None:
+    def derivation_of(self, key: bytes) -> Derived | None:
         """How a key was derived; None for one that was not (a run key, a seed)."""
         return next((d for d in self.derived if d.key == key), None)
 
-    def chain(self, key: bytes) -> list[Derived]:
+    def derivation_chain(self, key: bytes) -> list[Derived]:
         """From a key up to what it was derived from in the end."""
         found = []
-        while (step := self.origin(key)) is not None:
+        while (step := self.derivation_of(key)) is not None:
             found.append(step)
             key = step.parent
         return found
 
     def ancestors(self, key: bytes) -> set[bytes]:
-        return {step.parent for step in self.chain(key)}
+        return {step.parent for step in self.derivation_chain(key)}
 
     def labels(self, key: bytes) -> set[str]:
         """All labels on the way from the root to a key, as text."""
-        return {str(label) for step in self.chain(key) for label in (step.purpose, *step.labels)}
+        return {
+            str(label)
+            for step in self.derivation_chain(key)
+            for label in (step.purpose, *step.labels)
+        }
 
 
 SAMPLING, NOISE, DRAWS, UNITS = "poisson_sample", "_pieces", "draws", "units"
@@ -99,12 +103,12 @@ def _ours() -> Iterable[ModuleType]:
     return [m for n, m in sys.modules.items() if m is not None and n.split(".")[0] == "dpdist"]
 
 
-def record(patch: pytest.MonkeyPatch) -> Recorder:
+def record_keys(patch: pytest.MonkeyPatch) -> KeyRecorder:
     """Begin to record; ends with the monkeypatch. Modules must be imported before. What is drawn
     for invented examples has a public key and is not recorded."""
-    seen, public = Recorder(), {INVENTED_KEY}
-    derive, words, philox = keys.derive_key, keys.words, perturbations._philox_key
-    reader, unit, fill = keys.WordReader, UnitSource.key, device_generators.KeyBlocks.fill
+    seen, public = KeyRecorder(), {SYNTHETIC_KEY}
+    derive, words, philox = keys.derive_key, keys.stream_words, perturbations._philox_key
+    reader, unit, fill = keys.WordReader, StreamKeys.key, device_generators.ChaChaBlocks.fill
 
     def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
         found = derive(key, purpose, *labels)
@@ -126,7 +130,7 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
             seen.streams.append(Stream(key, "words", caller, start, count))
         return reader(key, start, count, most)
 
-    def filled(self: device_generators.KeyBlocks, key: bytes, first: int) -> Any:
+    def filled(self: device_generators.ChaChaBlocks, key: bytes, first: int) -> Any:
         seen.streams.append(Stream(key, "words", NOISE, 8 * first, 8 * self.count))
         return fill(self, key, first)
 
@@ -136,7 +140,7 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
             seen.streams.append(Stream(found.to_bytes(16, "little"), "draws", DRAWS, draw))
         return found
 
-    def unit_key(self: UnitSource, index: int | None, stage: str, block: int) -> bytes:
+    def unit_key(self: StreamKeys, index: int | None, stage: str, block: int) -> bytes:
         found = unit(self, index, stage, block)
         seen.streams.append(Stream(found, f"{stage}/{index}/{block}", UNITS))
         return found
@@ -145,6 +149,6 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
     replace_everywhere(patch, words, expanded)
     replace_everywhere(patch, reader, opened)
     replace_everywhere(patch, philox, philox_key)
-    patch.setattr(UnitSource, "key", unit_key)
-    patch.setattr(device_generators.KeyBlocks, "fill", filled)
+    patch.setattr(StreamKeys, "key", unit_key)
+    patch.setattr(device_generators.ChaChaBlocks, "fill", filled)
     return seen

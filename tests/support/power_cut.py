@@ -29,12 +29,12 @@ class Disk:
 
         patch.setattr(os, "fsync", fsync)
 
-    def named(self, path: Path) -> bool:
+    def is_reachable(self, path: Path) -> bool:
         """Whether `path` can still be reached after a power cut."""
         way = [path, *path.parents]
         way = way[: way.index(self._root)]
         return all(each.name in self._names.get(each.parent.stat().st_ino, set()) for each in way)
 
-    def content(self, path: Path) -> bytes | None:
+    def surviving_bytes(self, path: Path) -> bytes | None:
         """The bytes of `path` that a power cut leaves at least; None where it leaves none."""
-        return self._content.get(path.stat().st_ino) if self.named(path) else None
+        return self._content.get(path.stat().st_ino) if self.is_reachable(path) else None
