@@ -360,12 +360,12 @@ class _Pool:
         share = -(-len(self.queue) // (2 * self.settings.calls_per_actor * len(self.slots)))
         size = max(1, min(slot.max_chunks, share))
         chunks: list[Chunk] = []
-        while len(chunks) < size and (todo := self._next_pending()) is not None:
-            if todo.run_alone and chunks:
-                self._requeue(todo.chunk.key)
+        while len(chunks) < size and (step_plan := self._next_pending()) is not None:
+            if step_plan.run_alone and chunks:
+                self._requeue(step_plan.chunk.key)
                 break
-            chunks.append(todo.chunk)
-            if todo.run_alone:
+            chunks.append(step_plan.chunk)
+            if step_plan.run_alone:
                 break
         return chunks
 
@@ -458,20 +458,20 @@ class _Pool:
         """Queue the chunks of a failed call again. A chunk that was alone in it is to blame; of
         several nobody knows, and each goes alone next time."""
         for chunk in chunks:
-            todo = self.pending.get(chunk.key)
-            if todo is None:
+            step_plan = self.pending.get(chunk.key)
+            if step_plan is None:
                 continue
-            todo.run_alone = True
-            todo.attempts += len(chunks) == 1
-            if todo.attempts >= _MAX_ATTEMPTS:
+            step_plan.run_alone = True
+            step_plan.attempts += len(chunks) == 1
+            if step_plan.attempts >= _MAX_ATTEMPTS:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 raise ClusterError(f"{chunk.key} failed {_MAX_ATTEMPTS} times: {cause}") from cause
             self._requeue(chunk.key)
 
     def _requeue(self, key: str) -> None:
-        todo = self.pending.get(key)
-        if todo is not None and not todo.calls_in_flight:
-            heapq.heappush(self.queue, (todo.chunk.priority, todo.order, key))
+        step_plan = self.pending.get(key)
+        if step_plan is not None and not step_plan.calls_in_flight:
+            heapq.heappush(self.queue, (step_plan.chunk.priority, step_plan.order, key))
 
     def _remove_dead_actor(self, slot: _Slot, error: Exception) -> None:
         if slot not in self.slots:

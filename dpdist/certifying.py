@@ -21,8 +21,7 @@ from dpdist import models
 from dpdist.certification import certificate, job, statistics, table_reader
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.job import DatasetLike, Subject
-from dpdist.cluster.resumable_job import CHUNK_SECONDS
-from dpdist.cluster.resumable_job import run_job as run_job
+from dpdist.cluster.resumable_job import CHUNK_SECONDS, run_job
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import validation_message

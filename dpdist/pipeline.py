@@ -24,12 +24,10 @@ from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.runs.recipe import Recipe, field_error, refuse_unused, resolve_recipe
-from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
-from dpdist.training.job import check_training as check_training
+from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, check_training
 from dpdist.training.records import data_source, records_with_canaries, test_records
 from dpdist.training.trainer import train
-from dpdist.tuning.search import Search
-from dpdist.tuning.search import check_search as check_search
+from dpdist.tuning.search import Search, check_search
 
 if TYPE_CHECKING:
     from dpdist.certification.job import DatasetLike
@@ -382,7 +380,7 @@ def evaluation_stage(
     check_nodes(PACKAGES, folder.private.resolve())
     output, recipe = evaluation.output_folder(folder, output), evaluation.data_recipe(recipe)
     source = data_source(recipe)
-    from dpdist.cluster.resumable_job import run_job as run_job
+    from dpdist.cluster.resumable_job import run_job
 
     subject = EvaluatedModel(
         folder.model_folder,

@@ -65,9 +65,14 @@ from dpdist.training.job import (
 )
 from dpdist.training.model_setup import weakest_independence
 from dpdist.training.monitoring import Monitor, StepMetrics
-from dpdist.training.private_step import PrivateStep, check_clip, shards_of
+from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.script_state import Watch, code_digest_of, form_of, pack, unpack
-from dpdist.training.worker import Attempt, Diverged, method_state_digest, replay_fingerprint
+from dpdist.training.worker import (
+    Attempt,
+    TrainingDiverged,
+    method_state_digest,
+    replay_fingerprint,
+)
 
 # --- what is refused --------------------------------------------------------------------------
 
@@ -642,7 +647,7 @@ class PrivateTraining:
         assert attempt.ledger is not None and attempt.ledger.epoch is not None
         self._epoch = attempt.ledger.epoch
         self._before = attempt.ledger.released_steps(self._epoch)
-        shards = shards_of(len(self._records), plan.records, reducer, False)
+        shards = build_shards(len(self._records), plan.records, reducer, False)
         self._step = PrivateStep(
             self._engine, self._records, key, attempt.label, reducer=reducer,
             shards=shards, ledger=attempt.ledger, announced=attempt.announced,
@@ -735,10 +740,10 @@ class PrivateTraining:
         self._look_between()
         if time.monotonic() - self._saved > self._recipe.resources.checkpoint_seconds:
             self._save()
-        todo, rate = self.plan.step(number), float(self.optimizer.param_groups[0]["lr"])
+        step_plan, rate = self.plan.step(number), float(self.optimizer.param_groups[0]["lr"])
         self._inside = True
-        gradient, seen = self._gradient(number, todo)
-        norm = float(gradient.norm()) * todo.expected_batch
+        gradient, seen = self._gradient(number, step_plan)
+        norm = float(gradient.norm()) * step_plan.expected_batch
         self._update(gradient)
         self._check_finite(number)
         self._watch.remember()
@@ -828,7 +833,7 @@ class PrivateTraining:
 
     # --- pieces of a step
 
-    def _gradient(self, number: int, todo: StepPlan) -> tuple[Tensor, StepMetrics]:
+    def _gradient(self, number: int, step_plan: StepPlan) -> tuple[Tensor, StepMetrics]:
         """Return the step's noisy gradient.
 
         Where its sum is not the announced one, that of a new attempt, and both are charged.
@@ -836,14 +841,14 @@ class PrivateTraining:
         assert self._step is not None
         try:
             with _kept_buffers(self.model):
-                return self._step.gradient(number, todo)[:2]
+                return self._step.gradient(number, step_plan)[:2]
         except ReplayConflict:
             key = self._step.key
             self._stack.close()
             self._attempt(key, self._examples())
             self._save()
             with _kept_buffers(self.model):
-                return self._step.gradient(number, todo)[:2]
+                return self._step.gradient(number, step_plan)[:2]
 
     def _update(self, gradient: Tensor) -> None:
         """Let the optimizer take its step from this gradient (size,) and nothing else."""
@@ -859,10 +864,10 @@ class PrivateTraining:
             parameter.grad = None
 
     def _check_finite(self, number: int) -> None:
-        """Raise Diverged where the parameters are no numbers any more: the release is paid for."""
+        """Raise TrainingDiverged where a parameter is not finite; its release is paid for."""
         if all(bool(p.detach().isfinite().all()) for p in self._engine.parameters):
             return
-        raise Diverged(
+        raise TrainingDiverged(
             f"training diverged: after step {number + 1:,} the parameters are not finite. The "
             "steps so far are charged; lower the learning rate (or privacy.clip_norm) and begin a "
             "new run in another folder"

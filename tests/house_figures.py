@@ -30,7 +30,7 @@ WALKS = {
         PerExampleGradient outer_squared_norms FlatClipping ReduceDtype Reducer
         ReplicatedUpdate.sum_rows
         PermitGate.wait Ledger.record ChainedJournal.append add_noise add_device_noise
-        FlatOptimizer.update Divergence.check Monitor.record_step save_part
+        FlatOptimizer.update DivergenceCheck.check Monitor.record_step save_part
     """,
     "a Cohen certificate": """
         Cohen Smoothing.build_sampler Certificate gaussian_l2_radius Gaussian clopper_pearson_lower

@@ -349,8 +349,8 @@ def simulate_trials(plan: PrivacyPlan, copies: int) -> CanaryScores:
     rng, present = np.random.default_rng(0), np.arange(2 * _PILOT) % 2 == 1
     scores = np.zeros(len(present))
     for step in range(plan.steps):
-        todo = plan.step(step)
-        joined = rng.binomial(copies * present, todo.sample_rate)
-        sums = joined + todo.noise_multiplier * rng.standard_normal(len(present))
-        scores += log_likelihood_ratio(sums, todo.noise_multiplier, todo.sample_rate)
+        step_plan = plan.step(step)
+        joined = rng.binomial(copies * present, step_plan.sample_rate)
+        sums = joined + step_plan.noise_multiplier * rng.standard_normal(len(present))
+        scores += log_likelihood_ratio(sums, step_plan.noise_multiplier, step_plan.sample_rate)
     return CanaryScores(np.arange(len(present)), present, scores)

@@ -363,9 +363,9 @@ def audit_mechanism(
     alpha = bonferroni_alpha(options.alpha, options.audits)
     key = derive_key(bytes(32), "audit", options.seed)
 
-    def pieces(todo: StepPlan) -> StepHarness:
-        clipping = make_clipping(privacy.clipping, todo.clip_norm)
-        driven = StepHarness(todo, clipping, options.workers, derive_key(key, repr(todo)))
+    def pieces(step_plan: StepPlan) -> StepHarness:
+        clipping = make_clipping(privacy.clipping, step_plan.clip_norm)
+        driven = StepHarness(step_plan, clipping, options.workers, derive_key(key, repr(step_plan)))
         driven.step.noise_on_device = target.recipe.resources.noise == "device"
         return driven
 

@@ -24,7 +24,7 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import StepPlan
 from dpdist.training.collectives import Reducer, Shards
-from dpdist.training.private_step import PrivateStep, shards_of
+from dpdist.training.private_step import PrivateStep, build_shards
 
 # --- the harness ------------------------------------------------------------------------------
 
@@ -81,8 +81,8 @@ class SequentialReducer(Reducer):
 class StepHarness:
     """One worker's private step on records of the audit's own.
 
-    todo: the step that is done again and again, each time under the next step's keys. kind: whose
-    code is driven.
+    step_plan: the step that is done again and again, each time under the next step's keys. kind:
+    whose code is driven.
     """
 
     kind: ClassVar[type[PrivateStep]] = PrivateStep
@@ -110,7 +110,7 @@ class StepHarness:
     def shards_of_rank(self, rank: int) -> Shards:
         planned = round(self.step_plan.expected_batch / self.step_plan.sample_rate)
         place = Reducer(rank, self.workers, torch.device("cpu"))
-        return shards_of(len(self.step.data), planned, place, False)
+        return build_shards(len(self.step.data), planned, place, False)
 
     def clipped_sums_of_others(self) -> list[Tensor]:
         """Return the sums that the other workers add."""

@@ -168,19 +168,19 @@ class VectorizedTrainings:
             labels = torch.cat([labels, torch.tensor([canary[1]])])
         evidence = np.zeros(len(keys))
         for step in range(plan.steps):
-            todo = plan.step(step)
-            members = [self._members(k, attempt, step, todo, c) for k, c in zip(keys, copies)]  # noqa: B905
+            step_plan = plan.step(step)
+            members = [self._members(k, attempt, step, step_plan, c) for k, c in zip(keys, copies)]  # noqa: B905
             sums = self._clipped_sums(flat, inputs, labels, members, coordinate is None)
             known = None if coordinate is None else sums[:, coordinate].copy()
             for row, (key, chosen) in enumerate(zip(keys, members, strict=True)):
                 if coordinate is not None:
                     count = int((chosen >= len(self._labels)).sum())
-                    sums[row, coordinate] += todo.clip_norm * count
+                    sums[row, coordinate] += step_plan.clip_norm * count
                 noise_key = derive_key(key, "noise", attempt, step)
-                sums[row] = add_noise(sums[row], noise_key, todo.noise_std)
+                sums[row] = add_noise(sums[row], noise_key, step_plan.noise_std)
             if known is not None:
-                evidence += _evidence(sums[:, coordinate] - known, todo)
-            gradient = torch.from_numpy(sums / todo.expected_batch).to(flat)
+                evidence += _evidence(sums[:, coordinate] - known, step_plan)
+            gradient = torch.from_numpy(sums / step_plan.expected_batch).to(flat)
             optimizer.update(flat, gradient, step)
         return optimizer.published_parameters(flat), evidence
 

@@ -546,11 +546,10 @@ def check_relative_path(name: object, label: str = "path") -> str:
 
 
 def check_relative_paths(names: Iterable[object], label: str = "path") -> list[str]:
-    """Return all of `names`, each as in `check_relative_path`, no two of which would be one file
-    anywhere.
+    """Return all of `names`, which must be different files everywhere.
 
-    Raises ValueError also when two differ only by case or by how a character is composed, and when
-    one is a folder of another.
+    Each is checked by `check_relative_path`. Raises ValueError also when two differ only by case or
+    by how a character is composed, and when one is a folder of another.
     """
     paths = [check_relative_path(name, label) for name in names]
     seen: dict[str, str] = {}
@@ -569,10 +568,10 @@ def check_relative_paths(names: Iterable[object], label: str = "path") -> list[s
 
 
 def resolve_inside(folder: Path, path: str) -> Path:
-    """Return the path of the file `path` (as in `check_relative_path`) below `folder`; nothing is
-    made.
+    """Return the path of the file `path` below `folder`; nothing is made.
 
-    Raises ValueError when a link on the way leads elsewhere, or something else has the place.
+    `path` is checked by `check_relative_path`. Raises ValueError when a link on the way leads
+    elsewhere, or something else has the place.
     """
     target = folder
     for part in check_relative_path(path).split("/"):

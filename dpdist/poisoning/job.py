@@ -32,7 +32,7 @@ from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.recipe import Recipe
 from dpdist.training.ensembles import TrainingItems, plan_of_shard, shards_by_hash, train_in_process
 from dpdist.training.records import data_source, records_with_canaries, test_records
-from dpdist.training.worker import Diverged
+from dpdist.training.worker import TrainingDiverged
 
 # --- the worker -------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Voter:
                 with train_in_process(*training, shared_cache=self._shared_state) as folder:
                     model = models.load(folder, trusted_factory=recipe.model.name)
                 votes = self._votes(model, derive_key(key, "votes").hex())
-            except Diverged:  # an answer of its own, which no class profits by
+            except TrainingDiverged:  # an answer of its own, which no class profits by
                 pass
         return {FILE: save({"votes": votes})}
 

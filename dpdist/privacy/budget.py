@@ -654,11 +654,10 @@ def _check_charge_fits(
 def settle(
     folder: str | Path, run: str, phases: Sequence[Phase], lineage: Lineage | None = None
 ) -> bool:
-    """Replace a reservation by the releases really made (`Ledger.released_phases`); may be
-    repeated.
+    """Replace a reservation by the releases really made; may be repeated.
 
-    lineage: says by whom; what it has not in common with what is on record is added. False for a
-    run that was never reserved. Raises JournalError.
+    phases: `Ledger.released_phases`. lineage: says by whom; what it has not in common with what is
+    on record is added. False for a run that was never reserved. Raises JournalError.
     """
     found = False
     with _open_budgets(Path(folder)) as (_, budgets):

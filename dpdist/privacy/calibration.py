@@ -135,8 +135,7 @@ def _two_grids(
     limits: tuple[float, float],
     whole: bool,
 ) -> float | None:
-    """Return `_largest_within_target` on the plan's guarantee, searching mostly on a coarser,
-    faster grid."""
+    """Return `_largest_within_target` on the plan's guarantee, mostly on a coarser grid."""
     from dpdist.privacy import accounting
 
     @cache

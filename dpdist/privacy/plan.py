@@ -419,12 +419,11 @@ def group_epsilon_by_lemma(
 
 @lru_cache(maxsize=100)  # facts, card and whoever verifies the card ask for it
 def group_guarantee(plan: PrivacyPlan, group_size: int, delta: float | None = None) -> Guarantee:
-    """Return the plan's guarantee for groups of up to `group_size` records; size 1 is
-    plan.guarantee().
+    """Return the plan's guarantee for groups of up to `group_size` records.
 
-    Exact for Poisson-sampled and full-batch Gaussian steps and full Laplace releases under
-    add-or-remove, where the k records join or leave together. By the lemma otherwise.
-    Raises ValueError for size < 1.
+    Size 1 is plan.guarantee(). Exact for Poisson-sampled and full-batch Gaussian steps and full
+    Laplace releases under add-or-remove, where the k records join or leave together. By the lemma
+    otherwise. Raises ValueError for size < 1.
     """
     if group_size < 1:
         raise ValueError(f"a group has at least one record, got {group_size}")

@@ -187,9 +187,14 @@ def plan_with_superseded_releases(
     others: list[Phase] = []
     for step, releases in ledger.release_counts.items():
         if releases > 1:
-            todo = plan.step(step)
+            step_plan = plan.step(step)
             others.append(
-                GaussianSteps(releases - 1, todo.noise_multiplier, todo.sample_rate, todo.batch_cap)
+                GaussianSteps(
+                    releases - 1,
+                    step_plan.noise_multiplier,
+                    step_plan.sample_rate,
+                    step_plan.batch_cap,
+                )
             )
     return replace(search.plan, phases=(*search.plan.phases, *others), clip_norm=plan.clip_norm)
 

@@ -368,11 +368,10 @@ class RunFolder:
 
     @property
     def recipe_identity(self) -> dict[str, str]:
-        """Return the digest of the recipe in `start_record` that a ledger keeps
-        (`check_recipe_identity`).
+        """Return the digest of the recipe in `start_record` that a ledger keeps.
 
-        It is a digest of the file's own text, so that a later version, with more defaults, finds
-        the same.
+        `check_recipe_identity` compares them. It is a digest of the file's own text, so that a
+        later version, with more defaults, finds the same.
         """
         kept = self._training_recipe
         if kept is None:

@@ -49,7 +49,7 @@ from dpdist.training import job
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, read_run_key
 from dpdist.training.model_setup import check_model, initial_model, model_spec
 from dpdist.training.records import data_source, records_with_canaries
-from dpdist.training.worker import Diverged, recipe_digest
+from dpdist.training.worker import TrainingDiverged, recipe_digest
 
 # --- many trainings ---------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ def train_in_process(
     its training records where `member_mask` is true: a function of these and of what they hold.
     kept: of trainings that differ in nothing but their keys (`dpdist.training.job.TrainJob`).
 
-    Raises UserError, `dpdist.training.worker.Diverged` among others.
+    Raises UserError, `dpdist.training.worker.TrainingDiverged` among others.
     """
     privacy = recipe.privacy.model_copy(update={"run_key": key.hex()})
     own = recipe.model_copy(update={"privacy": privacy})
@@ -249,7 +249,7 @@ class TeacherTrainer:
         try:
             with train_in_process(recipe, plan, self._records, members, key) as folder:
                 return read_files(folder)
-        except Diverged:
+        except TrainingDiverged:
             return self._initial_model_files()
 
     def _initial_model_files(self) -> dict[str, bytes]:

@@ -50,12 +50,13 @@ class StepData(Protocol):
 class PrivateStep:
     """Release noisy, clipped sums of per-example gradients, one for each step.
 
-    Guarantee: `gradient(step, todo)` releases the sum over a Poisson sample of rate
-    `todo.sample_rate`, in which one record counts for at most the engine's sensitivity, with
-    Gaussian noise of standard deviation `todo.noise_std` from a key that no other step has. So each
-    call costs what `PrivacyPlan` accounts for that step, if `check_clip` accepts the engine. The
-    ledger, where there is one, has the release durably before the noise is added. Calling it for
-    one step again, on the same data and under the same key, is the same release and costs nothing.
+    Guarantee: `gradient(step, step_plan)` releases the sum over a Poisson sample of rate
+    `step_plan.sample_rate`, in which one record counts for at most the engine's sensitivity, with
+    Gaussian noise of standard deviation `step_plan.noise_std` from a key that no other step has. So
+    each call costs what `PrivacyPlan` accounts for that step, if `check_clip` accepts the engine.
+    The ledger, where there is one, has the release durably before the noise is added. Calling it
+    for one step again, on the same data and under the same key, is the same release and costs
+    nothing.
 
     Args:
         engine: clips and adds up gradients. Its parameters are read, never written.
@@ -114,7 +115,7 @@ class PrivateStep:
         if reducer is None:
             reducer = Reducer(0, 1, engine.parameters[0].device)
         if shards is None:
-            shards = shards_of(len(data), len(data), reducer, False)
+            shards = build_shards(len(data), len(data), reducer, False)
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
         self.task, self.reducer, self.shards = task or TrainingObjective(), reducer, shards
         self.sharing, self.noise_on_device = sharing or ReplicatedUpdate(), noise_on_device
@@ -135,26 +136,26 @@ class PrivateStep:
         return next(replayed, self.attempt)
 
     def gradient(
-        self, step: int, todo: StepPlan, flag: bool = False
+        self, step: int, step_plan: StepPlan, flag: bool = False
     ) -> tuple[Tensor, StepMetrics, bool]:
         """Return the noisy gradient of a step, divided by the expected batch size.
 
         Args:
             step: number of the step; it is in all its keys.
-            todo: rate, clip and noise; `PrivacyPlan.step(step)`.
+            step_plan: rate, clip and noise; `PrivacyPlan.step(step)`.
             flag: a question to the other workers.
 
         Returns:
             This worker's part of the gradient, float64, over which the next step's is written; what
             it is made of, PRIVATE; and whether any worker's flag was up.
         """
-        rows, seen = self._clipped_sums(step, todo)
-        noisy, flagged = self.release(step, rows, todo.noise_std, flag)
-        self.canaries.observe(noisy, todo, self.reducer)
+        rows, seen = self._clipped_sums(step, step_plan)
+        noisy, flagged = self.release(step, rows, step_plan.noise_std, flag)
+        self.canaries.observe(noisy, step_plan, self.reducer)
         # Not by a number, whose reciprocal a GPU multiplies by: the same bits wherever it lies.
-        return noisy.div_(noisy.new_full((1,), todo.expected_batch)), seen, flagged
+        return noisy.div_(noisy.new_full((1,), step_plan.expected_batch)), seen, flagged
 
-    def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, StepMetrics]:
+    def _clipped_sums(self, step: int, step_plan: StepPlan) -> tuple[Tensor, StepMetrics]:
         """Compute this worker's part of the step: PRIVATE.
 
         Returns:
@@ -163,14 +164,14 @@ class PrivateStep:
         engine, device = self.engine, self.reducer.device
         data = self._data_of(step)
         engine.blocks = Blocks.for_batches(
-            self.shards.largest_shard, todo.sample_rate, todo.batch_cap
+            self.shards.largest_shard, step_plan.sample_rate, step_plan.batch_cap
         )
         sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
         draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
         rows = self.reducer.zero_rows(self.shards.num_rows, engine.size)
         seen, joined = StepMetrics(), []
         for row, begin, end in self.shards.local_shards:
-            members = self.members(sample_key, begin, end, todo)
+            members = self.members(sample_key, begin, end, step_plan)
             joined.append((row, members))
             self.sharing.reduce_dtype.check(len(members))
             members = self.canaries.inputs_for(members)
@@ -196,11 +197,11 @@ class PrivateStep:
         seen: StepData = self.data.for_step(key)
         return seen
 
-    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
+    def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
         """Draw the positions in [begin, end) of the records that join."""
         return poisson_sample(
-            key, begin, end, todo.sample_rate,
-            batch_cap=todo.batch_cap, records=len(self.data),
+            key, begin, end, step_plan.sample_rate,
+            batch_cap=step_plan.batch_cap, records=len(self.data),
         )  # fmt: skip
 
     def release(
@@ -257,7 +258,7 @@ def check_clip(engine: GradientEngine, sharing: ReplicatedUpdate, clip_norm: flo
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
 
 
-def shards_of(records: int, planned: int, reducer: Reducer, reproducible: bool) -> Shards:
+def build_shards(records: int, planned: int, reducer: Reducer, reproducible: bool) -> Shards:
     """Cut the records into shards at the plan's number of records.
 
     Where that number was declared, it is another than theirs: the last shard takes what is beyond

@@ -58,7 +58,7 @@ from dpdist.training.model_setup import (
     public_probe,
 )
 from dpdist.training.monitoring import Monitor
-from dpdist.training.private_step import PrivateStep, check_clip, shards_of
+from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.records import method_public_records
 
 # --- permission of the archive ----------------------------------------------------------------
@@ -249,18 +249,18 @@ def method_state_digest(state: MethodState) -> str:
 _EVERY = 25  # steps
 
 
-class Diverged(UserError):
+class TrainingDiverged(UserError):
     """A training whose numbers are no numbers any more."""
 
 
-class Divergence:
+class DivergenceCheck:
     """Stops a training whose parameters, or answers to public inputs, are no numbers any more."""
 
     def __init__(self, model: nn.Module, inputs: Tensor) -> None:
         self._model, self._inputs = model, inputs
 
     def check(self, flat: Tensor, step: int, last: bool) -> None:
-        """After the update of `step`; flat: all parameters. Raises Diverged."""
+        """After the update of `step`; flat: all parameters. Raises TrainingDiverged."""
         what = ""
         if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
             what = "the parameters are"
@@ -269,7 +269,7 @@ class Divergence:
                 if not torch.isfinite(self._model(self._inputs)).all():
                     what = "the logits for public test inputs are"
         if what:
-            raise Diverged(
+            raise TrainingDiverged(
                 f"training diverged: after step {step + 1:,} {what} not finite. The steps so far "
                 "are charged; lower training.learning_rate (or privacy.clip_norm) and begin a new "
                 "run under another --name"
@@ -472,7 +472,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     slots = {name: t.to(reducer.device) for name, t in method.extra_checkpoint_state(model).items()}
     canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible
-    shards = shards_of(len(records), plan.records, reducer, reproducible)
+    shards = build_shards(len(records), plan.records, reducer, reproducible)
     if method.takes_gradient_steps:  # on nothing private, before anything is on record
         engine.perturbation = method.perturbation(plan.step(0), optimizer.learning_rate(0), fixed)
         model_setup.validate_on_public_examples(engine, task, job.source)
@@ -494,7 +494,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
         job=job, step=step, spec=spec, model=model, frozen=frozen, fixed=fixed,
         constrain=constrain, flat=flat, own=own, optimizer=optimizer,
         slots=slots,
-        divergence=Divergence(model, inputs.to(reducer.device)),
+        divergence=DivergenceCheck(model, inputs.to(reducer.device)),
         last=plan.steps if until is None else min(until, plan.steps),
     )  # fmt: skip
     loop.start = loop._newest_checkpoint()
@@ -540,7 +540,7 @@ class Loop:
     own: slice
     optimizer: FlatOptimizer
     slots: dict[str, Tensor]
-    divergence: Divergence
+    divergence: DivergenceCheck
     last: int
     start: int = 0
     monitor: Monitor | None = None
@@ -593,7 +593,7 @@ class Loop:
         self.constrain()
         try:
             self.divergence.check(self.flat, number, number + 1 == self.last)
-        except Diverged:
+        except TrainingDiverged:
             reducer.all_gather_text("")  # nobody says so before worker 0 has the step on its ledger
             raise
         if self.monitor is not None:

@@ -117,8 +117,10 @@ def test_the_records_part_of_a_sum_is_known(
     bias = 640
     flat, scores = trainings.run(keys, "audit", [0, 1] * 4, coordinate=bias)
     assert (flat[::2, bias] - trainings.initial[bias]).abs().min() > 1e-4
-    todo, steps = target.plan.step(0), target.plan.steps
-    absent, joined = log_likelihood_ratio([0.0, 1.0], todo.noise_multiplier, todo.sample_rate)
+    step_plan, steps = target.plan.step(0), target.plan.steps
+    absent, joined = log_likelihood_ratio(
+        [0.0, 1.0], step_plan.noise_multiplier, step_plan.sample_rate
+    )
     assert scores[::2] == pytest.approx(steps * absent)
     times = (scores[1::2] - steps * absent) / (joined - absent)
     assert times == pytest.approx(np.round(times), abs=1e-6) and 4 < times.sum() < 13

@@ -89,8 +89,8 @@ class Counting(PrivateStep):
 
     joined = 0
 
-    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
-        chosen = super().members(key, begin, end, todo)
+    def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
+        chosen = super().members(key, begin, end, step_plan)
         self.joined += len(chosen)
         return chosen
 
@@ -157,16 +157,16 @@ class OneSeed(StepHarness):
     """Every worker draws its own sample from the same seed."""
 
     class kind(PrivateStep):
-        def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
-            return begin + poisson_sample(key, 0, end - begin, todo.sample_rate)
+        def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
+            return begin + poisson_sample(key, 0, end - begin, step_plan.sample_rate)
 
 
 class Weighted(StepHarness):
     """A weighted sampler draws a record more often than the rate that is accounted."""
 
     class kind(PrivateStep):
-        def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
-            return poisson_sample(key, begin, end, min(1.0, 1.9 * todo.sample_rate))
+        def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
+            return poisson_sample(key, begin, end, min(1.0, 1.9 * step_plan.sample_rate))
 
 
 class KeyTwice(StepHarness):
@@ -207,8 +207,8 @@ def private_redistribution(records: np.ndarray) -> Mapping[str, np.ndarray]:
 
 def _noise(pieces: type[StepHarness]) -> Callable[[], list[str]]:
     fault = Fault("", "", "", pieces)
-    todo = StepPlan(1.0, 1.0, 64.0, 1.0, None)
-    return lambda: ["replay of keys"] if reuses_noise(fault.build_harness(todo)) else []
+    step_plan = StepPlan(1.0, 1.0, 64.0, 1.0, None)
+    return lambda: ["replay of keys"] if reuses_noise(fault.build_harness(step_plan)) else []
 
 
 def _fixed() -> list[str]:

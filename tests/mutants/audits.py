@@ -156,7 +156,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/private_step.py", ONE,
-        ("        self.canaries.observe(noisy, todo, self.reducer)\n", "",
+        ("        self.canaries.observe(noisy, step_plan, self.reducer)\n", "",
          "nobody watches the steps"),
         ("            members = self.canaries.inputs_for(members)\n", "",
          "canaries are taken for records"),

@@ -423,7 +423,7 @@ FAULTS: list[Fault] = [
          "a record's own noise is another in each sum"),
         ("names = (hashes[::2] >> np.uint64(1)).astype(np.int64)", "names = rows",
          "a record's own noise follows from its place"),
-        (" and not self.encoder:", ":  #", "trainings share the features of one encoder"),
+        ("job.shared_cache is not None and not self.encoder:", "job.shared_cache is not None:", "trainings share the features of one encoder"),
     ),
     *group(
         "dpdist/methods/functional_sums.py", OPTIONS,

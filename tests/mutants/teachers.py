@@ -36,7 +36,7 @@ FAULTS: list[Fault] = [
             "an empty shard stops the run",
         ),
         (
-            "        except Diverged:\n",
+            "        except TrainingDiverged:\n",
             "        except ZeroDivisionError:\n",
             "a shard on which training diverges stops the run",
         ),

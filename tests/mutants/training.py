@@ -114,13 +114,13 @@ FAULTS: list[Fault] = [
             "the unnoised sum updates the model while noise is drawn",
         ),
         (
-            "todo.expected_batch)), seen",
+            "step_plan.expected_batch)), seen",
             "max(1, seen.examples))), seen",
             "the sum is divided by the realised batch",
         ),
         (
-            "self.release(step, rows, todo.noise_std, ",
-            "self.release(step, rows, todo.noise_std / 2, ",
+            "self.release(step, rows, step_plan.noise_std, ",
+            "self.release(step, rows, step_plan.noise_std / 2, ",
             "half the noise",
         ),
     ),
@@ -155,11 +155,15 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_step.py",
         f"{STEP}::test_every_clip_and_noise",
         (
-            "self.release(step, rows, todo.noise_std, ",
-            "self.release(step, rows, todo.noise_multiplier, ",
+            "self.release(step, rows, step_plan.noise_std, ",
+            "self.release(step, rows, step_plan.noise_multiplier, ",
             "the noise forgets the clip norm",
         ),
-        ("batch_cap=todo.batch_cap, ", "batch_cap=None, ", "the cap on the batch is not executed"),
+        (
+            "batch_cap=step_plan.batch_cap, ",
+            "batch_cap=None, ",
+            "the cap on the batch is not executed",
+        ),
     ),
     *group(
         "dpdist/training/worker.py",

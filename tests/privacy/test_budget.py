@@ -103,14 +103,14 @@ def test_the_share_is_what_the_ceiling_allows_at_the_order():
 
 
 def hockey_gaussian(at, shift):
-    """Divergence of N(shift, 1) from N(0, 1) at any real epsilon."""
+    """DivergenceCheck of N(shift, 1) from N(0, 1) at any real epsilon."""
     from scipy.stats import norm
 
     return norm.sf(at / shift - shift / 2) - np.exp(at + norm.logsf(at / shift + shift / 2))
 
 
 def hockey_sampled(at, rate, shift):
-    """Divergence of (1 - rate) N(0, 1) + rate N(shift, 1) from N(0, 1) at any real epsilon."""
+    """DivergenceCheck of (1 - rate) N(0, 1) + rate N(shift, 1) from N(0, 1) at any real epsilon."""
     from scipy.stats import norm
 
     inside = 1 + np.expm1(at) / rate

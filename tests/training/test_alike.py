@@ -29,10 +29,10 @@ from dpdist.training.collectives import (
 from dpdist.training.ensembles import TeacherSetup, TeacherTrainer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import model_spec
-from dpdist.training.private_step import shards_of
+from dpdist.training.private_step import build_shards
 from dpdist.training.worker import (
-    Diverged,
     PermitGate,
+    TrainingDiverged,
     ensure_method_state,
     method_state_digest,
     read_method_state,
@@ -71,7 +71,7 @@ def test_signs_of_zeros_are_the_same_in_both_kinds_of_release(small_leaves, work
         parts: dict[int, torch.Tensor] = {}
 
         def work(reducer: Any, kind=kind, parts=parts) -> None:
-            shards = shards_of(60, 60, reducer, reproducible)
+            shards = build_shards(60, 60, reducer, reproducible)
             rows = torch.zeros(shards.num_rows, size, dtype=torch.float64)
             for row, begin, _ in shards.local_shards:
                 rows[row] = values[(torch.arange(size) + (begin == 0)) % 5]
@@ -112,11 +112,11 @@ def test_no_leaf_s_digest_is_that_of_another_sum(small_leaves):
 def test_block_sizes_follow_the_declared_number_of_records_alone(planned, reproducible):
     reducer = Reducer(0, 1, torch.device("cpu"))
     found = {
-        shards_of(records, planned, reducer, reproducible).largest
+        build_shards(records, planned, reducer, reproducible).largest
         for records in (planned - 30, planned - 1, planned, planned + 1, planned + 500)
     }
     assert len(found) == 1
-    count = shards_of(planned, planned, reducer, reproducible).rows
+    count = build_shards(planned, planned, reducer, reproducible).rows
     assert found == {-(-planned // count)}
 
 
@@ -191,7 +191,7 @@ def test_every_teacher_has_a_key_of_its_own(monkeypatch, tmp_path):
 
     def noted(recipe, plan, records, members, key, *_):
         seen.append(key)
-        raise Diverged("noted")
+        raise TrainingDiverged("noted")
 
     recipe, _ = make(tmp_path, data={"name": "digits", "fraction": 0.1}, model="linear",
                      method={"name": "private-prediction", "teachers": 4, "queries": 2,

@@ -16,7 +16,7 @@ from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.recipe import check_against_data, parse_recipe
 from dpdist.training import private_step, worker
-from dpdist.training.worker import Diverged
+from dpdist.training.worker import TrainingDiverged
 
 pytestmark = pytest.mark.guarantee
 
@@ -84,13 +84,13 @@ def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, m
     def work(reducer):
         try:
             worker.run_training(job, reducer)
-        except Diverged as stop:
+        except TrainingDiverged as stop:
             step = int(re.findall(r"after step (\d+)", str(stop))[0])
             charged.append(len(Ledger.read(job.folder.ledger).releases) >= step)
             raise
 
     monkeypatch.setattr(private_step, "_announce", slow)
-    with pytest.raises(Diverged):
+    with pytest.raises(TrainingDiverged):
         run_thread_workers(2, work)
     assert charged and all(charged)
 

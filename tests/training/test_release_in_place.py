@@ -18,7 +18,7 @@ from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training import collectives
 from dpdist.training.collectives import LEAF, UPDATE_CLASSES, FlatOptimizer, Reducer, Shards
 from dpdist.training.private_step import PrivateStep
-from dpdist.training.worker import Diverged, Divergence
+from dpdist.training.worker import DivergenceCheck, TrainingDiverged
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -44,7 +44,7 @@ class Release(PrivateStep):
             None, (), KEY, "a", reducer=reducer, shards=shards, sharing=UPDATE_CLASSES[kind]()
         )
 
-    def _clipped_sums(self, step, todo):
+    def _clipped_sums(self, step, step_plan):
         rows = self.reducer.rows(self.shards.rows, self.size)
         assert not rows.any()
         rows += torch.from_numpy(sums(self.reducer.rank, step, *rows.shape))
@@ -57,8 +57,8 @@ def trained(reducer: Reducer, kind: str, rows: int, size: int) -> tuple[torch.Te
     own = release.sharing.local_slice(reducer, size)
     optimizer = FlatOptimizer(TRAINING, STEPS, flat[own])
     for step in range(STEPS):
-        todo = SimpleNamespace(noise_std=STD, expected_batch=BATCH)
-        gradient, *_ = release.gradient(step, todo)
+        step_plan = SimpleNamespace(noise_std=STD, expected_batch=BATCH)
+        gradient, *_ = release.gradient(step, step_plan)
         optimizer.update(flat[own], gradient, step)
         release.sharing.broadcast_updates(reducer, flat)
         places.append(gradient.data_ptr())
@@ -128,18 +128,18 @@ class Made(TorchDispatchMode):
 def test_nothing_as_long_as_the_sum_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 MiB sums, beside them: no tensor above a leaf's, and 2 MiB of numpy's."""
     monkeypatch.setattr(collectives, "_LEAVES_PER_EXCHANGE", 1)
-    size, todo = 2**21, SimpleNamespace(noise_std=STD, expected_batch=BATCH)
+    size, step_plan = 2**21, SimpleNamespace(noise_std=STD, expected_batch=BATCH)
     release = Release(Reducer(0, 1, torch.device("cpu")), kind, 1, size)
     flat = torch.zeros(size)
     optimizer = FlatOptimizer(TRAINING, STEPS, flat)
-    divergence = Divergence(torch.nn.Linear(1, 1), torch.zeros(1, 1))
-    rows, _ = release._clipped_sums(0, todo)
-    release._clipped_sums = lambda step, todo: (rows, None)
+    divergence = DivergenceCheck(torch.nn.Linear(1, 1), torch.zeros(1, 1))
+    rows, _ = release._clipped_sums(0, step_plan)
+    release._clipped_sums = lambda step, step_plan: (rows, None)
     for step in range(2):  # the first one imports what it needs
         if step:
             tracemalloc.start()
         with Made() as made:
-            gradient, *_ = release.gradient(step, todo)
+            gradient, *_ = release.gradient(step, step_plan)
             optimizer.update(flat, gradient, step)
             divergence.check(flat, step + 1, False)
     peak = tracemalloc.get_traced_memory()[1]
@@ -171,12 +171,12 @@ def test_what_travels_needs_no_memory_as_long_as_the_sum(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_any_number_that_is_none_stops_a_training(bad: float) -> None:
-    divergence = Divergence(torch.nn.Linear(1, 1), torch.zeros(1, 1))
+    divergence = DivergenceCheck(torch.nn.Linear(1, 1), torch.zeros(1, 1))
     for place in (0, 7, 99):
         flat = torch.linspace(-1, 1, 100)
         divergence.check(flat, 1, False)
         flat[place] = bad
-        with pytest.raises(Diverged):
+        with pytest.raises(TrainingDiverged):
             divergence.check(flat, 1, False)
 
 

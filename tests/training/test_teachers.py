@@ -29,7 +29,7 @@ from dpdist.training.ensembles import (
 )
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.worker import Diverged, Divergence
+from dpdist.training.worker import DivergenceCheck, TrainingDiverged
 
 pytestmark = pytest.mark.whole
 
@@ -160,9 +160,9 @@ def test_an_empty_shard_and_one_that_diverges_stop_nothing(
     assert untrained(1) and not untrained(0)
 
     def diverged(*_: Any) -> None:
-        raise Diverged
+        raise TrainingDiverged
 
-    monkeypatch.setattr(Divergence, "check", diverged)
+    monkeypatch.setattr(DivergenceCheck, "check", diverged)
     assert untrained(0)
 
 

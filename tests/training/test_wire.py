@@ -99,10 +99,10 @@ def test_every_sum_of_a_worker_is_counted(tmp_path, monkeypatch, shard):
     job = prepare(recipe, folder, "test")
     real, calls = private_step.PrivateStep.members, []
 
-    def members(self, key, begin, end, todo):
+    def members(self, key, begin, end, step_plan):
         calls.append(begin)
         many = len(calls) == shard + 1
-        return np.arange(begin, end) if many else real(self, key, begin, end, todo)[:2]
+        return np.arange(begin, end) if many else real(self, key, begin, end, step_plan)[:2]
 
     monkeypatch.setattr(private_step.PrivateStep, "members", members)
     monkeypatch.setattr(
