@@ -292,10 +292,9 @@ def choose_inference_form(
     rows: Sequence[int] = (),
     seconds: float = math.inf,
 ) -> tuple[ClassifierSpec, ExecutedClassifier]:
-    """A fast form that builds here and agrees with the original model on ``check_batch``, and on as
-    many rows as will be executed besides.
+    """Return a fast form that agrees with the model on `check_batch`, and on as many other rows.
 
-    asked: the form to take if it does; if not, the original ("eager") is taken. It is executed
+    requested: the form to take if it does; if not, the original ("eager") is taken. It is executed
     where the batch lies. rows: the other batch sizes; a trace may hold the one that it was made at.
     seconds: to be spent on forms that nobody asked for; one that would take more is not tried.
     """
@@ -314,12 +313,10 @@ def choose_inference_form(
     defaults = DEFAULT_FORMS if device == CPU else ACCELERATOR_FORMS
     forms = (requested,) if requested is not None else defaults
     for form in forms:
-        if form in candidates or (
-            requested is None and form in IMAGE_ONLY_FORMS and check_batch.dim() != 4
-        ):
-            continue
         passes = 1 + 2 * _LEAST_ROUNDS * 3 + (_WARM if form in _SPECIALISED else 0)
-        if requested is None and time.perf_counter() - began + passes * one > seconds:
+        late = time.perf_counter() - began + passes * one > seconds
+        misfit = form in IMAGE_ONLY_FORMS and check_batch.dim() != 4
+        if form in candidates or (requested is None and (late or misfit)):
             continue
         try:
             built = ExecutedClassifier(model, form, shapes, device)

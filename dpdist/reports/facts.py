@@ -516,10 +516,8 @@ class Facts:
             rows.append(("audited run", self.canary_notice))
         rows.append(("training", self.recipe.method.describe(self.plan) + took))
         rows += self.training_data_by_part.items()
-        if self.training_summary["fallback_layers"]:
-            rows.append(
-                ("layers without a rule", ", ".join(self.training_summary["fallback_layers"]))
-            )
+        if found := self.training_summary["fallback_layers"]:
+            rows.append(("layers without a rule", ", ".join(found)))
         if self.evaluation is not None:
             draws = self.evaluation.get("noise_draws")
             how = f", mean scores of {draws} draws of its noise" if draws else ""
@@ -531,12 +529,8 @@ class Facts:
                 for name, said in self.measures.items()
             ]
             if self.next_token_count is not None:
-                rows.append(
-                    (
-                        "perplexity",
-                        f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope})",
-                    )
-                )
+                said = f"{self.evaluation['perplexity']:.2f} of {self.evaluation_scope})"
+                rows.append(("perplexity", said))
         for table in self.tables:
             rows += [_certified_row(table), statistics.population_summary_row(table)]
         for kind, found in self.evaluations.items():
