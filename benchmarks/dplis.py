@@ -39,7 +39,7 @@ from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import test_records
+from dpdist.training.records import load_test_records
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "dplis.jsonl"
@@ -96,7 +96,7 @@ def reading(recipe: Recipe, steps: dict[str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {"test": {}, "train": {}, "steps": steps, "proved": {}}
     with tempfile.TemporaryDirectory(prefix="dpdist-dplis-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
-        splits = {"test": test_records(recipe, job.source), "train": job.records()}
+        splits = {"test": load_test_records(recipe, job.source), "train": job.records()}
         for column, until in steps.items():
             worker.run_training(job, Reducer(0, 1, torch.device("cpu")), until)
             model = models.load(job.folder.model_folder, trusted_factory=recipe.model.name)

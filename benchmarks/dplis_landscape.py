@@ -33,7 +33,7 @@ from dpdist.runs.recipe import Recipe, parse_recipe, resolve_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 
 BOX = 0.0045  # DPlis, PoPETs 2021
 # theta + alpha * direction for alpha in [-0.8, 0.8], as the paper plots it.
@@ -188,7 +188,7 @@ def measured(
 ) -> str:
     """The table of a run's minimum on its first test inputs; its picture goes into a file."""
     model = load_model(recipe, folder)
-    dataset = test_records(recipe, data_source(recipe)).first(inputs)
+    dataset = load_test_records(recipe, data_source(recipe)).first(inputs)
     batch, targets = dataset.batch(slice(None)), dataset.targets(slice(None))
     sharp = sharpness(model, cross_entropy, batch, targets, iterations=iterations)
     rows = [

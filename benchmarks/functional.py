@@ -41,7 +41,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import test_records
+from dpdist.training.records import load_test_records
 from dpdist.training.worker import run_training
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -132,7 +132,7 @@ def trained(recipe: Recipe, settings: AttackSettings) -> dict[str, Any]:
         run_training(job, Reducer(0, 1, torch.device("cpu")))
         seconds = time.process_time() - began
         model = models.load(job.folder.model_folder).eval().requires_grad_(False)
-    test = test_records(recipe, job.source)
+    test = load_test_records(recipe, job.source)
     return {
         "proved": round(job.plan.guarantee().epsilon, 4), "seconds": round(seconds, 1),
         "n": len(test), "right": right(model, test),

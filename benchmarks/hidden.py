@@ -56,7 +56,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 from dpdist.training.worker import run_training
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -215,7 +215,7 @@ def trained(recipe: Recipe, settings: AttackSettings, draws: int) -> dict[str, A
         run_training(job, Reducer(0, 1, torch.device("cpu")))
         model = models.load(job.folder.model_folder).eval().requires_grad_(False)
         identity = models.model_hash(job.folder.model_folder)
-    test = test_records(recipe, job.source)
+    test = load_test_records(recipe, job.source)
     source = StreamKeys("", secrets.token_hex(16), identity, test.fingerprint, "", 0.0)
     clock.append(time.process_time())
     good = right(model, test)
@@ -360,7 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
         if read(given.results, mine) or time.monotonic() > end:
             continue
         recipe = recipe_of(row, seed, given)
-        every = max(1, len(test_records(recipe, data_source(recipe))) // given.inputs)
+        every = max(1, len(load_test_records(recipe, data_source(recipe))) // given.inputs)
         settings = AttackSettings(
             sizes=sizes, attacks=ATTACKS, draws=2, n=100, alpha=0.05, every=every,
             max_inputs=given.inputs,

@@ -24,7 +24,7 @@ from dpdist.privacy.phases import GaussianAnswers
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.training.ensembles import TeacherEnsemble
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 
 SMALL = {
     "method.teachers": 4, "method.queries": 8, "method.evaluate": 4, "training.steps": 2,
@@ -57,7 +57,7 @@ def main() -> None:
     source = data_source(recipe)
     if given.data_root is not None:
         source = replace(source, root=given.data_root.resolve())
-    test = test_records(recipe, source).first(given.inputs)
+    test = load_test_records(recipe, source).first(given.inputs)
     scores = TeacherEnsemble(folder, recipe.model.name).scores_file(test.batch(slice(None)))
     labels, rng = np.asarray(test.labels), np.random.default_rng(0)
     epsilon, teachers = plan.guarantee().epsilon, len(scores)

@@ -56,7 +56,7 @@ from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 Scores = dict[str, np.ndarray]
@@ -286,7 +286,7 @@ def inside(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
         model, epsilon = models.load(folder.model_folder), read_facts(folder).guarantee.epsilon
     line: dict[str, Any] = {"epsilon": format_epsilon(epsilon), "test": {}, "auc": {}}
     source = data_source(recipe)
-    splits = (records_with_canaries(recipe, source), test_records(recipe, source))
+    splits = (records_with_canaries(recipe, source), load_test_records(recipe, source))
     for passes in (1, given.passes):
         odds = []
         for records in splits:

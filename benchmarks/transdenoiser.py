@@ -261,12 +261,12 @@ class Bench:
         from dpdist.attacks.settings import AttackSettings
         from dpdist.certification.job import certify
         from dpdist.training.public_training import accuracy
-        from dpdist.training.records import data_source, test_records
+        from dpdist.training.records import data_source, load_test_records
 
         recipe = resolve_recipe(self.recipe(row, 0), data_root=self.data_root)
         section = recipe.certify
         assert section is not None
-        test = test_records(recipe, data_source(recipe))
+        test = load_test_records(recipe, data_source(recipe))
         print(f"{row.title}, noise {row.noise:g}", flush=True)
         settings = Cohen(sigma=row.noise, n=section.n, every=section.every)
         certify(self.public / ALONE, test, settings, folder / "certificates")

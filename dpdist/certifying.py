@@ -37,7 +37,7 @@ from dpdist.models.factory_code import MAIN, FactoryCode, is_library, object_dig
 from dpdist.release.bundle import Release, is_release
 from dpdist.release.bundle import load as load_release
 from dpdist.runs.folder import RunFolder, open_run
-from dpdist.training.records import data_source, data_source_under, test_records
+from dpdist.training.records import data_source, data_source_under, load_test_records
 
 if TYPE_CHECKING:
     import torch
@@ -228,7 +228,9 @@ def _resolved(
     if isinstance(what, RunFolder):
         recipe = what.read_recipe()
         require_model(recipe, what)
-        inputs = test_records(recipe, data_source(recipe)) if data is None else test_inputs(data)
+        inputs = (
+            load_test_records(recipe, data_source(recipe)) if data is None else test_inputs(data)
+        )
         return (
             _with_classes(inputs, recipe.data.num_classes),
             _required(settings or recipe.certify),

@@ -20,7 +20,7 @@ from dpdist.data import Dataset
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,9 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
         return
     import torch
 
-    dataset = test_records(recipe, data_source(recipe)).first(recipe.method.max_evaluation_queries)
+    dataset = load_test_records(recipe, data_source(recipe)).first(
+        recipe.method.max_evaluation_queries
+    )
     asked, answer, about = _scoring_function(recipe, folder, dataset)
     dataset = dataset.first(asked)
     if not len(dataset):
@@ -220,7 +222,7 @@ def split_images(recipe: Recipe) -> SplitImages | str:
     if recipe.canary_audit is not None:
         return "canaries of an audit may be among the test inputs"
     try:
-        dataset = test_records(recipe, data_source(recipe))
+        dataset = load_test_records(recipe, data_source(recipe))
     except UserError:
         return "the test data are not here, or cannot be read"
     shape = dataset.input_shape

@@ -25,7 +25,7 @@ from dpdist.runs.archive import Archive
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.runs.recipe import Recipe, field_error, refuse_unused, resolve_recipe
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, check_training
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 from dpdist.training.trainer import train
 from dpdist.tuning.search import Search, check_search
 
@@ -312,7 +312,7 @@ def check_evaluations(recipe: Recipe, context: str) -> None:
     """
     if recipe.certify is None:
         return
-    dataset = test_records(recipe, data_source(recipe))
+    dataset = load_test_records(recipe, data_source(recipe))
     if not recipe.certify.indices(len(dataset)):
         rule = f"must be below the {len(dataset):,} inputs of {dataset.name}"
         raise field_error(context, "certify.start", rule, recipe.certify.start)
@@ -349,7 +349,7 @@ def certify_stage(
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
         table = certify(
             folder.model_folder,
-            test_records(recipe, data_source(recipe)) if inputs is None else inputs,
+            load_test_records(recipe, data_source(recipe)) if inputs is None else inputs,
             settings,
             output,
             progress=show,
@@ -384,7 +384,7 @@ def evaluation_stage(
 
     subject = EvaluatedModel(
         folder.model_folder,
-        test_records(recipe, source),
+        load_test_records(recipe, source),
         lambda: records_with_canaries(recipe, source),
         recipe.model.name,
         recipe,

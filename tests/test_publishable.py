@@ -29,7 +29,7 @@ from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training import worker
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 pytestmark = pytest.mark.whole
 
@@ -89,7 +89,9 @@ def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
     found = {str(p): (folder.path / p).read_bytes() for p in publishable_files(folder)}
     found |= {f"public/{p.name}": p.read_bytes() for p in (work / "public").iterdir()}
     found |= archived(store)
-    found["what certificates name"] = test_records(recipe, data_source(recipe)).fingerprint.encode()
+    found["what certificates name"] = load_test_records(
+        recipe, data_source(recipe)
+    ).fingerprint.encode()
     found["summary"] = repr(pipeline.summary(folder)).encode()
     found["--json"] = json.dumps(published_json(read_facts(folder))).encode()
     (work / "recipe.yaml").write_text(recipe.to_yaml())

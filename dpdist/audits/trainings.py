@@ -59,7 +59,7 @@ from dpdist.training.canaries import canary_coordinates
 from dpdist.training.collectives import FlatOptimizer
 from dpdist.training.ensembles import TrainingItems, read_files, train_in_process
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 if TYPE_CHECKING:
     from dpdist.audits.membership_statistics import Game
@@ -390,7 +390,7 @@ class ShadowTrainer:
         self._shared, recipe = shared, shared.recipes[0]
         source = data_source(recipe)
         self._records = records_with_canaries(recipe, source)
-        self._test = test_records(recipe, source)
+        self._test = load_test_records(recipe, source)
 
     def __call__(self, number: int) -> dict[str, bytes]:
         shared, plain = self._shared, self._shared.game.is_plain(number)

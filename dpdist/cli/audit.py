@@ -341,7 +341,7 @@ def poison_command(
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
     from dpdist.training.job import check_trainable
-    from dpdist.training.records import data_source, test_records
+    from dpdist.training.records import data_source, load_test_records
 
     resolved = resolve_recipe(
         recipe, changes=parse_changes(changed), name=name, data_root=data_root
@@ -359,7 +359,7 @@ def poison_command(
         refuse_unused(resolved, recipe)
     trained = settings.data_recipe(resolved)
     records = len(check_trainable(trained, recipe)[0])
-    settings.choose_inputs(len(test_records(trained, data_source(trained))), recipe)
+    settings.choose_inputs(len(load_test_records(trained, data_source(trained))), recipe)
     _, plan = settings.training_plan(trained, records)
     poisoned = None if partitions else rule.poisoning_effect(settings, plan, records)
     folder.create_or_open(resolved)

@@ -370,12 +370,12 @@ def _certify_attacked_copies(
     from dpdist import pipeline
     from dpdist.attacks.attacked_copies import AttackedCopies, AttackedCopiesSpec
     from dpdist.certification import table_reader
-    from dpdist.training.records import data_source, test_records
+    from dpdist.training.records import data_source, load_test_records
 
     at = AttackedCopiesSpec.parse(text)
     recipe, model, chosen = request
     pipeline.require_certifying_gpus(recipe)
-    copies = AttackedCopies(at, test_records(recipe, data_source(recipe)), model, chosen)
+    copies = AttackedCopies(at, load_test_records(recipe, data_source(recipe)), model, chosen)
     beside = folder.certificates / chosen.folder_name / "certificates.parquet"
     output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
     with pipeline.run_session(folder):

@@ -99,7 +99,7 @@ def describe_data(dataset: DiscoveredDataset) -> str:
     what = "x".join(map(str, dataset.input_shape))
     inputs = f"images {what}" if dataset.image_column is not None else f"{what} features"
     return (
-        f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
+        f"{dataset.train_records:,} training and {dataset.load_test_records:,} test records, {inputs}, "
         f"{dataset.classes} classes"
     )
 
@@ -137,7 +137,7 @@ def starter_recipe(dataset: DiscoveredDataset, name: str) -> str:
         "certify:",
         "  sigma: 0.25",
         "  n: 10000                     # draws for each input",
-        f"  max_inputs: {min(500, dataset.test_records)}           # of the test split; leave "
+        f"  max_inputs: {min(500, dataset.load_test_records)}           # of the test split; leave "
         "out for all",
         "  radii: [0.1, 0.25, 0.5]      # L2, in input units; reported, all are certified",
         "resources:",
@@ -215,11 +215,11 @@ def list_data(data_root: DataRoot = None) -> None:
 def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
     from dpdist.runs.recipe import check_against_data, parse_changes, resolve_recipe
-    from dpdist.training.records import data_source, records_with_canaries, test_records
+    from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
     resolved = resolve_recipe(recipe, changes=parse_changes(changes), data_root=data_root)
     source = data_source(resolved)
-    train, test = records_with_canaries(resolved, source), test_records(resolved, source)
+    train, test = records_with_canaries(resolved, source), load_test_records(resolved, source)
     for split in (train, test):
         typer.echo(
             f"{split.name}: {len(split):,} records, inputs "

@@ -173,7 +173,7 @@ class DPALTrainer:
     def run_step(self, step: int) -> None:
         """A step on batch `step`, and on adversarial examples of the next one."""
         worker = self._worker
-        rows = worker.flat.new_zeros(worker.step.shards.rows, len(worker.flat)).double()
+        rows = worker.flat.new_zeros(worker.step.shards.num_rows, len(worker.flat)).double()
         for row, begin, end in worker.step.shards.local_shards:
             for noisy, labels in self._batch_passes(step, begin, end):
                 rows[row] += self._gradient(step, noisy, labels, 1.0)
@@ -202,7 +202,7 @@ class DPALTrainer:
         for start in range(0, len(members), _PASS):
             some = members[start : start + _PASS]
             inputs = worker.step.data.batch(some).to(network.input_noise)
-            labels = worker.step.canaries.labelled(some, worker.step.data.targets(some))
+            labels = worker.step.canaries.labels_for(some, worker.step.data.targets(some))
             found.append((2 * inputs - 1 + network.input_noise, labels.to(inputs.device)))
         return found
 

@@ -335,7 +335,7 @@ class Functional(Method):
             members = worker.step.canaries.inputs_for(np.arange(begin, end))
             copies = self._noisy_copies(worker, step, members)
             found.append((row, self._sum(worker, sums, self._stage(step), copies)))
-        rows = found[0][1].new_zeros(worker.step.shards.rows, len(found[0][1]))
+        rows = found[0][1].new_zeros(worker.step.shards.num_rows, len(found[0][1]))
         for row, total in found:
             rows[row] = total
         return rows
@@ -349,7 +349,7 @@ class Functional(Method):
         key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step)
         for start in range(0, len(members), PASS):
             rows = members[start : start + PASS]
-            targets = worker.step.canaries.labelled(rows, worker.step.data.targets(rows))
+            targets = worker.step.canaries.labels_for(rows, worker.step.data.targets(rows))
             for draw in range(draws.count):
                 noisy = partial(self._noisy_copy, worker, draws, key, rows, draw)
                 place = None if fresh else (int(rows[0]), draw)

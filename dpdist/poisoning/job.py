@@ -31,7 +31,7 @@ from dpdist.randomness.keys import ESTIMATE, StreamKeys, derive_key
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.recipe import Recipe
 from dpdist.training.ensembles import TrainingItems, plan_of_shard, shards_by_hash, train_in_process
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 from dpdist.training.worker import TrainingDiverged
 
 # --- the worker -------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Voter:
         self._shared = shared
         source = data_source(shared.recipe)
         self._records = records_with_canaries(shared.recipe, source)
-        self._test = test_records(shared.recipe, source)
+        self._test = load_test_records(shared.recipe, source)
         self._shards = None
         # of models on the same records; in memory alone
         self._shared_state: dict[Any, Any] | None = {}

@@ -37,10 +37,10 @@ from dpdist.runs.recipe import Recipe, check_against_data, field_error, resolve_
 from dpdist.training.provenance import AMONG_PUBLIC_REASON, check_pretrained
 from dpdist.training.records import (
     data_source,
+    load_test_records,
     method_public_records,
     private_records,
     records_with_canaries,
-    test_records,
     training_records,
 )
 
@@ -169,7 +169,7 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
 
     Returns what the model's public part is and saw (`check_pretrained`).
     """
-    test = test_records(recipe, source)
+    test = load_test_records(recipe, source)
     private = private_records(recipe, source)
     pretrained = check_pretrained(recipe, private, context)
     named, public = recipe.method.public_records, method_public_records(recipe)

@@ -38,7 +38,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training.canaries import check_canary_coordinates
 from dpdist.training.collectives import UPDATE_CLASSES, FlatOptimizer, ReduceDtype, ReplicatedUpdate
 from dpdist.training.provenance import load_frozen_weights, with_frozen_part
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 # --- the start on public inputs ----------------------------------------------------------------
 
@@ -335,7 +335,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     time is extrapolated from a probe on this machine with made-up inputs: no record is touched."""
     source = data_source(recipe)
     dataset = records_with_canaries(recipe, source)
-    test = test_records(recipe, source)
+    test = load_test_records(recipe, source)
     counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
     if not (plan.steps and recipe.method.takes_gradient_steps):
         return [("training", recipe.method.describe(plan)), counted]

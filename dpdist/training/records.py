@@ -90,7 +90,7 @@ def declared_public_records(recipe: Recipe, source: data.DataSource) -> data.Dat
     return split.select_by_hash(0.0, recipe.data.public * _used_fraction(recipe.data, split))
 
 
-def test_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
+def load_test_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
     """The test split, whose scores and certificates are published.
 
     Raises UserError when private records are in it. (Where the training split does not lie, nothing

@@ -17,7 +17,7 @@ from dpdist.certification.registry import settings_of
 from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
 from dpdist.reports.facts import read_facts
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 
 pytestmark = pytest.mark.whole
 
@@ -41,13 +41,13 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
     assert DISCLAIMER in out and out.count("vote (Cohen), gaussian 0.25, l2 >= 0.3") == 2
     (path,) = Path(folder.path / "attacks").glob("certified-pgd-l2-0.3-*/certificates.parquet")
     attacked, (clean,) = table_reader.read(path), read_facts(folder).tables
-    assert clean.about["data"] != attacked.about["data"]
+    assert clean.job_record["data"] != attacked.job_record["data"]
     assert attacked.certified_accuracy(1e-9) < clean.certified_accuracy(1e-9)
     for table, of in ((attacked, "attacked"), (clean, "clean")):
         (line,) = [line for line in out.splitlines() if line.startswith(of)]
         assert line.endswith(f"{100 * table.certified_accuracy(0.3):.2f} %")
     # What was certified: copies within the size that go from the label, the same every time.
-    data, model = test_records(recipe, data_source(recipe)), load_model(recipe, folder)
+    data, model = load_test_records(recipe, data_source(recipe)), load_model(recipe, folder)
     at, settings = AttackedCopiesSpec.parse("attacked:pgd,0.3,l2"), settings_of(SETTINGS)
     copies = AttackedCopies(at, data, model, settings)
     assert copies.fingerprint == attacked.about["data"]

@@ -54,7 +54,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
     (audited,) = facts.audits
     assert audited.path == run.path / "audit" / "mechanism" / "audit.json"
     assert 0 < audited.epsilon < audited.proved == facts.guarantee.epsilon
-    assert ("audited, mechanism", audited.line) in facts.summary()
+    assert ("audited, mechanism", audited.summary_line) in facts.summary()
     assert any(audited.line in note for note in facts.card()["notes"])
     header, row = compare.privacy_rows([facts])
     assert row[header.index("audited epsilon")] == audited.short
@@ -92,7 +92,10 @@ def test_a_claim_of_other_data_sets_or_at_a_larger_delta_is_not_refuted(monkeypa
         plan = PrivacyPlan.dp_sgd(
             records=100, batch_size=10, noise_multiplier=1.0, steps=10, delta=1e-5
         )
-        assert Target(recipe, plan, plan.guarantee()).claimed == claimed, (delta, neighbours)
+        assert Target(recipe, plan, plan.guarantee()).claimed_epsilon == claimed, (
+            delta,
+            neighbours,
+        )
 
 
 def test_of_a_recipe(dpdist, tmp_path):

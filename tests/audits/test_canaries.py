@@ -177,7 +177,7 @@ def test_the_coins_have_a_key_of_their_own(tmp_path, monkeypatch):
     (made,) = [d for d in seen.derived if d.purpose == "audit coin"]
     assert made.parent == job.folder.read_run_key()
     assert [(s.caller, s.start, s.count) for s in seen.streams if s.key == made.key] == [
-        ("coins", 0, CANARIES)
+        ("draw_coins", 0, CANARIES)
     ]
     assert made.key not in {d.parent for d in seen.derived}
     assert made.key not in {*seen.of(SAMPLING), *seen.of(NOISE)}
@@ -300,7 +300,7 @@ def test_records_as_canaries_are_seen_in_the_trained_model(tmp_path):
         audit={"kind": "canaries", "canary": "mislabelled", "canaries": 60},
     )  # fmt: skip
     train(recipe, folder)
-    seen = _scores_of_final_model(recipe.planted, recipe, folder)
+    seen = _scores_of_final_model(recipe.canary_audit, recipe, folder)
     # by chance: 3e-3
     assert OneRunGuesses.from_scores(seen, draw_coins(folder.read_run_key(), 60), 40).right >= 29
 

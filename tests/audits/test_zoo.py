@@ -45,7 +45,7 @@ def test_sound_pieces_are_not_accused(fault: Fault) -> None:
 
 
 def test_what_is_paid_for_or_public_may_be_made_first():
-    records = np.random.default_rng(0).is_random((9, 4))
+    records = np.random.default_rng(0).random((9, 4))
     assert depends_on_records(lambda found: {"a": np.ones(4)}, records) == []
     assert depends_on_records(lambda found: {"a": np.ones(4), "b": found.sum(0)}, records) == ["b"]
 

@@ -23,7 +23,7 @@ from dpdist.core.errors import UserError
 from dpdist.data import discovery
 from dpdist.data.discovery import inspect_folder
 from dpdist.runs.recipe import load_recipe
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 pytestmark = pytest.mark.whole
 
@@ -53,7 +53,7 @@ def started(folder: Path, *options: str):
     assert done.exit_code == 0, done.exception
     recipe = load_recipe(Path(f"{folder.name}.yaml"))
     source = data_source(recipe)
-    return recipe, records_with_canaries(recipe, source), test_records(recipe, source)
+    return recipe, records_with_canaries(recipe, source), load_test_records(recipe, source)
 
 
 def test_pictures_in_a_column_with_labels_in_words():

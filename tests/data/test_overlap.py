@@ -183,7 +183,7 @@ def test_what_could_not_be_compared_is_assumed_on_the_card(root):
     write_images(root / "other", "train", pixels(0, 80, side=5))
     described = pretraining(root, name="other")
     pretrain(described, "test")
-    card = trained(described, root / "run").card()
+    card = trained(described, root / "run").privacy_card()
     assert "of another shape, 1x5x5, so not compared" in card["extra"]["initial weights trained on"]
     assert "no private record is, in another shape, among" in card["assumptions"][-1]
 
@@ -215,7 +215,9 @@ def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place
     write_images(root / "elsewhere" / "mine", "train", pixels(8, 30))
     write_images(root / "elsewhere" / "mine", "test", pixels(2, 10))
     if place == "release":
-        card = trained(beginning_with(first.release, root / "elsewhere"), root / "run").card()
+        card = trained(
+            beginning_with(first.release_folder, root / "elsewhere"), root / "run"
+        ).card()
         assert "compared by content" in card["extra"]["initial weights trained on"]
         assert not any("no private record is among" in line for line in card["assumptions"])
 
@@ -225,7 +227,7 @@ def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
     trained(recipe(root), first.path)
     write_release(first)
     alone = root / "copied" / "release"
-    shutil.copytree(first.release, alone)
+    shutil.copytree(first.release_folder, alone)
     with pytest.raises(UserError, match="trained on mine, as this run is"):
         prepare(beginning_with(alone, root), RunFolder(root / "run"), "test")
     write_images(root / "renamed", "train", pixels(8, 30))

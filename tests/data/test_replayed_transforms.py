@@ -109,14 +109,14 @@ def test_what_is_seeded_is_replayed_and_charged_once(tmp_path, monkeypatch, name
     random.seed(7), np.random.seed(7), torch.manual_seed(7)  # generators are elsewhere by now
     run, _ = went_on(tmp_path / "run", SEEDED[name], monkeypatch)
     assert release_ids(run)[: AT + 1] == before
-    assert Ledger.read(run.ledger).releases == dict.fromkeys(range(STEPS), 1)
+    assert Ledger.read(run.ledger).release_counts == dict.fromkeys(range(STEPS), 1)
 
 
 @pytest.mark.parametrize("name", UNSEEDED)
 def test_another_sum_never_gets_the_announced_noise(tmp_path, monkeypatch, name):
     before, early = killed(tmp_path / "run", UNSEEDED[name], monkeypatch)
     run, late = went_on(tmp_path / "run", UNSEEDED[name], monkeypatch)
-    counts = Ledger.read(run.ledger).releases
+    counts = Ledger.read(run.ledger).release_counts
     assert counts == {step: 2 if step == AT else 1 for step in range(STEPS)}  # both are charged
     assert len(set(release_ids(run))) == STEPS + 1 and release_ids(run)[: AT + 1] == before
     assert len({*early, *late}) == len(early) + len(late) == STEPS  # no noise twice

@@ -30,7 +30,7 @@ from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.ensembles import QueryOracle
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 
 pytestmark = pytest.mark.guarantee
 
@@ -299,7 +299,7 @@ def test_a_crash_counts_and_two_at_once_take_one(
     assert here("run", "x.yaml").code == 0
     folder = RunFolder(tmp_path / "runs" / "x")
     recipe = folder.read_recipe()
-    test = test_records(recipe, data_source(recipe))
+    test = load_test_records(recipe, data_source(recipe))
     inputs, real = test.batch(slice(100, 104)), PrivatePrediction.answer
 
     def dies(self: PrivatePrediction, scores: Any, plan: Any, key: bytes) -> Any:

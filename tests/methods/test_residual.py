@@ -36,7 +36,7 @@ from dpdist.randomness.noise_location import ModuleNoise, find_noise_location
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import make_plan, parse_recipe
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -235,7 +235,7 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     assert "mean scores of 16 draws" in out and re.search(r"certified, .*0\.25", out), out
     run = tmp_path / "runs/r"
     recipe = parse_recipe(RECIPE, "r")
-    inputs = test_records(recipe, data_source(recipe)).batch(slice(None))
+    inputs = load_test_records(recipe, data_source(recipe)).batch(slice(None))
     within = (inputs.flatten(1).norm(dim=1) <= 3.5).double().mean()
     assert 0 < within < 1 and len(inputs) == int(images)  # of test images, in input units
     assert 0 <= 100 * float(within) - float(share) < 0.1  # never printed larger than it is

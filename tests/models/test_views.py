@@ -33,7 +33,7 @@ from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.model_setup import model_spec
 from dpdist.training.pretraining import join_parts, pretrain
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 pytestmark = pytest.mark.whole
 
@@ -183,7 +183,7 @@ def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
     assert files[0] == files[1]
     recipe = mine.read_recipe()
     evaluate_stage(recipe, mine)
-    test = test_records(recipe, data_source(recipe))
+    test = load_test_records(recipe, data_source(recipe))
     x, network = test.batch(slice(0, len(test))), load_model(plain.read_recipe(), plain)
     answers = averaged(network, x, MOVES[:5]).argmax(1)
     with torch.no_grad():

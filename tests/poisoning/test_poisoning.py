@@ -49,7 +49,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, make_plan
 from dpdist.training import ensembles, job
 from dpdist.training.ensembles import plan_of_shard, shards_by_hash
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -186,7 +186,7 @@ def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
     path = pipeline.evaluation_stage(recipe, begun(recipe, tmp_path), settings)
     votes = read_votes(path)
     source = data_source(recipe)
-    records, test = records_with_canaries(recipe, source), test_records(recipe, source)
+    records, test = records_with_canaries(recipe, source), load_test_records(recipe, source)
     rows = np.arange(0, len(test), 40)
     assert votes.index.tolist() == rows.tolist()
     assert votes.label.tolist() == np.asarray(test.labels)[rows].tolist()
@@ -295,7 +295,7 @@ def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
     source = data_source(recipe)
     subject = SimpleNamespace(
         training=lambda: records_with_canaries(recipe, source),
-        test=test_records(recipe, source),
+        test=load_test_records(recipe, source),
         recipe=recipe,
     )
     return settings.job_spec(subject)._share(SEED)  # type: ignore[arg-type]
@@ -421,7 +421,7 @@ def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     source = data_source(recipe)
     subject: Any = SimpleNamespace(
-        training=lambda: records_with_canaries(recipe, source), test=test_records(recipe, source),
+        training=lambda: records_with_canaries(recipe, source), test=load_test_records(recipe, source),
         recipe=recipe,
     )  # fmt: skip
     given, secret = (Poisoning(2, seed=s).job_spec(subject).identity() for s in (SEED, None))

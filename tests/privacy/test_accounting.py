@@ -161,7 +161,7 @@ def test_composition_by_sampling_the_privacy_loss():
     rate, noise, at, runs, steps = 0.05, 0.8, 0.5, 200_000, 10
     loss = np.zeros(runs)
     for _ in range(steps):
-        joined = rng.is_random(runs) < rate
+        joined = rng.random(runs) < rate
         x = rng.normal(0, noise, runs) + joined
         loss += np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2)))
     gain = np.maximum(0.0, -np.expm1(at - loss))

@@ -175,7 +175,7 @@ def test_one_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_st
     rng = np.random.default_rng(20)
     times, m, guesses, delta = 400, 500, 40, 1e-5
     truth = float(gaussian_epsilon(delta, 1.0, mu))
-    coins = rng.is_random((times, m)) < 0.5
+    coins = rng.random((times, m)) < 0.5
     seen = mu * coins + rng.standard_normal((times, m))
     audits = [
         OneRunGuesses.from_scores(s, c, guesses, ALPHA) for s, c in zip(seen, coins, strict=True)
@@ -205,8 +205,8 @@ def test_pooling_would_accuse_correct_code():
     rng, delta = np.random.default_rng(3), 0.25
     pooled, one, worthless = 0, 0, audit_bounds.approximate_dp_tradeoff(0.0, delta)
     for _ in range(200):
-        coins = rng.is_random(400) < 0.5
-        seen = coins + 0.0 if rng.is_random() < delta else rng.standard_normal(400)
+        coins = rng.random(400) < 0.5
+        seen = coins + 0.0 if rng.random() < delta else rng.standard_normal(400)
         order = np.argsort(-seen)[:200]
         hits = int(coins[order].sum())
         count = int(coins.sum())
@@ -223,7 +223,7 @@ def test_a_plans_own_curve():
         )
 
     rng = np.random.default_rng(5)
-    coins = rng.is_random(2000) < 0.5
+    coins = rng.random(2000) < 0.5
     # sigma 0.5 was run
     audit = OneRunGuesses.from_scores(coins / 0.5 + rng.standard_normal(2000), coins, 160)
     assert not audit.rejects(audit_bounds.plan_tradeoff(plan(0.5)))

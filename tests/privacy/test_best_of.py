@@ -190,7 +190,7 @@ def test_a_simulated_search_is_not_beyond_the_bound():
 
     def winners(mean):
         # The best of k is the k-th root of a uniform, through the quantile function.
-        return norm.ppf(random.is_random(searches) ** (1 / runs)) + mean
+        return norm.ppf(random.random(searches) ** (1 / runs)) + mean
 
     here, there = winners(0.0), winners(shift)
     loss = selection_pld(library.from_gaussian_mechanism(1 / shift), law)
@@ -289,7 +289,7 @@ def test_a_composed_loss_is_the_library_s_to_the_last_bit(count):
 @given(st.integers(0, 2**32), st.integers(2, 400), st.sampled_from([1, 3, 10]))
 def test_the_hull_is_the_slow_one(seed, points, power):
     random = np.random.default_rng(seed)
-    x = np.cumsum(random.is_random(points) ** power + 1e-9)
+    x = np.cumsum(random.random(points) ** power + 1e-9)
     y = np.cumsum(random.normal(size=points)) if seed % 2 else -((x - x.mean()) ** 2)
     y += 1e-3 * random.integers(0, 3, points)
     kept: list[int] = []

@@ -134,7 +134,7 @@ def test_transdenoiser_gives_back_the_input_exactly():
     rng = np.random.default_rng(1)
     size, sigma, steps = 12, 0.25, 1000
     weights, bias = rng.normal(size=(size, size)), rng.normal(size=size)
-    x = rng.is_random(size)
+    x = rng.random(size)
     z = x + sigma * rng.normal(size=size)
 
     jacobian = 2 * np.concatenate([np.kron(weights, z[:, None]), weights])  # of the gradient, in z
@@ -167,7 +167,7 @@ def test_residual_noise_leaves_the_first_block_s_direction_bare():
     However large gamma is, the update's row space is the line through x0.
     """
     rng = np.random.default_rng(4)
-    x0, weights, block = rng.is_random(20), rng.normal(size=20), rng.normal(size=(20, 20))
+    x0, weights, block = rng.random(20), rng.normal(size=20), rng.normal(size=(20, 20))
     for gamma in (0.5, 1e6):
         x1 = x0 + block @ x0 + gamma * rng.normal(size=20)
         update = (weights @ x1 - 1.0) * np.outer(weights, x0)

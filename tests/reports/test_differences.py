@@ -31,7 +31,7 @@ from dpdist.reports.compare import (
 )
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 
 pytestmark = pytest.mark.whole
 
@@ -266,7 +266,7 @@ def test_a_run_says_which_inputs_it_got_wrong(
     monkeypatch.setattr(evaluation, "_BATCH", 100)
     pipeline.evaluate_stage(recipe, run)
     facts = read_facts(run)
-    test = test_records(recipe, data_source(recipe))
+    test = load_test_records(recipe, data_source(recipe))
     with torch.no_grad():
         answers = load_model(recipe, run)(test.batch(slice(None))).argmax(1)
     wrong = np.flatnonzero(answers.numpy() != np.asarray(test.labels))

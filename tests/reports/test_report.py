@@ -58,7 +58,7 @@ from dpdist.reports.summary import (
 )
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training.records import data_source, test_records
+from dpdist.training.records import data_source, load_test_records
 
 pytestmark = pytest.mark.whole
 
@@ -102,7 +102,7 @@ class Page(HTMLParser):
 def certify(run: RunFolder, name: str = "mine", data: str | None = None) -> None:
     """Certificates of the first test inputs, ever less sure; some wrong, some not answered."""
     recipe = run.read_recipe()
-    test = test_records(recipe, data_source(recipe))
+    test = load_test_records(recipe, data_source(recipe))
     settings, rows = Cohen(sigma=0.5, n=1000, radii=(0.1, 0.25)), []
     for index in range(INPUTS):
         label = int(test.labels[index])
@@ -232,7 +232,7 @@ def test_images_are_test_inputs_and_shown_where_somebody_said_so(
     assert {it.index for it in wrong} == WRONG and {it.index for it in silent} == ABSTAINS
     assert all(a.radius <= b.radius for a, b in itertools.pairwise(least))
     assert most[0].index == 0 and least[0].radius < most[0].radius
-    test = test_records(recipe, data_source(recipe))
+    test = load_test_records(recipe, data_source(recipe))
     assert wrong[0].label == NAMES[int(test.labels[wrong[0].index])]
     assert wrong[0].answer == f"answer {NAMES[(int(test.labels[wrong[0].index]) + 1) % 10]}"
     pixels = np.asarray(Image.open(io.BytesIO(wrong[0].png)))

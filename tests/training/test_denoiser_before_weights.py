@@ -29,8 +29,8 @@ from dpdist.training.public_training import reconstruction_error
 from dpdist.training.records import (
     data_source,
     declared_public_records,
+    load_test_records,
     records_with_canaries,
-    test_records,
 )
 
 pytestmark = pytest.mark.whole
@@ -69,7 +69,7 @@ def parts(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
 def test_the_denoiser_learns_to_remove_the_noise_and_the_classifier_sees_through_it(weights):
     spec, recipe = models.read_spec(weights), parse_recipe(raw(weights), "test")
     assert spec.name == "small-cnn" and spec.denoiser.name == "unet"
-    test = test_records(recipe, data_source(recipe))
+    test = load_test_records(recipe, data_source(recipe))
     denoiser, classifier = parts(weights)
     left = reconstruction_error(denoiser, test, 0.5)
     assert left < 0.3  # noise of 0.5 comes in

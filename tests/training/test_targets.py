@@ -26,7 +26,7 @@ from dpdist.reports.summary import make_verdict, run_as_json
 from dpdist.reports.tracking import Tracker, iter_metrics
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.records import data_source, records_with_canaries, test_records
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 pytestmark = pytest.mark.whole
 
@@ -79,7 +79,7 @@ def test_targets_are_read_as_they_are_stored(finished):
 def test_the_measures_are_those_of_the_model(finished):
     kind, recipe, folder = finished
     written = json.loads(folder.evaluation.read_text())
-    test = test_records(recipe, data_source(recipe))
+    test = load_test_records(recipe, data_source(recipe))
     with torch.no_grad():
         outputs = load_model(recipe, folder)(test.batch(slice(None))).numpy().astype(float)
     y = columns(kind, KINDS[kind][1], 1)["y"]

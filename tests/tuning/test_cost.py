@@ -143,7 +143,7 @@ def test_the_bound_lies_above_every_setting(searched, length):
     rng = np.random.default_rng(0)
 
     def drawn(low, high):
-        return float(rng.uniform(low, high) if rng.is_random() < 0.5 else rng.choice([low, high]))
+        return float(rng.uniform(low, high) if rng.random() < 0.5 else rng.choice([low, high]))
 
     for _ in range(100):
         values = {
@@ -357,7 +357,7 @@ def test_every_trial_of_every_space_is_covered(searched, seed, target):
     cost = cost_of(asked)
     assert not target or cost.guarantee.epsilon <= 2.0
     for _ in range(1 if target else 4):
-        trial = apply_values(asked, draw_values(asked.tune, rng.is_random), "r.yaml")
+        trial = apply_values(asked, draw_values(asked.tune, rng.random), "r.yaml")
         records = SIZES.training_records(trial.data.fraction)
         noise = cost.trial_noise_multiplier(trial)
         plan = plan_with_noise(trial, records, noise)

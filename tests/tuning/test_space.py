@@ -16,7 +16,7 @@ from dpdist.tuning.space import apply_values, check_space, cost_boxes, domain_va
 
 def test_every_kind_of_domain_has_its_distribution():
     """Kolmogorov-Smirnov and chi-square on 4,000 draws; each fails by chance once in 10^4 seeds."""
-    uniforms = np.random.default_rng(3).is_random(4000)
+    uniforms = np.random.default_rng(3).random(4000)
 
     def drawn(**kind) -> list:
         return [domain_value(Domain(**kind), float(u)) for u in uniforms]

@@ -144,11 +144,11 @@ def test_other_records_of_the_same_number_have_other_keys(tmp_path, monkeypatch)
     seen = []
     for name in ("a", "b"):
         rng = np.random.default_rng(0)
-        features, labels = rng.is_random((120, 64)), rng.integers(0, 10, 120)
+        features, labels = rng.random((120, 64)), rng.integers(0, 10, 120)
         labels[0] = 3 if name == "a" else 4
         folder = tmp_path / name / "mine"
         write_split(folder, x=features, label=labels)
-        write_split(folder, "test", x=rng.is_random((30, 64)), label=np.arange(30) % 10)
+        write_split(folder, "test", x=rng.random((30, 64)), label=np.arange(30) % 10)
         data = {"name": "mine", "root": str(tmp_path / name), "columns": {"features": ["x"]}}
         seen.append(all_keys(recorded(job_of(tmp_path, f"run-{name}", data=data), monkeypatch)))
     assert not seen[0] & seen[1]

@@ -241,7 +241,7 @@ def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
 
 
 def test_what_is_no_image_is_not_cropped(tmp_path):
-    features = np.random.default_rng(0).is_random((60, 5))
+    features = np.random.default_rng(0).random((60, 5))
     for split, rows in (("train", slice(0, 40)), ("test", slice(40, 60))):
         write_split(tmp_path / "features", split, f=features[rows], label=([0, 1] * 30)[rows])
     data = {"name": "features", "root": str(tmp_path), "classes": 2, "columns": {"features": ["f"]}}

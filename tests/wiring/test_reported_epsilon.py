@@ -29,7 +29,7 @@ from dpdist.reports.html import write_report
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.training import trainer
 from dpdist.training.job import TrainJob
-from dpdist.training.records import test_records
+from dpdist.training.records import load_test_records
 
 pytestmark = pytest.mark.guarantee
 
@@ -213,7 +213,7 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     write_release(folder)
     for name in ("model.safetensors", "model.json"):
         assert (folder.release / name).read_bytes() == (folder.model / name).read_bytes()
-    dataset, model = test_records(job.recipe, job.source), load_model(job.recipe, folder)
+    dataset, model = load_test_records(job.recipe, job.source), load_model(job.recipe, folder)
     right = 0
     for i in range(len(dataset)):
         with torch.no_grad():
