@@ -226,29 +226,9 @@ def _resolved(
     if isinstance(what, str | Path) and not _is_factory(what):
         what = _at_path(Path(what), trusted_factory)
     if isinstance(what, RunFolder):
-        recipe = what.read_recipe()
-        require_model(recipe, what)
-        inputs = (
-            load_test_records(recipe, data_source(recipe)) if data is None else test_inputs(data)
-        )
-        return (
-            _with_classes(inputs, recipe.data.num_classes),
-            _required(settings or recipe.certify),
-            Subject.load(what.model_folder, recipe.model.name),
-        )
+        return _resolve_run(what, data, settings)
     if isinstance(what, Release):
-        what.require_numeric_inputs()
-        about = what.description
-        own = (
-            load_data(data_source_under(about.data, None), "test")
-            if data is None
-            else test_inputs(data)
-        )
-        return (
-            _with_classes(own, len(about.classes)),
-            _required(settings or about.certificate),
-            Subject.load(what.path, what.trusted_factory),
-        )
+        return _resolve_release(what, data, settings)
     chosen = _required(settings)
     inputs = test_inputs(data)
     if isinstance(what, Subject):
@@ -271,6 +251,35 @@ def _resolved(
             f"Release or a path, got {type(what).__name__}"
         )
     return _with_classes(inputs, _answered(subject, inputs)), chosen, subject
+
+
+def _resolve_run(
+    run: RunFolder, data: Any, settings: Certificate | None
+) -> tuple[DatasetLike, Certificate, Subject]:
+    recipe = run.read_recipe()
+    require_model(recipe, run)
+    own = data is None
+    inputs = load_test_records(recipe, data_source(recipe)) if own else test_inputs(data)
+    subject = Subject.load(run.model_folder, recipe.model.name)
+    return (
+        _with_classes(inputs, recipe.data.num_classes),
+        _required(settings or recipe.certify),
+        subject,
+    )
+
+
+def _resolve_release(
+    release: Release, data: Any, settings: Certificate | None
+) -> tuple[DatasetLike, Certificate, Subject]:
+    release.require_numeric_inputs()
+    about = release.description
+    source = data_source_under(about.data, None)
+    inputs = load_data(source, "test") if data is None else test_inputs(data)
+    return (
+        _with_classes(inputs, len(about.classes)),
+        _required(settings or about.certificate),
+        Subject.load(release.path, release.trusted_factory),
+    )
 
 
 def _is_factory(what: str | Path) -> bool:

@@ -99,7 +99,7 @@ def describe_data(dataset: DiscoveredDataset) -> str:
     what = "x".join(map(str, dataset.input_shape))
     inputs = f"images {what}" if dataset.image_column is not None else f"{what} features"
     return (
-        f"{dataset.train_records:,} training and {dataset.load_test_records:,} test records, {inputs}, "
+        f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
         f"{dataset.classes} classes"
     )
 
@@ -137,7 +137,7 @@ def starter_recipe(dataset: DiscoveredDataset, name: str) -> str:
         "certify:",
         "  sigma: 0.25",
         "  n: 10000                     # draws for each input",
-        f"  max_inputs: {min(500, dataset.load_test_records)}           # of the test split; leave "
+        f"  max_inputs: {min(500, dataset.test_records)}           # of the test split; leave "
         "out for all",
         "  radii: [0.1, 0.25, 0.5]      # L2, in input units; reported, all are certified",
         "resources:",

@@ -49,7 +49,7 @@ class DiscoveredDataset:
     train_split: str
     test_split: str
     train_records: int
-    load_test_records: int
+    test_records: int
     image_column: str | None
     feature_columns: tuple[str, ...]
     label_column: str

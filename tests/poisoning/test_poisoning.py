@@ -421,8 +421,8 @@ def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     source = data_source(recipe)
     subject: Any = SimpleNamespace(
-        training=lambda: records_with_canaries(recipe, source), test=load_test_records(recipe, source),
-        recipe=recipe,
+        training=lambda: records_with_canaries(recipe, source),
+        test=load_test_records(recipe, source), recipe=recipe,
     )  # fmt: skip
     given, secret = (Poisoning(2, seed=s).job_spec(subject).identity() for s in (SEED, None))
     assert given["settings"].pop("seed_given") and not secret["settings"].pop("seed_given")
