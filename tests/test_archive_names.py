@@ -219,7 +219,7 @@ def test_a_refused_archive_leaves_nothing(archived, tmp_path, command, how):
     elif how == "a folder":
         target.mkdir()
     said = {"changed": "not what was archived", "missing": "named by the manifest and missing"}
-    claims = archived.names("claims")
+    claims = archived.list_names("claims")
     with pytest.raises((UserError, ClusterError), match=said.get(how, how)):
         getattr(archives, command)(archived.url, tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists() and archived.names("claims") == claims

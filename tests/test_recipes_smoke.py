@@ -129,13 +129,13 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
     if taught:
         run_without_ray(monkeypatch)
         fit(job)
-        scores = TeacherEnsemble(folder).scores(data.load(job.source, "test").batch(slice(0, 2)))
+        scores = TeacherEnsemble(folder).scores_file(data.load(job.source, "test").batch(slice(0, 2)))
         assert len(scores) == 2 and np.isfinite(scores).all()
     else:
         run_training(job, Reducer(0, 1, torch.device("cpu")))
     if recipe.method.not_releasable_reason is not None:
         return
-    trained = models.load(folder.model)
+    trained = models.load(folder.model_folder)
     values = torch.cat([p.flatten() for p in trained.parameters()])
     assert torch.isfinite(values).all()
     assert folder.require_trained()["steps"] == job.plan.steps

@@ -578,7 +578,7 @@ def test_a_release_answers_without_its_run(copied, call, work):
     assert again.abstain or (again.name == str(again.label) and again.radius > 0)
     run = RunFolder(work / "runs/small")
     x = torch.rand(5, 1, 8, 8)
-    assert torch.equal(loaded.model(x), models.load(run.model)(x))
+    assert torch.equal(loaded.model_folder(x), models.load(run.model_folder)(x))
     with pytest.raises(ValueError, match="shape"):
         loaded.answerer(n=300)(np.zeros((3, 3)))
     edit(copied, DESCRIPTION, at("certificate", to=None))
@@ -591,7 +591,7 @@ def test_a_replica_answers_by_the_release_that_is_described_and_no_other(copied)
     from dpdist.serving.deployment import Classifier, ServingSettings
 
     serving = ServingSettings(copied, None, None, 100, 0.001, 1, RequestLimits())
-    described = dpdist.load(copied).sums
+    described = dpdist.load(copied).checksums
     Classifier(serving, described)
     edit(copied, PRIVACY_CARD, at("notes", 0, to="said otherwise"))
     with pytest.raises(ReleaseError, match="changed since it is served"):
@@ -604,7 +604,7 @@ def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch)
     assert done.code == 0, done.err
     (path,) = (work / "certificates/small").glob("*/certificates.parquet")
     table = table_reader.read(path)
-    assert table.about["model"] == models.model_hash(copied)
+    assert table.job_record["model"] == models.model_hash(copied)
     assert (table.sigma, table.n, len(table.index)) == (0.25, 50, 3)
     assert (work / "all.csv").read_text().count("\n") == 4
     done = call("certify", copied, "--output", copied / "certificates")

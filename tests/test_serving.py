@@ -255,7 +255,7 @@ def test_other_paths_and_methods():
     gate = RequestHandler({}, SHAPE, Replica())
     assert ask(gate, path="/elsewhere").status == 404
     assert ask(gate, method="GET").headers["allow"] == "POST"
-    assert ask(gate, path="/metrics", method="GET").kind.startswith("text/plain")
+    assert ask(gate, path="/metrics", method="GET").content_type.startswith("text/plain")
 
 
 class Calls:

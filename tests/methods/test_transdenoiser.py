@@ -75,7 +75,7 @@ def test_the_split_credits_what_brute_force_finds():
     chosen = x[remainders(model, x, z) >= 0]
     part = MixedJacobian(model, squared_error, chosen, chosen)
     identity = torch.eye(part.num_parameters, dtype=torch.float64)
-    m = torch.stack([part.squares(column) for column in identity]) / 9**2
+    m = torch.stack([part.gram_matvec(column) for column in identity]) / 9**2
     s_min = float(torch.linalg.eigvalsh(m)[0])
     assert s_min > 0
     steps = int(0.5 * method.xi_up**2 / (s_min * method.sigma**2))
@@ -247,7 +247,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     before, after = models.load(public).state_dict(), model.get_submodule("classifier").state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    start = models.build_model(models.read_spec(folder.model)).get_submodule("denoiser")
+    start = models.build_model(models.read_spec(folder.model_folder)).get_submodule("denoiser")
     x = torch.rand(3, 1, 8, 8)
     assert torch.equal(start(x), x) and not torch.equal(model.get_submodule("denoiser")(x), x)
 
@@ -281,7 +281,7 @@ def test_no_dp_and_full_prove_nothing(public, tmp_path):
     assert facts.guarantee.epsilon == math.inf
     claimed = dict(facts.summary())["claimed, not proved"]
     assert "TransDenoiser Theorem 3" in claimed and "not sound" in claimed
-    card = facts.card()
+    card = facts.privacy_card()
     assert not card["private"] and card["guarantee"]["epsilon"] in ("inf", math.inf)
     assert any("NOT PRIVATE: TransDenoiser" in line for line in card["mechanism"])
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
@@ -360,7 +360,7 @@ def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
     described = raw(copy)
     described["model"]["classifier"] = {"folder": str(copy), "saw": "a data set on paper"}
     prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "b"), "test")
-    about = json.loads(RunFolder(tmp_path / "b").pretrained.read_text())
+    about = json.loads(RunFolder(tmp_path / "b").pretraining_record.read_text())
     assert about["saw"] == "a data set on paper (declared, not checked)"
 
 
@@ -374,7 +374,7 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
     }
     (copy / "privacy_card.json").write_text(json.dumps(card))
     prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
-    about = json.loads(RunFolder(tmp_path / "run").pretrained.read_text())
+    about = json.loads(RunFolder(tmp_path / "run").pretraining_record.read_text())
     told = "told apart by name only, not checked by record"
     stated = "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
     assert about["saw"] == f"{stated}; {told}"
@@ -441,7 +441,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
     pretrain(parse_recipe(described, "test"), "test")
     moved = join_parts(folder, "classifier", other, RunFolder(tmp_path / "moved"))
     x = torch.rand(4, 1, 8, 8)
-    whole = models.load(moved.model)
+    whole = models.load(moved.model_folder)
     assert torch.equal(whole(x), models.load(other)(model.get_submodule("denoiser")(x)))
     before, after = read_facts(folder), read_facts(moved)
     assert after.guarantee == before.guarantee

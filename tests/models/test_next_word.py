@@ -194,7 +194,7 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     evaluate_stage(recipe, folder)
     report_stage(folder)
     found = json.loads(folder.evaluation.read_text())
-    model, test = models.load(folder.model), data.load(job.source, "test")
+    model, test = models.load(folder.model_folder), data.load(job.source, "test")
     targets = test.targets(slice(None))
     logits = model(test.batch(slice(None)))[targets >= 0]
     wanted = nn.functional.cross_entropy(logits, targets[targets >= 0])

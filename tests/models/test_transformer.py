@@ -194,7 +194,7 @@ def test_what_to_install_is_said(monkeypatch):
         make("bert")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"data\.text\.tokenizer: needs .*'dpdist\[hf\]'"):
-        _ = data.TextColumn(tokenizer=__file__).vocabulary
+        _ = data.TextColumn(tokenizer=__file__).vocabulary_size
 
 
 # --- whole runs
@@ -247,7 +247,7 @@ def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
     job = prepare(recipe, folder, "test")
     before = initial_model(recipe, model_spec(recipe, job.records()))
     execute(job, 2)
-    after = load_file(folder.model / "model.safetensors")
+    after = load_file(folder.model_folder / "model.safetensors")
     moved = {n for n, value in before.state_dict().items() if not torch.equal(after[n], value)}
     assert moved == set(trained_names(before)) and len(moved) > 10
     evaluate_stage(recipe, folder)
@@ -312,7 +312,7 @@ def test_a_base_from_a_folder(root, tmp_path):
             assert torch.equal(value, weights[name.replace(".base_layer.", ".")]), name
     execute(job)
     write_release(folder)
-    said = (folder.release / "privacy_card.md").read_text()
+    said = (folder.release_folder / "privacy_card.md").read_text()
     assert "no private record is among what the initial part saw, old letters" in said
     assert torch.isfinite(models.load(folder.release)(torch.zeros(1, 24))).all()  # by itself
 
@@ -376,7 +376,7 @@ def test_folders_that_are_no_base(root, tmp_path):
 def test_a_tokenizer_of_ones_own(root, tmp_path):
     path = tokenizer_in(tmp_path)
     column = data.TextColumn(length=4, tokenizer=path)
-    rows = column.rows(pa.array(["thank you", "it broke 5 times again"]), str)
+    rows = column.tokenize_rows(pa.array(["thank you", "it broke 5 times again"]), str)
     assert rows.tolist() == [[1, 2, PADDING, PADDING], [3, 4, 0, 0]]
     text = {"length": 8, "tokenizer": str(path)}
     read = data.load(data_source(recipe_of(root, data={"text": text})), "train")

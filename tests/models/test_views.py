@@ -179,7 +179,7 @@ PIXELDP = {"name": "pixeldp", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 
 def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
     mine = train(raw(), tmp_path / "mine")
     plain = train(raw(model=PLAIN), tmp_path / "plain")
-    files = [(folder.model / "model.safetensors").read_bytes() for folder in (mine, plain)]
+    files = [(folder.model_folder / "model.safetensors").read_bytes() for folder in (mine, plain)]
     assert files[0] == files[1]
     recipe = mine.read_recipe()
     evaluate_stage(recipe, mine)
@@ -243,7 +243,7 @@ def test_a_denoiser_before_it_keeps_the_runs_average(tmp_path):
     pretrain(parse_recipe(public, "test"), "test")
     run = train(raw(data={"name": "digits", "public": 0.4}), tmp_path / "runs/run")
     joined = join_parts(run, "denoiser", tmp_path / "d", RunFolder(tmp_path / "runs/joined"))
-    assert models.read_spec(joined.model).shifts == 1
+    assert models.read_spec(joined.model_folder).shifts == 1
     x = torch.rand(3, 1, 8, 8)
     denoiser, network = models.load(tmp_path / "d"), models.load_network(run.model)
 
@@ -259,7 +259,7 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
     """What is averaged is the whole model, where its own recipe says so."""
     run = train(raw(model=PLAIN | {"shifts": 1, "mirrored": True}), tmp_path / "run")
     behind = {"name": "conv-autoencoder", "options": {"channels": [4]}}
-    behind["classifier"] = {"folder": str(run.model), "saw": "digits"}
+    behind["classifier"] = {"folder": str(run.model_folder), "saw": "digits"}
     recipe = parse_recipe(raw(model=behind), "test")
     spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
     assert not spec.averages_views and not spec.classifier.averages_views
@@ -303,7 +303,7 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
     run = train(raw(privacy=raw()["privacy"] | {"run_key": None}), tmp_path / "run")
     evaluate_stage(run.read_recipe(), run)
     write_release(run)
-    loaded, x = dpdist.load(run.release), torch.rand(5, 1, 8, 8)
+    loaded, x = dpdist.load(run.release_folder), torch.rand(5, 1, 8, 8)
     network = models.load_network(run.model)
     with torch.no_grad():
         np.testing.assert_allclose(loaded.model(x), averaged(network, x, MOVES[:5]), atol=1e-5)
@@ -328,10 +328,10 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
 def test_a_mirrored_run_answers_by_both_and_says_so(tmp_path, views, said):
     recipe = raw(model=PLAIN | views, privacy=raw()["privacy"] | {"run_key": None})
     run = train(recipe, tmp_path / "run")
-    assert models.read_spec(run.model).mirrored
+    assert models.read_spec(run.model_folder).mirrored
     evaluate_stage(run.read_recipe(), run)
     write_release(run)
-    assert f"A classifier, {said}, of digits" in (run.release / "README.md").read_text()
+    assert f"A classifier, {said}, of digits" in (run.release_folder / "README.md").read_text()
     x, network = torch.rand(5, 1, 8, 8), models.load_network(run.model)
     moves = MOVES[: 1 + 4 * views.get("shifts", 0)]
     with torch.no_grad():

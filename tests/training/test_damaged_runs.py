@@ -119,7 +119,7 @@ def test_a_ledger_is_not_begun_again_beside_what_was_made_of_it(crashed, tmp_pat
         folder.ledger.unlink()
         folder.anchor.unlink()
         if left == "checkpoints":
-            folder.groups.unlink()
+            folder.worker_groups.unlink()
         else:
             shutil.rmtree(folder.checkpoints)
         with pytest.raises(UserError, match=r"ledger\.jsonl: missing"):
@@ -140,7 +140,7 @@ def test_noise_fixed_once_is_not_fixed_again(tmp_path):
     """Every component of the hidden noise, which the first steps were taken with."""
     recipe, folder = make(tmp_path, **HIDDEN)
     execute(prepare(recipe, folder, "test"), until=3)
-    kept = folder.fixed.read_bytes()
+    kept = folder.method_state.read_bytes()
     tensors = load_file(folder.fixed)
     save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, folder.fixed)
     with pytest.raises(UserError, match="is not what this run's steps were taken with"):
@@ -160,7 +160,7 @@ def test_only_the_model_that_was_trained_is_used(tmp_path):
     train(recipe, folder)
     evaluation.evaluate_stage(recipe, folder)
     assert parameters(folder).isfinite().all()
-    path = folder.model / "model.safetensors"
+    path = folder.model_folder / "model.safetensors"
     for damaged in (path, folder.model / "model.json"):
         kept = damaged.read_bytes()
         if damaged == path:
@@ -220,7 +220,7 @@ def test_a_fixed_key_is_marked_before_it_is_there(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("dpdist.training.job.write_secret_once", crash)
         prepare(recipe, folder, "test")
-    assert RunFolder(folder.path).fixed_key.exists() and not folder.run_key.exists()
+    assert RunFolder(folder.path).fixed_key_marker.exists() and not folder.run_key.exists()
 
 
 @pytest.mark.parametrize("left", [b"", b'{"record":{"kind":"pl', b"\0" * 64])

@@ -124,7 +124,7 @@ def dpdist(here, monkeypatch, capsys) -> Callable[..., str]:
 def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, tmp_path):
     folder = RunFolder(tmp_path / "run")
     model = train(with_denoiser(public / "denoiser"), folder)
-    spec = models.read_spec(folder.model)
+    spec = models.read_spec(folder.model_folder)
     assert spec.denoiser is not None and spec.classifier is None
     before = models.load(public / "denoiser").state_dict()
     after = model.get_submodule("denoiser").state_dict()
@@ -252,7 +252,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     assert "put together" in out and "before another classifier" in out
     moved = RunFolder(tmp_path / "moved")
     x = torch.rand(4, 1, 8, 8)
-    denoiser = models.load(private_denoiser.model).get_submodule("denoiser")
+    denoiser = models.load(private_denoiser.model_folder).get_submodule("denoiser")
     assert torch.equal(models.load(moved.model)(x), models.load(tmp_path / "other")(denoiser(x)))
     assert read_facts(moved).guarantee == read_facts(private_denoiser).guarantee
 
@@ -305,7 +305,7 @@ def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
         join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".x*"))
     join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"), saw="a book")
-    card = read_facts(RunFolder(tmp_path / "x")).card()
+    card = read_facts(RunFolder(tmp_path / "x")).privacy_card()
     assert card["extra"]["frozen denoiser trained on"] == "a book (declared, not checked)"
 
 
@@ -318,7 +318,7 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     own = train(raw(model=CNN), folder)
     # Both saw the private digits: refused, the costs would have to be added.
     with pytest.raises(UserError, match="in run d: its cost would have to be added"):
-        join_parts(folder, "denoiser", other.release, RunFolder(tmp_path / "x"))
+        join_parts(folder, "denoiser", other.release_folder, RunFolder(tmp_path / "x"))
     alone = tmp_path / "copied" / "release"  # without its run, only the card tells what it saw
     shutil.copytree(other.release, alone)
     card = json.loads((alone / "privacy_card.json").read_text())
@@ -354,7 +354,7 @@ def test_a_denoiser_with_noise_of_its_own_keeps_it_before_another_classifier(pub
         find_noise_location(m) for m in (models.load(tmp_path / "moved/private/model"), model)
     )
     assert mine.is_random and theirs.is_random
-    assert torch.equal(mine.std, theirs.std) and mine.scale > 0
+    assert torch.equal(mine.std, theirs.std) and mine.rms_std > 0
     # A denoiser before a network with such noise would move the noise: refused.
     hgm = {"name": "hgm-cnn", "options": {"filters": [4], "kernels": [3], "strides": [2],
            "dense": 8}}  # fmt: skip
@@ -489,7 +489,7 @@ def test_pretraining_begins_with_a_file_of_weights(tmp_path):
     folder, _ = pretrain(parse_recipe(described, "test"), "test")
     check_body(folder, tensors)
     job = prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
-    saw = json.loads(job.folder.pretrained.read_text())["saw"]
+    saw = json.loads(job.folder.pretraining_record.read_text())["saw"]
     assert "it began with weights from a file, weights.safetensors (declared public" in saw
     shutil.rmtree(folder)
     (tmp_path / "weights.safetensors").write_bytes(b"no tensors")

@@ -119,7 +119,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     trained = [name for name, p in begun.named_parameters() if p.requires_grad]
     assert trained and all(name.startswith("classifier.") for name in trained)
     worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
-    for before, after, same in zip(parts(weights), parts(folder.model), (True, False), strict=True):
+    for before, after, same in zip(parts(weights), parts(folder.model_folder), (True, False), strict=True):
         for a, b in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(a, b) == same
     assert models.read_spec(folder.model).denoiser == models.read_spec(weights).denoiser
@@ -136,7 +136,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
 def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, change):
     recipe, folder = parse_recipe(raw(weights), "test"), RunFolder(tmp_path / "run")
     prepare(recipe, folder, "test")
-    about = json.loads(folder.pretrained.read_text())
+    about = json.loads(folder.pretraining_record.read_text())
     assert about["denoiser"] is True
     folder.pretrained.write_text(json.dumps(about | {"assumed": "less"}))
     prepare(recipe, folder, "test")
@@ -155,7 +155,7 @@ def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeyp
     run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
     assert done.code == 0, done.err
-    card = read_facts(RunFolder(tmp_path / "runs" / "run")).card()["extra"]
+    card = read_facts(RunFolder(tmp_path / "runs" / "run")).privacy_card()["extra"]
     assert card["frozen denoiser"] == "came with the initial weights"
 
 
@@ -186,7 +186,7 @@ def test_folders_of_before_are_still_those_of_their_section(tmp_path):
     del about["made_by"]["denoiser"]
     path.write_text(json.dumps(about))
     prepare(recipe, before, "test")
-    assert before.pretrained.read_text() == told.pretrained.read_text()
+    assert before.pretraining_record.read_text() == told.pretraining_record.read_text()
 
 
 @pytest.mark.parametrize(

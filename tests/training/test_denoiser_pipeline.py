@@ -125,7 +125,7 @@ def test_the_benchmark_shows_what_algorithm_1_measured(benchmark, tmp_path):
     (row,) = [r for r in benchmark.rows(1) if (r.name, r.noise) == ("full-tanh", 0.1)]
     recipe, folder = load_recipe(bench.recipe(row, 0)), RunFolder(tmp_path / "run")
     assert recipe.model.options["activation"] == "tanh" and recipe.method.sigma == 0.1
-    folder.begin(recipe)
+    folder.create_or_open(recipe)
     steps = [
         {
             "s_min": s_min,

@@ -34,7 +34,7 @@ def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch
     teller = WorkerChangeReporter(folder, said.append)
     train_and_crash(recipe, folder, monkeypatch, 2, 2)
     train_and_crash(recipe, folder, monkeypatch, 4, 1)
-    teller.look()
+    teller.poll()
     assert torch.equal(train(recipe, folder, 4), undisturbed)
     teller.look()
     ledger = Ledger.read(folder.ledger)
@@ -55,7 +55,7 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
     kept = folder.checkpoints / "step-00000004"
     kept.rename(folder.path / "kept")  # as if no checkpoint had been written yet
     execute(job, 1, until=2)
-    teller.look()
+    teller.poll()
     execute(job, 1)
     teller.look()
     ledger = Ledger.read(folder.ledger)
@@ -87,7 +87,7 @@ def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
         execute(job, 2, until=2)  # a checkpoint
         train_and_crash(recipe, folder, monkeypatch, 1, 2)
         before = Ledger.read(folder.ledger)
-        assert len(before.releases) == 4
+        assert len(before.release_counts) == 4
         if reproducible:
             execute(job, 1)
         else:
@@ -106,7 +106,7 @@ def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):
     folder.private.mkdir()
     first, later = WorkerGroup(0, 2, "gloo", 0), WorkerGroup(3, 1, "gloo", 4)
     append_group(folder, first)
-    with open(folder.groups, "a") as file:
+    with open(folder.worker_groups, "a") as file:
         file.write('{"step": 3, "wor')  # the disk was full
     assert read_groups(folder) == [first]
     append_group(folder, later)

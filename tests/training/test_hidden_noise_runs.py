@@ -84,7 +84,7 @@ def train(recipe: Recipe, folder: RunFolder) -> dict[str, Tensor]:
 def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     recipe, folder = make(tmp_path, name)
     train(recipe, folder)
-    model = models.load(folder.model)
+    model = models.load(folder.model_folder)
     noise = find_noise_location(model)
     assert noise.is_random and noise.module == "0"
     scale = recipe.method.sigma or {
@@ -127,7 +127,7 @@ def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tm
     method = recipe.method.model_copy(update={"redistribution": section})
     facts = dataclasses.replace(facts, recipe=recipe.model_copy(update={"method": method}))
     assert (
-        "in another shape, among the public records of strokes" in facts.card()["assumptions"][-1]
+        "in another shape, among the public records of strokes" in facts.privacy_card()["assumptions"][-1]
     )
 
 
@@ -180,7 +180,7 @@ def test_without_privacy_the_update_is_plain_sgd(tmp_path):
     std = read_method_state(job.folder)["std"]
     for inputs, targets, key, ids in seen:
         h = split.first(inputs)
-        h = HiddenPerturbation(1, "0", std).hidden(h, ids, key, 0)
+        h = HiddenPerturbation(1, "0", std).perturb_output(h, ids, key, 0)
         loss = torch.nn.functional.cross_entropy(split.rest(h), targets, reduction="sum")
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
@@ -196,7 +196,7 @@ def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name
     noises: list[Tensor] = []
 
     def spy(draws):
-        real = draws.hidden
+        real = draws.perturb_output
 
         def watched(output, ids, key, draw, place=0):
             result = real(output, ids, key, draw, place)
@@ -254,7 +254,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
                     private_step, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t
                 )
                 if name == "paid" and not present:
-                    other = RunFolder(tmp_path / f"True-{number}").fixed
+                    other = RunFolder(tmp_path / f"True-{number}").method_state
                     prepare(recipe, folder, "test")
                     folder.fixed.write_bytes(other.read_bytes())
                 train(recipe, folder)
@@ -286,7 +286,7 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
         patch.setattr(private_step, "add_noise", die)
         with pytest.raises(Stop):
             train(recipe, other)
-    before = other.fixed.read_bytes()
+    before = other.method_state.read_bytes()
     with monkeypatch.context() as patch:  # must not be computed again
         patch.setattr(SecureSGD, "prepare_state", die)
         again = train(recipe, other)

@@ -130,7 +130,7 @@ def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_pat
         assert torch.equal(ours, theirs)
     worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
     # One little step from weights that classify is far from one from random ones.
-    assert accuracy(models.load(folder.model).eval(), dataset) > 0.5
+    assert accuracy(models.load(folder.model_folder).eval(), dataset) > 0.5
     card = read_facts(folder).card()["extra"]
     saw = card["initial weights trained on"]
     assert "frozen denoiser" not in card
@@ -180,7 +180,7 @@ def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkey
     recipe = parse_recipe(drawn(tmp_path / "weights"), "test")
     folder, _ = pretrain(recipe, "test")
     run = prepare(recipe, RunFolder(tmp_path / "run"), "test").folder
-    assert "400 public records of strokes" in run.pretrained.read_text()
+    assert "400 public records of strokes" in run.pretraining_record.read_text()
     spec = models.read_spec(folder)
     trained, fresh = models.load(folder).state_dict(), models.initialise(spec, 0).state_dict()
     assert spec.classes == 10
@@ -362,7 +362,7 @@ def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
     job = prepare(recipe, folder, "test")
     before = initial_model(recipe, model_spec(recipe, job.records())).state_dict()
     worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
-    after = models.load(folder.model).state_dict()
+    after = models.load(folder.model_folder).state_dict()
     moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
     assert moved == {"5.weight", "5.bias"} and after["5.bias"].shape == (4,)
     public = models.load(tmp_path / "public").state_dict()

@@ -173,7 +173,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     facts = dpdist.read_facts(t.run)
     assert facts.guarantee.epsilon <= 3.0 and facts.guarantee.kind == "proved"
     assert facts.evaluation is not None and facts.evaluation["inputs"] == 30
-    card = facts.card()
+    card = facts.privacy_card()
     assert any("code of the user" in note for note in card["notes"])
     assert any("independence of the model: by structure" in note for note in card["notes"])
     assert any("initial weights" in line for line in card["assumptions"])
@@ -202,7 +202,7 @@ def test_a_model_of_the_script_itself_needs_its_script(tmp_path):
     t = training(tmp_path / "own", held_out=records(20, 2))
     t.run_all()
     assert read_json(t.run.evaluation)["inputs"] == 20
-    folder, name = str(t.run.model), t.run.read_recipe().model.name
+    folder, name = str(t.run.model_folder), t.run.read_recipe().model_folder.name
     code = f"from dpdist import models; models.load({folder!r}, trusted_factory={name!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and "UserError" in done.stderr and "factory" in done.stderr
@@ -231,7 +231,7 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
     t.run_all()
     facts = dpdist.read_facts(t.run)
     assert t.guarantee.kind == facts.guarantee.kind == "assumed: post-processing"
-    assert facts.card()["guarantee"]["kind"] == "assumed: post-processing"
+    assert facts.privacy_card()["guarantee"]["kind"] == "assumed: post-processing"
     assert any("changed parameters" in line for line in facts.card()["assumptions"])
     lines = t.run.ledger.read_text().splitlines(keepends=True)
     kept = [line for line in lines if '"changed"' not in line]
