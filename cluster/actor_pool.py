@@ -131,7 +131,7 @@ class Chunk:
 class PoolSettings:
     """actors: None uses the whole cluster and grows with it. Times in seconds.
 
-    stall_after: an actor that has returned nothing for this long, and for 20 median chunks, is
+    stall_seconds: an actor that has returned nothing for this long, and for 20 median chunks, is
     replaced. start_timeout: how long to wait for the first actor to start.
     """
 

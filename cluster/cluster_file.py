@@ -39,7 +39,7 @@ class Needs:
 
 @dataclass
 class Report:
-    """complaints: "key: what is wrong; what would be right". notes: worth knowing, not wrong.
+    """errors: "key: what is wrong; what would be right". notes: worth knowing, not wrong.
 
     dpdist, ray, python ("py311"): the versions every host must have, which are this machine's.
     """
@@ -127,7 +127,7 @@ def is_within(path: str, folder: str) -> bool:
 
 
 def check_capacity(host_types: list[tuple[int, float, float]], key: str, report: Report) -> None:
-    """kinds: (number of hosts, CPUs, GPUs of each). Complains when the recipe does not fit."""
+    """host_types: (number of hosts, CPUs, GPUs of each). Complains when the recipe does not fit."""
     needs = report.needs
     if needs is None:
         return

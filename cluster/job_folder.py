@@ -180,8 +180,8 @@ def _canonical(job_record: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class JobKind:
-    """One kind of job, in words for its messages. free: settings on which no result depends.
-    secret: its seed is a key, which no message shows."""
+    """One kind of job, in words for its messages. result_free_fields: settings on which no result depends.
+    is_seed_secret: its seed is a key, which no message shows."""
 
     name: str  # "certification"
     activity: str  # "certifying"
@@ -225,9 +225,9 @@ def pin_settings(
 
     They are stored before any result and kept when the job is continued.
 
-    wanted: what results depend on. begin: the rest (seed, executed classifier), called for a new
-    folder only. seed: the one asked for, or None. Raises UserError when the folder holds another
-    job, naming what differs, or results that do not say which job they are of.
+    requested: what results depend on. make_initial_record: the rest (seed, executed classifier),
+    called for a new folder only. seed: the one asked for, or None. Raises UserError when the folder
+    holds another job, naming what differs, or results that do not say which job they are of.
     """
     output = journal.path.parent
     path = output / SETTINGS

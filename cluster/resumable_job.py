@@ -79,8 +79,8 @@ class WorkUnit:
 class ChunkPlan:
     """The sizes of work: at most `max_units` units in a chunk, `grid_step` of one item in a piece.
 
-    silence: seconds after which a worker that says nothing must be hanging. across: one stretch of
-    units after the other for all items, not one item after the other.
+    stall_seconds: seconds after which a worker that says nothing must be hanging. interleave_items:
+    one stretch of units after the other for all items, not one item after the other.
     """
 
     max_units: int = 1
@@ -93,7 +93,7 @@ class WorkItems:
     """The work of a job; as it stands, for items that are done whole.
 
     items: payloads by name, in the order of work. worker(shared) is made once in every actor.
-    silence: see `ChunkPlan`. weights: what an item counts in the progress that is shown; 1 by
+    stall_seconds: see `ChunkPlan`. weights: what an item counts in the progress that is shown; 1 by
         default.
     """
 
@@ -203,7 +203,7 @@ def run_job(
     ``output`` receives the table (written last), settings.json (what was executed) and, while it
     runs, journal.jsonl and parts/. Called again after any interruption it computes what is missing
     and gives the identical table. actors: None uses the whole cluster and grows with it.
-    progress(done, in all, per second). here: in this process, without Ray.
+    progress(done, in all, per second). in_process: in this process, without Ray.
 
     Without an enclosing `dpdist.connect` a session of its own is started, on loopback. Raises
     UserError when ``output`` holds other work (naming what differs) or another process is working

@@ -237,7 +237,7 @@ def require_gpus(key: str, purpose: str, needed: float) -> None:
     """Raise UserError, before Ray is started, where a session on this machine lacks GPUs.
 
     A cluster is asked when it is connected to: hosts may join it. key: of the recipe, for the
-    complaint. what: has the need.
+    complaint. purpose: has the need.
     """
     if not needed:
         return

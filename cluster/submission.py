@@ -37,7 +37,7 @@ _SECRETS = (".pem", ".key", ".p12", ".pfx", ".jks", ".keystore", ".kdbx")
 
 @dataclass(frozen=True)
 class Package:
-    """folder holds copies of `files` (relative paths), `size` bytes in all. left: what does not
+    """folder holds copies of `files` (relative paths), `size` bytes in all. excluded: what does not
     travel, files and whole folders (with a slash)."""
 
     folder: Path
@@ -50,9 +50,9 @@ class Package:
 class PackageSpec:
     """Choose the files of a directory that are sent to a cluster.
 
-    source: the directory. named: files and folders in it that the user wants to travel, whatever
-    their endings. used: those that the recipe reads, such as public weights. closed: folders and
-    files that never travel, with all below: data, budgets, archives.
+    source: the directory. included: files and folders in it that the user wants to travel, whatever
+    their endings. recipe_files: those that the recipe reads, such as public weights. excluded:
+    folders and files that never travel, with all below: data, budgets, archives.
     """
 
     source: Path

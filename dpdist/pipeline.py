@@ -223,7 +223,7 @@ def run_session(folder: RunFolder | Path | None, training_cpus: float = 0) -> It
 
     Ray's messages go into the run's log file, or into the file named; None: nowhere.
 
-    workers_cpus: CPUs the training workers ask for. A local session claims to have them even when
+    training_cpus: CPUs the training workers ask for. A local session claims to have them even when
     the machine has fewer: the workers then share, which is slower and changes nothing else.
     """
     here = len(os.sched_getaffinity(0))
@@ -401,8 +401,8 @@ def report_stage(
 ) -> None:
     """Write the HTML report from the folder's files and the test images that it may show.
 
-    images: whether it may; None: as was asked last, and unasked only those of built-in data.
-    dated: as in `dpdist.reports.html.write_report`.
+    show_images: whether it may; None: as was asked last, and unasked only those of built-in data.
+    reveal_date: as in `dpdist.reports.html.write_report`.
     """
     from dpdist.reports.html import IMAGES_NOT_REQUESTED, are_images_allowed, write_report
 

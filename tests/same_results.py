@@ -538,6 +538,10 @@ def _command(words: Sequence[str]) -> list[str]:
     return [str(Path(sys.executable).with_name("dpdist")), *words]
 
 
+# Module of tests/support and function: of this version, and of those before names were changed.
+_LOCAL_EXECUTION = (("local_execution", "run_without_ray"), ("here", "without_ray"))
+
+
 @cache
 def _without_ray() -> bool:
     """See to it that commands in this process start no Ray. Whether the checkout knows how to."""
@@ -545,11 +549,14 @@ def _without_ray() -> bool:
     assert package is not None and package.origin is not None
     sys.path.insert(0, str(Path(package.origin).parent.parent / "tests"))
     try:
-        here = importlib.import_module("support.here")
-        here.without_ray(pytest.MonkeyPatch())
+        for name, function in _LOCAL_EXECUTION:
+            if importlib.util.find_spec(f"support.{name}") is not None:
+                module = importlib.import_module(f"support.{name}")
+                getattr(module, function)(pytest.MonkeyPatch())
+                return True
     except (ImportError, AttributeError):
-        return False
-    return True
+        pass
+    return False
 
 
 def _here(folder: Path, words: Sequence[str]) -> tuple[int, str, str]:

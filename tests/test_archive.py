@@ -486,7 +486,9 @@ def test_two_that_restore_at_once_both_give_way(archived, monkeypatch) -> None:
 
     monkeypatch.setattr(ObjectStore, "put", claimed_too)
     refused(folder, "is being restored by somebody else")
-    assert "00000002-somebody" in store.list_names("claims") and len(store.list_names("claims")) == 2
+    assert (
+        "00000002-somebody" in store.list_names("claims") and len(store.list_names("claims")) == 2
+    )
 
 
 def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:

@@ -129,7 +129,9 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
     if taught:
         run_without_ray(monkeypatch)
         fit(job)
-        scores = TeacherEnsemble(folder).scores_file(data.load(job.source, "test").batch(slice(0, 2)))
+        scores = TeacherEnsemble(folder).scores_file(
+            data.load(job.source, "test").batch(slice(0, 2))
+        )
         assert len(scores) == 2 and np.isfinite(scores).all()
     else:
         run_training(job, Reducer(0, 1, torch.device("cpu")))

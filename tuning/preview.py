@@ -30,10 +30,10 @@ KNOWN_SIZES = {
 class LawCost:
     """One law of this kind and expected number of trials (mean).
 
-    epsilon: of training and search when the noise is that of one untuned run. renyi: the same by
-    Renyi DP alone, None where it has no bound. noise: the noise multiplier at which training and
-    search meet the recipe's target; None without a target.
-    at_least: P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
+    epsilon: of training and search when the noise is that of one untuned run. renyi_epsilon: the
+    same by Renyi DP alone, None where it has no bound. noise_multiplier: the noise multiplier at
+    which training and search meet the recipe's target; None without a target. tail_probabilities:
+    P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
     """
 
     law: str
@@ -101,7 +101,7 @@ def iter_laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe,
 def plot_costs(rows: Sequence[LawCost], untuned_epsilon: float, delta: float, path: Path) -> None:
     """Draw epsilon against the expected number of trials, a line for each law.
 
-    one_run: epsilon of one untuned run with the same noise.
+    untuned_epsilon: epsilon of one untuned run with the same noise.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
@@ -146,7 +146,7 @@ def law_cost(
     untuned_noise: float,
     context: str,
 ) -> LawCost:
-    """Return the cost of a law. noise: that of one untuned run (`untuned_run`)."""
+    """Return the cost of a law. untuned_noise: that of one untuned run (`untuned_run`)."""
     privacy = recipe.privacy
     untuned = privacy.model_copy(update={"epsilon": None, "noise_multiplier": untuned_noise})
     unchanged = SearchCost(recipe.model_copy(update={"privacy": untuned}), sizes, law, context)

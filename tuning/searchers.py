@@ -24,8 +24,8 @@ METRIC = "score"
 class ManifestSearcher(Searcher):
     """Hands out the numbers 0..K-1 of the manifest's trials, each with its settings on record.
 
-    noise_of: the noise multiplier of a trial with given values. adaptive: suggests values where the
-    manifest has none. stops_early: a scheduler may stop a trial between two rungs.
+    noise_multiplier_of: the noise multiplier of a trial with given values. suggester: suggests
+    values where the manifest has none. stops_early: a scheduler may stop a trial between two rungs.
     """
 
     def __init__(

@@ -317,9 +317,10 @@ _MAX_NOISE_MULTIPLIER = 1e6  # of a trial's noise
 
 @dataclass(frozen=True)
 class RecordCounts:
-    """Numbers of records, all public. whole: before anything is held out.
+    """Numbers of records, all public. total: before anything is held out.
 
-    counted: (share to train on -> number of training records) as counted; without it, expected.
+    count_training_records: (share to train on -> number of training records) as counted; without
+    it, expected.
     """
 
     total: int
@@ -581,7 +582,7 @@ class SearchCost:
 class TrialLimit:
     """The limit of one trial's training.
 
-    base: the plan from which the search's price is computed.
+    base_plan: the plan from which the search's price is computed.
 
     A trial is within the limit when it is a post-processing of one of the base's choices, or when
     the base is priced by nothing but its profile and the trial's own stays below it, on the grid
@@ -593,7 +594,7 @@ class TrialLimit:
     def allows(self, trial: PrivacyPlan, grid_factor: int = 1) -> bool:
         """Whether a trial, by the plan that it executes, costs no more.
 
-        coarser: how many times the price's grid, for a first answer that need not be true.
+        grid_factor: how many times the price's grid, for a first answer that need not be true.
         """
         base = self.base_plan
         if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):

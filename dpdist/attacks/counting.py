@@ -34,7 +34,7 @@ _MAX_NUMBERS = 16 * 2**20
 class AttackedClassifier:
     """The classifier whose answers are counted, and where it is random.
 
-    inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
+    check_inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
     executed form, fixed before counting, of the network behind the noise when that is hidden; until
     then, one whose form and batch it is to have. votes: whether it answers by votes of draws, or by
     their mean scores; None: as the place does. choice: of the counted rows that are executed again
@@ -99,8 +99,9 @@ def require_logits(classifier: AttackedClassifier) -> None:
 class CounterFactory:
     """Counters of the executed classifier, each with noise of its own.
 
-    blocks: block sizes that will be asked for beside the executed batch. Raises UserError when this
-    machine answers otherwise than the one that fixed the form, ValueError without noise or form.
+    batch_sizes: block sizes that will be asked for beside the executed batch. Raises UserError when
+    this machine answers otherwise than the one that fixed the form, ValueError without noise or
+    form.
     """
 
     def __init__(

@@ -271,8 +271,8 @@ class BaseAttackJob(JobSpec):
     """Base of attacks on inputs and of attacks on certificates, as resumable jobs.
 
     purpose: in the names of random numbers. worker: takes `worker_setup` and then blocks; answers:
-    draws that it makes of the noise at each attacked point; certain: those that it makes at all of
-    them.
+    draws that it makes of the noise at each attacked point; min_draws_per_point: those that it
+    makes at all of them.
     """
 
     kind, metadata_key, is_extensible = job_folder.JobKind("attack", "attacking"), tables.KEY, True
@@ -426,7 +426,7 @@ def _form(assignment: Assignment) -> ClassifierSpec:
 
 @dataclass(frozen=True)
 class _CheckSetup:
-    """again: how points are certified. place: where the classifier is random then. votes: whether
+    """certificate: how points are certified. sampler: where the classifier is random then. predicts_by_vote: whether
     the attacked claim speaks of votes of draws, or of their mean scores."""
 
     assignment: Assignment

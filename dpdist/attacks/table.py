@@ -183,9 +183,9 @@ class OutcomeShares:
 class AttackTable:
     """One evaluation under attack. Arrays of equal length, one entry per attack, size and input.
 
-    noise: the kind of the place where the attacked classifier is random; sigma: of its input noise,
-    or None. numbers: coordinates of one input. model, data: what names both. votes: whether
-    the classifier answered by votes of draws, or by their mean scores.
+    noise_kind: the kind of the place where the attacked classifier is random; sigma: of its input
+    noise, or None. dimension: coordinates of one input. model, data: what names both.
+    predicts_by_vote: whether the classifier answered by votes of draws, or by their mean scores.
     """
 
     path: Path

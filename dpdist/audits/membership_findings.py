@@ -44,8 +44,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MembershipAttack:
-    """An attack on a bank. least: models that it needs. thresholds: at which precision and recall
-    are told, beside the median. quarters: whether it is played with a target and a shadow."""
+    """An attack on a bank. min_models: models that it needs. thresholds: at which precision and recall
+    are told, beside the median. needs_quarters_game: whether it is played with a target and a shadow."""
 
     name: ClassVar[str]
     min_models: ClassVar[int]
@@ -63,7 +63,7 @@ class MembershipAttack:
     def score(
         self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
     ) -> Array:
-        """(N,), larger where a record is more likely a member of `target`. judged: of the shadow
+        """(N,), larger where a record is more likely a member of `target`. known_records: of the shadow
         models' records, those that the adversary may learn from."""
         raise NotImplementedError
 
@@ -158,7 +158,8 @@ Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 @dataclass(frozen=True, eq=False)
 class Finding:
     """One attack. roc: of the bank's first target, whom all intervals but those over models
-    describe. aucs: of each target. test: the one-run test of that first target, where membership is
+    describe. aucs: of each target. one_run_test: the one-run test of that first target, where
+    membership is
     a secret fair coin."""
 
     attack: MembershipAttack

@@ -516,7 +516,7 @@ _POINTS = 5_001
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The highest ROC under a guarantee. words: of whom, for tables and pictures."""
+    """The highest ROC under a guarantee. description: of whom, for tables and pictures."""
 
     description: str
     curve: TradeoffCurve

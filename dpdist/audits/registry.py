@@ -40,7 +40,7 @@ AUDITS: Mapping[str, tuple[type[AuditOptions], AuditFunction]] = {
 def resolve_audit_options(
     recipe: Recipe, kind: str | None, overrides: Sequence[str] = ()
 ) -> AuditOptions:
-    """The recipe's audit section, or another kind; given: NAME=VALUE, what is to be otherwise.
+    """The recipe's audit section, or another kind; overrides: NAME=VALUE, what is to be otherwise.
 
     Without either, a mechanism audit. Raises UserError.
     """

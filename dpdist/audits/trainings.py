@@ -75,8 +75,9 @@ _HUGE = 1e300
 @dataclass(frozen=True)
 class TrainerSetup:
     """All that the trainings of an audit have in common. key: of the audit; training number m has
-    its own. copies: of the canary, in every second training. gradient: the canary is no record but
-    a gradient of the clip's norm on one coordinate, and the adversary sees every noisy sum and
+    its own. copies: of the canary, in every second training. gradient_canary: the canary is no
+    record but a gradient of the clip's norm on one coordinate, and the adversary sees every noisy
+    sum and
     knows the records' part of it."""
 
     recipe: Recipe
@@ -206,7 +207,7 @@ class VectorizedTrainings:
         members: list[np.ndarray],
         canary_is_record: bool,
     ) -> np.ndarray:
-        """Clipped sums, float64 (M, size). seen: whether what comes after the records has an input;
+        """Clipped sums, float64 (M, size). canary_is_record: whether what comes after the records has an input;
         its copies share one."""
         last = len(self._labels)
         rows = [np.minimum(m, last) if canary_is_record else m[m < last] for m in members]
@@ -455,7 +456,7 @@ class ShadowBankJob(JobSpec):
     def __init__(
         self, pinned: dict[str, Any], seed: str | None, build_setup: Callable[[str], ShadowSetup]
     ) -> None:
-        """share: what workers share, given the bank's seed."""
+        """build_setup: what workers share, given the bank's seed."""
         self._wanted, self.seed, self._share = pinned, seed, build_setup
 
     def identity(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ _DOWN = 1 - 1e-12  # rounding of the quotient, the squares and the root
 
 @dataclass(frozen=True)
 class CombinedNoise:
-    """sigma: s, on the input. hidden: r, root mean square behind the first layer. sensitivity: a
+    """sigma: s, on the input. hidden_std: r, root mean square behind the first layer. sensitivity: a
     bound of Delta, that layer's L2 norm over sqrt(Kr)."""
 
     sigma: float
@@ -197,10 +197,11 @@ def _text(value: Any) -> Any:
 class CertifiedSizes:
     """The sizes that one certificate of a table states of every input.
 
-    name, norm: of the certificate ("exact", "linf"). title: what it is, in words. answer: int64
-    (N,), the certified class, -1 where none is. size: float64 (N,), input units. line: how pictures
-    draw it, None: not. label: its line in a summary. holds: whether it is valid at all. votes:
-    whether it speaks of the class that most draws say, or of the class of the largest mean score.
+    name, norm: of the certificate ("exact", "linf"). title: what it is, in words. prediction: int64
+    (N,), the certified class, -1 where none is. size: float64 (N,), input units. line_style: how
+    pictures draw it, None: not. short_title: its line in a summary. is_valid: whether it is valid
+    at all. votes: whether it speaks of the class that most draws say, or of the class of the
+    largest mean score.
     """
 
     name: str
@@ -368,7 +369,7 @@ class Certificate(Section):
     def verdict_for_classifier(self, predicts_by_vote: bool, verdict: Any, sampler: Any) -> Any:
         """Return what the draws of a verdict certify of one classifier.
 
-        votes: whether it is the classifier by votes, or that by mean scores.
+        predicts_by_vote: whether it is the classifier by votes, or that by mean scores.
         """
         return verdict
 

@@ -468,7 +468,8 @@ def certify(
 
     With probability at least 1 - alpha over the draws: the smoothed classifier says the prediction
     in the ball of the radius around the input, or the verdict abstains. draws: n, of which some may
-    have had no class, and count against the selected one; None: all had one. bound: LowerConfBound.
+    have had no class, and count against the selected one; None: all had one.
+    lower_confidence_bound: LowerConfBound.
     """
     k, n = int(counts[selected]), int(counts.sum()) if draws is None else draws
     p_lower = float(lower_confidence_bound(k, n, alpha))

@@ -38,8 +38,8 @@ class RunFolderLike(Protocol):
 class EvaluatedModel:
     """The evaluated model and its data.
 
-    test: the named test data; training: reads the private records; recipe: of the model, for
-    evaluations that train others like it.
+    test_data: the named test data; load_training_data: reads the private records; recipe: of the
+    model, for evaluations that train others like it.
     """
 
     model_folder: Path
@@ -54,8 +54,8 @@ class Evaluation:
 
     file: what `read` reads, in a folder of its own. private: whether results say something of
     single training records. They then lie in private/: no release, no report, no archive without
-    private state and no `cluster fetch` takes anything from there. of_trained: whether it needs the
-    run's own model. unit: what its progress counts.
+    private state and no `cluster fetch` takes anything from there. needs_trained_model: whether it
+    needs the run's own model. progress_unit: what its progress counts.
     """
 
     name: ClassVar[str]

@@ -267,9 +267,9 @@ _SHARE_AMONG = 8  # of a batch of other inputs, a row in so many is one that is 
 class RowChoice:
     """The choice of counted rows that are executed again.
 
-    key: secret, see above. rows: so many are counted for certain in the first `certain_blocks`
-    blocks of the inputs up to the index `last` (None: of all), and of these `EXPECTED_ROWS` are
-    drawn on average. All other blocks have one row in `_BLOCKS` blocks.
+    key: secret, see above. certain_rows: so many are counted for certain in the first
+    `certain_blocks` blocks of the inputs up to the index `last` (None: of all), and of these
+    `EXPECTED_ROWS` are drawn on average. All other blocks have one row in `_BLOCKS` blocks.
     """
 
     certain_rows: int

@@ -605,7 +605,8 @@ class LeadTest:
 
     `passed` of them are shown.
 
-    futile: error by which hopeless inputs are given up; it can lose a certificate, never add one.
+    futility_alpha: error by which hopeless inputs are given up; it can lose a certificate, never
+    add one.
     """
 
     def __init__(

@@ -99,8 +99,8 @@ class InputNoiseCounter:
 
     A block has ``batch`` rows; a block counted in part (the last of n draws) is executed whole,
     because the executed batch is fixed. Which blocks are asked for, and in what order, changes
-    nothing in their counts. stream: makes the noise, on the device of the classifier; of a block
-    its counts alone come back from there. inspect: sees each block that was counted.
+    nothing in their counts. noise_stream: makes the noise, on the device of the classifier; of a
+    block its counts alone come back from there. inspector: sees each block that was counted.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ def build_counter(
 ) -> ClassCounter:
     """Return a counter of a place's answers under Gaussian noise.
 
-    executed: the network behind the noise. inspect: as in `InputNoiseCounter`.
+    executed: the network behind the noise. inspector: as in `InputNoiseCounter`.
     """
     if cut.before_noise is None:
         noise = Gaussian(float(cut.std))
@@ -341,7 +341,7 @@ class NoiseBankCounter:
     layer.
 
     evict: drop kept blocks for newer ones (work that passes over the blocks once); otherwise the
-    first blocks stay (sequential tests, which all begin with them). inspect: set later, sees each
+    first blocks stay (sequential tests, which all begin with them). inspector: set later, sees each
     block that was counted, as behind the first layer.
     """
 
@@ -418,9 +418,10 @@ class NoiseBankCounter:
 
 @dataclass(frozen=True)
 class VoteSampler:
-    """Votes under noise on the input, and under what noise the model has behind it. bank: the same
-    stream for all inputs, behind a dense first layer once; keeps_blocks: the first blocks of it
-    stay. where: the place, beside the law that ``noise`` has on the input. quadrature: what noise
+    """Votes under noise on the input, and under what noise the model has behind it. noise_bank: the same
+    stream for all inputs, behind a dense first layer once; cache_first_blocks: the first blocks of
+    it stay. location: the place, beside the law that ``noise`` has on the input. combined_noise:
+    what noise
     behind an affine first layer certifies with it."""
 
     noise: Noise
@@ -504,7 +505,7 @@ class VoteSampler:
 
 @dataclass(frozen=True)
 class ScoreSampler:
-    """Sums of scores under the model's own noise behind its first layer. sigma: sigma_r; norms: of
+    """Sums of scores under the model's own noise behind its first layer. sigma: sigma_r; sensitivity: of
     that layer."""
 
     sigma: float
@@ -616,10 +617,10 @@ class Assignment:
     """All that workers share; put into the object store once.
 
     device: where they work; gpus: how much of a GPU each of them has. inputs: how many are counted
-    in all; last: the last of them (its index), where more may come. reexecuted: the secret by which
-    counted rows are chosen to be executed again (`dpdist.certification.reexecution`); None: none.
-    code: with which the model was saved, and each worker must have. apart: whether rows that run
-    the model's Python code are executed alone in a process of their own.
+    in all; last: the last of them (its index), where more may come. reexecution_key: the secret by
+    which counted rows are chosen to be executed again (`dpdist.certification.reexecution`); None:
+    none. code: with which the model was saved, and each worker must have. isolate_rows: whether
+    rows that run the model's Python code are executed alone in a process of their own.
     """
 
     model: nn.Module

@@ -717,7 +717,7 @@ def _check_banks(
     outputs: Sequence[Path | None],
     context: str,
 ) -> None:
-    """Raise UserError for whatever could go wrong later, before anything is written. written: the
+    """Raise UserError for whatever could go wrong later, before anything is written. outputs: the
     folder of a bank, and the picture."""
     from dpdist.runs.recipe import refuse_unused
     from dpdist.training.job import check_trainable

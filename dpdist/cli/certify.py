@@ -761,7 +761,7 @@ def _print_answer(
     alpha: float,
     as_json: bool,
 ) -> None:
-    """found: the label, -1 where there is none, and what its class is called."""
+    """label_and_name: the label, -1 where there is none, and what its class is called."""
     from dpdist.certification.noise import format_radius
 
     label, named = label_and_name

@@ -125,7 +125,7 @@ def option(help: str, field: Any = None, *names: str, **more: Any) -> Any:
 
 
 def path_option(help: str, *names: str, callback: OptionCallback | None = None, **more: Any) -> Any:
-    """of: which paths are right (`path_callback`); without it any."""
+    """callback: which paths are right (`path_callback`); without it any."""
     return typer.Option(*names, help=help, callback=callback or path_callback(), **more)
 
 

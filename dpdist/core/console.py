@@ -140,7 +140,7 @@ def format_percent(fraction: SupportsFloat, digits: int = 2, *, round_up: bool =
 
 
 def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = False) -> str:
-    """Return a bound with so many digits behind the point, rounded down; up: rounded up.
+    """Return a bound with so many digits behind the point, rounded down; round_up: rounded up.
 
     Example:
         >>> bound(0.9996), bound(0.0001, up=True), bound(float("inf"), up=True)

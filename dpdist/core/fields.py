@@ -30,8 +30,8 @@ from dpdist.core.files import quoted, validate_path
 class OptionCondition:
     """A condition under which options of a section apply.
 
-    keys: below the section that states it, dotted. words: when they apply, behind "only applies".
-    holds: whether they do, for a section; without it they never do.
+    keys: below the section that states it, dotted. description: when they apply, behind "only
+    applies". is_met: whether they do, for a section; without it they never do.
     """
 
     keys: tuple[str, ...]
@@ -49,7 +49,7 @@ def iter_unused_options(section: BaseModel, context: str = "") -> Iterator[str]:
     """Yield a complaint about each option of a section that is set and that nothing uses.
 
     An option is set when it differs from its default. Sections inside the section count too.
-    where: begins each key.
+    context: begins each key.
     """
     yield from iter_condition_errors(collect_conditions(type(section)), section, context)
     for name in type(section).model_fields:

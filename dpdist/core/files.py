@@ -341,7 +341,7 @@ def remove_leftovers(*folders: Path, target_name: str | None = None) -> None:
     """Remove what killed processes of this host left half-written in these folders.
 
     For who is alone there: on a disk that hosts share, another host's writer would be taken for a
-    dead one. of: only what would have become the file or folder of that name.
+    dead one. target_name: only what would have become the file or folder of that name.
     """
     for folder in folders:
         for path in folder.iterdir() if folder.is_dir() else ():
@@ -427,7 +427,7 @@ def atomic_folder(
     """Yield a path to build `folder` at, which is moved to `folder` at the end: whole or not there.
 
     replace: a folder that is there already makes room for the new one, and only when that is whole.
-    first: one that another process put there meanwhile stays, instead of an OSError.
+    keep_existing: one that another process put there meanwhile stays, instead of an OSError.
     """
     old = _temporary_sibling(folder)
     if replace:

@@ -40,14 +40,14 @@ class Dataset(Records):
     """A split stored as inputs.npy, labels.npy and meta.json in `folder`, or a part of its records;
     only the path is pickled.
 
-    name: "mnist/train". inputs: (N, C, H, W) uint8 images, or float32 of any one shape.
-    labels: (N,) int64 in 0..classes-1. stored: hex digest of all records in the folder, in order.
-    limit: use the first records only; share: of these, the records whose position by hash lies in
-    [low, high); without: leave out the records whose inputs are stored in that folder; kept: of
-    what is left, by place, in packed bits.
-    largest_group: most records of one group, when a group column is named. read: how texts became
-    inputs. following: the targets of a record are its own next tokens, not its label. target_kind:
-    "class"; or "number" and "labels", whose labels are float32 (N, classes).
+    name: "mnist/train". inputs: (N, C, H, W) uint8 images, or float32 of any one shape. labels:
+    (N,) int64 in 0..classes-1. stored_fingerprint: hex digest of all records in the folder, in
+    order. limit: use the first records only; hash_range: of these, the records whose position by
+    hash lies in [low, high); excluded_folder: leave out the records whose inputs are stored in that
+    folder; selection_bits: of what is left, by place, in packed bits. largest_group: most records
+    of one group, when a group column is named. text_encoding: how texts became inputs.
+    predicts_next_token: the targets of a record are its own next tokens, not its label.
+    target_kind: "class"; or "number" and "labels", whose labels are float32 (N, classes).
     """
 
     folder: Path
@@ -261,7 +261,7 @@ def check_test_records_unseen(
 ) -> None:
     """Raise UserError when a test record is among the public ones that a model learns from.
 
-    own: whether these are the run's own data set's."""
+    is_own_dataset: whether these are the run's own data set's."""
     both = count_common_records(public, test)
     if both:
         raise UserError(

@@ -445,7 +445,7 @@ def load_parquet(
 ) -> Dataset:
     """The split, decoded once into `cache` (private, mode 0700) and memory-mapped from then on.
 
-    names: of the classes, by number, where the label column holds these.
+    class_names: of the classes, by number, where the label column holds these.
 
     Raises UserError naming file and row for wrong columns, undecodable images, images of different
     size, labels outside 0..classes-1, and non-numeric or non-finite features.

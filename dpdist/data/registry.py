@@ -27,7 +27,8 @@ from dpdist.data.record_hashes import write_checksums, write_hashes
 @dataclass(frozen=True)
 class DataSource:
     """Where a data set lies. root None means built in. Splits are names of Parquet files or
-    folders. labels: only the records of these, renumbered in this order; () for all. names: of the
+    folders. labels: only the records of these, renumbered in this order; () for all. class_names:
+    of the
     classes, where the files call them so."""
 
     name: str

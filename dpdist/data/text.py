@@ -88,7 +88,8 @@ class WordList:
 class TextColumn:
     """A column of texts. length: tokens kept of each, from its beginning. tokenizer: a
     tokenizer.json, as the tokenizers library writes it. words: a list of them. Bytes without
-    either. following: what a model learns of a document is, after each of its tokens, the next one;
+    either. predicts_next_token: what a model learns of a document is, after each of its tokens, the
+    next one;
     there is no label column then."""
 
     column: str = "text"
@@ -116,7 +117,7 @@ class TextColumn:
         return vocabulary_size(None if self.words is None else self.words.count)
 
     def tokenize_rows(self, texts: pa.Array, context_of_row: Callable[[int], str]) -> np.ndarray:
-        """float32 (N, length). where: file and row of a text, for complaints. Raises UserError for
+        """float32 (N, length). context_of_row: file and row of a text, for complaints. Raises UserError for
         what is no text."""
         if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
             raise UserError(

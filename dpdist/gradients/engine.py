@@ -119,7 +119,7 @@ class GradientEngine:
     model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; `validate`
     refuses other mixing, before the first sum and on no record). Its parameters are only read.
     objective: per-example losses (B,), of outputs and targets, or of the model and a batch
-    (`dpdist.gradients.hooks.OwnLoss`). clipping: see `dpdist.gradients.clipping`. draws: K
+    (`dpdist.gradients.hooks.OwnLoss`). clipping: see `dpdist.gradients.clipping`. perturbation: K
     perturbed passes whose gradients are averaged before the clip; None is plain DP-SGD.
     micro_batch: examples per physical pass at most; None chooses it from the model's activation
     sizes for invented inputs, never from a record or load. blocks: with them (and record ids and a
@@ -656,8 +656,8 @@ def input_targets(
 class TrainingObjective:
     """What is learned: per-example losses (B,) of (outputs, targets).
 
-    part: the submodule that is trained and whose outputs count; None for the whole model. targets:
-    what the outputs are compared with; row b depends on record b, the key and the model.
+    module_name: the submodule that is trained and whose outputs count; None for the whole model.
+    targets: what the outputs are compared with; row b depends on record b, the key and the model.
     """
 
     loss_function: Losses = cross_entropy

@@ -120,9 +120,9 @@ def device_of(inputs: Inputs) -> torch.device:
 class Layer:
     """A module that owns trainable parameters.
 
-    slots: local parameter name -> position among the trainable parameters. names: local name ->
-    name in the model, of all its parameters. fallback: it has no rule and goes to torch.func, with
-    all its submodules.
+    parameter_indices: local parameter name -> position among the trainable parameters.
+    parameter_names: local name -> name in the model, of all its parameters. fallback: it has no
+    rule and goes to torch.func, with all its submodules.
     """
 
     name: str

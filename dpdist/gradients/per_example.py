@@ -509,8 +509,8 @@ class PerExampleGradient:
     def add_weighted_sum(self, factors: Tensor, out: Tensor, run_length: int) -> None:
         """out += sum over examples of factors[b] * gradient[b], in float64.
 
-        factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run: how many
-        per-example gradients may be added in their own precision first (`clipping.short_run`).
+        factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run_length: how
+        many per-example gradients may be added in their own precision first (`clipping.short_run`).
         Sums over positions are float64 always: positions that cancel leave nothing but rounding.
         """
         total = out
@@ -544,8 +544,8 @@ class PerExampleGradient:
 class LayerCall:
     """The inputs and outputs of a layer's call that a rule may read.
 
-    inputs, kwargs: the arguments of `module.forward`, detached. backsignals: the gradient of the
-    summed loss with respect to every tensor of the (flattened) output, zeros where it was not
+    inputs, kwargs: the arguments of `module.forward`, detached. output_gradients: the gradient of
+    the summed loss with respect to every tensor of the (flattened) output, zeros where it was not
     used. parameters: the values used in this call by local name (perturbed ones under parameter
     draws). trainable: the local names whose gradients are wanted.
     """

@@ -26,10 +26,10 @@ RecordLocation = tuple[int, int]
 class TensorMark:
     """The knowledge about a tensor's rows.
 
-    rows: where the records lie; None: it depends on no record. same: of one that depends on none,
-    the places at which it has equal parts for all records, so that it may meet rows there. lost:
-    its parts belong to no single record (a gradient of weights), and nothing may read it. turn:
-    number of the pass whose records these are.
+    location: where the records lie; None: it depends on no record. uniform_locations: of one that
+    depends on none, the places at which it has equal parts for all records, so that it may meet
+    rows there. lost: its parts belong to no single record (a gradient of weights), and nothing may
+    read it. turn: number of the pass whose records these are.
     """
 
     location: RecordLocation | None = None
@@ -381,7 +381,7 @@ def _pointwise(call: Operation) -> TensorMark:
 
 
 def _aligned(*names: str, location_map: LocationMap = _keep_location) -> Rule:
-    """Tensors with as many dimensions each, whose records lie at one place, not broadcast. but: to
+    """Tensors with as many dimensions each, whose records lie at one place, not broadcast. location_map: to
     where that place goes; None: it is taken."""
 
     def rule(call: Operation) -> TensorMark:

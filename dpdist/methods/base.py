@@ -136,8 +136,8 @@ DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]
 @dataclass(frozen=True)
 class PublicRecords:
     """Public records that a method reads: the training split of the data set `dataset_name` under
-    `root` (default: where the recipe's own data lie). field: the recipe's key, for complaints.
-    learned: whether a model is trained on them, so that no test record may be among them."""
+    `root` (default: where the recipe's own data lie). recipe_key: the recipe's key, for complaints.
+    used_for_training: whether a model is trained on them, so that no test record may be among them."""
 
     recipe_key: str
     dataset_name: str
@@ -161,9 +161,10 @@ class MethodSetup:
     """The inputs from which a method makes something once, before the first step
     (`Method.prepare_state`).
 
-    records: the private ones; what is made of them costs what `Method.cost` says. public: those
-    that the method named. initial: makes the model as it is before the first step. key: a fresh
-    secret (the run key where the recipe fixes it): of two attempts, no noise is used twice.
+    private_records: the private ones; what is made of them costs what `Method.cost` says.
+    public_records: those that the method named. build_initial_model: makes the model as it is
+    before the first step. key: a fresh secret (the run key where the recipe fixes it): of two
+    attempts, no noise is used twice.
     """
 
     recipe: BaseRecipe
@@ -198,7 +199,7 @@ class Ensemble(Protocol):
 class TrainingDriver(Protocol):
     """A training in the hands of the driver, or of a search's trial; Ray is there.
 
-    job: the `dpdist.training.job.TrainJob`. finish: sums up a training that had no workers.
+    job: the `dpdist.training.job.TrainJob`. write_summary: sums up a training that had no workers.
     """
 
     @property
@@ -221,7 +222,8 @@ class TrainingDriver(Protocol):
         self, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
     ) -> list[float]:
         """draw(key): noisy numbers that the plan pays for, on record before they are drawn, and the
-        same ones whenever this is asked again. about: PRIVATE, all that they are drawn from.
+        same ones whenever this is asked again. private_source: PRIVATE, all that they are drawn
+        from.
 
         Raises UserError when they were drawn from something else before.
         """

@@ -124,10 +124,10 @@ class CoefficientSums:
     They are of features, their coefficients, and residuals of the head so far.
 
     model: as it began; it is copied. example: inputs (B, ...) of made-up records, on which it is
-    tried. records: of the plan. scales (D,): public, of the directions; default 1. most: records
-    that there may be, which their rounding grows with (default: those of the plan). Raises
-    UserError for a model without a head of its own, that mixes records, or whose adversarial
-    copies do.
+    tried. records: of the plan. scales (D,): public, of the directions; default 1. max_records:
+    records that there may be, which their rounding grows with (default: those of the plan). Raises
+    UserError for a model without a head of its own, that mixes records, or whose adversarial copies
+    do.
     """
 
     def __init__(

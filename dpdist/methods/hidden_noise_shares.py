@@ -215,7 +215,7 @@ def train_without_privacy(
 ) -> None:
     """A few Adam steps without privacy, to bring a network near where its gradients matter.
 
-    after: called at the start and after every step (keeps the first layer's norm).
+    after_step: called at the start and after every step (keeps the first layer's norm).
     """
     after_step()
     rng = np.random.default_rng(0)

@@ -51,7 +51,7 @@ class AdversarialDraws(ModulePerturbation):
     """Draw 0 is the record, draw 1 an adversarial example of it, at shares 1 and xi of 1 + xi.
 
     model: the network that is trained, at its released parameters; only read, into a copy that is
-    attacked. place: where it is random. method: what else is asked for.
+    attacked. location: where it is random. method: what else is asked for.
     """
 
     def __init__(self, model: nn.Module, location: NoiseLocation, method: ExampleOptions) -> None:

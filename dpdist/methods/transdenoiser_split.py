@@ -89,7 +89,7 @@ class SmallestEigenvalue:
 
     value: never below the true one but for rounding.
 
-    exact: it is the true one. why: what decided it.
+    exact: it is the true one. reason: what decided it.
     """
 
     value: float
@@ -296,8 +296,8 @@ def remainders(denoiser: nn.Module, inputs: Tensor, noisy: Tensor) -> Tensor:
 class NoiseSplit:
     """The values that Algorithm 1 decides in one step. PRIVATE: all are computed from the records.
 
-    s_min: of (1/B^2) sum A_i A_i^T over the records with o_i >= 0. added: deviation of the noise
-    added to their sum, in units of xi (xi_up: nothing was credited).
+    s_min: of (1/B^2) sum A_i A_i^T over the records with o_i >= 0. added_std: deviation of the
+    noise added to their sum, in units of xi (xi_up: nothing was credited).
     """
 
     nonnegative: int

@@ -48,9 +48,9 @@ def build_model(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module
     """The freshly initialised module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
     classes).
 
-    With a frozen part it is Sequential(denoiser, classifier), that part without gradients. most: of
-    its parameters, where a file of weights says how many there can be. Raises UserError when the
-    factory is unknown, fails, or does not give such a module.
+    With a frozen part it is Sequential(denoiser, classifier), that part without gradients.
+    max_parameters: of its parameters, where a file of weights says how many there can be. Raises
+    UserError when the factory is unknown, fails, or does not give such a module.
     """
     if spec.classifier is not None and spec.denoiser is not None:
         raise UserError(

@@ -49,7 +49,7 @@ class PenultimateFeatures:
                 raise UserError("the model must end in its last linear layer, used once: its head")
 
     def __call__(self, inputs: Tensor, track_gradients: bool = False) -> Tensor:
-        """graph: for gradients by the inputs."""
+        """track_gradients: for gradients by the inputs."""
         self._captured.clear()
         with torch.set_grad_enabled(track_gradients):
             self._model(inputs)

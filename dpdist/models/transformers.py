@@ -75,7 +75,7 @@ KEY = "model.name: transformer"
 
 @dataclass(frozen=True)
 class Family:
-    """name: what its classes in `transformers` begin with. pixels: it reads images (C, H, W), not
+    """name: what its classes in `transformers` begin with. reads_images: it reads images (C, H, W), not
     tokens. causal: a position sees those before it alone."""
 
     name: str

@@ -634,7 +634,7 @@ class DPALNetwork(nn.Module):
         return result
 
     def logits(self, noisy: Tensor, code_noise: Tensor | float = 0.0) -> Tensor:
-        """Logits of inputs that have their noise. besides: more noise on the code."""
+        """Logits of inputs that have their noise. code_noise: more noise on the code."""
         result: Tensor = self.head(self.last_hidden(self.encode(noisy) + code_noise))
         return result
 

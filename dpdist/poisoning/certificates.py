@@ -241,7 +241,7 @@ _SHAPE = {
 
 @dataclass(frozen=True, eq=False)
 class Votes:
-    """about: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or NONE."""
+    """job_record: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or NONE."""
 
     job_record: dict[str, Any]
     index: NDArray[np.int64]
@@ -312,9 +312,9 @@ class PoisoningBound(Protocol):
 class PoisoningCertificates:
     """The numbers of changed records that the answers on N inputs withstand.
 
-    answer (N,): the class, NONE where no model named one. changes: for each radius, the largest
+    answer (N,): the class, NONE where no model named one. max_changes: for each radius, the largest
     number of changed records with which the answer stays at every L2 change of the input below that
-    radius, int64 (N,); -1 where nothing is certified. models: by how many each was certified.
+    radius, int64 (N,); -1 where nothing is certified. num_models: by how many each was certified.
     alpha: of each; 0 where exact.
     """
 
@@ -352,8 +352,8 @@ def certify_random_models(
 ) -> PoisoningCertificates:
     """Return the certificate of models trained alike, by secret keys.
 
-    poisoned: the effect of changed records on one model. select: how many of the models choose
-    the class. Raises as `check_options`.
+    poisoning_bound: the effect of changed records on one model. select: how many of the models
+    choose the class. Raises as `check_options`.
     """
     total = len(votes.vote)
     check_options(total, select, radii, sigma)

@@ -45,8 +45,8 @@ class VoterSetup:
     """All that the models have in common. Each is a function of this and its number.
 
     plan: of each, but with partitions, where it follows from the shard. key: secret. partitions:
-    each model is trained on its own shard of the records, on which alone it then depends; bag: on
-    so many of them that its key draws; otherwise each on all of them, by keys of its own. sigma:
+    each model is trained on its own shard of the records, on which alone it then depends; bag_size:
+    on so many of them that its key draws; otherwise each on all of them, by keys of its own. sigma:
     of Gaussian noise on the input of a vote, one draw for each model and input; None: the model's
     own noise, if any. indices: of the test inputs that are voted on.
     """
@@ -130,7 +130,7 @@ class Voter:
 
 
 class VotingJob(JobSpec):
-    """The votes on one recipe. wanted: see `dpdist.poisoning.evaluation`."""
+    """The votes on one recipe. pinned: see `dpdist.poisoning.evaluation`."""
 
     kind = job_folder.JobKind("set of votes", "training voters", is_seed_secret=True)
     table_file, metadata_key, schema, columns, sort_columns = (
@@ -148,7 +148,7 @@ class VotingJob(JobSpec):
         build_setup: Callable[[str], VoterSetup],
         labels: np.ndarray,
     ) -> None:
-        """share: what workers share, given the seed."""
+        """build_setup: what workers share, given the seed."""
         self._wanted, self.seed, self._share = pinned, seed, build_setup
         self._labels = labels
 

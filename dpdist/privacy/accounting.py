@@ -233,7 +233,7 @@ def compute_epsilon(
 ) -> tuple[float, str]:
     """Return (epsilon, accountant's name) at `delta`: the worst of the paths a record may take.
 
-    alternatives: one event per part of the data a record may lie in (one event: no parallel parts).
+    path_events: one event per part of the data a record may lie in (one event: no parallel parts).
     PLD is used when it covers every alternative, RDP otherwise, and where it is the smaller bound:
     the grid is coarse (losses in the hundreds), the delta is hardly above the rounding that a PLD
     is charged for, or a search is priced. Raises Unsupported when neither covers them.
@@ -281,7 +281,7 @@ def compute_privacy_losses(
 
     Raises Unsupported.
 
-    coarser: how many times the price's grid.
+    grid_factor: how many times the price's grid.
     """
     grids = [grid_factor * choose_grid(event, neighbours) for event in path_events]
     found = [
@@ -378,7 +378,7 @@ def library_version() -> str:
 
 
 def pld_accountant_name(grid: float, has_selection: bool = False) -> str:
-    """Return the accountant's name in a PLD result. search: the result is the best of K runs."""
+    """Return the accountant's name in a PLD result. has_selection: the result is the best of K runs."""
     return f"PLD{' of best-of-K' if has_selection else ''} (grid {grid:g}, {library_version()})"
 
 

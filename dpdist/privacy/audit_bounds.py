@@ -83,7 +83,7 @@ def pld_tradeoff(
 ) -> TradeoffCurve:
     """Return the trade-off curve of a mechanism with one of these privacy losses.
 
-    It holds in both directions. directed: with the record for P and without for Q only, which
+    It holds in both directions. one_direction: with the record for P and without for Q only, which
     says more when it is known which is which.
 
     P(S) <= e^l Q(S) + delta(l) for every loss l, so B(x) is the largest of e^-l (x - delta(l)).
@@ -307,7 +307,7 @@ class ThresholdCounts:
         return bool(curve(np.asarray(low)) > high)
 
     def epsilon(self, delta: float = 0.0, copies: int = 1) -> float:
-        """Return the largest epsilon that is rejected with this delta; size: copies of the canary.
+        """Return the largest epsilon that is rejected with this delta; copies: copies of the canary.
 
         For one copy max(ln((TPR - delta) / FPR), ln((1 - FPR - delta) / (1 - TPR))).
         """
@@ -368,7 +368,7 @@ class OneRunGuesses:
     """Guesses in one run.
 
     canaries m, each in or out by its own fair coin (or, of each of m pairs, one by its own fair
-    coin); guesses r <= m, made without the coins; right: the number of right guesses.
+    coin); guesses r <= m, made without the coins; correct: the number of right guesses.
 
     The number of guesses is fixed before anything is seen. Under add-or-remove a coin says in or
     out; under replace-one which of a pair.
@@ -408,7 +408,7 @@ class OneRunGuesses:
     def epsilon(self, delta: float = 0.0, copies: int = 1) -> float:
         """Return the largest epsilon below which all are rejected by counting.
 
-        No assumption about the mechanism is made. size: copies of each canary. Source:
+        No assumption about the mechanism is made. copies: copies of each canary. Source:
         Steinke et al. 2023, Theorem 5.2.
         """
         low, step = 0.0, 0.05  # the p value need not rise everywhere: walk, then refine

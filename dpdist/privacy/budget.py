@@ -204,7 +204,7 @@ class Lineage:
     ) -> Lineage:
         """Return the lineage that one ledger records.
 
-        going_on: the process that may release the rest; None when no process will.
+        active_nonce: the process that may release the rest; None when no process will.
         """
         where = str(ledger_path.resolve())
         still = (
@@ -411,7 +411,7 @@ class DataBudget(JournalBacked):
     ) -> DataBudget:
         """Return a new budget, open for writing.
 
-        name: a public name of the data. hashed: the type of its records' hashes. key_id: of
+        name: a public name of the data. hash_dtype: the type of its records' hashes. key_id: of
         the key under which they are kept.
         """
         header = {"format": _FORMAT, "name": name, "terms": terms.to_dict(), "hashed": hash_dtype}

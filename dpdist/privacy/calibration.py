@@ -167,7 +167,7 @@ def calibrate_noise(
 ) -> float:
     """Return the smallest noise multiplier s for which plan_with(s) is within `epsilon`.
 
-    plan_with: any plan whose cost does not rise with s (several phases, a search, ...).
+    make_plan: any plan whose cost does not rise with s (several phases, a search, ...).
     Raises Unreachable when no noise up to 1e6 is enough, ValueError for a bad target.
     """
     _check_target(epsilon)

@@ -574,7 +574,7 @@ class Ledger(JournalBacked):
     def record_query(self, query_id: str, plan: PrivacyPlan) -> int:
         """Count an answer before its noise is drawn and return its number, from 0.
 
-        Durable on return, and counted whatever happens next. question: as an id in
+        Durable on return, and counted whatever happens next. query_id: as an id in
         `record`.
 
         Raises NoAnswersLeft, and counts nothing, beyond those that the plan pays for; LedgerError

@@ -35,8 +35,8 @@ PhaseReader = Callable[[Sequence[dict[str, Any]]], tuple["Phase", ...]]
 class Phase(ABC):
     """One part of a plan. Subclasses are frozen dataclasses whose fields are their JSON form.
 
-    kind: its name in JSON. capped: what it costs depends on the true number of records.
-    weighs_orders: its Renyi divergence at one order follows from those at others as well.
+    kind: its name in JSON. has_batch_cap: what it costs depends on the true number of records.
+    couples_orders: its Renyi divergence at one order follows from those at others as well.
     reads_records: it is executed on the plan's records, so that their number matters.
     """
 
@@ -161,7 +161,7 @@ class Phase(ABC):
 
     @classmethod
     def from_fields(cls, values: dict[str, Any], read_phases: PhaseReader) -> Phase:
-        """Return the phase from its fields in JSON. phases: reads a list of phases.
+        """Return the phase from its fields in JSON. read_phases: reads a list of phases.
 
         Raises ValueError, TypeError or KeyError.
         """

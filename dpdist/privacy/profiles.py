@@ -31,8 +31,8 @@ _FEW = 5_000  # losses that are listed; more are an array
 class LossPmf:
     """One direction of a privacy loss distribution.
 
-    first: the least loss, in steps of `grid`. probabilities (n,): of the losses first * grid,
-    (first + 1) * grid, ... under Q. infinite: the mass at an infinite loss.
+    lower_loss: the least loss, in steps of `grid`. probabilities (n,): of the losses first * grid,
+    (first + 1) * grid, ... under Q. infinity_mass: the mass at an infinite loss.
     """
 
     grid: float

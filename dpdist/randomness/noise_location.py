@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class NoiseSplit:
     """A network split at its noise: one draw is rest(first(x) + std * normals).
 
-    first: None where the noise is on the input itself. std: one number, or float32 of the shape of
-    one example's noise.
+    before_noise: None where the noise is on the input itself. std: one number, or float32 of the
+    shape of one example's noise.
     """
 
     before_noise: nn.Module | None
@@ -38,12 +38,12 @@ class NoiseSplit:
 class NoiseLocation:
     """The location of a classifier's noise at prediction.
 
-    kind: names it in tables and keys. certified_as: the kind of the place that a certificate of the
-    same classifier names. random: whether there is noise at all. smoothing: standard deviation of
-    the noise on the input, in input units; None where there is none. deeper: there is noise behind
-    the input that stays when the input is smoothed. votes: whether the randomised classifier
-    answers with the class that most draws say; otherwise with that of the largest mean score, as
-    the certificates of the same noise do.
+    kind: names it in tables and keys. certified_kind: the kind of the place that a certificate of
+    the same classifier names. is_random: whether there is noise at all. smoothing_sigma: standard
+    deviation of the noise on the input, in input units; None where there is none. has_inner_noise:
+    there is noise behind the input that stays when the input is smoothed. predicts_by_vote: whether
+    the randomised classifier answers with the class that most draws say; otherwise with that of the
+    largest mean score, as the certificates of the same noise do.
     """
 
     kind: ClassVar[str]

@@ -51,8 +51,8 @@ _LINE = 15  # of text
 
 @dataclass(frozen=True)
 class Line:
-    """points: (x, y), x ascending. quiet: a line to compare with. steps: what holds at a point
-    holds all the way before it. below: the area down to these heights is filled."""
+    """points: (x, y), x ascending. muted: a line to compare with. is_step: what holds at a point
+    holds all the way before it. fill_down_to: the area down to these heights is filled."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -113,8 +113,8 @@ def stylesheet() -> str:
 def chart(
     lines: Sequence[Line], x: Axis, y: Axis, *, description: str, element_id: str, title: str
 ) -> str:
-    """An <svg> element for a page that has `stylesheet`. about: what it shows, for those who do
-    not see it. name: of letters and digits, one of its own within the page."""
+    """An <svg> element for a page that has `stylesheet`. description: what it shows, for those who do
+    not see it. element_id: of letters and digits, one of its own within the page."""
     legend, top = _legend(lines)
     body = [*legend, *_axes(x, y, top), *_curves(lines, x, y, top)]
     height = top + _HEIGHT + _BELOW
@@ -248,7 +248,7 @@ def attack_outcome_table(
     A row for each size and attack, and one for all attacks.
 
     Certified columns are of the same model and data, at the least radius that contains the attack's
-    ball, on the inputs that both tables have. called: what a certification is called.
+    ball, on the inputs that both tables have. label_of: what a certification is called.
     """
     beside = [
         (other, _in_both_tables(table, other))

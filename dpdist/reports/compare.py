@@ -51,7 +51,8 @@ _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
 class CertifiedCurve:
     """Certified sizes of a run's inputs by one certificate, 0 where the answer is wrong.
 
-    title: what is certified by what. sizes: (N,) in input units. line: how it is drawn, if at all.
+    title: what is certified by what. sizes: (N,) in input units. line_style: how it is drawn, if at
+    all.
     """
 
     run: str
@@ -205,7 +206,7 @@ class AccuracyDifference:
 @dataclass(frozen=True, eq=False)
 class PairedSizes:
     """Certified sizes of the same inputs, by the first run and by a later one: (N,), -1 where the
-    answer is wrong. what: by which certificate, in which norm."""
+    answer is wrong. certificate: by which certificate, in which norm."""
 
     run: str
     certificate: str
@@ -478,7 +479,7 @@ _IGNORED_KEYS = (*NON_PRIVATE_SETTINGS, "name", "certify.seed")
 @dataclass(frozen=True)
 class Baseline:
     """rows: of `accuracy_differences.grid`, the run less the baseline, the header first; empty
-    where nothing is comparable. notes: why. changed: what is different in the recipes beside
+    where nothing is comparable. notes: why. changed_keys: what is different in the recipes beside
     privacy."""
 
     name: str

@@ -55,8 +55,8 @@ class SearchTerms:
     """The terms of a private search.
 
     plan: of training and search together. fields: the searched fields. law: of the number of
-    trials. one_training: epsilon of one training with the same noise. charge: id in the budget.
-    assumed: of the public parts that trials may have begun with.
+    trials. one_training_epsilon: epsilon of one training with the same noise. charge_id: id in the
+    budget. assumptions: of the public parts that trials may have begun with.
     """
 
     plan: PrivacyPlan
@@ -157,7 +157,7 @@ def describe_search(
 ) -> list[tuple[str, str]]:
     """Return name and value of the searched fields and the search's cost; nothing without a search.
 
-    whole: of training and search together.
+    guarantee: of training and search together.
     """
     if search is None:
         return []

@@ -30,7 +30,7 @@ RocCurves = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 def plot_noise_scales(delta: float, sensitivity: float, file_format: str) -> bytes:
     """Noise of one release against epsilon, a line for each Gaussian mechanism (HGM, IJCAI 2019,
-    Figure 1). form: png, pdf or svg."""
+    Figure 1). file_format: png, pdf or svg."""
     epsilon = np.geomspace(0.05, 10, 200)
     proved = epsilon <= 1
     classical = mechanisms.classical_gaussian_formula(epsilon, delta, sensitivity)

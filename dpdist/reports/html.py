@@ -224,7 +224,7 @@ _LIBRARIES = ("torch", "ray", "dp-accounting", "numpy", "scipy")
 def provenance_rows(
     facts: Facts, card: dict[str, Any], report_date: date | None
 ) -> list[tuple[str, str]]:
-    """Name and value of all that is known and may be told. written: None where a date could tell
+    """Name and value of all that is known and may be told. report_date: None where a date could tell
     how long something secret took."""
     begun = read_json(facts.folder.path / "run.json", {"dpdist": str})["dpdist"]
     rows = [
@@ -327,8 +327,8 @@ def write_report(
     """Write report/index.html of a trained run, and its pictures as files of their own; where a
     baseline was named, also the page with its figures, which stays in private/.
 
-    images: the test data, or why their inputs are not shown. dated: with today's date even where a
-    date may tell how long something secret took: whoever asks for the page chose the day.
+    images: the test data, or why their inputs are not shown. reveal_date: with today's date even
+    where a date may tell how long something secret took: whoever asks for the page chose the day.
     """
     facts = read_facts(folder)
     curves = _run_charts(facts)

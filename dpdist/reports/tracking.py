@@ -142,8 +142,8 @@ def open_tracker(address: str, run: str) -> Tracker:
 def track_run(folder: RunFolder, addresses: Sequence[str], *, reveal_date: bool = True) -> None:
     """Give everything of a finished run that may be published to each of the addresses.
 
-    dated: even where a date may tell how long something secret took, as trackers keep when they
-    were told: whoever asks chose the day. Raises UserError, before anything is written, as
+    reveal_date: even where a date may tell how long something secret took, as trackers keep when
+    they were told: whoever asks chose the day. Raises UserError, before anything is written, as
     `check_tracker_address` and where the run has not finished.
     """
     for address in addresses:

@@ -330,8 +330,8 @@ class RunFolder:
     ) -> None:
         """Keep the recipe and terms of the run's beginning in a file that nobody edits.
 
-        noise_multiplier: of its plan; None before there is one. asked: with its search. trained:
-        the folder whose training, and ledger, is this one's, where that is another.
+        noise_multiplier: of its plan; None before there is one. search_recipe: with its search.
+        trained: the folder whose training, and ledger, is this one's, where that is another.
         """
         begun = {"recipe": recipe, "asked": search_recipe}
         said = {
@@ -429,7 +429,8 @@ class RunFolder:
     def check_recipe_identity(self, recorded_digest: str | None) -> None:
         """Raise UserError unless the recipe file is the one that the run was trained by.
 
-        told: what the ledger's last attempt keeps of it (`recipe_identity`); None of an old run.
+        recorded_digest: what the ledger's last attempt keeps of it (`recipe_identity`); None of an
+        old run.
         """
         if recorded_digest is None:
             return

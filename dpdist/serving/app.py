@@ -41,8 +41,8 @@ class ReplicaLostError(Exception):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """body: bytes of a request. rate: requests to answer per second, on average; burst: at once.
-    waiting: requests under way. seconds: that one may take, repetition included."""
+    """max_body_bytes: bytes of a request. requests_per_second: requests to answer per second, on average; burst_size: at once.
+    max_concurrent: requests under way. timeout_seconds: that one may take, repetition included."""
 
     max_body_bytes: int = 2**20
     requests_per_second: float = 20.0
@@ -75,7 +75,7 @@ class _RequestError(Exception):
 
 
 class RequestHandler:
-    """about: what GET / says. shape: of the model's input. ask: one image to its answer; raises
+    """description: what GET / says. input_shape: of the model's input. answer_image: one image to its answer; raises
     Lost where it may be asked again. clock: seconds, for the rate."""
 
     def __init__(

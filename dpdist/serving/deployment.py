@@ -49,7 +49,7 @@ _MAX_BATCH_SIZE, _BATCH_SECONDS = 64, 0.1
 
 class RequestBatcher:
     """call: asks whichever replica is free; what it raises is raised to each of its requests.
-    lanes: calls at a time. seconds: that one may take. Belongs to one event loop."""
+    max_calls: calls at a time. timeout_seconds: that one may take. Belongs to one event loop."""
 
     def __init__(self, call: BatchCall, max_calls: int, timeout_seconds: float) -> None:
         self._call, self._free_calls, self._timeout_seconds = call, max_calls, timeout_seconds
@@ -135,7 +135,8 @@ class ServingSettings:
 class Classifier:
     """One replica: the model, and noise of its own that nobody else draws.
 
-    sums: of the release that GET / describes. Raises ReleaseError where another lies there by now.
+    checksums: of the release that GET / describes. Raises ReleaseError where another lies there by
+    now.
     """
 
     def __init__(self, settings: ServingSettings, checksums: dict[str, str]) -> None:

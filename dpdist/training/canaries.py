@@ -101,7 +101,8 @@ def canary_records(planted: CanaryAudit, public: Dataset) -> tuple[Tensor, Tenso
 @dataclass(frozen=True)
 class DatasetWithCanaries(Dataset):
     """Training records and an audit's canaries behind them: len, batch and targets know both;
-    inputs, labels and hashes are the records' alone. public: where canaries take inputs from.
+    inputs, labels and hashes are the records' alone. public_records: where canaries take inputs
+    from.
 
     Canaries in the sums are positions without an input.
     """

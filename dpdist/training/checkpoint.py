@@ -36,7 +36,7 @@ _AT_ONCE = 2**18  # entries
 
 @dataclass
 class TrainState:
-    """Everything a step changes. flat: parameters (size,). slots: optimizer tensors and the
+    """Everything a step changes. parameters: parameters (size,). slots: optimizer tensors and the
     average."""
 
     step: int
@@ -47,7 +47,7 @@ class TrainState:
 def save(folder: Path, state: TrainState, anchor: Anchor, parts: int = 0) -> None:
     """Write the state as `step-NNNNNNNN` and drop all but the newest two.
 
-    released: the ledger's anchor; it names every release that the state was made of. parts: how
+    anchor: the ledger's anchor; it names every release that the state was made of. parts: how
     many workers' parts of more slots lie there (`save_part`); it counts once they all do.
     """
     make_private_folder(folder)
@@ -79,7 +79,7 @@ def newest_step(folder: Path) -> int:
 
 
 def load_latest(folder: Path, entries: slice = slice(0, sys.maxsize)) -> TrainState | None:
-    """The newest complete state, or None. own: which entries of slots that lie in parts."""
+    """The newest complete state, or None. entries: which entries of slots that lie in parts."""
     complete = complete_checkpoints(folder)
     if not complete:
         return None

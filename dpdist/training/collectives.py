@@ -298,9 +298,9 @@ _LEAVES_PER_EXCHANGE = 32  # leaves that travel together, of all parts and rows
 class Shards:
     """Shards of the records, and the worker that owns each.
 
-    rows: length of the reduced stack; row r is worker 0's, then worker 1's, ... largest:
-    records planned for any shard. mine: (row, first record, end) of this worker's shards. held:
-    rows of each worker; where every worker has the same one row, they are stacked first.
+    num_rows: length of the reduced stack; row r is worker 0's, then worker 1's, ... largest:
+    records planned for any shard. local_shards: (row, first record, end) of this worker's shards.
+    held: rows of each worker; where every worker has the same one row, they are stacked first.
     """
 
     num_rows: int

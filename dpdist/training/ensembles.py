@@ -162,7 +162,8 @@ def train_in_process(
 ) -> Iterator[Path]:
     """The folder, while it lasts, of the model that the recipe trains in this process on those of
     its training records where `member_mask` is true: a function of these and of what they hold.
-    kept: of trainings that differ in nothing but their keys (`dpdist.training.job.TrainJob`).
+    shared_cache: of trainings that differ in nothing but their keys
+    (`dpdist.training.job.TrainJob`).
 
     Raises UserError, `dpdist.training.worker.TrainingDiverged` among others.
     """
@@ -346,7 +347,7 @@ def train_teachers(
 ) -> TeacherEnsemble:
     """Train the teachers of a run, or those that are missing, on the pool of actors.
 
-    sections: of the recipe, in place of its own. here: in this process instead.
+    sections: of the recipe, in place of its own. in_process: in this process instead.
     """
     import torch
 
@@ -371,7 +372,7 @@ class QueryOracle:
     """Answers by a run's teachers, as its method releases them; no more than its plan pays for.
 
     An input that was answered before gets the answer it got: that costs nothing, and nobody gains
-    by asking again. left: new answers that may still be given. Raises UserError.
+    by asking again. answers_left: new answers that may still be given. Raises UserError.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:

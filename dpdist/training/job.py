@@ -129,11 +129,11 @@ RESTORE_HINT = "put back what was there, or begin a new run under another --name
 class TrainJob:
     """Handed to every worker. The run key is not in it: workers read it from the private folder.
 
-    members: bool (N,), of the training records those to train on; None: all of them.
-    given: what is trained on in place of the records
+    member_mask: bool (N,), of the training records those to train on; None: all of them.
+    replacement_records: what is trained on in place of the records
         (`dpdist.methods.base.TrainingDriver.run_workers`).
-    kept: PRIVATE, what trainings here that differ in their keys alone make once and share; None:
-    there are no others.
+    shared_cache: PRIVATE, what trainings here that differ in their keys alone make once and share;
+    None: there are no others.
     """
 
     recipe: Recipe

@@ -395,7 +395,7 @@ def _memory(
     recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine, extra_bytes: int
 ) -> list[tuple[str, str]]:
     """Of a worker, by the release that is asked for and by the others; and of all on one host.
-    more: bytes of all releases alike."""
+    extra_bytes: bytes of all releases alike."""
     training, resources = recipe.training, recipe.resources
     slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
     rows = CANONICAL_SHARDS if training.reproducible else 1

@@ -170,9 +170,9 @@ def fit(
 ) -> None:
     """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if any.
 
-    max_failures: restarts by Ray (default: resources.max_failures). until: pause after so many
-    steps. callbacks: for Ray's run configuration. workers: in place of Ray Train. here: teachers
-    are trained in this process, as in a search's trial, which holds what it needs. Raises
+    max_failures: restarts by Ray (default: resources.max_failures). stop_after: pause after so many
+    steps. callbacks: for Ray's run configuration. start_workers: in place of Ray Train. in_process:
+    teachers are trained in this process, as in a search's trial, which holds what it needs. Raises
     UserError, ClusterError.
     """
     restarts = job.recipe.resources.max_failures if max_failures is None else max_failures

@@ -153,9 +153,9 @@ def replay_fingerprint(
     """Return what a sum depends on, by name: a change of any starts a new attempt epoch, under keys
     of its own.
 
-    records: fingerprint of the records. initial: digest of the model before its first step, public
-    weights and frozen parts included. Raises UserError where workers would make the noise on
-    devices of several kinds.
+    data_fingerprint: fingerprint of the records. model_digest: digest of the model before its first
+    step, public weights and frozen parts included. Raises UserError where workers would make the
+    noise on devices of several kinds.
     """
     resources, kind = job.recipe.resources, _device(reducer.device)
     machine = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{kind}"
@@ -217,7 +217,7 @@ def _has_taken_steps(folder: RunFolder) -> bool:
 
 
 def check_same_method_state(folder: RunFolder, ledger: Ledger, digest: str) -> None:
-    """Raise UserError where the last attempt was made with other tensors. now: their `digest`."""
+    """Raise UserError where the last attempt was made with other tensors. digest: their `digest`."""
     before = ledger.attempts[-1]["identity"].get("hidden noise") if ledger.attempts else None
     if before not in (None, digest):
         raise UserError(
@@ -425,7 +425,7 @@ def train_worker(config: dict[str, Any]) -> None:
 def run_training(job: TrainJob, reducer: Reducer, stop_after: int | None = None) -> None:
     """Train to the end of the plan, from the newest checkpoint if there is one.
 
-    until: pause after so many steps; the model so far is saved, and the next call goes on.
+    stop_after: pause after so many steps; the model so far is saved, and the next call goes on.
     """
     with ExitStack() as stack:
         loop = restore(job, reducer, stack, stop_after)

@@ -35,7 +35,7 @@ _WORKERS = 2
 
 @dataclass(frozen=True)
 class Fault:
-    """words: what is wrong. seen: where, in whose code. pieces: the mechanism that has it; needs:
+    """description: what is wrong. found_in: where, in whose code. pieces: the mechanism that has it; needs:
     releases until it is found. replay: finds it without any, and says how.
     """
 

@@ -268,7 +268,7 @@ def test_the_only_actor_is_replaced_when_it_hangs(tmp_path: Path) -> None:
 
         return work
 
-    got = collect(factory, tmp_path, chunks_of(6), actors=1, stall_after=2.0)
+    got = collect(factory, tmp_path, chunks_of(6), actors=1, stall_seconds=2.0)
     assert got == {f"c{i}": i for i in range(6)}
 
 

@@ -143,7 +143,7 @@ def test_one_record_changes_full_by_much_more():
     engine = SplitEngine(
         model, method, clipping=FlatClipping(C), expected_batch=5, steps=10**12, micro_batch=9
     )
-    engine.draws = InputPerturbation(1, 0.25)
+    engine.perturbation = InputPerturbation(1, 0.25)
     assert worst_change(engine) > 3
 
 
@@ -162,7 +162,7 @@ def test_full_adds_the_noise_it_says(activation, steep, least):
             part.mul_(steep)
     noisy = SplitEngine(model, method, clipping=FlatClipping(C), expected_batch=8, steps=10)
     plain = GradientEngine(model, squared_error, clipping=FlatClipping(C))
-    noisy.draws = plain.draws = InputPerturbation(1, 0.25)
+    noisy.perturbation = plain.perturbation = InputPerturbation(1, 0.25)
     ratios, both = [], 0
     for number in range(20):
         key = bytes([number]) * 32

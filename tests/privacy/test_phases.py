@@ -158,7 +158,7 @@ def test_phases_say_what_they_are_and_what_must_hold():
     nested = PrivacyPlan(9000, (RepeatAndSelect((PARTS,), 5.0, 1.0),), 1e-5).assumptions
     assert "what is released beside the steps is clipped per record as well" in nested
     hidden = RepeatAndSelect((NonPrivate("a leak"),), 2.0, 1.0)
-    assert PrivacyPlan(10, (hidden,), 1e-3).unproved == ["a leak"]
+    assert PrivacyPlan(10, (hidden,), 1e-3).unproved_reasons == ["a leak"]
 
 
 def test_steps_and_releases_repeat_in_one_phase_and_order_themselves():

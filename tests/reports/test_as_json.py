@@ -64,7 +64,9 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
     )
     assert list((work / "logs" / "small").iterdir())
     facts = read_facts(RunFolder(work / "runs" / "small"))
-    assert ran["run"] == "small" and ran["privacy_card"] == json.loads(json.dumps(facts.privacy_card()))
+    assert ran["run"] == "small" and ran["privacy_card"] == json.loads(
+        json.dumps(facts.privacy_card())
+    )
     assert ran["evaluation"]["accuracy"] == facts.evaluation["accuracy"]
     (table,) = ran["certificates"]
     assert [each["radius"] for each in table["certified"]] == [0.0, 0.1]

@@ -79,7 +79,7 @@ def test_every_phase_of_a_step_is_seen(tmp_path, monkeypatch, capsys):
     (kept,) = [json.loads(path.read_text()) for path in Path(answer).glob("*.json")]
     assert all(kept["wall"][name] > 0 for name in phases.PHASES)
     assert sum(kept["wall"].values()) <= 2 * kept["wall"]["step"]
-    shares = phases.shares_of(before, phases.recipe_files(os.getppid()), 1.0)
+    shares = phases.processor_shares(before, phases.recipe_files(os.getppid()), 1.0)
     phases.report({"alone": [[kept]]}, {title: [share] for title, share in shares.items()})
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in phases.PHASES) and " %  " in printed

@@ -149,7 +149,7 @@ def test_the_run_key_is_secret_fresh_and_durable(tmp_path, monkeypatch):
         recipe, other = make(tmp_path, name, privacy__run_key=None)
         prepare(recipe, other, "test")
         keys.add(read_run_key(other))
-        assert not other.fixed_key.exists()
+        assert not other.fixed_key_marker.exists()
     assert len(keys) == 3 and all(len(key) == KEY_BYTES for key in keys)
     assert folder.run_key.stat().st_mode & 0o777 == 0o600
     before = folder.run_key.read_bytes()
@@ -157,7 +157,7 @@ def test_the_run_key_is_secret_fresh_and_durable(tmp_path, monkeypatch):
     assert folder.run_key.read_bytes() == before, "a continued run keeps its key"
     fixed, marked = make(tmp_path, "d")
     prepare(fixed, marked, "test")
-    assert marked.fixed_key.exists() and read_run_key(marked).hex() == "5a" * 32
+    assert marked.fixed_key_marker.exists() and read_run_key(marked).hex() == "5a" * 32
 
 
 def test_records_of_a_pretrained_part_are_not_unpickled(tmp_path):

@@ -119,7 +119,9 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     trained = [name for name, p in begun.named_parameters() if p.requires_grad]
     assert trained and all(name.startswith("classifier.") for name in trained)
     worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
-    for before, after, same in zip(parts(weights), parts(folder.model_folder), (True, False), strict=True):
+    for before, after, same in zip(
+        parts(weights), parts(folder.model_folder), (True, False), strict=True
+    ):
         for a, b in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(a, b) == same
     assert models.read_spec(folder.model).denoiser == models.read_spec(weights).denoiser

@@ -127,7 +127,8 @@ def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tm
     method = recipe.method.model_copy(update={"redistribution": section})
     facts = dataclasses.replace(facts, recipe=recipe.model_copy(update={"method": method}))
     assert (
-        "in another shape, among the public records of strokes" in facts.privacy_card()["assumptions"][-1]
+        "in another shape, among the public records of strokes"
+        in facts.privacy_card()["assumptions"][-1]
     )
 
 
@@ -203,7 +204,7 @@ def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name
             noises.append((result - output).detach().clone())
             return result
 
-        draws.hidden = watched
+        draws.perturb_output = watched
         return draws
 
     real = SecureSGD.perturbation

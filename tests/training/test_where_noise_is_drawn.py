@@ -71,8 +71,8 @@ def test_every_step_s_noise_has_the_key_of_the_cpu_s(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             seen = record_keys(patch)
             execute(job)
-        opened = [s.key for s in seen.streams if s.caller == NOISE and seen.origin(s.key)]
-        keys.append([key for key in opened if seen.origin(key).purpose == "noise"])
+        opened = [s.key for s in seen.streams if s.caller == NOISE and seen.derivation_of(s.key)]
+        keys.append([key for key in opened if seen.derivation_of(key).purpose == "noise"])
     assert keys[0] == keys[1] and len(set(keys[0])) == len(keys[0]) == STEPS
 
 

@@ -74,7 +74,7 @@ def searched(recipe):
 def test_training_and_search_together_meet_the_target(searched, law):
     cost = cost_of(searched(law, privacy=TARGET))
     assert 0.997 * 2.0 <= cost.guarantee.epsilon <= 2.0
-    assert cost.one_training.epsilon < 0.9 * 2.0
+    assert cost.one_training_guarantee.epsilon < 0.9 * 2.0
     # Both kinds of record pay about the target; taken for one record's both, they pay more.
     parts = cost.plan.phases[0]
     parts = parts if isinstance(parts, ParallelParts) else parts.phases[0]
@@ -106,7 +106,7 @@ def test_a_fixed_number_of_runs_is_composed(searched):
     assert cost.guarantee.epsilon == pytest.approx(
         PrivacyPlan(9000, (steps,), 1e-4).guarantee().epsilon, rel=1e-6
     )
-    assert cost.guarantee.epsilon > 1.8 * cost.one_training.epsilon
+    assert cost.guarantee.epsilon > 1.8 * cost.one_training_guarantee.epsilon
 
 
 def test_public_scores_are_free(searched):
@@ -209,7 +209,7 @@ def test_what_only_loss_distributions_price_is_searched(searched, privacy):
     short = asked.training.model_copy(update={"steps": 10})
     cost = cost_of(asked.model_copy(update={"training": short}))
     assert cost.guarantee.source.startswith("PLD of best-of-K")
-    assert cost.one_training.epsilon < cost.guarantee.epsilon
+    assert cost.one_training_guarantee.epsilon < cost.guarantee.epsilon
 
 
 # --- noise splits: how a method shares its budget out

@@ -229,7 +229,7 @@ def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     assert run.read_recipe().training == winner.read_recipe().training
     assert Ledger.read(run.ledger).releases == dict.fromkeys(range(4), 1)
-    assert read_facts(run).fixed_key
+    assert read_facts(run).has_fixed_key
 
 
 def test_what_is_public_does_not_change_with_the_number_of_trials(
@@ -325,7 +325,8 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
 
     def key(**more: Any) -> bytes:
         given = {
-            "trial": trial, "rung": 1, "asked": search.recipe, "job": job, "scored": scored,
+            "trial": trial, "rung": 1, "search_recipe": search.recipe, "job": job,
+            "scoring_records": scored,
             "noise": 3.0,
         }  # fmt: skip
         return score_key(**(given | more))
@@ -338,8 +339,8 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
     others = [
         key(rung=2),
         key(noise=0.1),
-        key(scored=job.records()),
-        key(asked=search.recipe.model_copy(update={"tune": tune})),
+        key(scoring_records=job.records()),
+        key(search_recipe=search.recipe.model_copy(update={"tune": tune})),
         key(job=replace(job, recipe=job.recipe.model_copy(update={"training": scaled}))),
         key(job=prepare_trial(search.folder, search.recipe, read_trials(search.folder)[1])),
     ]
@@ -349,7 +350,7 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
     model.write_bytes(other.read_bytes())  # as another copy's nonces would have made it
     assert key() != before
     fixed = recipe(privacy=FIXED, tune=ASHA)
-    assert key(asked=fixed) == derive_key(trial.key, "rung", 1)
+    assert key(search_recipe=fixed) == derive_key(trial.key, "rung", 1)
 
 
 @pytest.mark.parametrize("law", ["fixed", "geometric"])
