@@ -180,8 +180,8 @@ def _canonical(job_record: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class JobKind:
-    """One kind of job, in words for its messages. result_free_fields: settings on which no result depends.
-    is_seed_secret: its seed is a key, which no message shows."""
+    """One kind of job, in words for its messages. result_free_fields: settings on which no result
+    depends. is_seed_secret: its seed is a key, which no message shows."""
 
     name: str  # "certification"
     activity: str  # "certifying"

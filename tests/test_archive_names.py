@@ -222,7 +222,7 @@ def test_a_refused_archive_leaves_nothing(archived, tmp_path, command, how):
     claims = archived.list_names("claims")
     with pytest.raises((UserError, ClusterError), match=said.get(how, how)):
         getattr(archives, command)(archived.url, tmp_path / "new" / "deep")
-    assert not (tmp_path / "new").exists() and archived.names("claims") == claims
+    assert not (tmp_path / "new").exists() and archived.list_names("claims") == claims
 
 
 def test_what_is_fetched_again_takes_its_places_or_none(archived, tmp_path):

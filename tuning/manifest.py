@@ -26,7 +26,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial. key: 32 bytes, all its randomness. tie_breaker: breaks ties, independent of the data.
+    """One trial. key: 32 bytes, all its randomness. tie_breaker: breaks ties, independent of the
+    data.
 
     values: of the searched fields; None while an adaptive searcher has not chosen them.
     """

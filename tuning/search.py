@@ -83,8 +83,8 @@ class Search:
     def __init__(
         self, recipe: Recipe, folder: RunFolder, cost: SearchCost, data_fingerprint: str
     ) -> None:
-        """data_fingerprint: fingerprint of the training records. `assumptions`: what must hold of the public
-        parts that any trial may begin with, for a search that was not begun."""
+        """data_fingerprint: fingerprint of the training records. `assumptions`: what must hold of
+        the public parts that any trial may begin with, for a search that was not begun."""
         assert recipe.tune is not None
         self.recipe, self.cost, self.data_fingerprint = recipe, cost, data_fingerprint
         self.tune: TuneRecipe = recipe.tune

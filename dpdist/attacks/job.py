@@ -426,8 +426,9 @@ def _form(assignment: Assignment) -> ClassifierSpec:
 
 @dataclass(frozen=True)
 class _CheckSetup:
-    """certificate: how points are certified. sampler: where the classifier is random then. predicts_by_vote: whether
-    the attacked claim speaks of votes of draws, or of their mean scores."""
+    """certificate: how points are certified. sampler: where the classifier is random then.
+    predicts_by_vote: whether the attacked claim speaks of votes of draws, or of their mean
+    scores."""
 
     assignment: Assignment
     certificate: Certificate

@@ -183,8 +183,8 @@ def run_scenarios(
     clip_norm: float = 1.0, report_progress: ProgressCallback = lambda done, total: None,
     scenarios: Sequence[str] = SCENARIOS,
 ) -> ScenarioResults:  # fmt: skip
-    """Scenes, all of which share alpha. build_harness: makes them for a step. releases: of canaries with,
-    and as many without. scenarios: only these."""
+    """Scenes, all of which share alpha. build_harness: makes them for a step. releases: of canaries
+    with, and as many without. scenarios: only these."""
     from dpdist.audits.step_harness import WIDTH
 
     each = bonferroni_alpha(alpha, len(SCENARIOS))

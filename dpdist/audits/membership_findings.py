@@ -44,8 +44,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MembershipAttack:
-    """An attack on a bank. min_models: models that it needs. thresholds: at which precision and recall
-    are told, beside the median. needs_quarters_game: whether it is played with a target and a shadow."""
+    """An attack on a bank. min_models: models that it needs. thresholds: at which precision and
+    recall are told, beside the median. needs_quarters_game: whether it is played with a target and
+    a shadow."""
 
     name: ClassVar[str]
     min_models: ClassVar[int]
@@ -63,8 +64,8 @@ class MembershipAttack:
     def score(
         self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
     ) -> Array:
-        """(N,), larger where a record is more likely a member of `target`. known_records: of the shadow
-        models' records, those that the adversary may learn from."""
+        """(N,), larger where a record is more likely a member of `target`. known_records: of the
+        shadow models' records, those that the adversary may learn from."""
         raise NotImplementedError
 
 

@@ -207,8 +207,8 @@ class VectorizedTrainings:
         members: list[np.ndarray],
         canary_is_record: bool,
     ) -> np.ndarray:
-        """Clipped sums, float64 (M, size). canary_is_record: whether what comes after the records has an input;
-        its copies share one."""
+        """Clipped sums, float64 (M, size). canary_is_record: whether what comes after the records
+        has an input; its copies share one."""
         last = len(self._labels)
         rows = [np.minimum(m, last) if canary_is_record else m[m < last] for m in members]
         widest = max(1, *map(len, rows))

@@ -92,8 +92,8 @@ _DOWN = 1 - 1e-12  # rounding of the quotient, the squares and the root
 
 @dataclass(frozen=True)
 class CombinedNoise:
-    """sigma: s, on the input. hidden_std: r, root mean square behind the first layer. sensitivity: a
-    bound of Delta, that layer's L2 norm over sqrt(Kr)."""
+    """sigma: s, on the input. hidden_std: r, root mean square behind the first layer. sensitivity:
+    a bound of Delta, that layer's L2 norm over sqrt(Kr)."""
 
     sigma: float
     hidden_std: float

@@ -418,11 +418,10 @@ class NoiseBankCounter:
 
 @dataclass(frozen=True)
 class VoteSampler:
-    """Votes under noise on the input, and under what noise the model has behind it. noise_bank: the same
-    stream for all inputs, behind a dense first layer once; cache_first_blocks: the first blocks of
-    it stay. location: the place, beside the law that ``noise`` has on the input. combined_noise:
-    what noise
-    behind an affine first layer certifies with it."""
+    """Votes under noise on the input, and under what noise the model has behind it. noise_bank: the
+    same stream for all inputs, behind a dense first layer once; cache_first_blocks: the first
+    blocks of it stay. location: the place, beside the law that ``noise`` has on the input.
+    combined_noise: what noise behind an affine first layer certifies with it."""
 
     noise: Noise
     noise_bank: bool = False
@@ -505,8 +504,8 @@ class VoteSampler:
 
 @dataclass(frozen=True)
 class ScoreSampler:
-    """Sums of scores under the model's own noise behind its first layer. sigma: sigma_r; sensitivity: of
-    that layer."""
+    """Sums of scores under the model's own noise behind its first layer. sigma: sigma_r;
+    sensitivity: of that layer."""
 
     sigma: float
     sensitivity: Sensitivity

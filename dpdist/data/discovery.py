@@ -41,8 +41,8 @@ _MOST_BYTES = 2**28  # of one picture
 
 @dataclass(frozen=True)
 class DiscoveredDataset:
-    """A data set in root/name. feature_columns: numeric columns, where there is no image column. class_names: of
-    the classes, by number; () where nobody says. input_shape: of one input."""
+    """A data set in root/name. feature_columns: numeric columns, where there is no image column.
+    class_names: of the classes, by number; () where nobody says. input_shape: of one input."""
 
     root: Path
     name: str

@@ -117,8 +117,8 @@ class TextColumn:
         return vocabulary_size(None if self.words is None else self.words.count)
 
     def tokenize_rows(self, texts: pa.Array, context_of_row: Callable[[int], str]) -> np.ndarray:
-        """float32 (N, length). context_of_row: file and row of a text, for complaints. Raises UserError for
-        what is no text."""
+        """float32 (N, length). context_of_row: file and row of a text, for complaints. Raises
+        UserError for what is no text."""
         if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
             raise UserError(
                 f"{context_of_row(0)}: text column {self.column!r} is {texts.type}, must be text"

@@ -381,8 +381,8 @@ def _pointwise(call: Operation) -> TensorMark:
 
 
 def _aligned(*names: str, location_map: LocationMap = _keep_location) -> Rule:
-    """Tensors with as many dimensions each, whose records lie at one place, not broadcast. location_map: to
-    where that place goes; None: it is taken."""
+    """Tensors with as many dimensions each, whose records lie at one place, not broadcast.
+    location_map: to where that place goes; None: it is taken."""
 
     def rule(call: Operation) -> TensorMark:
         tensors = call.argument_tensors(*names)

@@ -137,7 +137,8 @@ DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]
 class PublicRecords:
     """Public records that a method reads: the training split of the data set `dataset_name` under
     `root` (default: where the recipe's own data lie). recipe_key: the recipe's key, for complaints.
-    used_for_training: whether a model is trained on them, so that no test record may be among them."""
+    used_for_training: whether a model is trained on them, so that no test record may be among
+    them."""
 
     recipe_key: str
     dataset_name: str

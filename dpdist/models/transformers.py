@@ -75,8 +75,8 @@ KEY = "model.name: transformer"
 
 @dataclass(frozen=True)
 class Family:
-    """name: what its classes in `transformers` begin with. reads_images: it reads images (C, H, W), not
-    tokens. causal: a position sees those before it alone."""
+    """name: what its classes in `transformers` begin with. reads_images: it reads images (C, H, W),
+    not tokens. causal: a position sees those before it alone."""
 
     name: str
     reads_images: bool = False

@@ -241,7 +241,8 @@ _SHAPE = {
 
 @dataclass(frozen=True, eq=False)
 class Votes:
-    """job_record: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or NONE."""
+    """job_record: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or
+    NONE."""
 
     job_record: dict[str, Any]
     index: NDArray[np.int64]

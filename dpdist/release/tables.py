@@ -216,8 +216,8 @@ def _table_seeds(table: CertificateTable) -> list[str]:
 
 
 class _InputRecounter:
-    """Counts inputs as those of a table were counted. hardware_note: says where that was, if not on a
-    machine like this one."""
+    """Counts inputs as those of a table were counted. hardware_note: says where that was, if not on
+    a machine like this one."""
 
     def __init__(
         self,

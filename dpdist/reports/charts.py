@@ -113,8 +113,8 @@ def stylesheet() -> str:
 def chart(
     lines: Sequence[Line], x: Axis, y: Axis, *, description: str, element_id: str, title: str
 ) -> str:
-    """An <svg> element for a page that has `stylesheet`. description: what it shows, for those who do
-    not see it. element_id: of letters and digits, one of its own within the page."""
+    """An <svg> element for a page that has `stylesheet`. description: what it shows, for those who
+    do not see it. element_id: of letters and digits, one of its own within the page."""
     legend, top = _legend(lines)
     body = [*legend, *_axes(x, y, top), *_curves(lines, x, y, top)]
     height = top + _HEIGHT + _BELOW

@@ -224,8 +224,8 @@ _LIBRARIES = ("torch", "ray", "dp-accounting", "numpy", "scipy")
 def provenance_rows(
     facts: Facts, card: dict[str, Any], report_date: date | None
 ) -> list[tuple[str, str]]:
-    """Name and value of all that is known and may be told. report_date: None where a date could tell
-    how long something secret took."""
+    """Name and value of all that is known and may be told. report_date: None where a date could
+    tell how long something secret took."""
     begun = read_json(facts.folder.path / "run.json", {"dpdist": str})["dpdist"]
     rows = [
         ("report written", "not told: when a search ended, or how long a training took, is secret"

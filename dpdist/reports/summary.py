@@ -47,7 +47,8 @@ _DISTANCE_MEANINGS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """severity: good where nothing takes the promise back; bad where there is none, or one is false."""
+    """severity: good where nothing takes the promise back; bad where there is none, or one is
+    false."""
 
     severity: Severity
     sentence: str

@@ -41,8 +41,9 @@ class ReplicaLostError(Exception):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """max_body_bytes: bytes of a request. requests_per_second: requests to answer per second, on average; burst_size: at once.
-    max_concurrent: requests under way. timeout_seconds: that one may take, repetition included."""
+    """max_body_bytes: bytes of a request. requests_per_second: requests to answer per second, on
+    average; burst_size: at once. max_concurrent: requests under way. timeout_seconds: that one may
+    take, repetition included."""
 
     max_body_bytes: int = 2**20
     requests_per_second: float = 20.0
@@ -75,8 +76,8 @@ class _RequestError(Exception):
 
 
 class RequestHandler:
-    """description: what GET / says. input_shape: of the model's input. answer_image: one image to its answer; raises
-    Lost where it may be asked again. clock: seconds, for the rate."""
+    """description: what GET / says. input_shape: of the model's input. answer_image: one image to
+    its answer; raises Lost where it may be asked again. clock: seconds, for the rate."""
 
     def __init__(
         self,

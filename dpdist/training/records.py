@@ -103,8 +103,8 @@ def load_test_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
 
 
 def external_public_records(section: DataRecipe, default_root: Path | None) -> data.Dataset:
-    """The training split of another data set, all of which is public. default_root: the root of what is
-    not built in and has none of its own."""
+    """The training split of another data set, all of which is public. default_root: the root of
+    what is not built in and has none of its own."""
     if section.root is None and section.name not in data.BUILT_IN:
         section = section.model_copy(update={"root": default_root})
     split = _split(section, _source(section))

@@ -217,7 +217,8 @@ def _has_taken_steps(folder: RunFolder) -> bool:
 
 
 def check_same_method_state(folder: RunFolder, ledger: Ledger, digest: str) -> None:
-    """Raise UserError where the last attempt was made with other tensors. digest: their `digest`."""
+    """Raise UserError where the last attempt was made with other tensors. digest: their
+    `digest`."""
     before = ledger.attempts[-1]["identity"].get("hidden noise") if ledger.attempts else None
     if before not in (None, digest):
         raise UserError(

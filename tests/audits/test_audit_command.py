@@ -58,7 +58,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
     assert any(audited.summary_line in note for note in facts.card()["notes"])
     header, row = compare.privacy_rows([facts])
     assert row[header.index("audited epsilon")] == audited.short
-    assert audited.line.split("(")[0] in run.report_file.read_text().replace("&gt;", ">")
+    assert audited.summary_line.split("(")[0] in run.report_file.read_text().replace("&gt;", ">")
 
     # A fault in the code that trains: the exit code says so.
     real = PrivateStep.release

@@ -33,7 +33,7 @@ FOUND = AuditFinding(
 def test_the_verdict(tmp_path, changes, verdict):
     audited = dataclasses.replace(FOUND, **changes)
     assert audited.verdict == verdict and audited.exceeds_proved == (verdict == EXCEEDS_PROVED)
-    assert verdict in audited.line or audited.exploratory
+    assert verdict in audited.summary_line or audited.exploratory
     audited.write(tmp_path / "a" / "audit.json")
     back = AuditFinding.read(tmp_path / "a" / "audit.json")
     assert dataclasses.replace(back, path=None) == audited
@@ -43,7 +43,7 @@ def test_a_lower_bound_is_rounded_down():
     assert "epsilon >= 1.234 at delta = 1e-05, confidence 95 %" in FOUND.summary_line
     assert FOUND.comparison_line == "claimed nothing, proved 2, audited >= 1.234 at delta = 1e-05"
     assert FOUND.table_cell == ">= 1.234 (mechanism)"
-    assert "no statement" in dataclasses.replace(FOUND, exploratory=True).line
+    assert "no statement" in dataclasses.replace(FOUND, exploratory=True).summary_line
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ _WORKERS = 2
 
 @dataclass(frozen=True)
 class Fault:
-    """description: what is wrong. found_in: where, in whose code. pieces: the mechanism that has it; needs:
-    releases until it is found. replay: finds it without any, and says how.
+    """description: what is wrong. found_in: where, in whose code. pieces: the mechanism that has
+    it; needs: releases until it is found. replay: finds it without any, and says how.
     """
 
     name: str

@@ -114,7 +114,7 @@ def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path:
     assert found.table["k"].to_pylist() == other.table["k"].to_pylist()  # the same draws
     p = [float(exact(k, 500, 0.001)) for k in found.table["k"].to_pylist()]
     assert found.table["p_lower"].to_numpy() == pytest.approx(np.asarray(p), abs=1e-12)
-    assert (found.radius <= other.radius).all() and "Hoeffding" in found.words
+    assert (found.radius <= other.radius).all() and "Hoeffding" in found.description
     again = table_reader.recertify(found.table, 0.2)
     wider = [float(exact(k, 500, 0.2)) for k in found.table["k"].to_pylist()]
     assert again["p_lower"].to_numpy() == pytest.approx(np.asarray(wider), abs=1e-12)

@@ -314,7 +314,7 @@ def test_a_base_from_a_folder(root, tmp_path):
     write_release(folder)
     said = (folder.release_folder / "privacy_card.md").read_text()
     assert "no private record is among what the initial part saw, old letters" in said
-    assert torch.isfinite(models.load(folder.release)(torch.zeros(1, 24))).all()  # by itself
+    assert torch.isfinite(models.load(folder.release_folder)(torch.zeros(1, 24))).all()  # by itself
 
 
 def test_weights_under_the_names_that_the_library_saves(tmp_path):

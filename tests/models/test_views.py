@@ -245,7 +245,7 @@ def test_a_denoiser_before_it_keeps_the_runs_average(tmp_path):
     joined = join_parts(run, "denoiser", tmp_path / "d", RunFolder(tmp_path / "runs/joined"))
     assert models.read_spec(joined.model_folder).shifts == 1
     x = torch.rand(3, 1, 8, 8)
-    denoiser, network = models.load(tmp_path / "d"), models.load_network(run.model)
+    denoiser, network = models.load(tmp_path / "d"), models.load_network(run.model_folder)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
         return network(denoiser(x))
@@ -263,7 +263,7 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
     recipe = parse_recipe(raw(model=behind), "test")
     spec = model_spec(recipe, records_with_canaries(recipe, data_source(recipe)))
     assert not spec.averages_views and not spec.classifier.averages_views
-    assert models.read_spec(run.model).shifts == 1
+    assert models.read_spec(run.model_folder).shifts == 1
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
     with torch.no_grad():
         np.testing.assert_allclose(loaded.model(x), averaged(network, x, MOVES[:5]), atol=1e-5)
     page, card = (
-        (run.release / "README.md").read_text(),
+        (run.release_folder / "README.md").read_text(),
         json.loads((run.release / PRIVACY_CARD).read_text()),
     )
     assert "A classifier, averaged over 5 shifts, of digits" in page
@@ -332,7 +332,7 @@ def test_a_mirrored_run_answers_by_both_and_says_so(tmp_path, views, said):
     evaluate_stage(run.read_recipe(), run)
     write_release(run)
     assert f"A classifier, {said}, of digits" in (run.release_folder / "README.md").read_text()
-    x, network = torch.rand(5, 1, 8, 8), models.load_network(run.model)
+    x, network = torch.rand(5, 1, 8, 8), models.load_network(run.model_folder)
     moves = MOVES[: 1 + 4 * views.get("shifts", 0)]
     with torch.no_grad():
         found = dpdist.load(run.release).model(x)

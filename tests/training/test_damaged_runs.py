@@ -141,7 +141,7 @@ def test_noise_fixed_once_is_not_fixed_again(tmp_path):
     recipe, folder = make(tmp_path, **HIDDEN)
     execute(prepare(recipe, folder, "test"), until=3)
     kept = folder.method_state.read_bytes()
-    tensors = load_file(folder.fixed)
+    tensors = load_file(folder.method_state)
     save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, folder.fixed)
     with pytest.raises(UserError, match="is not what this run's steps were taken with"):
         train(recipe, folder)
@@ -161,7 +161,7 @@ def test_only_the_model_that_was_trained_is_used(tmp_path):
     evaluation.evaluate_stage(recipe, folder)
     assert parameters(folder).isfinite().all()
     path = folder.model_folder / "model.safetensors"
-    for damaged in (path, folder.model / "model.json"):
+    for damaged in (path, folder.model_folder / "model.json"):
         kept = damaged.read_bytes()
         if damaged == path:
             tensors = load_file(path)

@@ -253,7 +253,9 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     moved = RunFolder(tmp_path / "moved")
     x = torch.rand(4, 1, 8, 8)
     denoiser = models.load(private_denoiser.model_folder).get_submodule("denoiser")
-    assert torch.equal(models.load(moved.model)(x), models.load(tmp_path / "other")(denoiser(x)))
+    assert torch.equal(
+        models.load(moved.model_folder)(x), models.load(tmp_path / "other")(denoiser(x))
+    )
     assert read_facts(moved).guarantee == read_facts(private_denoiser).guarantee
 
     out = denoise("c", "--denoiser", public / "denoiser", "--name", "smoothed")
@@ -320,7 +322,7 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     with pytest.raises(UserError, match="in run d: its cost would have to be added"):
         join_parts(folder, "denoiser", other.release_folder, RunFolder(tmp_path / "x"))
     alone = tmp_path / "copied" / "release"  # without its run, only the card tells what it saw
-    shutil.copytree(other.release, alone)
+    shutil.copytree(other.release_folder, alone)
     card = json.loads((alone / "privacy_card.json").read_text())
     card["extra"]["training data"] = "letters"
     (alone / "privacy_card.json").write_text(json.dumps(card))

@@ -124,7 +124,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     ):
         for a, b in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(a, b) == same
-    assert models.read_spec(folder.model).denoiser == models.read_spec(weights).denoiser
+    assert models.read_spec(folder.model_folder).denoiser == models.read_spec(weights).denoiser
     card = read_facts(folder).card()["extra"]
     saw = card["initial weights trained on"]
     assert "public records of digits" in saw and "compared by content" in saw
@@ -140,7 +140,7 @@ def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, 
     prepare(recipe, folder, "test")
     about = json.loads(folder.pretraining_record.read_text())
     assert about["denoiser"] is True
-    folder.pretrained.write_text(json.dumps(about | {"assumed": "less"}))
+    folder.pretraining_record.write_text(json.dumps(about | {"assumed": "less"}))
     prepare(recipe, folder, "test")
     folder.pretrained.write_text(json.dumps(about | change))
     with pytest.raises(UserError, match="initial has changed since this run was begun"):

@@ -36,7 +36,7 @@ def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch
     train_and_crash(recipe, folder, monkeypatch, 4, 1)
     teller.poll()
     assert torch.equal(train(recipe, folder, 4), undisturbed)
-    teller.look()
+    teller.poll()
     ledger = Ledger.read(folder.ledger)
     assert ledger.releases == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
     assert [(g.workers, g.again) for g in read_groups(folder)] == [(2, 0), (1, 0), (4, 0)]
@@ -57,7 +57,7 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
     execute(job, 1, until=2)
     teller.poll()
     execute(job, 1)
-    teller.look()
+    teller.poll()
     ledger = Ledger.read(folder.ledger)
     assert ledger.releases == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.num_superseded == 4
     assert ledger.guarantee(job.plan).epsilon > job.plan.guarantee().epsilon

@@ -257,7 +257,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
                 if name == "paid" and not present:
                     other = RunFolder(tmp_path / f"True-{number}").method_state
                     prepare(recipe, folder, "test")
-                    folder.fixed.write_bytes(other.read_bytes())
+                    folder.method_state.write_bytes(other.read_bytes())
                 train(recipe, folder)
                 sums[present] = captured[0]
         difference = float(np.linalg.norm(sums[True] - sums[False]))
@@ -291,7 +291,7 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
     with monkeypatch.context() as patch:  # must not be computed again
         patch.setattr(SecureSGD, "prepare_state", die)
         again = train(recipe, other)
-    assert other.fixed.read_bytes() == before
+    assert other.method_state.read_bytes() == before
     assert all(torch.equal(undisturbed[name], again[name]) for name in undisturbed)
     other.fixed.write_bytes(b"not tensors")
     other.trained.unlink()

@@ -232,7 +232,7 @@ def test_a_change_between_steps_is_on_the_card(tmp_path):
     facts = dpdist.read_facts(t.run)
     assert t.guarantee.kind == facts.guarantee.kind == "assumed: post-processing"
     assert facts.privacy_card()["guarantee"]["kind"] == "assumed: post-processing"
-    assert any("changed parameters" in line for line in facts.card()["assumptions"])
+    assert any("changed parameters" in line for line in facts.privacy_card()["assumptions"])
     lines = t.run.ledger.read_text().splitlines(keepends=True)
     kept = [line for line in lines if '"changed"' not in line]
     assert len(kept) == len(lines) - 1
@@ -403,7 +403,7 @@ def test_a_scheduler_that_is_not_registered_is_refused(tmp_path):
     with pytest.raises(UserError, match="state: must hold the StepLR of this optimizer"):
         t.step()
     t.close()
-    assert Ledger.read(t.run.ledger).releases == {} and scheduler is not None
+    assert Ledger.read(t.run.ledger).release_counts == {} and scheduler is not None
 
 
 @pytest.mark.parametrize("change", ["freeze", "exchange"])
@@ -417,7 +417,7 @@ def test_other_parameters_in_mid_run_are_refused(tmp_path, change):
     with pytest.raises(UserError, match="model: must train the same parameters in all steps"):
         t.step()
     t.close()
-    assert Ledger.read(t.run.ledger).releases == {0: 1}
+    assert Ledger.read(t.run.ledger).release_counts == {0: 1}
 
 
 def test_another_mode_is_refused(tmp_path):
@@ -462,7 +462,7 @@ def test_what_a_pass_leaves_in_buffers_is_discarded(tmp_path, replace):
 def test_isolated_records_are_said_to_be(tmp_path):
     t = training(tmp_path / "own", isolate=True)
     t.run_all()
-    assert dpdist.read_facts(t.run).independence == "isolated"
+    assert dpdist.read_facts(t.run).record_independence == "isolated"
 
 
 def test_a_rate_that_follows_losses_is_on_the_card(tmp_path):
@@ -493,7 +493,7 @@ def test_a_notebook_s_model_has_no_file(tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     ledger = Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl")
-    assert ledger.releases == {0: 1} and ledger.epoch == 0  # replayed, nothing charged again
+    assert ledger.release_counts == {0: 1} and ledger.epoch == 0  # replayed, nothing charged again
 
 
 def test_opacus_names_are_told_ours():
@@ -579,7 +579,7 @@ def test_another_forward_pass_than_the_checked_one_is_refused(tmp_path, change, 
     with pytest.raises(UserError, match=f"must stay as it is checked, changed: {re.escape(what)}"):
         t.step()
     t.close()
-    assert Ledger.read(t.run.ledger).releases == {0: 1}
+    assert Ledger.read(t.run.ledger).release_counts == {0: 1}
 
 
 def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):
@@ -623,7 +623,7 @@ def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
     again.run_all()
     whole.run_all()
     assert torch.equal(flat(again.model), flat(whole.model))
-    assert Ledger.read(again.run.ledger).releases == dict.fromkeys(range(6), 1)
+    assert Ledger.read(again.run.ledger).release_counts == dict.fromkeys(range(6), 1)
     with pytest.raises(UserError, match="let go of"):
         t.step()  # the newer object took the run over
 
@@ -643,7 +643,7 @@ def test_another_setting_is_another_run(tmp_path):
 def test_a_run_that_ended_before_it_said_so_is_finished(tmp_path):
     t = training(tmp_path / "own")
     t.run_all()
-    t.run.trained.unlink()
+    t.run.training_summary.unlink()
     again = training(tmp_path / "own")
     assert again.steps_left == 0 and t.run.trained.exists()
     assert dpdist.read_facts(again.run).ledger.releases == dict.fromkeys(range(6), 1)
@@ -678,7 +678,7 @@ def test_the_fingerprint_is_keyed(tmp_path):
     for name, key in (("one", "1" * 64), ("same", "1" * 64), ("other", "2" * 64)):
         t = training(tmp_path / name, privacy={**PRIVATE, "run_key": key})
         t.close()
-        found.append(read_json(t.run.data)["train"])
+        found.append(read_json(t.run.data_fingerprint)["train"])
     assert found[0] == found[1] != found[2]
 
 
@@ -688,7 +688,7 @@ def test_units_of_several_records_need_their_size(tmp_path):
         training(tmp_path / "own", data=data)
     t = training(tmp_path / "own", data=data, privacy={**PRIVATE, "group_size": 4})
     t.run_all()
-    group = dpdist.read_facts(t.run).group
+    group = dpdist.read_facts(t.run).group_guarantee
     assert group is not None and group.epsilon > t.guarantee.epsilon
 
 
@@ -718,7 +718,9 @@ def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     assert read_json(u.run.evaluation)["measures"].keys() == {
         "mean squared error", "mean absolute error"
     }  # fmt: skip
-    assert "loss test_private_training" in " ".join(dpdist.read_facts(u.run).card()["notes"])
+    assert "loss test_private_training" in " ".join(
+        dpdist.read_facts(u.run).privacy_card()["notes"]
+    )
 
 
 # --- crashes
@@ -790,7 +792,7 @@ def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
     one, other = (RunFolder(tmp_path / name) for name in ("whole", "own"))
     assert torch.equal(parameters(one), parameters(other))
     assert release_ids(one) == release_ids(other)
-    assert Ledger.read(other.ledger).releases == dict.fromkeys(range(12), 1)
+    assert Ledger.read(other.ledger).release_counts == dict.fromkeys(range(12), 1)
 
 
 @pytest.mark.slow
@@ -798,7 +800,7 @@ def test_without_a_fixed_key_the_ledger_is_complete(tmp_path):
     assert script(tmp_path, tmp_path / "own", 5, key="-", each=1e6).returncode == -signal.SIGKILL
     assert script(tmp_path, tmp_path / "own", key="-", each=1e6).returncode == 0
     facts = dpdist.read_facts(RunFolder(tmp_path / "own"))
-    assert facts.ledger.releases == dict.fromkeys(range(12), 1)
+    assert facts.ledger.release_counts == dict.fromkeys(range(12), 1)
     assert facts.guarantee == facts.plan.guarantee()
     assert facts.card()["private"] is True
 
@@ -821,7 +823,7 @@ def test_changed_code_of_the_script_begins_a_new_attempt(tmp_path, monkeypatch):
         t.step()
         t.close()
         ledger = Ledger.read(t.run.ledger)
-        assert (ledger.epoch or 0) + 1 == epochs and ledger.releases == releases
+        assert (ledger.epoch or 0) + 1 == epochs and ledger.release_counts == releases
 
 
 def test_a_replay_with_another_sum_never_gets_the_announced_noise(tmp_path):
@@ -848,7 +850,7 @@ def test_a_replay_with_another_sum_never_gets_the_announced_noise(tmp_path):
     again = training(tmp_path / "own", **slow)
     again.run_all()
     found = Ledger.read(again.run.ledger)
-    assert found.releases == {0: 2, 1: 2, 2: 2, 3: 1, 4: 1, 5: 1}
+    assert found.release_counts == {0: 2, 1: 2, 2: 2, 3: 1, 4: 1, 5: 1}
     assert len(set(release_ids(again.run))) == 9 and release_ids(again.run)[:3] == before
     assert again.guarantee.epsilon > again.plan.guarantee().epsilon
 
@@ -911,7 +913,7 @@ def test_a_recipe_may_be_a_dict(tmp_path, monkeypatch):
     recipe, _ = make(tmp_path, "x")
     run_without_ray(monkeypatch)
     run = dpdist.run(recipe.model_dump(mode="json"), runs=tmp_path)
-    assert run.trained.exists()
+    assert run.training_summary.exists()
 
 
 @pytest.mark.parametrize("thing", [PrivateTraining, Privacy])

@@ -133,7 +133,7 @@ def refused(recipe: Recipe, folder: RunFolder, match: str = REFUSED) -> None:
 def test_an_undamaged_run_is_read_by_all(run):
     recipe, folder = run
     whole = read_verified_ledger(folder)
-    assert whole.ledger.releases == {step: 2 if step < 4 else 1 for step in range(STEPS)}
+    assert whole.ledger.release_counts == {step: 2 if step < 4 else 1 for step in range(STEPS)}
     paths = whole.plan.path_events(whole.plan.executed_phases([STEPS + 4]))
     assert read_facts(folder).guarantee == whole.plan.guarantee_for_events(paths)
     for place, reader in (("copies", read_copy), ("restored", restore)):
@@ -220,7 +220,7 @@ def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
     kept, anchor = lines(folder), folder.anchor.read_text()
     assert len(complete_checkpoints(folder.checkpoints)) == 2 and has_released(folder)
     # What the crash itself leaves is lawful: an anchor one line behind, or half a line more.
-    folder.anchor.write_text(Anchor.from_journal_bytes(b"".join(kept[:-1])).line)
+    folder.anchor.write_text(Anchor.from_journal_bytes(b"".join(kept[:-1])).file_line)
     read_verified_ledger(folder)
     folder.ledger.write_bytes(b"".join(kept) + kept[-1][:9])
     assert read_verified_ledger(folder).ledger.releases == dict.fromkeys(range(5), 1)

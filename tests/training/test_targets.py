@@ -72,7 +72,7 @@ def test_targets_are_read_as_they_are_stored(finished):
     assert found.dtype == torch.float32
     assert torch.equal(found, torch.from_numpy(stored[[7, 2]]))
     assert records.target_kind == kind and records.classes == KINDS[kind][1]
-    half = records.part(0.0, 0.5)
+    half = records.select_by_hash(0.0, 0.5)
     assert half.targets(slice(None)).shape == (len(half), records.classes)
 
 
@@ -118,7 +118,7 @@ def test_report_card_tracker_and_json_tell_them(finished):
 
 def test_a_release_is_a_model_and_says_no_class(finished):
     kind, _, folder = finished
-    if not folder.release.exists():
+    if not folder.release_folder.exists():
         write_release(folder, not_private=True)
     release = load_release(folder.release)
     assert release.about.data.targets == kind and release.about.tested is None
@@ -135,7 +135,7 @@ def said(*arguments: object) -> tuple[int, str]:
 
 def test_predict_tells_numbers_and_labels_of_runs_and_releases(finished, tmp_path):
     kind, recipe, folder = finished
-    if not folder.release.exists():
+    if not folder.release_folder.exists():
         write_release(folder, not_private=True)
     row = np.random.default_rng(3).normal(size=4).astype(np.float32)
     np.save(tmp_path / "row.npy", row)

@@ -89,7 +89,7 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     Path(asked.privacy.budget).rename(tmp_path / "elsewhere")
     lost = read_facts(run)  # it was to say what all runs cost: that it cannot is said
     assert ("data set", lost.budget_problem) in lost.summary()
-    assert f"All runs on this data set: {lost.budget_problem}." in lost.card()["notes"]
+    assert f"All runs on this data set: {lost.budget_problem}." in lost.privacy_card()["notes"]
     (tmp_path / "elsewhere").rename(asked.privacy.budget)
 
     write_report(run)
@@ -173,7 +173,7 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
     assert run_trials(again) == expected  # and never scored anew
     for number in range(3):
         ledgers = [Ledger.read(s.folder.trial_folder(number).ledger) for s in (again, undisturbed)]
-        assert ledgers[0].releases == ledgers[1].releases == dict.fromkeys(range(4), 1)
+        assert ledgers[0].release_counts == ledgers[1].release_counts == dict.fromkeys(range(4), 1)
         assert torch.equal(
             parameters(again.folder.trial_folder(number)),
             parameters(undisturbed.folder.trial_folder(number)),
@@ -581,7 +581,7 @@ def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
     run_trials(search)
     finish(search)
     facts = read_facts(search.run_folder)
-    assert facts.card()["extra"]["initial weights trained on"].startswith("public ")
+    assert facts.privacy_card()["extra"]["initial weights trained on"].startswith("public ")
     told = "\n".join(facts.card()["assumptions"])
     assert "public strokes" in told and "public letters" in told
 

@@ -58,7 +58,9 @@ def test_every_edit_of_what_a_search_wrote_is_refused_or_shows_nothing(searched)
     for path in files_of(searched):
         raw = path.read_text()
         read, write = (
-            (yaml.safe_load, yaml.safe_dump) if path == run.asked else (json.loads, json.dumps)
+            (yaml.safe_load, yaml.safe_dump)
+            if path == run.search_recipe_file
+            else (json.loads, json.dumps)
         )
         whole = read(raw)
         for at in leaves(whole) if isinstance(whole, dict) else ():
@@ -84,7 +86,10 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
     kept = {path: path.read_text() for path in files_of(searched)}
 
     def forge(change: Any) -> None:
-        asked, begun = yaml.safe_load(kept[run.asked]), json.loads(kept[run.start_record])
+        asked, begun = (
+            yaml.safe_load(kept[run.search_recipe_file]),
+            json.loads(kept[run.start_record]),
+        )
         terms, stated = (json.loads(kept[path]) for path in (run.search_terms, run.search))
         for tune in (asked["tune"], begun["asked"]["tune"]):
             change(tune)
@@ -119,7 +124,7 @@ def test_a_search_without_its_terms_states_no_epsilon(searched):
     run = searched.run_folder
     (attempt,) = read_facts(run).ledger.attempts
     assert attempt["identity"][SEARCH_IDENTITY]
-    for path in (run.asked, run.search_terms):
+    for path in (run.search_recipe_file, run.search_terms):
         kept = path.read_text()
         path.unlink()
         with pytest.raises(UserError, match=path.name):

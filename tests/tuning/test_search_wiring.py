@@ -70,7 +70,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     search, seen = searched(asked, begin, run_trials, monkeypatch)
     trials = read_trials(search.folder)
     steps = 4
-    score_noise = [key for key in seen.of(NOISE) if "rung" in seen.labels(key)]
+    score_noise = [key for key in seen.keys_opened_by(NOISE) if "rung" in seen.labels(key)]
     train_noise = [key for key in seen.of(NOISE) if "rung" not in seen.labels(key)]
     # A score at each of two rungs of each trial, a noise and a sample for each step of each trial:
     # keys that were shared would be fewer.
@@ -228,7 +228,7 @@ def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     ours, theirs = (load_file(f.model_folder / "model.safetensors") for f in (run, winner))
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     assert run.read_recipe().training == winner.read_recipe().training
-    assert Ledger.read(run.ledger).releases == dict.fromkeys(range(4), 1)
+    assert Ledger.read(run.ledger).release_counts == dict.fromkeys(range(4), 1)
     assert read_facts(run).has_fixed_key
 
 
@@ -310,7 +310,7 @@ def test_copies_of_a_search_share_no_noise(recipe, begin, run_trials, tmp_path, 
         with monkeypatch.context() as patch:
             seen = record_keys(patch)
             run_trials(one)
-        noise.append(set(seen.of(NOISE)))
+        noise.append(set(seen.keys_opened_by(NOISE)))
         assert sum("rung" in seen.labels(key) for key in noise[-1]) == RUNS * 2
     assert not noise[0] & noise[1]
 

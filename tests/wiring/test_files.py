@@ -174,7 +174,7 @@ def test_a_training_removes_what_a_killed_one_left(dpdist, tmp_path):
     name = f".state.safetensors.{process.pid}-0123abcd"
     left = [run / "private" / name, run / "private" / "checkpoints" / "step-00000001" / name]
     asked = write(tmp_path)
-    RunFolder(run).begin(load_recipe(asked))
+    RunFolder(run).create_or_open(load_recipe(asked))
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")
