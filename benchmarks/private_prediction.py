@@ -58,7 +58,7 @@ def main() -> None:
     if given.data_root is not None:
         source = replace(source, root=given.data_root.resolve())
     test = load_test_records(recipe, source).first(given.inputs)
-    scores = TeacherEnsemble(folder, recipe.model.name).scores_file(test.batch(slice(None)))
+    scores = TeacherEnsemble(folder, recipe.model.name).class_scores(test.batch(slice(None)))
     labels, rng = np.asarray(test.labels), np.random.default_rng(0)
     epsilon, teachers = plan.guarantee().epsilon, len(scores)
     own = (scores.argmax(-1) == labels).mean(axis=1)

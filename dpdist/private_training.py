@@ -976,7 +976,7 @@ def fit(
         ...     privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
         ...     batch_size=20, steps=3, folder=tempfile.mkdtemp() + "/run",
         ... )
-        >>> run.model.is_dir()
+        >>> run.model_folder.is_dir()
         True
     """
     if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:

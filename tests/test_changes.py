@@ -95,10 +95,10 @@ def test_every_command_that_takes_a_recipe_takes_it(path, command):
 
 def test_a_run_s_recipe_is_the_changed_one(path):
     folder = RunFolder(path.parent / "runs" / "small")
-    folder.begin(resolve_recipe(path, changes=parse_changes(["training.steps=7"])))
+    folder.create_or_open(resolve_recipe(path, changes=parse_changes(["training.steps=7"])))
     assert folder.read_recipe().training.steps == 7
     with pytest.raises(UserError, match=r"different recipe \(training.steps differ\)"):
-        folder.begin(load_recipe(path))
+        folder.create_or_open(load_recipe(path))
 
 
 def test_an_audit_tells_its_options_from_keys_of_the_recipe(path):
@@ -106,6 +106,6 @@ def test_an_audit_tells_its_options_from_keys_of_the_recipe(path):
         str(path), path.parent / "runs", None, ["training.steps=9"]
     )
     assert folder is None and recipe.training.steps == 9
-    RunFolder(path.parent / "runs" / "done").begin(load_recipe(path))
+    RunFolder(path.parent / "runs" / "done").create_or_open(load_recipe(path))
     with pytest.raises(UserError, match="done is a run, whose recipe is fixed"):
         audit._open_run_or_recipe("done", path.parent / "runs", None, ["training.steps=9"])

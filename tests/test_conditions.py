@@ -257,7 +257,7 @@ def test_a_run_that_was_begun_so_goes_on(tmp_path, monkeypatch, capsys):
     from dpdist.runs.folder import RunFolder
 
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
-    RunFolder(tmp_path / "runs" / "small").begin(parse_recipe(RAW, "r.yaml"))
+    RunFolder(tmp_path / "runs" / "small").create_or_open(parse_recipe(RAW, "r.yaml"))
     run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, "train", "r.yaml")
     assert done.code == 0, done.out + done.err

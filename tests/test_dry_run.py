@@ -127,7 +127,7 @@ def test_what_a_run_refuses_a_dry_run_refuses_as_well(sections, message, tmp_pat
     said = []
     for attempt in (pipeline.dry_run, pipeline.run):
         with pytest.raises(UserError) as error:
-            attempt(recipe, runs=tmp_path, where="r.yaml")
+            attempt(recipe, runs=tmp_path, context="r.yaml")
         said.append(str(error.value))
     assert message in said[0] and said[0] == said[1]
     assert list(tmp_path.iterdir()) == []

@@ -73,7 +73,7 @@ def test_a_certificate(beside, monkeypatch):
     monkeypatch.setitem(registry.BY_MODE, "hoeffding", Hoeffding)
     for kind in (Hoeffding, Cohen):
         settings = kind(sigma=0.1, n=400, n0=20, max_inputs=30, seed="5a")
-        certify(folder.model, test, settings, beside / kind.__name__)
+        certify(folder.model_folder, test, settings, beside / kind.__name__)
         tables[kind] = table_reader.read(beside / kind.__name__ / "certificates.parquet")
     mine, exact = (tables[kind].table.to_pandas() for kind in (Hoeffding, Cohen))
     assert (mine["k"] == exact["k"]).all()

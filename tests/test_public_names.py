@@ -74,7 +74,9 @@ def test_facts_by_path_and_as_a_table(tmp_path, monkeypatch):
     shown = facts._repr_html_()
     assert shown.startswith("<table><caption>run x</caption>") and shown.endswith("</table>")
     assert shown.count("<tr>") == len(facts.summary()) and "clean accuracy" in shown
-    hidden = dataclasses.replace(facts, trained=facts.trained | {"secret": "not shown"})
+    hidden = dataclasses.replace(
+        facts, training_summary=facts.training_summary | {"secret": "not shown"}
+    )
     assert repr(hidden).startswith("run x\n  privacy: ") and "not shown" not in repr(hidden)
     with pytest.raises(dpdist.UserError, match="no such run"):
         dpdist.read_facts("nowhere")

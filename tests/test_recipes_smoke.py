@@ -114,7 +114,7 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         members = min(2, recipe.model.options.get("ensemble", 1))
         small["model.options"] = {**recipe.model.options, "width": 8, "ensemble": members}
     if recipe.public is not None:
-        part, _ = recipe.model.pretrained
+        part, _ = recipe.model.pretrained_part
         small[f"model.{part}"] = str(tmp_path / part)
         if recipe.public.weights is not None:
             small["public.weights"] = None  # nothing is downloaded here
@@ -129,7 +129,7 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
     if taught:
         run_without_ray(monkeypatch)
         fit(job)
-        scores = TeacherEnsemble(folder).scores_file(
+        scores = TeacherEnsemble(folder).class_scores(
             data.load(job.source, "test").batch(slice(0, 2))
         )
         assert len(scores) == 2 and np.isfinite(scores).all()

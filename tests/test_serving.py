@@ -178,7 +178,7 @@ def test_nothing_hangs():
     gate = RequestHandler({}, SHAPE, Replica("never"), RequestLimits(timeout_seconds=0.05))
     assert ask(gate, picture()).status == 503
 
-    assert asyncio.run(gate.reply("POST", "/predict", {}, silent())).status == 408
+    assert asyncio.run(gate.handle("POST", "/predict", {}, silent())).status == 408
     assert "dpdist_under_way 0" in gate.metrics()
 
 
@@ -192,7 +192,7 @@ def test_a_body_that_does_not_come_holds_no_place(monkeypatch):
     """However long an answer may take: a body has a limit of its own."""
     monkeypatch.setattr("dpdist.serving.app._BODY_SECONDS", 0.05)
     gate = RequestHandler({}, SHAPE, Replica())
-    assert asyncio.run(gate.reply("POST", "/predict", {}, silent())).status == 408
+    assert asyncio.run(gate.handle("POST", "/predict", {}, silent())).status == 408
 
 
 def test_too_many_under_way_are_sent_away():
@@ -207,7 +207,7 @@ def test_too_many_under_way_are_sent_away():
     )
 
     async def several() -> list[Reply]:
-        asked = [gate.reply("POST", "/predict", {}, pieces(picture())) for _ in range(3)]
+        asked = [gate.handle("POST", "/predict", {}, pieces(picture())) for _ in range(3)]
         return await asyncio.gather(*asked)
 
     replies = asyncio.run(several())
@@ -236,7 +236,7 @@ def test_many_who_ask_for_health_cost_one_look():
     gate = RequestHandler({}, SHAPE, replica, clock=Clock())
 
     async def crowd() -> None:
-        await asyncio.gather(*(gate.reply("GET", "/health", {}, pieces(b"")) for _ in range(200)))
+        await asyncio.gather(*(gate.handle("GET", "/health", {}, pieces(b"")) for _ in range(200)))
 
     asyncio.run(crowd())
     assert len(replica.asked) == 1
@@ -341,7 +341,7 @@ def test_the_requests_of_a_lost_call_are_asked_again():
     async def several() -> list[Reply]:
         bodies = [numbers(np.full(SHAPE, k / 100).tolist()) for k in range(60)]
         kind = {"content-type": "application/json"}
-        asked = (gate.reply("POST", "/predict", kind, pieces(body)) for body in bodies)
+        asked = (gate.handle("POST", "/predict", kind, pieces(body)) for body in bodies)
         return await asyncio.gather(*asked)
 
     replies = asyncio.run(several())

@@ -193,7 +193,7 @@ class Ensemble(Protocol):
 
     def __len__(self) -> int: ...
 
-    def scores_file(self, inputs: Tensor) -> np.ndarray:
+    def class_scores(self, inputs: Tensor) -> np.ndarray:
         """PRIVATE: the logits of each, float64 (teachers, B, classes)."""
 
 

@@ -417,7 +417,7 @@ class PATE(Method):
         path = run.job.folder.private / VOTES
         if not path.exists():
             votes: np.ndarray = count_votes(
-                run.train_teachers(self.teachers, self.teaching.overridden_sections).scores_file(
+                run.train_teachers(self.teachers, self.teaching.overridden_sections).class_scores(
                     inputs
                 )
             )

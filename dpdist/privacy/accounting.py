@@ -378,8 +378,7 @@ def library_version() -> str:
 
 
 def pld_accountant_name(grid: float, has_selection: bool = False) -> str:
-    """Return the accountant's name in a PLD result. has_selection: the result is the best of K
-    runs."""
+    """Return the accountant's name in a PLD result, which may be of the best of K runs."""
     return f"PLD{' of best-of-K' if has_selection else ''} (grid {grid:g}, {library_version()})"
 
 

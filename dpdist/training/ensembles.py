@@ -324,7 +324,7 @@ class TeacherEnsemble:
     def __len__(self) -> int:
         return len(self._folders)
 
-    def scores_file(self, inputs: Tensor) -> np.ndarray:
+    def class_scores(self, inputs: Tensor) -> np.ndarray:
         """Return each teacher's logits of each input (B, *input_shape): float64 (K, B, C)."""
         import torch
 
@@ -390,7 +390,7 @@ class QueryOracle:
         Raises UserError, and nothing was asked, when fewer answers are left than are new.
         """
         questions = [_question_id(one) for one in inputs]
-        private = self._teachers.scores_file(inputs).swapaxes(0, 1)
+        private = self._teachers.class_scores(inputs).swapaxes(0, 1)
         try:
             # Held to the end: of two processes at once, one takes the last answer.
             with self._open_ledger() as ledger:

@@ -39,7 +39,7 @@ class TwoTowers(nn.Module):
         self.words = nn.Embedding(20, 5)
         self.left, self.right = nn.Linear(5, 3), nn.Linear(4, 3)
 
-    def scores_file(self, tokens: Tensor, features: Tensor) -> Tensor:
+    def scores(self, tokens: Tensor, features: Tensor) -> Tensor:
         return self.left(self.words(tokens).mean(1)) * self.right(features)
 
 

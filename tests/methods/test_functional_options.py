@@ -275,7 +275,7 @@ def test_the_encoder_is_paid_for_and_learned_first(tmp_path: Path) -> None:
     assert len(noises) == 5 and noises[0] == pytest.approx(2.0 / math.sqrt(0.1))
     assert sum(noise**-2 for noise in noises) == pytest.approx(2.0**-2)
     common: dict[Any, Any] = {}
-    execute(replace(job, kept=common))
+    execute(replace(job, shared_cache=common))
     assert not common  # of filters that other trainings do not have
     kept = models.patch_features_of(models.load(job.folder.model_folder)).encoder.weight
     assert not torch.allclose(kept, models.patch_features_of(encoded()).encoder.weight, atol=0.1)

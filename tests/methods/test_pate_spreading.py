@@ -162,7 +162,7 @@ def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
         torch.from_numpy(student.inputs), public.batch(slice(0, len(public)))[torch.tensor(kept)]
     )
     assert student.labels.tolist() == expected[kept].tolist()
-    execute(replace(job, given=student))
+    execute(replace(job, replacement_records=student))
     assert torch.isfinite(parameters(job.folder)).all()
 
 

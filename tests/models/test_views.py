@@ -215,7 +215,7 @@ def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mir
         for block in range(3):
             words = AesWords().fill(source.key(i, "estimate", block), 100 * 72)
             noise = torch.empty(100, 2, 6, 6)
-            settings.smoothing.draw(words, noise.numpy().ravel())
+            settings.smoothing_noise.draw(words, noise.numpy().ravel())
             noisy, draws = Images().batch(slice(i, i + 1)) + noise, min(100, 250 - block * 100)
             for moves, into in ((MOVES, histogram), (MOVES[:1], alone)):
                 votes = averaged(network, noisy, moves, mirrored).argmax(1)[:draws]

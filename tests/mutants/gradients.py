@@ -464,7 +464,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/methods/functional_sums.py", OPTIONS,
-        ("    records = setup.public_records\n", "    records = setup.records\n", "relevance is that of private records"),
+        ("    records = setup.public_records\n", "    records = setup.private_records\n", "relevance is that of private records"),
     ),
     *group(
         "dpdist/methods/functional_sums.py", f"{FUNCTIONAL}::test_a_declared_number_of_records_divides",

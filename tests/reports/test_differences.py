@@ -145,7 +145,7 @@ def test_what_does_not_hold_is_not_compared(two: list[Any], monkeypatch) -> None
 
     def and_as_printed(table: Any, norm: str, numbers: int) -> list[Any]:
         found = real(table, norm, numbers)
-        printed = [replace(each, name="as_printed", holds=False) for each in found]
+        printed = [replace(each, name="as_printed", is_valid=False) for each in found]
         return [*found, *printed]
 
     monkeypatch.setattr(kind, "sizes_in_norm", and_as_printed)

@@ -192,7 +192,7 @@ def test_rows_are_compared_image_by_image_and_key_by_key(benchmark, tmp_path, mo
         "no-dp": [measured(benchmark, 0, [0.3, 0.3, 0.0], {}), measured(benchmark, 1, [0] * 3, {})],
         "stobatch": [measured(benchmark, 1, [0.3, 0.0, 0.0], {("mim", 2.0): [1, 2]})],
     }
-    monkeypatch.setattr(benchmark, "reported_values", lambda bench, row: runs[row.name])
+    monkeypatch.setattr(benchmark, "measured", lambda bench, row: runs[row.name])
     bench = benchmark.Bench(tmp_path, None, quick=True, attacks=("mim", "pgd"))
     lines = benchmark.comparisons(bench, chosen)
     assert "stobatch against no-dp, noise 0.25, radius 0.25: 1 : 0 (p 1)" in lines

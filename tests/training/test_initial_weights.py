@@ -217,7 +217,7 @@ def test_built_in_recipes_of_one_public_folder_make_it_alike():
     for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
         recipe = resolve_recipe(str(path))
         if recipe.public is not None:
-            folder = recipe.model.pretrained[1].folder
+            folder = recipe.model.pretrained_part[1].folder
             assert made.setdefault(
                 folder, pretraining_settings(recipe.public)
             ) == pretraining_settings(recipe.public), path

@@ -84,7 +84,7 @@ def test_training_and_search_together_meet_the_target(searched, law):
         """For this part of the trials, by the law itself."""
         if law["name"] == "fixed":
             return PrivacyPlan(9000, phases, 1e-5).guarantee().epsilon
-        return search_guarantee(phases, cost.law.secret, records=9000, delta=1e-5).epsilon
+        return search_guarantee(phases, cost.law.secret_law, records=9000, delta=1e-5).epsilon
 
     assert 0.99 * 2.0 <= paid(parts.parts[0]) <= 2.0
     assert 0.98 * 2.0 <= paid(parts.parts[1]) <= 2.0
@@ -367,7 +367,7 @@ def test_every_trial_of_every_space_is_covered(searched, seed, target):
         if law["name"] == "fixed":
             own = (GaussianSteps(4 * steps, noise, rate),)
         else:
-            shape = cost.law.secret.shape
+            shape = cost.law.secret_law.shape
             own = (RepeatAndSelect((GaussianSteps(steps, noise, rate),), 4.0, shape),)
         alone = PrivacyPlan(records, own, 1e-5).guarantee().epsilon
         assert alone <= cost.guarantee.epsilon * (1 + 1e-9)

@@ -194,10 +194,10 @@ def test_a_search_over_splits_stays_within_its_epsilon(parts):
     were free, the search's exact delta is beyond the promise."""
     law = LawRecipe(name="geometric", mean=6.0)
     choices = WorstOf(tuple(PRICES[parts]))
-    priced = search_guarantee((choices,), law.secret, records=100, delta=DELTA)
+    priced = search_guarantee((choices,), law.secret_law, records=100, delta=DELTA)
     assert priced.epsilon == pytest.approx(stated(law), rel=5e-3)  # each split has the same profile
     assert 0 < measured_epsilon(law, 2000, partial(split_many, parts)) <= priced.epsilon
-    without = search_guarantee(PRICES[counts][1][1:], law.secret, records=100, delta=DELTA)
+    without = search_guarantee(PRICES[counts][1][1:], law.secret_law, records=100, delta=DELTA)
     assert true_delta(law, without.epsilon) > 2 * DELTA
 
 
@@ -219,7 +219,7 @@ def test_released_scores_follow_the_exact_law():
 def test_the_number_of_trials_follows_its_law(law):
     """Chi-square on 1,500 draws of K; fails by chance once in 10^4 seeds per law."""
     draws = [draw_number_of_trials(law, derive_key(bytes(32), "k", i)) for i in range(1500)]
-    selection = law.secret
+    selection = law.secret_law
     ks = range(0, 12)
     expected = [math.exp(selection.log_pmf(k)) * len(draws) for k in ks]
     expected.append(selection.at_least(12) * len(draws))

@@ -99,7 +99,9 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
         trial = searched.cost.limit.base
         tune = run.read_search_recipe().tune
         scoring = tune.scoring_phases(terms["score_noise"])
-        phases = combine_training_and_scoring(trial.phases, scoring, tune.law.secret, tune.law.runs)
+        phases = combine_training_and_scoring(
+            trial.phases, scoring, tune.law.secret_law, tune.law.runs
+        )
         stated["plan"] = terms["plan"] = replace(trial, phases=phases).to_dict()
         run.search_terms.write_text(json.dumps(terms))
         run.search.write_text(json.dumps(stated))
