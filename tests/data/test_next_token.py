@@ -37,7 +37,7 @@ def test_words_and_what_follows_them(tmp_path):
         [0, 1, -1, -1, -1, -1],
         [0, 4, 2, 2, 4, 1],
     ]
-    assert dataset.following and dataset.targets(np.array([0, 1])).tolist() == [
+    assert dataset.predicts_next_token and dataset.targets(np.array([0, 1])).tolist() == [
         [2, 3, 5, 4, 1, -1],
         [1, -1, -1, -1, -1, -1],
     ]
@@ -133,4 +133,4 @@ def test_one_private_document_moves_no_other_one_and_no_word(tmp_path, monkeypat
 def test_a_list_of_words_that_is_no_text_is_refused(tmp_path):
     (tmp_path / WORDS_FILE).write_bytes(b"a\nb\xff\n")
     with pytest.raises(UserError, match="must be UTF-8 text, byte 3 is not"):
-        _ = WordList(tmp_path / WORDS_FILE, 2).numbers
+        _ = WordList(tmp_path / WORDS_FILE, 2).token_ids

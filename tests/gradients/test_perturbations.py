@@ -197,7 +197,7 @@ def test_clipping_each_draw_would_be_noticed():
     right = expected_sum(model, draws, 0.1)
     per_draw = 0.0
     for k in range(4):
-        values = draws.parameters({n: p.detach() for n, p in model.named_parameters()}, KEY, k)
+        values = draws.perturb_parameters({n: p.detach() for n, p in model.named_parameters()}, KEY, k)
         for x, y in zip(*batch(), strict=True):
             gradient = flat_gradient(model, values, x, y)
             per_draw = per_draw + gradient * min(1.0, 0.1 / float(gradient.norm())) / 4
@@ -317,7 +317,7 @@ def test_records_draws_purposes_and_keys_are_independent():
 
 def test_parameter_noise_has_the_asked_scale():
     values = {"a": torch.ones(300, 300), "b": torch.zeros(100)}
-    noisy = ParameterPerturbation(1, {"a": 0.3}).parameters(values, KEY, 0)
+    noisy = ParameterPerturbation(1, {"a": 0.3}).perturb_parameters(values, KEY, 0)
     assert torch.equal(noisy["b"], values["b"])
     assert kolmogorov((noisy["a"] - 1).numpy().ravel(), 0.3) > 1e-6
 
@@ -328,7 +328,7 @@ def test_parameter_noise_has_the_asked_scale():
 def test_one_hidden_noise_is_the_run_s_and_of_its_scale():
     std = torch.linspace(0.1, 5, 400).view(4, 100)
     draws = FixedHiddenPerturbation("0", std, KEY)
-    once = draws.hidden(torch.zeros(3, 4, 100), IDS[:3], OTHER_KEY, 0)
+    once = draws.perturb_output(torch.zeros(3, 4, 100), IDS[:3], OTHER_KEY, 0)
     normals = standard_normal_shared(KEY, "draws/one-hidden", 0, 400).view(4, 100)
     torch.testing.assert_close(once, (std * normals).float().expand(3, -1, -1))
     assert torch.equal(once, draws.hidden(torch.zeros(3, 4, 100), IDS[2:], KEY, 1))

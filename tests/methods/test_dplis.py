@@ -46,7 +46,7 @@ def test_draws():
     draws = draws_of(DPlis())
     assert (draws.count, draws.per_example) == (10, False)
     assert draws.std == pytest.approx(6.6e-3)
-    assert draws.weight == pytest.approx(0.1)
+    assert draws.gradient_weight == pytest.approx(0.1)
     assert draws_of(DPlis(aggregate="sum")).weight == 1
     control = draws_of(DPSGD(gradient_scale=10))
     assert (control.count, control.weight) == (1, 10)

@@ -61,7 +61,7 @@ def test_the_threshold_comes_from_other_runs():
     inside, outside = rng.normal(2, 1, 600), rng.normal(0, 1, 600)
     found = ThresholdCounts.from_scores(CanaryScores.from_scores(inside, outside), ALPHA)
     assert (found.num_with_canary, found.num_without_canary) == (300, 300)
-    assert found.hits == (inside[300:] > found.threshold).sum()
+    assert found.true_positives == (inside[300:] > found.threshold).sum()
     assert found.false_positives == (outside[300:] > found.threshold).sum()
     inside[300:], outside[300:] = 0, 0
     assert (

@@ -231,7 +231,7 @@ def test_the_dearer_direction_counts():
         for s in (4.0, 1.0)
     )
     steps = np.arange(0, 20_000)
-    sides, law = [cheap.at(steps), dear.at(steps)], SelectionLaw(10, GEOMETRIC)
+    sides, law = [cheap.profile_at(steps), dear.profile_at(steps)], SelectionLaw(10, GEOMETRIC)
     found = [
         selection_pld(pld_from_profiles(1e-3, steps, order), law).get_epsilon_for_delta(1e-5)
         for order in (sides, sides[::-1])
@@ -248,7 +248,7 @@ def test_no_run_at_all_is_an_outcome_too():
     t = np.linspace(0, 1, 20_001)
     for mean, shape in ((1, POISSON), (1.5, -3.0), (3, LOGARITHMIC), (1.5, GEOMETRIC), (2, HALF)):
         tried = SelectionLaw(mean, shape)
-        assert np.trapezoid(tried.pgf_derivative(t), t) == pytest.approx(1 - tried.none, abs=1e-6)
+        assert np.trapezoid(tried.pgf_derivative(t), t) == pytest.approx(1 - tried.zero_probability, abs=1e-6)
     law = SelectionLaw(1, POISSON)
     found = selection_pld(library.from_gaussian_mechanism(1.0), law)
     for losses in loss_directions(found):
@@ -271,7 +271,7 @@ def test_the_result_composes():
 def test_a_profile_is_the_library_s():
     loss = library.from_gaussian_mechanism(2.0, value_discretization_interval=1e-3)
     (side,) = loss_directions(loss)
-    steps = np.arange(side.first - 500, side.first + len(side.probabilities) + 500, 97)
+    steps = np.arange(side.lower_loss - 500, side.lower_loss + len(side.probabilities) + 500, 97)
     expected = [loss.get_delta_for_epsilon(step * side.grid) for step in steps]
     np.testing.assert_allclose(side.at(steps), expected, atol=1e-12)
 
@@ -311,7 +311,7 @@ def test_a_coarser_grid_says_more_between_its_points_only():
         coarse = side.coarsen(37)
         assert coarse.grid == 37 * side.grid and len(coarse.probabilities) < 10_000
         both = (side, coarse)
-        masses = [(one.probabilities.sum(), one.other.sum(), one.infinity_mass) for one in both]
+        masses = [(one.probabilities.sum(), one.reverse_probabilities.sum(), one.infinity_mass) for one in both]
         np.testing.assert_allclose(*masses, rtol=1e-12)
         np.testing.assert_allclose(coarse.profile(), side.at(37 * coarse.steps), rtol=1e-9)
         fine = np.arange(0, 20_000, 7)
@@ -328,7 +328,7 @@ def test_mass_above_one_is_taken_from_the_lowest_losses():
     side = loss_directions(loss)[1]
     assert side.probabilities.sum() + side.infinity_mass == pytest.approx(1, abs=1e-12)
     for epsilon in (0.0, 1.0, 3.0):
-        at = side.at(np.array([round(epsilon / side.grid)]))[0]
+        at = side.profile_at(np.array([round(epsilon / side.grid)]))[0]
         assert at == pytest.approx(loss._pmf_add.get_delta_for_epsilon(epsilon), abs=1e-13)
 
 

@@ -286,7 +286,7 @@ def test_settling_charges_what_was_released(folder, tmp_path):
         ledger.begin_attempt({"world_size": "2"})
         for step in range(30, 40):
             ledger.record(step, f"{step + 1000:064x}")
-        released = ledger.phases(PLAN)
+        released = ledger.released_phases(PLAN)
     assert budgets.settle(folder, "one", released)
     budget = only(folder)
     assert [charge.status for charge in budget.charges] == ["settled"]

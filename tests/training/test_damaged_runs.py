@@ -142,7 +142,7 @@ def test_noise_fixed_once_is_not_fixed_again(tmp_path):
     execute(prepare(recipe, folder, "test"), until=3)
     kept = folder.method_state.read_bytes()
     tensors = load_file(folder.method_state)
-    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, folder.fixed)
+    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, folder.method_state)
     with pytest.raises(UserError, match="is not what this run's steps were taken with"):
         train(recipe, folder)
     folder.fixed.unlink()

@@ -120,7 +120,7 @@ def test_a_release_is_a_model_and_says_no_class(finished):
     kind, _, folder = finished
     if not folder.release_folder.exists():
         write_release(folder, not_private=True)
-    release = load_release(folder.release)
+    release = load_release(folder.release_folder)
     assert release.about.data.targets == kind and release.about.tested is None
     assert release.model(torch.zeros(2, 4)).shape == (2, KINDS[kind][1])
     release.require_numeric_inputs()

@@ -582,7 +582,7 @@ def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
     finish(search)
     facts = read_facts(search.run_folder)
     assert facts.privacy_card()["extra"]["initial weights trained on"].startswith("public ")
-    told = "\n".join(facts.card()["assumptions"])
+    told = "\n".join(facts.privacy_card()["assumptions"])
     assert "public strokes" in told and "public letters" in told
 
 

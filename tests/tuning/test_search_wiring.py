@@ -71,7 +71,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     trials = read_trials(search.folder)
     steps = 4
     score_noise = [key for key in seen.keys_opened_by(NOISE) if "rung" in seen.labels(key)]
-    train_noise = [key for key in seen.of(NOISE) if "rung" not in seen.labels(key)]
+    train_noise = [key for key in seen.keys_opened_by(NOISE) if "rung" not in seen.labels(key)]
     # A score at each of two rungs of each trial, a noise and a sample for each step of each trial:
     # keys that were shared would be fewer.
     assert len(score_noise) == RUNS * 2
