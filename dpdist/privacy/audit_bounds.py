@@ -309,7 +309,8 @@ class ThresholdCounts:
     def epsilon(self, delta: float = 0.0, copies: int = 1) -> float:
         """Return the largest epsilon that is rejected with this delta.
 
-        copies: copies of the canary. For one copy max(ln((TPR - delta) / FPR), ln((1 - FPR - delta) / (1 - TPR))).
+        copies: copies of the canary. For one copy max(ln((TPR - delta) / FPR), ln((1 - FPR - delta)
+        / (1 - TPR))).
         """
         rejects = lambda x: self.rejects(group_tradeoff(approximate_dp_tradeoff(x, delta), copies))  # noqa: E731
         return float(_bisect_largest(rejects, 0.0, _MAX_EPSILON))
