@@ -74,7 +74,7 @@ def test_blocks_are_rarely_cut_and_no_larger_than_the_bound_allows():
 
 def test_passes_have_one_shape_and_repeat_a_record_of_their_own():
     blocks = Blocks(1, 100)
-    assert blocks.rows_per_pass(1000) == 100 and blocks.rows_per_pass(99) == 50 and blocks.rows_per_pass(30) == 25
+    assert [blocks.rows_per_pass(rows) for rows in (1000, 99, 30)] == [100, 50, 25]
     seen = list(iter_padded_passes(np.arange(60), 25))
     assert [(len(rows), real.stop) for rows, real in seen] == [(25, 25), (25, 25), (25, 10)]
     assert seen[2][0].tolist() == [*range(50, 60), *[50] * 15]

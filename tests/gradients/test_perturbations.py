@@ -197,7 +197,8 @@ def test_clipping_each_draw_would_be_noticed():
     right = expected_sum(model, draws, 0.1)
     per_draw = 0.0
     for k in range(4):
-        values = draws.perturb_parameters({n: p.detach() for n, p in model.named_parameters()}, KEY, k)
+        given = {n: p.detach() for n, p in model.named_parameters()}
+        values = draws.perturb_parameters(given, KEY, k)
         for x, y in zip(*batch(), strict=True):
             gradient = flat_gradient(model, values, x, y)
             per_draw = per_draw + gradient * min(1.0, 0.1 / float(gradient.norm())) / 4

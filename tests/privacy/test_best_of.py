@@ -248,7 +248,8 @@ def test_no_run_at_all_is_an_outcome_too():
     t = np.linspace(0, 1, 20_001)
     for mean, shape in ((1, POISSON), (1.5, -3.0), (3, LOGARITHMIC), (1.5, GEOMETRIC), (2, HALF)):
         tried = SelectionLaw(mean, shape)
-        assert np.trapezoid(tried.pgf_derivative(t), t) == pytest.approx(1 - tried.zero_probability, abs=1e-6)
+        total = np.trapezoid(tried.pgf_derivative(t), t)
+        assert total == pytest.approx(1 - tried.zero_probability, abs=1e-6)
     law = SelectionLaw(1, POISSON)
     found = selection_pld(library.from_gaussian_mechanism(1.0), law)
     for losses in loss_directions(found):
@@ -311,7 +312,10 @@ def test_a_coarser_grid_says_more_between_its_points_only():
         coarse = side.coarsen(37)
         assert coarse.grid == 37 * side.grid and len(coarse.probabilities) < 10_000
         both = (side, coarse)
-        masses = [(one.probabilities.sum(), one.reverse_probabilities.sum(), one.infinity_mass) for one in both]
+        masses = [
+            (one.probabilities.sum(), one.reverse_probabilities.sum(), one.infinity_mass)
+            for one in both
+        ]
         np.testing.assert_allclose(*masses, rtol=1e-12)
         np.testing.assert_allclose(coarse.profile(), side.at(37 * coarse.steps), rtol=1e-9)
         fine = np.arange(0, 20_000, 7)
