@@ -147,7 +147,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/cli/audit.py", f"{DPAL}::test_one_run_refutes_its_epsilon",
-        ("if found.verdict != CONSISTENT:", "if found.bug:", "a refuted claim ends as if it held"),
+        ("if found.verdict != CONSISTENT:", "if found.exceeds_proved:", "a refuted claim ends as if it held"),
     ),
     *group(
         "dpdist/methods/dpal_training.py", f"{DPAL}::test_one_noise_for_all_steps_and_attempts",
@@ -163,7 +163,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/worker.py", ONE,
-        ("return {**self.optimizer.slots, **self.slots, **self.step.canaries.checkpoint_slots}", "return dict(self.optimizer.checkpoint_slots)",
+        ("return {**self.optimizer.slots, **self.slots, **self.step.canaries.checkpoint_slots}", "return dict(self.optimizer.slots)",
          "a checkpoint forgets the scores"),
     ),
     *group(

@@ -186,7 +186,7 @@ FAULTS: list[Fault] = [
         CHARGED,
         ("        _, manifest = newest_manifest(store)\n        with", "        pass\n        with",
          "leave that was given until a run was taken over is forgotten"),
-        ("known = ledger.released_steps(permit.epoch)", "known = set(ledger.releases)",
+        ("known = ledger.released_steps(permit.epoch)", "known = set(ledger.release_counts)",
          "steps that other attempts released are not charged again"),
         ("range(permit.step, permit.steps)", "range(permit.step + 1, permit.steps)",
          "the first step with leave is free"),

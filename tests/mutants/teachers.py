@@ -51,7 +51,7 @@ FAULTS: list[Fault] = [
         "training/test_teachers",
         (
             "own.method.train(_InProcessDriver(job))",
-            "own.method.train(_InProcessDriver(replace(job, members=None)))",
+            "own.method.train(_InProcessDriver(replace(job, member_mask=None)))",
             "every teacher is trained on all records",
         ),
     ),

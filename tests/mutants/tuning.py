@@ -12,7 +12,7 @@ FAULTS: list[Fault] = [
         ('derive_key(trial.key, "run key").hex()', '"ab" * 32',
          "every trial's run key is a constant"),
         ('derive_key(key, "fixed").hex() if fixed else None',
-         'asked.privacy.run_key if fixed else None', "trials share the recipe's fixed key"),
+         'search_recipe.privacy.run_key if fixed else None', "trials share the recipe's fixed key"),
         ('derive_key(trial.key, "rung", rung)', 'derive_key(trial.key, "rung")',
          "the same score noise at every rung"),
         ('derive_key(trial.key, "rung", rung)', 'derive_key(bytes(32), "rung", rung)',
