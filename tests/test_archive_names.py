@@ -202,7 +202,7 @@ def test_names_that_are_fine():
     assert check_relative_paths(["a/b", "a/c", "b"]) == ["a/b", "a/c", "b"]
 
 
-@pytest.mark.parametrize("command", ["fetch", "restore"])
+@pytest.mark.parametrize("command", ["fetch_publishable_files", "restore"])
 @pytest.mark.parametrize("how", ["changed", "missing", "a pipe", "a device", "a folder"])
 def test_a_refused_archive_leaves_nothing(archived, tmp_path, command, how):
     """Nor is a pipe or a device waited for, where the archive is a folder."""

@@ -578,7 +578,7 @@ def test_a_release_answers_without_its_run(copied, call, work):
     assert again.abstain or (again.name == str(again.label) and again.radius > 0)
     run = RunFolder(work / "runs/small")
     x = torch.rand(5, 1, 8, 8)
-    assert torch.equal(loaded.model_folder(x), models.load(run.model_folder)(x))
+    assert torch.equal(loaded.model(x), models.load(run.model_folder)(x))
     with pytest.raises(ValueError, match="shape"):
         loaded.answerer(n=300)(np.zeros((3, 3)))
     edit(copied, DESCRIPTION, at("certificate", to=None))

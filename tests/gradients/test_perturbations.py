@@ -332,7 +332,7 @@ def test_one_hidden_noise_is_the_run_s_and_of_its_scale():
     once = draws.perturb_output(torch.zeros(3, 4, 100), IDS[:3], OTHER_KEY, 0)
     normals = standard_normal_shared(KEY, "draws/one-hidden", 0, 400).view(4, 100)
     torch.testing.assert_close(once, (std * normals).float().expand(3, -1, -1))
-    assert torch.equal(once, draws.hidden(torch.zeros(3, 4, 100), IDS[2:], KEY, 1))
+    assert torch.equal(once, draws.perturb_output(torch.zeros(3, 4, 100), IDS[2:], KEY, 1))
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 6), (3, 5, 7)])

@@ -42,7 +42,7 @@ def test_law_sums_to_one_and_has_its_mean(shape, mean):
     assert pmf.sum() == pytest.approx(1, abs=1e-9)
     assert (ks * pmf).sum() == pytest.approx(mean, rel=1e-6)
     for k in (0, 1, 2, 7, 300):
-        assert law.at_least(k) == pytest.approx(pmf[k:].sum(), rel=1e-6, abs=1e-12)
+        assert law.tail_probability(k) == pytest.approx(pmf[k:].sum(), rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("shape", [math.inf, 50.0, 1.0, 0.5, 0.0, -0.5, -0.9])
@@ -53,7 +53,7 @@ def test_means_a_little_above_one(shape, excess):
     one, two = (math.exp(law.log_pmf(k)) for k in (1, 2))
     if math.isfinite(shape):
         assert -excess - 1e-13 < one - 1 < 1e-13 and two <= excess + 1e-13
-        assert law.at_least(2) == pytest.approx(1 - one, rel=1e-6, abs=1e-13)
+        assert law.tail_probability(2) == pytest.approx(1 - one, rel=1e-6, abs=1e-13)
         assert truncated_nb_mean(shape, law.log_gamma) == pytest.approx(law.mean, rel=1e-14)
     releases = (GaussianReleases(4.0),)
     cost = search_guarantee(releases, law, records=1000, delta=1e-5).epsilon
@@ -82,7 +82,7 @@ def test_quantiles_invert_the_tail(shape):
     law = SelectionLaw(10.0, shape)
     for probability in (0.0, 0.01, 0.3, 0.5, 0.9, 0.999):
         k = law.quantile(probability)
-        assert 1 - law.at_least(k + 1) >= probability
+        assert 1 - law.tail_probability(k + 1) >= probability
         lowest = 0 if law.none else 1
         assert k == lowest or 1 - law.at_least(k) < probability
 
@@ -90,7 +90,7 @@ def test_quantiles_invert_the_tail(shape):
 def test_mean_one_is_a_single_run():
     law = SelectionLaw(1.0, 0.5)
     assert law.quantile(0.999) == 1
-    assert law.at_least(2) == 0
+    assert law.tail_probability(2) == 0
 
 
 def independent_epsilon(law: SelectionLaw, delta: float) -> float:

@@ -189,7 +189,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
         ("certify", "own", *runs),
         ("audit", "own", *runs, "--set", "releases=300"),
         ("release", "own", *runs),
-        ("verify", t.run.release, "--trust-factory", "nets_of_a_test:net"),
+        ("verify", t.run.release_folder, "--trust-factory", "nets_of_a_test:net"),
     ):
         done = run(*words_)
         assert done.code == 0, (words_, done.out + done.err)
@@ -202,7 +202,7 @@ def test_a_model_of_the_script_itself_needs_its_script(tmp_path):
     t = training(tmp_path / "own", held_out=records(20, 2))
     t.run_all()
     assert read_json(t.run.evaluation)["inputs"] == 20
-    folder, name = str(t.run.model_folder), t.run.read_recipe().model_folder.name
+    folder, name = str(t.run.model_folder), t.run.read_recipe().model.name
     code = f"from dpdist import models; models.load({folder!r}, trusted_factory={name!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and "UserError" in done.stderr and "factory" in done.stderr
