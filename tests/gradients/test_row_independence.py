@@ -626,7 +626,7 @@ def test_the_trace_leaves_no_trace() -> None:
         (lambda x: x * (x > 9).any(1, keepdim=True) + x, {}, BY_STRUCTURE),
         (lambda x: x - x.mean(0), {}, SCREENED),
         (lambda x: x - x.mean(0), {"isolate": True}, ISOLATED),
-        (lambda x: x, {"draws": ParameterPerturbation(2, 0.1, per_example=True)}, ISOLATED),
+        (lambda x: x, {"perturbation": ParameterPerturbation(2, 0.1, per_example=True)}, ISOLATED),
     ],
 )
 def test_an_engine_says_how_records_are_kept_apart(
