@@ -70,7 +70,7 @@ def test_a_callable_counts_as_the_module_in_it() -> None:
     by_module = dpdist.certify(module, points(), SETTINGS, here=True)
     for what in (Wrapped(module), lambda x: module(x), module.forward):
         found = dpdist.certify(what, points(), SETTINGS, here=True)
-        assert found.about["classifier"]["form"] == "eager"
+        assert found.job_record["classifier"]["form"] == "eager"
         # Another digest draws other noise: shares of 600 draws of one probability differ by 0.2 or
         # more with probability below 4 exp(-2 600 0.1^2) = 2.5e-5 for each of 18 inputs.
         pairs = [table.to_arrow().to_pylist() for table in (by_module, found)]

@@ -150,7 +150,7 @@ def test_a_link_in_the_target_is_not_followed(run, tmp_path):
 
 
 def test_weights_do_not_leave_without_their_card(run, tmp_path):
-    (run.release / "privacy_card.json").unlink()
+    (run.release_folder / "privacy_card.json").unlink()
     unpack_export(export_text(run), tmp_path / "home")
     assert not (tmp_path / "home" / "release").exists()
 

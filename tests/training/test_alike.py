@@ -75,7 +75,7 @@ def test_signs_of_zeros_are_the_same_in_both_kinds_of_release(small_leaves, work
             rows = torch.zeros(shards.num_rows, size, dtype=torch.float64)
             for row, begin, _ in shards.local_shards:
                 rows[row] = values[(torch.arange(size) + (begin == 0)) % 5]
-            total, _ = kind().sum(reducer, rows, shards, False)
+            total, _ = kind().sum_rows(reducer, rows, shards, False)
             parts[reducer.rank] = total.clone()
 
         run_thread_workers(workers, work, InOrder)
@@ -112,7 +112,7 @@ def test_no_leaf_s_digest_is_that_of_another_sum(small_leaves):
 def test_block_sizes_follow_the_declared_number_of_records_alone(planned, reproducible):
     reducer = Reducer(0, 1, torch.device("cpu"))
     found = {
-        build_shards(records, planned, reducer, reproducible).largest
+        build_shards(records, planned, reducer, reproducible).largest_shard
         for records in (planned - 30, planned - 1, planned, planned + 1, planned + 500)
     }
     assert len(found) == 1
@@ -129,7 +129,7 @@ def test_the_newest_checkpoint_is_the_last_one(tmp_path):
         checkpoint.save(tmp_path, TrainState(step, torch.full((3,), float(step)), {}), ANCHOR)
         assert newest_step(tmp_path) == step
         state = load_latest(tmp_path)
-        assert state is not None and state.step == step and float(state.flat[0]) == step
+        assert state is not None and state.step == step and float(state.parameters[0]) == step
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])

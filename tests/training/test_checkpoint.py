@@ -40,7 +40,7 @@ def test_the_newest_whole_one_comes_back_as_it_was(tmp_path):
         checkpoint.save(tmp_path, state(step), ANCHOR)
     found = checkpoint.load_latest(tmp_path)
     assert found is not None and found.step == 100
-    assert torch.equal(found.flat, state(100).flat) and found.slots.keys() == {"momentum", "ema"}
+    assert torch.equal(found.parameters, state(100).parameters) and found.slots.keys() == {"momentum", "ema"}
     for name, slot in found.slots.items():
         assert torch.equal(slot, state(100).slots[name])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000100"]
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_written_without_a_copy(tmp_path):
     checkpoint.save(tmp_path, big, ANCHOR)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    checkpoint.save(tmp_path, TrainState(4, big.flat, big.slots), ANCHOR)
+    checkpoint.save(tmp_path, TrainState(4, big.parameters, big.slots), ANCHOR)
     assert _status("VmHWM") - before < 20
 
 
@@ -123,7 +123,7 @@ def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatc
         found = real(*where)
         calls.append(1)
         if len(calls) == 2:
-            found.flat[0] += 1
+            found.parameters[0] += 1
         return found
 
     monkeypatch.setattr(checkpoint, "load_latest", stale)

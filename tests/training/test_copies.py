@@ -172,7 +172,7 @@ def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers, rel
         train_and_crash(recipe, folder, pytest.MonkeyPatch(), at)
     execute(prepare(recipe, copied(folder), "test"), workers)
     for each in (folder, RunFolder(tmp_path / "copy")):
-        nonces = [n for *_, n in Ledger.read(each.ledger).announced(0)]
+        nonces = [n for *_, n in Ledger.read(each.ledger).announced_steps(0)]
         assert len(nonces) == len(set(nonces)) == (3 if each is folder else 4)
     ledger = Ledger.read(tmp_path / "copy" / "private" / "ledger.jsonl")
     assert ledger.releases == dict.fromkeys(range(STEPS), 1) and len(ledger.attempts) == 1
@@ -203,7 +203,7 @@ def test_the_ledger_must_know_the_process(tmp_path, monkeypatch):
     monkeypatch.setattr(Ledger, "announce_process", full)
     with pytest.raises(OSError, match="disk full"):
         gone_on(recipe, folder)
-    assert sorted(Ledger.read(folder.ledger).releases) == [0, 1, 2]
+    assert sorted(Ledger.read(folder.ledger).release_counts) == [0, 1, 2]
 
 
 # --- the plan is held against the recipe
@@ -283,7 +283,7 @@ def test_the_budget_is_charged_for_what_both_released(tmp_path):
     assert budget.spent == pytest.approx(cost(plan.executed_phases([released]), plan.records))
     on(copy)  # to ask again for a finished run charges nothing
     assert read_budgets(tmp_path / "budgets")[0].spent == budget.spent
-    stated = read_facts(copy).card()["data_set"]
+    stated = read_facts(copy).privacy_card()["data_set"]
     assert stated["epsilon"] == 20.0
 
 
@@ -311,7 +311,7 @@ def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
             raise AssertionError("must not start")
     with _budget_charged(job):
         execute(job)
-    assert sorted(Ledger.read(copy.ledger).releases) == list(range(FORK))
+    assert sorted(Ledger.read(copy.ledger).release_counts) == list(range(FORK))
 
 
 def test_the_recipe_s_digest_covers_what_a_user_s_factory_imports(tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
     with pytest.raises(UserError, match=r"training diverged: after step .* not finite"):
         execute(job, world_size=2)
     folder = job.folder
-    assert not folder.trained.exists() and not folder.model.exists()
+    assert not folder.training_summary.exists() and not folder.model.exists()
     assert 1 <= len(Ledger.read(folder.ledger).releases) <= 12  # what it cost stays on record
 
 
@@ -86,7 +86,7 @@ def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, m
             worker.run_training(job, reducer)
         except TrainingDiverged as stop:
             step = int(re.findall(r"after step (\d+)", str(stop))[0])
-            charged.append(len(Ledger.read(job.folder.ledger).releases) >= step)
+            charged.append(len(Ledger.read(job.folder.ledger).release_counts) >= step)
             raise
 
     monkeypatch.setattr(private_step, "_announce", slow)

@@ -93,7 +93,7 @@ def test_an_undisturbed_run_costs_what_the_plan_says(tmp_path):
     train(recipe, folder)
     plan = prepare(recipe, folder, "test").plan
     ledger = Ledger.read(folder.ledger)
-    assert ledger.releases == dict.fromkeys(range(12), 1)
+    assert ledger.release_counts == dict.fromkeys(range(12), 1)
     assert ledger.guarantee(plan) == plan.guarantee()
     batches = [json.loads(line)["examples"] for line in folder.metrics.read_text().splitlines()]
     assert len(set(batches)) > 1, "Poisson batches vary"
@@ -106,7 +106,7 @@ def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
         train_and_crash(recipe, folder, monkeypatch, at)
     assert torch.equal(train(recipe, folder), undisturbed)
     ledger = Ledger.read(folder.ledger)
-    assert ledger.releases == dict.fromkeys(range(12), 1)
+    assert ledger.release_counts == dict.fromkeys(range(12), 1)
     assert ledger.num_superseded == 0
 
 
@@ -164,7 +164,7 @@ def test_a_missing_rank_never_updates_the_model(tmp_path):
     job = prepare(recipe, folder, "test")
     with pytest.raises(MissingRank):
         run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Silent)
-    assert Ledger.read(folder.ledger).releases == {}
+    assert Ledger.read(folder.ledger).release_counts == {}
     assert not folder.trained.exists()
 
 
@@ -365,7 +365,7 @@ def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
         execute(job)
     with pytest.raises(UserError, match="lacks releases that the checkpoint of step 8"):
         train(recipe, folder)
-    assert not folder.trained.exists()
+    assert not folder.training_summary.exists()
 
 
 def test_a_run_is_not_continued_on_other_records(tmp_path):
@@ -423,7 +423,7 @@ def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, isola
     custom = {"name": "dpdist.models.zoo:small_cnn", "options": {"width": 4}, "isolate": isolate}
     recipe, folder = make(tmp_path, "custom", model=custom, training__steps=3)
     found = train(recipe, folder)
-    notes = read_facts(folder).card()["notes"]
+    notes = read_facts(folder).privacy_card()["notes"]
     assert any("independence" in n and f": {how} (" in n for n in notes)
     assert any("Custom model: dpdist.models.zoo:small_cnn" in n for n in notes)
     recipe, folder = make(tmp_path, "zoo", training__steps=3)

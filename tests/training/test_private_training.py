@@ -646,7 +646,7 @@ def test_a_run_that_ended_before_it_said_so_is_finished(tmp_path):
     t.run.training_summary.unlink()
     again = training(tmp_path / "own")
     assert again.steps_left == 0 and t.run.training_summary.exists()
-    assert dpdist.read_facts(again.run).ledger.releases == dict.fromkeys(range(6), 1)
+    assert dpdist.read_facts(again.run).ledger.release_counts == dict.fromkeys(range(6), 1)
     assert torch.equal(flat(again.model), flat(t.model))
 
 

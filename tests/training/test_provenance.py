@@ -136,7 +136,7 @@ def run_on(root: Path, name: str, **section: Any) -> RunFolder:
 
 def test_records_of_an_earlier_run_count_as_compared_only_while_they_are_there(root):
     run = run_on(root, "seen")
-    assert begun(root, run.model, "what it saw")["assumed"] is None
+    assert begun(root, run.model_folder, "what it saw")["assumed"] is None
     write(root, "seen", images(slice(0, 30)))  # other records at the old place
     assert begun(root, run.model, "what it saw")["assumed"] is not None
 
@@ -152,6 +152,6 @@ def test_records_that_chose_a_model_s_settings_were_seen_by_it(root):
     run = run_on(root, "whole", hold_out=0.5)
     write(root, "rest", everything[held_out])
     with pytest.raises(UserError, match="chose its settings"):
-        begun(root, run.model, "what it saw", name="rest")
+        begun(root, run.model_folder, "what it saw", name="rest")
     write(root, "apart", 255 - everything)
     assert begun(root, run.model, "what it saw", name="apart")["assumed"] is None

@@ -116,7 +116,7 @@ def test_a_worker_that_takes_no_part_is_noticed(tmp_path):
     job = prepare(recipe, folder, "test")
     with pytest.raises(MissingRank):
         run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Silent)
-    assert Ledger.read(folder.ledger).releases == {}
+    assert Ledger.read(folder.ledger).release_counts == {}
 
 
 def test_a_release_is_named_by_every_leaf_of_its_sum():

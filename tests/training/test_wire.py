@@ -39,7 +39,7 @@ def test_neighbours_that_rounding_drives_apart_stay_within_the_room(power):
     """Every entry of a sum of 2^power aligned records lies just below a midpoint of float32's, and
     the record that joins lifts each just above one: the worst there is, and the room holds it."""
     wire, size = ReduceDtype("float32", 2.0**power), 512
-    clip = 1 / (1 + wire.room)
+    clip = 1 / (1 + wire.clip_reduction)
     each = clip / np.sqrt(size)
     top = np.float32(each * (wire.most - 2))
     unit = float(np.spacing(top))
@@ -58,7 +58,7 @@ def test_random_neighbours_stay_within_the_clip():
     generator = np.random.default_rng(0)
     for _ in range(50):
         records = generator.standard_normal((1000, 40)) * np.exp(generator.normal(0, 3, 40))
-        records *= 3 / (1 + wire.room) / np.linalg.norm(records, axis=1, keepdims=True)
+        records *= 3 / (1 + wire.clip_reduction) / np.linalg.norm(records, axis=1, keepdims=True)
         one = wire.cast(torch.from_numpy(records.sum(0))).double()
         other = wire.cast(torch.from_numpy(records[1:].sum(0))).double()
         assert float((one - other).norm()) <= 3
@@ -68,7 +68,7 @@ def test_random_neighbours_stay_within_the_clip():
 def test_a_share_has_more_records_than_there_is_room_for_with_no_probability(mean):
     records = 20 * max(1, int(mean))
     wire = ReduceDtype.for_batches("float32", 2 * mean, 2)
-    assert binom.sf(wire.most, records, mean / records) < 4e-31
+    assert binom.sf(wire.max_records, records, mean / records) < 4e-31
     assert wire.most <= mean + 13 * np.sqrt(mean) + 80  # and not much more room than that wants
     assert ReduceDtype.for_batches("float32", 2 * mean, 2, cap=3).most == 3
 
@@ -110,7 +110,7 @@ def test_every_sum_of_a_worker_is_counted(tmp_path, monkeypatch, shard):
     )
     with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
         execute(job)
-    assert len(calls) == shard + 1 and Ledger.read(folder.ledger).releases == {}
+    assert len(calls) == shard + 1 and Ledger.read(folder.ledger).release_counts == {}
 
 
 def test_a_sum_of_more_records_is_not_sent(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_sum_of_more_records_is_not_sent(tmp_path, monkeypatch):
     )
     with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
         execute(job)
-    assert Ledger.read(folder.ledger).releases == {}
+    assert Ledger.read(folder.ledger).release_counts == {}
 
 
 # ---- in a run
@@ -144,7 +144,7 @@ def test_the_clip_makes_room_and_float32_is_what_is_sent(tmp_path, monkeypatch):
     recipe, folder = small(tmp_path, "run", 2)
     job = prepare(recipe, folder, "test")
     run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Looking)
-    room = ReduceDtype.for_batches("float32", 40, 2).room
+    room = ReduceDtype.for_batches("float32", 40, 2).clip_reduction
     assert room == pytest.approx(2**-23 * (1 + np.ceil(21 + np.sqrt(140 * 21) + 140 / 3)))
     assert {e.clipping.sensitivity for e in engines} == {1 / (1 + room)}
     assert set(sent) == {torch.float32} and len(sent) == 12
@@ -180,7 +180,7 @@ def test_what_arrived_is_added_up_in_float64(tmp_path):
     def add(reducer):
         row = torch.tensor([[1.0, 2.0**-30][reducer.rank]], dtype=torch.float64)[None]
         shards = Shards(1, 1, [(0, 0, 1)], [1, 1])
-        found.append(ShardedUpdate(ReduceDtype("float32", 9.0)).sum(reducer, row, shards, False)[0])
+        found.append(ShardedUpdate(ReduceDtype("float32", 9.0)).sum_rows(reducer, row, shards, False)[0])
 
     run_thread_workers(2, add)
     assert sorted(map(torch.Tensor.tolist, found)) == [[], [1 + 2.0**-30]]
@@ -204,7 +204,7 @@ def test_the_wire_belongs_to_an_attempt_on_any_number_of_workers(workers, reprod
         world_size = workers
 
     wide, narrow = (
-        ShardedUpdate(wire).identity(Group(), reproducible)
+        ShardedUpdate(wire).fingerprint_entries(Group(), reproducible)
         for wire in (ReduceDtype(), ReduceDtype("float32", 9.0))
     )
     assert narrow == wide | {"wire": "float32, 9"}
@@ -235,6 +235,6 @@ def test_what_is_refused(tmp_path, changes, message):
 
 def test_where_the_room_would_be_large_float64_stays():
     wire = ReduceDtype.for_batches("float32", 70_000, 1)
-    assert wire.room > MAX_CLIP_REDUCTION
+    assert wire.clip_reduction > MAX_CLIP_REDUCTION
     assert "room for sums of 65,536 records, here a worker may have 73" in wire.refused
     assert ReduceDtype.for_batches("float32", 70_000, 2).refused == ""

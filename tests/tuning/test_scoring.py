@@ -58,7 +58,7 @@ def contents(dataset: Dataset) -> set[bytes]:
 def test_removing_one_record_moves_no_other_across_the_split(records):
     root, inputs, labels = records
     whole = stored(root / "whole", inputs, labels)
-    held, kept = whole.part(0.0, 0.3), whole.part(0.3, 1.0)
+    held, kept = whole.select_by_hash(0.0, 0.3), whole.select_by_hash(0.3, 1.0)
     assert len(held) + len(kept) == 120 and 15 < len(held) < 60
     for removed in (0, 17, 119):
         less = np.delete(np.arange(120), removed)
@@ -75,7 +75,7 @@ def test_removing_one_record_moves_no_other_across_the_split(records):
 def test_parts_are_cut_in_every_view(records):
     root, inputs, labels = records
     whole = stored(root / "whole", inputs, labels)
-    part = whole.part(0.3, 1.0)
+    part = whole.select_by_hash(0.3, 1.0)
     assert np.array_equal(part.inputs[:5, 0], (part.batch(slice(0, 5)) * 255).numpy()[:, 0])
     assert np.array_equal(part.targets(np.array([2, 7])).numpy(), part.labels[[2, 7]])
     assert part.fingerprint != whole.fingerprint and whole.part(0.0, 1.0) is whole

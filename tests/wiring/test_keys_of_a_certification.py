@@ -136,7 +136,7 @@ def test_predictions_draw_fresh_secret_noise(tmp_path, monkeypatch):
         predictor = Predictor(model, SETTINGS, 3, (1, 6, 6))
         predictor.certify(x)
         predictor.certify(x)
-        predictor.label(x)
+        predictor.predict(x)
         units = [s for s in seen.streams if s.caller == "units"]
         asked = [s.key for s in units if not s.kind.startswith("check")]
         assert len(asked) == len(set(asked)) == 3 * 3 + 2

@@ -111,7 +111,7 @@ def test_every_worker_uses_the_same_keys(tmp_path, monkeypatch):
     """All draw the same noise, and their own records' words of the same stream."""
     seen = recorded(job_of(tmp_path, model={"name": "linear"}), monkeypatch, workers=3)
     check_disjoint(seen, STEPS)
-    for key in seen.of(SAMPLING):
+    for key in seen.keys_opened_by(SAMPLING):
         parts = sorted((s.start, s.count) for s in seen.streams if s.key == key)
         assert parts == [(0, 36), (36, 36), (72, 36)], "each record is drawn once"
     for key in seen.of(NOISE):
@@ -166,7 +166,7 @@ def test_a_replay_uses_the_same_keys_and_a_new_attempt_others(tmp_path, monkeypa
     other = recorded(job, monkeypatch, workers=2)
     assert Ledger.read(job.folder.ledger).epoch == 1
     assert not all_keys(other) & all_keys(again)
-    for key in (*other.of(SAMPLING), *other.of(NOISE), draw_key_of_step(other)):
+    for key in (*other.keys_opened_by(SAMPLING), *other.keys_opened_by(NOISE), draw_key_of_step(other)):
         assert "1/" in other.labels(key)
 
 
@@ -217,7 +217,7 @@ def test_one_noise_for_a_whole_run_is_not_the_training_s(tmp_path, monkeypatch):
     assert len(hidden) == 1
     below = {d.purpose for d in seen.derived if d.parent in hidden}
     assert below == {"draws/one-hidden"}, "what is drawn from that key is that noise alone"
-    assert not set(hidden) & {*seen.of(SAMPLING), *seen.of(NOISE)}
+    assert not set(hidden) & {*seen.keys_opened_by(SAMPLING), *seen.keys_opened_by(NOISE)}
     assert len(seen.of(SAMPLING)) == len(seen.of(NOISE)) == STEPS
 
 
@@ -227,7 +227,7 @@ def test_a_paid_redistribution_has_keys_of_its_own(tmp_path, monkeypatch):
     method = {"name": "secure-sgd", "redistribution": section}
     job = job_of(tmp_path, method=method, model=NET)
     seen = recorded(job, monkeypatch)
-    assert len(seen.of(SAMPLING)) == len(seen.of(NOISE)) == STEPS + 1
+    assert len(seen.keys_opened_by(SAMPLING)) == len(seen.keys_opened_by(NOISE)) == STEPS + 1
     above_noise = {above for key in seen.of(NOISE) for above in seen.ancestors(key)}
     assert not set(seen.of(SAMPLING)) & (set(seen.of(NOISE)) | above_noise)
     run_key = read_run_key(job.folder)
@@ -289,7 +289,7 @@ def test_no_step_is_released_without_the_archive_s_leave(tmp_path, monkeypatch):
         seen = record_keys(patch)
         with pytest.raises(ClusterError, match="step 2: the archive did not answer"):
             execute(job)
-    assert Ledger.read(job.folder.ledger).releases == {0: 1, 1: 1} and len(seen.of(NOISE)) == 2
+    assert Ledger.read(job.folder.ledger).release_counts == {0: 1, 1: 1} and len(seen.of(NOISE)) == 2
 
 
 def test_a_clip_that_exceeds_the_plan_s_is_not_executed(tmp_path):
@@ -313,4 +313,4 @@ def test_a_step_that_is_not_recorded_is_not_released(tmp_path, monkeypatch):
         seen = record_keys(patch)
         with pytest.raises(Interrupt):
             execute(job)
-    assert seen.of(NOISE) == [] and not job.folder.checkpoints.exists()
+    assert seen.keys_opened_by(NOISE) == [] and not job.folder.checkpoints.exists()

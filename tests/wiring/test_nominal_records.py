@@ -63,7 +63,7 @@ def test_one_record_more_changes_nothing_that_is_published(tmp_path):
         write_release(folder)
         names = ("privacy_card.json", "privacy_card.md", "model.json", "release.json", "README.md")
         # The released weights, noise and all, are another draw in each run; the card names them.
-        weights = json.loads((folder.release / "privacy_card.json").read_text())["extra"]
+        weights = json.loads((folder.release_folder / "privacy_card.json").read_text())["extra"]
         own = weights["model hash"].encode()
         files = {n: (folder.release / n).read_bytes().replace(own, b"its own") for n in names}
         summary = [row for row in read_facts(folder).summary() if row[0] != "report"]
@@ -98,7 +98,7 @@ def test_a_counted_number_is_named_in_the_relation(tmp_path):
     assert guarantee.relation in str(guarantee)
     assert "nominal" not in job.plan.to_dict()  # plans written before keep their fingerprint
     execute(job)
-    described = read_facts(folder).card()
+    described = read_facts(folder).privacy_card()
     assert described["relation"] == guarantee.relation
     assert "(zero-out)" in card_markdown(described) and "(counted)" in card_markdown(described)
 

@@ -159,7 +159,7 @@ def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
     for workers in (1, 2):  # another number of them repeats the steps
         with trainer._budget_charged(job):
             train_and_crash(job.recipe, job.folder, monkeypatch, 5, workers)
-    twice = sum(count - 1 for count in read_verified_ledger(job.folder).ledger.releases.values())
+    twice = sum(count - 1 for count in read_verified_ledger(job.folder).ledger.release_counts.values())
     assert twice == 6
     asked: list[int] = []
     reserve = trainer.charging.reserve_charge
@@ -187,7 +187,7 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
     folder.recipe_file.write_text(kept)
     facts = read_facts(folder)
     assert facts.privacy_statement.startswith("NOT PRIVATE: fixed run key")
-    assert facts.card()["private"] is False
+    assert facts.privacy_card()["private"] is False
     with pytest.raises(UserError, match="its run key is fixed"):
         write_release(folder)
     assert not folder.release.exists()
@@ -199,7 +199,7 @@ def test_a_run_without_noise_proves_nothing(tmp_path):
     job = job_of(tmp_path, privacy={"noise_multiplier": 0, "clipping": "none", "delta": DELTA})
     execute(job)
     facts = read_facts(job.folder)
-    assert math.isinf(facts.guarantee.epsilon) and not facts.card()["private"]
+    assert math.isinf(facts.guarantee.epsilon) and not facts.privacy_card()["private"]
     assert facts.privacy_statement.startswith("NOT PRIVATE: epsilon is infinite")
     with pytest.raises(UserError, match="proved epsilon is infinite"):
         write_release(job.folder)
@@ -212,7 +212,7 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     evaluate_stage(job.recipe, folder)
     write_release(folder)
     for name in ("model.safetensors", "model.json"):
-        assert (folder.release / name).read_bytes() == (folder.model / name).read_bytes()
+        assert (folder.release_folder / name).read_bytes() == (folder.model / name).read_bytes()
     dataset, model = load_test_records(job.recipe, job.source), load_model(job.recipe, folder)
     right = 0
     for i in range(len(dataset)):
