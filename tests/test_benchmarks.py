@@ -217,9 +217,12 @@ def test_quick_stands_for_defaults_and_writes_into_a_temporary_folder(monkeypatc
     assert (plain.rounds, plain.results, plain.quick) == (9, Path("kept.jsonl"), False)
     assert os.environ["HOME"] == home
     tiny = parsed("--quick")
-    assert (tiny.rounds, tiny.results) == (1, common.scratch() / "results")
+    assert (tiny.rounds, tiny.results) == (1, common.scratch_folder() / "results")
     assert Path(os.environ["HOME"]).parent == Path(os.environ["DPDIST_CACHE"]).parent
-    assert Path(os.environ["HOME"]).parent == common.scratch() and common.scratch().is_dir()
+    assert (
+        Path(os.environ["HOME"]).parent == common.scratch_folder()
+        and common.scratch_folder().is_dir()
+    )
     assert parsed("--quick", "--rounds", "3").rounds == 3  # what is asked for wins
 
 

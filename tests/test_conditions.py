@@ -207,7 +207,7 @@ def test_every_condition_has_a_case():
     """And names options that there are."""
     keys = {case.partition(" of ")[0].rpartition(".")[2] for case in CASES}
     stated = [condition for kind in sections() for condition in collect_conditions(kind)]
-    stated += [need for method in METHODS for need in method.needs]
+    stated += [need for method in METHODS for need in method.recipe_conditions]
     assert len(stated) > 20
     for condition in stated:
         assert {key.rpartition(".")[2] for key in condition.keys} <= keys, condition.words

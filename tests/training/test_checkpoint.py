@@ -40,7 +40,10 @@ def test_the_newest_whole_one_comes_back_as_it_was(tmp_path):
         checkpoint.save(tmp_path, state(step), ANCHOR)
     found = checkpoint.load_latest(tmp_path)
     assert found is not None and found.step == 100
-    assert torch.equal(found.parameters, state(100).parameters) and found.slots.keys() == {"momentum", "ema"}
+    assert torch.equal(found.parameters, state(100).parameters) and found.slots.keys() == {
+        "momentum",
+        "ema",
+    }
     for name, slot in found.slots.items():
         assert torch.equal(slot, state(100).slots[name])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000100"]

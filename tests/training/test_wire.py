@@ -180,7 +180,9 @@ def test_what_arrived_is_added_up_in_float64(tmp_path):
     def add(reducer):
         row = torch.tensor([[1.0, 2.0**-30][reducer.rank]], dtype=torch.float64)[None]
         shards = Shards(1, 1, [(0, 0, 1)], [1, 1])
-        found.append(ShardedUpdate(ReduceDtype("float32", 9.0)).sum_rows(reducer, row, shards, False)[0])
+        found.append(
+            ShardedUpdate(ReduceDtype("float32", 9.0)).sum_rows(reducer, row, shards, False)[0]
+        )
 
     run_thread_workers(2, add)
     assert sorted(map(torch.Tensor.tolist, found)) == [[], [1 + 2.0**-30]]

@@ -572,7 +572,7 @@ def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, option
     row = preview.law_cost(asked, asked.tune.law, True, sizes, noise, "r.yaml")
     assert row.epsilon == run.guarantee().epsilon  # a search of one trial is the run
     if asked.privacy.epsilon is not None:
-        assert row.noise == pytest.approx(noise, rel=1e-3)
+        assert row.noise_multiplier == pytest.approx(noise, rel=1e-3)
 
 
 UNSEARCHED = {

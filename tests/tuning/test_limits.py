@@ -93,6 +93,6 @@ def test_a_trial_s_noise_is_what_the_price_s_own_grid_needs(recipe, monkeypatch)
 
     monkeypatch.setattr(TrialLimit, "allows", allows)
     noise = cost.trial_noise_multiplier(trial)
-    records = sizes.train(trial.data.fraction)
-    assert real(cost.limit, plan_with_noise(trial, records, noise))
+    records = sizes.training_records(trial.data.fraction)
+    assert real(cost.trial_limit, plan_with_noise(trial, records, noise))
     assert not real(cost.limit, plan_with_noise(trial, records, 0.97 * noise))

@@ -166,7 +166,11 @@ def test_a_replay_uses_the_same_keys_and_a_new_attempt_others(tmp_path, monkeypa
     other = recorded(job, monkeypatch, workers=2)
     assert Ledger.read(job.folder.ledger).epoch == 1
     assert not all_keys(other) & all_keys(again)
-    for key in (*other.keys_opened_by(SAMPLING), *other.keys_opened_by(NOISE), draw_key_of_step(other)):
+    for key in (
+        *other.keys_opened_by(SAMPLING),
+        *other.keys_opened_by(NOISE),
+        draw_key_of_step(other),
+    ):
         assert "1/" in other.labels(key)
 
 
@@ -289,7 +293,9 @@ def test_no_step_is_released_without_the_archive_s_leave(tmp_path, monkeypatch):
         seen = record_keys(patch)
         with pytest.raises(ClusterError, match="step 2: the archive did not answer"):
             execute(job)
-    assert Ledger.read(job.folder.ledger).release_counts == {0: 1, 1: 1} and len(seen.of(NOISE)) == 2
+    assert (
+        Ledger.read(job.folder.ledger).release_counts == {0: 1, 1: 1} and len(seen.of(NOISE)) == 2
+    )
 
 
 def test_a_clip_that_exceeds_the_plan_s_is_not_executed(tmp_path):

@@ -159,7 +159,9 @@ def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
     for workers in (1, 2):  # another number of them repeats the steps
         with trainer._budget_charged(job):
             train_and_crash(job.recipe, job.folder, monkeypatch, 5, workers)
-    twice = sum(count - 1 for count in read_verified_ledger(job.folder).ledger.release_counts.values())
+    twice = sum(
+        count - 1 for count in read_verified_ledger(job.folder).ledger.release_counts.values()
+    )
     assert twice == 6
     asked: list[int] = []
     reserve = trainer.charging.reserve_charge
