@@ -210,8 +210,8 @@ def test_every_condition_has_a_case():
     stated += [need for method in METHODS for need in method.recipe_conditions]
     assert len(stated) > 20
     for condition in stated:
-        assert {key.rpartition(".")[2] for key in condition.keys} <= keys, condition.words
-        assert not condition.words.startswith("only applies")
+        assert {key.rpartition(".")[2] for key in condition.keys} <= keys, condition.description
+        assert not condition.description.startswith("only applies")
     assert "conditions" not in Method.model_fields
 
 
