@@ -55,7 +55,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
     assert audited.path == run.path / "audit" / "mechanism" / "audit.json"
     assert 0 < audited.epsilon < audited.proved == facts.guarantee.epsilon
     assert ("audited, mechanism", audited.summary_line) in facts.summary()
-    assert any(audited.summary_line in note for note in facts.card()["notes"])
+    assert any(audited.summary_line in note for note in facts.privacy_card()["notes"])
     header, row = compare.privacy_rows([facts])
     assert row[header.index("audited epsilon")] == audited.short
     assert audited.summary_line.split("(")[0] in run.report_file.read_text().replace("&gt;", ">")

@@ -180,7 +180,7 @@ def test_the_coins_have_a_key_of_their_own(tmp_path, monkeypatch):
         ("draw_coins", 0, CANARIES)
     ]
     assert made.key not in {d.parent for d in seen.derived}
-    assert made.key not in {*seen.of(SAMPLING), *seen.of(NOISE)}
+    assert made.key not in {*seen.keys_opened_by(SAMPLING), *seen.keys_opened_by(NOISE)}
     other = draw_coins(b"\x5b" * 32, CANARIES)
     assert 100 < (other != draw_coins(b"\x5a" * 32, CANARIES)).sum() < 200
 
@@ -302,7 +302,7 @@ def test_records_as_canaries_are_seen_in_the_trained_model(tmp_path):
     train(recipe, folder)
     seen = _scores_of_final_model(recipe.canary_audit, recipe, folder)
     # by chance: 3e-3
-    assert OneRunGuesses.from_scores(seen, draw_coins(folder.read_run_key(), 60), 40).right >= 29
+    assert OneRunGuesses.from_scores(seen, draw_coins(folder.read_run_key(), 60), 40).correct >= 29
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -94,7 +94,7 @@ def test_labels_are_predicted_at_the_certificates_own_error(kind: type[Certifica
         counter = Coin(0.5, 0)
         counter.rng = None  # type: ignore[assignment]
         counter.histogram = lambda *_, hits=hits: np.array([hits, 200 - hits])  # type: ignore[method-assign]
-        assert settings.label(counter, X, 0, 200, PLACE) == label
+        assert settings.predict(counter, X, 0, 200, PLACE) == label
 
 
 def capital(scores: np.ndarray, mean: float) -> float:
@@ -176,4 +176,4 @@ def test_counts_of_another_number_of_draws_certify_nothing(mode: str, counted: i
         {"histogram": [counted - 60, 0], **{name: [0] * len(v) for name, v in more.items()}},
     ]
     with pytest.raises(ValueError, match=f"{counted} draws counted instead of 100"):
-        settings.verdict(partials, PLACE)
+        settings.decide(partials, PLACE)

@@ -43,7 +43,7 @@ def test_words_and_what_follows_them(tmp_path):
     ]
     other = load(source(tmp_path, 4), "train")
     assert other.batch(slice(2, 3)).tolist() == [[0, 4, 2, 6, 4, 1]]
-    assert pickle.loads(pickle.dumps(other)).read != dataset.read
+    assert pickle.loads(pickle.dumps(other)).text_encoding != dataset.text_encoding
     labels = source(tmp_path, 4)
     text = replace(labels.columns.text, following=False)
     with pytest.raises(UserError, match=r"no column 'label'"):

@@ -217,7 +217,7 @@ def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place
     if place == "release":
         card = trained(
             beginning_with(first.release_folder, root / "elsewhere"), root / "run"
-        ).card()
+        ).privacy_card()
         assert "compared by content" in card["extra"]["initial weights trained on"]
         assert not any("no private record is among" in line for line in card["assumptions"])
 
@@ -232,7 +232,7 @@ def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
         prepare(beginning_with(alone, root), RunFolder(root / "run"), "test")
     write_images(root / "renamed", "train", pixels(8, 30))
     write_images(root / "renamed", "test", pixels(2, 10))
-    card = trained(beginning_with(alone, root, name="renamed"), root / "run").card()
+    card = trained(beginning_with(alone, root, name="renamed"), root / "run").privacy_card()
     told = "told apart by name only, not checked by record"
     assert card["assumptions"][-1] == f"no private record is among those of mine: {told}"
     # The same when the run's records are gone.

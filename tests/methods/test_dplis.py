@@ -47,7 +47,7 @@ def test_draws():
     assert (draws.count, draws.per_example) == (10, False)
     assert draws.std == pytest.approx(6.6e-3)
     assert draws.gradient_weight == pytest.approx(0.1)
-    assert draws_of(DPlis(aggregate="sum")).weight == 1
+    assert draws_of(DPlis(aggregate="sum")).gradient_weight == 1
     control = draws_of(DPSGD(gradient_scale=10))
     assert (control.count, control.weight) == (1, 10)
 

@@ -53,7 +53,7 @@ def test_products_are_those_of_the_matrix(activation):
     model, inputs = denoiser(activation), images(3)
     a = brute_force(model, inputs)
     jacobian = MixedJacobian(model, squared_error, inputs, inputs)
-    assert (jacobian.num_parameters, jacobian.num_records * jacobian.features) == a.shape
+    assert (jacobian.num_parameters, jacobian.num_records * jacobian.num_features) == a.shape
     generator = torch.Generator().manual_seed(1)
     y = torch.randn(3, 16, generator=generator, dtype=torch.float64)
     u = torch.randn(len(a), generator=generator, dtype=torch.float64)

@@ -254,7 +254,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     facts = read_facts(folder)
     assert 0 < facts.guarantee.epsilon < math.inf and facts.guarantee.kind == "proved"
     write_release(folder)
-    card = json.loads((folder.release / "privacy_card.json").read_text())
+    card = json.loads((folder.release_folder / "privacy_card.json").read_text())
     seen = json.loads((public / PROVENANCE_FILE).read_text())
     statement = card["extra"]["frozen classifier trained on"]
     assert f"{seen['records']:,} public records of digits/train" in statement
@@ -445,7 +445,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
     assert torch.equal(whole(x), models.load(other)(model.get_submodule("denoiser")(x)))
     before, after = read_facts(folder), read_facts(moved)
     assert after.guarantee == before.guarantee
-    assert after.ledger.releases == before.ledger.releases
+    assert after.ledger.release_counts == before.ledger.release_counts
     assert after.card()["extra"]["frozen classifier trained on"].startswith("5")
     with pytest.raises(UserError, match="exists already"):
         join_parts(folder, "classifier", other, RunFolder(tmp_path / "moved"))

@@ -206,7 +206,7 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     told = dict(facts.summary())
     assert told["perplexity"].startswith(f"{found['perplexity']:.2f} of {found['next_tokens']}")
     assert "next tokens" in told["clean accuracy"]
-    assert facts.card()["unit"].startswith("one document")
+    assert facts.privacy_card()["unit"].startswith("one document")
     assert any("list of words" in line for line in facts.assumed)
     assert "perplexity" in folder.report_file.read_text()
     notes = [

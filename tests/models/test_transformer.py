@@ -253,7 +253,7 @@ def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
     evaluate_stage(recipe, folder)
     assert json.loads(folder.evaluation.read_text())["inputs"] == 20
     write_release(folder)
-    card = json.loads((folder.release / "privacy_card.json").read_text())
+    card = json.loads((folder.release_folder / "privacy_card.json").read_text())
     frozen = sum(p.numel() for p in before.parameters() if not p.requires_grad)
     assert card["unit"].startswith("one document")
     learned = "no private document is among what the tokenizer, tokenizer.json, was learned from"
@@ -383,4 +383,4 @@ def test_a_tokenizer_of_ones_own(root, tmp_path):
     assert read.input_shape == (8,) and read.inputs.max() == 5
     path.write_text("{}")
     with pytest.raises(UserError, match=r"data\.text\.tokenizer: .*: no tokenizer: "):
-        _ = data.TextColumn(tokenizer=path).vocabulary
+        _ = data.TextColumn(tokenizer=path).vocabulary_size

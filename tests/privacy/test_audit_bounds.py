@@ -180,7 +180,7 @@ def test_one_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_st
     audits = [
         OneRunGuesses.from_scores(s, c, guesses, ALPHA) for s, c in zip(seen, coins, strict=True)
     ]
-    right = np.array([audit.right for audit in audits])
+    right = np.array([audit.correct for audit in audits])
     curved = int((audit_bounds.one_run_mu(m, guesses, right, ALPHA) > mu).sum())
     counted = sum(audit.p_values(truth, delta)[0] <= ALPHA for audit in audits)
     for exceeded in (curved, counted):

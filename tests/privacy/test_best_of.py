@@ -254,7 +254,7 @@ def test_no_run_at_all_is_an_outcome_too():
     found = selection_pld(library.from_gaussian_mechanism(1.0), law)
     for losses in loss_directions(found):
         for epsilon in (-0.5, -2.0, -4.0):
-            value = float(losses.at(np.array([round(epsilon / losses.grid)]))[0])
+            value = float(losses.profile_at(np.array([round(epsilon / losses.grid)]))[0])
             assert value >= law.none * (1 - math.exp(epsilon))
         assert losses.probabilities.sum() + losses.infinity_mass == pytest.approx(1, abs=1e-9)
 
@@ -274,7 +274,7 @@ def test_a_profile_is_the_library_s():
     (side,) = loss_directions(loss)
     steps = np.arange(side.lower_loss - 500, side.lower_loss + len(side.probabilities) + 500, 97)
     expected = [loss.get_delta_for_epsilon(step * side.grid) for step in steps]
-    np.testing.assert_allclose(side.at(steps), expected, atol=1e-12)
+    np.testing.assert_allclose(side.profile_at(steps), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("count", [1, 7, 400])
@@ -317,7 +317,7 @@ def test_a_coarser_grid_says_more_between_its_points_only():
             for one in both
         ]
         np.testing.assert_allclose(*masses, rtol=1e-12)
-        np.testing.assert_allclose(coarse.profile(), side.at(37 * coarse.steps), rtol=1e-9)
+        np.testing.assert_allclose(coarse.profile(), side.profile_at(37 * coarse.steps), rtol=1e-9)
         fine = np.arange(0, 20_000, 7)
         x = np.exp(fine * side.grid)
         own = np.interp(x, np.exp(coarse.steps * coarse.grid), coarse.profile())

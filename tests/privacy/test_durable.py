@@ -75,7 +75,7 @@ def test_a_new_run_survives_a_power_cut(tmp_path, disk):
     training = {"batch_size": 10, "steps": 2, "learning_rate": 0.1}
     privacy = {"noise_multiplier": 1.0, "delta": 1e-5}
     raw = {"name": "demo", "data": {"name": "digits"}, "model": "linear", "privacy": privacy}
-    run.begin(parse_recipe(raw | {"training": training}, "r.yaml"))
+    run.create_or_open(parse_recipe(raw | {"training": training}, "r.yaml"))
     with Ledger.open(run.ledger, PLAN.fingerprint()):
         files = [path for path in run.path.rglob("*") if path.is_file()]
         assert run.ledger in files and run.recipe_file in files

@@ -71,7 +71,7 @@ def test_a_sampled_group_is_a_mixture(size):
 def test_poisoned_votes_need_what_a_gaussian_needs(changes):
     phase, noise = GAUSSIAN["votes"]
     exact = norm.cdf(norm.ppf(0.5) + changes / noise)
-    found = PrivatePoisoningBound(PrivacyPlan(1000, (phase,), DELTA)).needed(changes)
+    found = PrivatePoisoningBound(PrivacyPlan(1000, (phase,), DELTA)).required_probability(changes)
     assert exact - 1e-12 <= found <= exact + 2e-3
 
 

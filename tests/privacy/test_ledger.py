@@ -59,7 +59,7 @@ def test_undisturbed_run_costs_what_the_plan_says(ledger):
     assert ledger.event(PLAN) == PLAN.event(steps=25)
     again = reopen(ledger)
     assert again.guarantee(PLAN) == PLAN.guarantee(steps=25)
-    assert again.releases == dict.fromkeys(range(25), 1)
+    assert again.release_counts == dict.fromkeys(range(25), 1)
     assert again.num_superseded == 0
 
 
@@ -75,7 +75,7 @@ def test_record_is_on_disk_before_it_returns(path):
         "os.kill(os.getpid(), 9)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(path), PLAN.fingerprint()], check=False)
-    assert Ledger.read(path).releases == {0: 1}
+    assert Ledger.read(path).release_counts == {0: 1}
 
 
 def test_every_record_is_synced(ledger, monkeypatch):
@@ -95,7 +95,7 @@ def test_exact_replay_is_stored_once(ledger):
     again = reopen(ledger)
     assert again.begin_attempt(dict(ONE)) == 0
     assert again.record(3, release(3)) == "replay"
-    assert again.releases == {3: 1}
+    assert again.release_counts == {3: 1}
     assert ledger.path.stat().st_size == size
 
 
@@ -136,7 +136,7 @@ def test_a_fork_announces_nothing(path):
     """It holds the lock too: both would add the noise of one step to two sums."""
     done = subprocess.run([sys.executable, "-c", _FORKING, path, PLAN.fingerprint()])
     assert done.returncode == 0
-    assert Ledger.read(path).releases == {0: 1, 1: 1}
+    assert Ledger.read(path).release_counts == {0: 1, 1: 1}
 
 
 def test_changed_identity_starts_an_epoch_and_old_ones_never_return(ledger):
@@ -187,7 +187,7 @@ def test_torn_last_line_is_dropped_and_writing_goes_on(ledger, cut):
     ledger.path.write_bytes(raw[:-cut])
     anchor_path(ledger.path).write_bytes(before)  # it follows a line that is whole and durable
     with Ledger.open(ledger.path, PLAN.fingerprint(), nonce=ledger.nonce) as again:
-        assert again.releases == {0: 1, 1: 1}
+        assert again.release_counts == {0: 1, 1: 1}
         assert again.record(2, release(2)) == "new"
     assert ledger.path.read_bytes() == raw
 
@@ -211,7 +211,7 @@ def test_zeros_left_by_a_crash_are_a_torn_line(ledger):
     ledger.close()
     with ledger.path.open("ab") as file:
         file.write(bytes(300))
-    assert reopen(ledger).releases == {0: 1}
+    assert reopen(ledger).release_counts == {0: 1}
 
 
 @pytest.mark.parametrize("line", [0, 1, 2, 3])
@@ -297,7 +297,7 @@ def test_an_anchor_behind_the_file_is_what_a_crash_leaves(ledger):
     lines = whole(ledger)
     anchor = anchor_path(ledger.path)
     for lines_known in range(1, len(lines) + 1):
-        anchor.write_text(Anchor.from_journal_bytes(b"".join(lines[:lines_known])).line)
+        anchor.write_text(Anchor.from_journal_bytes(b"".join(lines[:lines_known])).file_line)
         assert Ledger.read(ledger.path).num_superseded == 2
         with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
             assert again.num_superseded == 2
@@ -330,7 +330,7 @@ def test_killed_at_any_moment_the_ledger_opens_again(path):
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             for _ in range(20):
                 said = process.stdout.readline()
-            assert Ledger.read(path).releases  # beside the writer
+            assert Ledger.read(path).release_counts  # beside the writer
             process.kill()
             said = [said, *process.stdout.read().splitlines()][-1]
         assert len(Ledger.read(path).releases) >= int(said.split()[-1])

@@ -185,7 +185,7 @@ def test_two_copies_that_both_settle_are_charged_for_both(tmp_path):
         world.take(copy, PLAN.steps)
         copy.end(folder)
     (charge,) = only(folder).charges
-    counts = [phase.units or 1 for phase in charge.phases]
+    counts = [phase.num_units or 1 for phase in charge.phases]
     assert counts == [1, 9, 12]  # the sum that was drawn once is common, and so are three steps
     assert spent(folder) == pytest.approx(world.cost, rel=1e-12)
     assert charge.status == "settled"
@@ -217,7 +217,7 @@ def test_a_step_that_was_released_again_is_charged_again(tmp_path):
     world.take(one, 4)
     world.take(one, PLAN.steps, again=True)  # steps 2 and 3 once more
     one.end(folder)
-    assert [phase.units for phase in only(folder).charges[0].phases] == [None, 8, 6]
+    assert [phase.num_units for phase in only(folder).charges[0].phases] == [None, 8, 6]
     assert spent(folder) == pytest.approx(world.cost, rel=1e-12)
 
 

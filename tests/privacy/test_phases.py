@@ -145,7 +145,7 @@ def test_every_step_is_accounted():
 
 def test_phases_say_what_they_are_and_what_must_hold():
     plan = FINGERPRINTS["ee6452375b64d5faa333e2814eaf3f02072ab86d58b1f156bc823c9937f28623"]
-    assert [phase.words for phase in plan.phases] == [
+    assert [phase.description for phase in plan.phases] == [
         "a setting chosen without the data that costs at most: 6057 Gaussian steps, noise "
         "multiplier 1.1, Poisson sampling at rate 0.00426667; or 2 Laplace releases, noise "
         "multiplier 1",
@@ -162,7 +162,7 @@ def test_phases_say_what_they_are_and_what_must_hold():
 
 
 def test_steps_and_releases_repeat_in_one_phase_and_order_themselves():
-    assert GaussianSteps(3, 1.0, 0.1).times(4) == (GaussianSteps(12, 1.0, 0.1),)
+    assert GaussianSteps(3, 1.0, 0.1).repeat(4) == (GaussianSteps(12, 1.0, 0.1),)
     assert RELEASE.repeat(3) == (GaussianReleases(20.0, 6, 0.1),)
     assert OWN_NOISE.repeat(2) == (OWN_NOISE, OWN_NOISE)
     fewer = GaussianSteps(2, 1.2, 0.05)
@@ -218,7 +218,7 @@ def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
     assert noise == pytest.approx(30.0, rel=2e-3)
     search = RepeatAndSelect((ParallelParts(((votes,), (STEPS,))),), 3.0, 1.0)
     searched = PrivacyPlan(1000, (search,), 1e-5)
-    assert searched.guarantee().epsilon > exact and "40 noisy votes" in search.words
+    assert searched.guarantee().epsilon > exact and "40 noisy votes" in search.description
     assert PrivacyPlan.from_dict(searched.to_dict()).fingerprint() == searched.fingerprint()
     ceiling = RenyiFilter.for_ceiling(4.0, 1e-5, "add-or-remove-one")
     assert 0 < ceiling.cost((votes,), 1000) < ceiling.cost((votes, STEPS), 1000)

@@ -145,7 +145,7 @@ def test_noise_fixed_once_is_not_fixed_again(tmp_path):
     save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, folder.method_state)
     with pytest.raises(UserError, match="is not what this run's steps were taken with"):
         train(recipe, folder)
-    folder.fixed.unlink()
+    folder.method_state.unlink()
     with pytest.raises(UserError, match="missing, and steps were taken with it"):
         train(recipe, folder)
     assert not folder.fixed.exists()
@@ -175,7 +175,7 @@ def test_only_the_model_that_was_trained_is_used(tmp_path):
                 use(recipe, folder)
         damaged.write_bytes(kept)
     assert isinstance(evaluation.load_model(recipe, folder), torch.nn.Module)
-    assert models.model_hash(folder.model) == folder.require_trained()["model"]
+    assert models.model_hash(folder.model_folder) == folder.require_trained()["model"]
 
 
 @pytest.mark.parametrize("number", [10**400, 1e300, True, "1"])

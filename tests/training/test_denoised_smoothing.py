@@ -140,7 +140,7 @@ def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, 
     behind = model.get_submodule("classifier")
     assert torch.equal(model(x), behind(models.load(public / "denoiser")(x)))
     write_release(folder)
-    card = json.loads((folder.release / "privacy_card.json").read_text())
+    card = json.loads((folder.release_folder / "privacy_card.json").read_text())
     assert card["private"]
     extra = card["extra"]
     assert extra["classifier trained on"] == "the private records of digits, in this run"
@@ -262,7 +262,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     assert "frozen denoiser trained on" in out and "without this denoiser" in out
     smoothed = RunFolder(tmp_path / "smoothed")
     before = models.load(public / "denoiser")
-    assert torch.equal(models.load(smoothed.model)(x), own(before(x)))
+    assert torch.equal(models.load(smoothed.model_folder)(x), own(before(x)))
     assert read_facts(smoothed).guarantee == read_facts(private_classifier).guarantee
 
     # Its recipe continues it: nothing is left to train.
@@ -334,7 +334,7 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     (alone / CHECKSUMS).write_text(compute_checksums(alone))
     join_parts(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
     x = torch.rand(3, 1, 8, 8)
-    joined = models.load(RunFolder(tmp_path / "x").model)
+    joined = models.load(RunFolder(tmp_path / "x").model_folder)
     assert torch.equal(joined(x), own(whole.get_submodule("denoiser")(x)))
     made = read_facts(RunFolder(tmp_path / "x")).card()
     said = made["extra"]["frozen denoiser trained on"]
@@ -402,7 +402,7 @@ def test_r_is_computed_through_the_frozen_classifiers_own_weights(public, tmp_pa
     found = (std / 0.3).double().square()
 
     everything = data.load(data_source(recipe), "train")
-    records = everything.part(0.0, 0.4) if source == "public" else private
+    records = everything.select_by_hash(0.0, 0.4) if source == "public" else private
     rows = np.linspace(0, len(records) - 1, 40).astype(np.int64)
     x, y = records.batch(rows), records.targets(rows)
     model = initial_model(recipe, spec)

@@ -142,7 +142,7 @@ def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, 
     assert about["denoiser"] is True
     folder.pretraining_record.write_text(json.dumps(about | {"assumed": "less"}))
     prepare(recipe, folder, "test")
-    folder.pretrained.write_text(json.dumps(about | change))
+    folder.pretraining_record.write_text(json.dumps(about | change))
     with pytest.raises(UserError, match="initial has changed since this run was begun"):
         prepare(recipe, folder, "test")
 

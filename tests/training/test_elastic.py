@@ -38,7 +38,7 @@ def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch
     assert torch.equal(train(recipe, folder, 4), undisturbed)
     teller.poll()
     ledger = Ledger.read(folder.ledger)
-    assert ledger.releases == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
+    assert ledger.release_counts == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
     assert [(g.workers, g.again) for g in read_groups(folder)] == [(2, 0), (1, 0), (4, 0)]
     assert said == [
         "training: goes on with 1 worker (before: 2) from step 0: nothing is charged again",
@@ -59,7 +59,7 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
     execute(job, 1)
     teller.poll()
     ledger = Ledger.read(folder.ledger)
-    assert ledger.releases == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.num_superseded == 4
+    assert ledger.release_counts == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.num_superseded == 4
     assert ledger.guarantee(job.plan).epsilon > job.plan.guarantee().epsilon
     assert read_groups(folder) == [
         WorkerGroup(0, 2, "gloo", 0),
@@ -98,7 +98,7 @@ def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
             assert len(Ledger.read(folder.ledger).attempts) == len(before.attempts)
             execute(job, 2)
         ledger = Ledger.read(folder.ledger)
-        assert ledger.releases == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
+        assert ledger.release_counts == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
 
 
 def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):

@@ -131,7 +131,7 @@ def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_pat
     worker.run_training(job, Reducer(0, 1, torch.device("cpu")))
     # One little step from weights that classify is far from one from random ones.
     assert accuracy(models.load(folder.model_folder).eval(), dataset) > 0.5
-    card = read_facts(folder).card()["extra"]
+    card = read_facts(folder).privacy_card()["extra"]
     saw = card["initial weights trained on"]
     assert "frozen denoiser" not in card
     assert "public records of digits" in saw and "compared by content" in saw
@@ -367,7 +367,7 @@ def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
     assert moved == {"5.weight", "5.bias"} and after["5.bias"].shape == (4,)
     public = models.load(tmp_path / "public").state_dict()
     assert all(torch.equal(after[name], public[name]) for name in before.keys() - moved)
-    assert "public: no step changes them" in str(read_facts(folder).card())
+    assert "public: no step changes them" in str(read_facts(folder).privacy_card())
 
 
 def test_what_is_trained_must_be_there_and_the_rest_public(tmp_path):

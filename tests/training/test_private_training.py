@@ -802,7 +802,7 @@ def test_without_a_fixed_key_the_ledger_is_complete(tmp_path):
     facts = dpdist.read_facts(RunFolder(tmp_path / "own"))
     assert facts.ledger.release_counts == dict.fromkeys(range(12), 1)
     assert facts.guarantee == facts.plan.guarantee()
-    assert facts.card()["private"] is True
+    assert facts.privacy_card()["private"] is True
 
 
 def test_changed_code_of_the_script_begins_a_new_attempt(tmp_path, monkeypatch):

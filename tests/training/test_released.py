@@ -139,7 +139,7 @@ def test_an_undamaged_run_is_read_by_all(run):
     for place, reader in (("copies", read_copy), ("restored", restore)):
         reader(recipe, folder)
         copy = read_verified_ledger(RunFolder(folder.path.parent / place / recipe.name))
-        assert copy.ledger.releases == whole.ledger.releases
+        assert copy.ledger.release_counts == whole.ledger.release_counts
     settle(recipe, folder)
     (charge,) = read_budgets(recipe.privacy.budget)[0].charges
     assert charge.status == "settled" and charge.phases[0].steps == STEPS + 4
@@ -223,7 +223,7 @@ def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
     folder.anchor.write_text(Anchor.from_journal_bytes(b"".join(kept[:-1])).file_line)
     read_verified_ledger(folder)
     folder.ledger.write_bytes(b"".join(kept) + kept[-1][:9])
-    assert read_verified_ledger(folder).ledger.releases == dict.fromkeys(range(5), 1)
+    assert read_verified_ledger(folder).ledger.release_counts == dict.fromkeys(range(5), 1)
     for anchored in (False, True):
         for end in range(len(kept) - 1):  # behind the newest checkpoint
             folder.anchor.write_text(anchor)

@@ -121,7 +121,7 @@ def test_a_release_is_a_model_and_says_no_class(finished):
     if not folder.release_folder.exists():
         write_release(folder, not_private=True)
     release = load_release(folder.release_folder)
-    assert release.about.data.targets == kind and release.about.tested is None
+    assert release.description.data.targets == kind and release.description.tested is None
     assert release.model(torch.zeros(2, 4)).shape == (2, KINDS[kind][1])
     release.require_numeric_inputs()
     with pytest.raises(UserError, match=f"with data.targets: {kind} there is none; take `dpdist"):
@@ -142,7 +142,7 @@ def test_predict_tells_numbers_and_labels_of_runs_and_releases(finished, tmp_pat
     with torch.no_grad():
         outputs = load_model(recipe, folder)(torch.from_numpy(row)[None])[0].double().tolist()
     wanted = outputs if kind == "number" else [int(value > 0) for value in outputs]
-    for where in (folder.path, folder.release):
+    for where in (folder.path, folder.release_folder):
         code, line = said("predict", where, tmp_path / "row.npy", "--json")
         answer = json.loads(line.strip().splitlines()[-1])
         assert code == 0 and answer[kind] == pytest.approx(wanted)

@@ -222,7 +222,7 @@ def test_the_number_of_trials_follows_its_law(law):
     selection = law.secret_law
     ks = range(0, 12)
     expected = [math.exp(selection.log_pmf(k)) * len(draws) for k in ks]
-    expected.append(selection.at_least(12) * len(draws))
+    expected.append(selection.tail_probability(12) * len(draws))
     observed = [draws.count(k) for k in ks] + [sum(k >= 12 for k in draws)]
     pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e > 4]
     rest = [(o, e) for o, e in zip(observed, expected, strict=True) if e <= 4]

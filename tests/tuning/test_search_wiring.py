@@ -75,7 +75,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     # A score at each of two rungs of each trial, a noise and a sample for each step of each trial:
     # keys that were shared would be fewer.
     assert len(score_noise) == RUNS * 2
-    assert len(train_noise) == len(seen.of(SAMPLING)) == RUNS * steps
+    assert len(train_noise) == len(seen.keys_opened_by(SAMPLING)) == RUNS * steps
     assert not set(train_noise) & set(seen.of(SAMPLING))
     for trial in trials:
         assert len(of_trial(seen, score_noise, trial)) == 2
@@ -345,7 +345,7 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
         key(job=prepare_trial(search.folder, search.recipe, read_trials(search.folder)[1])),
     ]
     assert len({key(), *others}) == 1 + len(others)
-    before, model = key(), job.folder.model / "model.safetensors"
+    before, model = key(), job.folder.model_folder / "model.safetensors"
     other = search.folder.trial_folder(1).model_folder / model.name
     model.write_bytes(other.read_bytes())  # as another copy's nonces would have made it
     assert key() != before
