@@ -363,7 +363,7 @@ class Noisy:
 
 def test_a_replica_answers_each_image_by_noise_of_its_own():
     replica = Classifier.__new__(Classifier)
-    replica._answer = Noisy()
+    replica._answerer = Noisy()
     asked = [np.full(SHAPE, value) for value in (0.5, -1.0, 0.5, 0.25)]
     answers, seconds = replica.answer(asked)
     assert answers == [

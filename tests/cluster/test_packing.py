@@ -50,14 +50,19 @@ def test_what_is_named_travels_and_secrets_never_do(tmp_path):
     source = tmp_path / "work"
     fill(source, SENT + KEPT)
     named = (source / "notes.txt", source / "sub" / "deep")
-    sent = {str(path) for path in PackageSpec(source, named, (source / "labels.json",)).chosen()[0]}
+    sent = {
+        str(path)
+        for path in PackageSpec(source, named, (source / "labels.json",)).select_files()[0]
+    }
     more = {"notes.txt", "sub/deep/slice.dcm", "sub/deep/array.npy", "labels.json"}
     assert sent == {*SENT, *more}
     for name in ("id.pem", "runs", "sub/private/key.txt", ".env", "nowhere", "../other.txt"):
         with pytest.raises(ClusterError, match=r"--send .*: must be a file or folder of"):
             PackageSpec(source, ((source / name),)).chosen()
     # What the recipe reads is a wish of the user's, too, but no reason to refuse.
-    assert PackageSpec(source, recipe_files=(source / "runs", source / "model.pt")).chosen()[0]
+    assert PackageSpec(source, recipe_files=(source / "runs", source / "model.pt")).select_files()[
+        0
+    ]
 
 
 def test_nothing_below_data_or_a_budget_travels(tmp_path):

@@ -115,7 +115,7 @@ def test_folders_of_pictures_become_parquet():
     recipe, train, _ = started(Path("pets"))
     assert recipe.data.names == ["cat", "dog"] and train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     again = inspect_folder(Path("pets"))  # from the Parquet files now
-    assert again.class_names == ("cat", "dog") and again.records == 6
+    assert again.class_names == ("cat", "dog") and again.train_records == 6
 
 
 @pytest.mark.parametrize("fault", ["no test", "another class", "damaged", "name", "no room"])

@@ -177,7 +177,7 @@ def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> Non
 
         monkeypatch.setattr(module, name, spy)
 
-    spied(stobatch_draws, "words", slice(0, 1))
+    spied(stobatch_draws, "stream_words", slice(0, 1))
     spied(stobatch_draws, "keyed_hash", slice(0, 1))
     spied(stobatch_draws, "standard_normal_per_record", slice(0, 3))
     spied(perturbations, "standard_normal_per_record", slice(0, 3))
@@ -330,7 +330,7 @@ def test_a_size_taken_from_the_batch_is_detected(monkeypatch) -> None:
     attacked = AdversarialDraws.adversarial_examples
 
     def private(self, inputs, ids, draw_key):
-        monkeypatch.setattr(self, "size", lambda _: float(inputs.mean()) / 2)
+        monkeypatch.setattr(self, "attack_size", lambda _: float(inputs.mean()) / 2)
         return attacked(self, inputs, ids, draw_key)
 
     monkeypatch.setattr(AdversarialDraws, "adversarial_examples", private)
@@ -365,7 +365,7 @@ def test_the_clipped_gradient_is_the_weighted_mean_of_both(xi) -> None:
             if not share:
                 continue
             one = ids[i : i + 1]
-            seen_x = super(AdversarialDraws, draws).inputs(x[i : i + 1], one, key(7), draw)
+            seen_x = super(AdversarialDraws, draws).perturb_inputs(x[i : i + 1], one, key(7), draw)
             h = draws.perturb_output(model[0](seen_x), one, key(7), draw)
             loss = cross_entropy(model[1:](h), targets[i : i + 1]).sum()
             losses += share * float(loss.detach())

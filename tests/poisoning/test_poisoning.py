@@ -294,8 +294,8 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
 def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
     source = data_source(recipe)
     subject = SimpleNamespace(
-        training=lambda: records_with_canaries(recipe, source),
-        test=load_test_records(recipe, source),
+        load_training_data=lambda: records_with_canaries(recipe, source),
+        test_data=load_test_records(recipe, source),
         recipe=recipe,
     )
     return settings.job_spec(subject)._share(SEED)  # type: ignore[arg-type]
@@ -421,8 +421,8 @@ def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     source = data_source(recipe)
     subject: Any = SimpleNamespace(
-        training=lambda: records_with_canaries(recipe, source),
-        test=load_test_records(recipe, source), recipe=recipe,
+        load_training_data=lambda: records_with_canaries(recipe, source),
+        test_data=load_test_records(recipe, source), recipe=recipe,
     )  # fmt: skip
     given, secret = (Poisoning(2, seed=s).job_spec(subject).identity() for s in (SEED, None))
     assert given["settings"].pop("seed_given") and not secret["settings"].pop("seed_given")

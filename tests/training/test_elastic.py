@@ -59,7 +59,9 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
     execute(job, 1)
     teller.poll()
     ledger = Ledger.read(folder.ledger)
-    assert ledger.release_counts == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.num_superseded == 4
+    assert (
+        ledger.release_counts == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.num_superseded == 4
+    )
     assert ledger.guarantee(job.plan).epsilon > job.plan.guarantee().epsilon
     assert read_groups(folder) == [
         WorkerGroup(0, 2, "gloo", 0),

@@ -333,7 +333,7 @@ def test_every_command_that_trains_makes_the_public_part(command, tmp_path, monk
     search = {"space": space, "law": {"name": "poisson", "mean": 2}}
     recipe = parse_recipe(raw(tmp_path / "made", tune=search), "test")
     with pytest.raises(Reached):
-        command(recipe, runs=tmp_path / "runs", where="test")
+        command(recipe, runs=tmp_path / "runs", context="test")
     assert (tmp_path / "made" / "model.safetensors").exists()
 
 

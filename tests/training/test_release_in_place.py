@@ -45,7 +45,7 @@ class Release(PrivateStep):
         )
 
     def _clipped_sums(self, step, step_plan):
-        rows = self.reducer.zero_rows(self.shards.zero_rows, self.size)
+        rows = self.reducer.zero_rows(self.shards.num_rows, self.size)
         assert not rows.any()
         rows += torch.from_numpy(sums(self.reducer.rank, step, *rows.shape))
         return rows, None

@@ -54,7 +54,7 @@ def test_parameters_and_ledger_are_those_of_the_cpu_s_noise(tmp_path, monkeypatc
         monkeypatch.setattr(module, "LEAF", 64)
     found = []
     for name, other, where in (
-        ("host", "add_noise_on", {}), ("device", "add_noise", THERE)
+        ("host", "add_device_noise", {}), ("device", "add_noise", THERE)
     ):  # fmt: skip
         recipe, folder = small(tmp_path, name, **more, **where)
         with monkeypatch.context() as patch:
@@ -190,7 +190,7 @@ def test_the_mechanism_s_audit_drives_the_generator_that_the_recipe_asks_for(tmp
 
     monkeypatch.setattr(mechanism, "run_scenarios", plays)
     released = []
-    for other, where in (("add_noise_on", {}), ("add_noise", THERE)):
+    for other, where in (("add_device_noise", {}), ("add_noise", THERE)):
         recipe, folder = small(tmp_path, other, **where)
         plan = prepare(recipe, folder, "test").plan
         target = Target(recipe, plan, plan.guarantee())

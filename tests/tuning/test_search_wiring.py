@@ -249,7 +249,7 @@ def test_what_is_public_does_not_change_with_the_number_of_trials(
             run_trials(search)
         for number in range(1, count):
             state = {"scores": [-1.0], "done": True, "failed": None}
-            write_json(search.folder.scores(number), state)
+            write_json(search.folder.scores_file(number), state)
         assert read_scores(search.folder, 0)["scores"][0] > -1
         finish(search)
         monkeypatch.chdir(folder.path.parent)
