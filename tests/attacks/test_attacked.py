@@ -50,7 +50,7 @@ def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeyp
     data, model = load_test_records(recipe, data_source(recipe)), load_model(recipe, folder)
     at, settings = AttackedCopiesSpec.parse("attacked:pgd,0.3,l2"), settings_of(SETTINGS)
     copies = AttackedCopies(at, data, model, settings)
-    assert copies.fingerprint == attacked.about["data"]
+    assert copies.fingerprint == attacked.job_record["data"]
     rows = np.arange(20)
     inputs, moved = data.batch(rows), copies.batch(rows)
     assert (distance(moved.numpy(), inputs.numpy(), "l2") <= 0.3).all()

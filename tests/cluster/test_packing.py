@@ -43,7 +43,7 @@ def test_only_code_and_recipes_travel(tmp_path):
     assert sorted(map(str, found)) == sorted(SENT)
     assert (packed.folder / "sub/more.py").read_text() == "sub/more.py"
     folders = ["data/", "env/", "fetched/", "private/", "results/", "runs/", "sub/private/"]
-    assert list(packed.left) == sorted([*LEFT, *folders, "link.txt"])
+    assert list(packed.excluded) == sorted([*LEFT, *folders, "link.txt"])
 
 
 def test_what_is_named_travels_and_secrets_never_do(tmp_path):

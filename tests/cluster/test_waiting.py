@@ -9,15 +9,15 @@ def test_a_missing_host_is_told_once_each_time():
     room = CapacityMonitor(
         "training", {"CPU": 2, "GPU": 0}, said.append, lambda: dict(have), poll_seconds=0
     )
-    room.look()
+    room.poll()
     assert said == []
     for _ in range(2):
         have["CPU"] = 1.0
-        room.look()
-        room.look()
+        room.poll()
+        room.poll()
         have["CPU"] = 2.0
-        room.look()
-        room.look()
+        room.poll()
+        room.poll()
     assert len(said) == 4
     assert said[0].startswith("training: waits for hosts: the cluster has 1 of 2 CPUs; ")
     assert said[1] == "training: the cluster has room again" and said[2:] == said[:2]
@@ -32,5 +32,5 @@ def test_it_does_not_ask_ray_at_every_look():
 
     room = CapacityMonitor("training", {"CPU": 1}, lambda line: None, have, poll_seconds=60)
     for _ in range(5):
-        room.look()
+        room.poll()
     assert not asked

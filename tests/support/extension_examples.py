@@ -17,7 +17,7 @@ TOY = (
     + """
     def train(self, run):
         (run.job.folder.private / "teachers").write_text("made in bulk, before the workers")
-        run.workers()
+        run.run_workers()
 
     def learn(self, worker):
         worker.steps()

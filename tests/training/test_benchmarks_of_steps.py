@@ -74,7 +74,7 @@ def test_every_phase_of_a_step_is_seen(tmp_path, monkeypatch, capsys):
     assert [line[2] for line in commands] == ["--one"] * 2 and commands[0][3] != commands[1][3]
     job, meet, rank, workers, answer = commands[0][3:]
     assert pickle.loads(Path(job).read_bytes()).recipe.training.steps == 6
-    before = phases.used(os.getppid())
+    before = phases.recipe_files(os.getppid())
     phases.one_process(Path(job), Path(meet), int(rank), int(workers), Path(answer))
     (kept,) = [json.loads(path.read_text()) for path in Path(answer).glob("*.json")]
     assert all(kept["wall"][name] > 0 for name in phases.PHASES)
