@@ -301,7 +301,7 @@ def test_an_anchor_behind_the_file_is_what_a_crash_leaves(ledger):
         assert Ledger.read(ledger.path).num_superseded == 2
         with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
             assert again.num_superseded == 2
-        assert anchor.read_text() == Anchor.from_journal_bytes(b"".join(lines)).line
+        assert anchor.read_text() == Anchor.from_journal_bytes(b"".join(lines)).file_line
     anchor.unlink()
     for begun in (lines[0], lines[0][:-7], b""):
         for made in (False, True):  # the file is there before its first line is
@@ -333,7 +333,7 @@ def test_killed_at_any_moment_the_ledger_opens_again(path):
             assert Ledger.read(path).release_counts  # beside the writer
             process.kill()
             said = [said, *process.stdout.read().splitlines()][-1]
-        assert len(Ledger.read(path).releases) >= int(said.split()[-1])
+        assert len(Ledger.read(path).release_counts) >= int(said.split()[-1])
 
 
 @pytest.mark.parametrize("lines", [1, 2])

@@ -83,7 +83,7 @@ def test_quantiles_invert_the_tail(shape):
     for probability in (0.0, 0.01, 0.3, 0.5, 0.9, 0.999):
         k = law.quantile(probability)
         assert 1 - law.tail_probability(k + 1) >= probability
-        lowest = 0 if law.none else 1
+        lowest = 0 if law.zero_probability else 1
         assert k == lowest or 1 - law.tail_probability(k) < probability
 
 

@@ -272,7 +272,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     (table,) = smoothed.certificates.glob("*/certificates.parquet")
     assert pq.read_table(table).num_rows == 10
     dpdist("release", "smoothed", "--runs", tmp_path, cwd=tmp_path)
-    card = json.loads((smoothed.release / "privacy_card.json").read_text())
+    card = json.loads((smoothed.release_folder / "privacy_card.json").read_text())
     assert card["private"]
     assert card["extra"]["classifier trained on"] == "the private records of digits, in this run"
     assert "public records" in card["extra"]["frozen denoiser trained on"]
@@ -336,7 +336,7 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     x = torch.rand(3, 1, 8, 8)
     joined = models.load(RunFolder(tmp_path / "x").model_folder)
     assert torch.equal(joined(x), own(whole.get_submodule("denoiser")(x)))
-    made = read_facts(RunFolder(tmp_path / "x")).card()
+    made = read_facts(RunFolder(tmp_path / "x")).privacy_card()
     said = made["extra"]["frozen denoiser trained on"]
     assert said.startswith("letters, with epsilon ") and "its own privacy card" in said
     (rests,) = [line for line in made["assumptions"] if "among those of letters" in line]

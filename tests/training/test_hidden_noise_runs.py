@@ -92,7 +92,7 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     }[recipe.method.mechanism]  # fmt: skip
     assert noise.rms_std == pytest.approx(scale, rel=1e-4)
     equal = recipe.method.redistribution is None
-    assert (float(noise.shares.max()) < 1 + 1e-6) == equal
+    assert (float(noise.relative_variances.max()) < 1 + 1e-6) == equal
     assert first_layer_norm_bound(models.require_split(model)) <= 1 + 1e-6
     facts = read_facts(folder)
     private = name in ("secure-sgd", "agm", "paid")
@@ -294,7 +294,7 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
     assert other.method_state.read_bytes() == before
     assert all(torch.equal(undisturbed[name], again[name]) for name in undisturbed)
     other.method_state.write_bytes(b"not tensors")
-    other.trained.unlink()
+    other.training_summary.unlink()
     with pytest.raises(UserError, match=r"hidden-noise\.safetensors: cannot be read"):
         train(recipe, other)
 

@@ -61,7 +61,7 @@ def test_parameters_and_ledger_are_those_of_the_cpu_s_noise(tmp_path, monkeypatc
             kept_from(patch, other)
             found.append((train(recipe, folder, workers), Ledger.read(folder.ledger)))
     assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1].releases == found[1][1].releases == dict.fromkeys(range(STEPS), 1)
+    assert found[0][1].release_counts == found[1][1].release_counts == dict.fromkeys(range(STEPS), 1)
 
 
 def test_every_step_s_noise_has_the_key_of_the_cpu_s(tmp_path, monkeypatch):
@@ -201,5 +201,5 @@ def test_the_mechanism_s_audit_drives_the_generator_that_the_recipe_asks_for(tmp
         driven = seen.value.args[0](StepPlan(1.0, 0.5, 32.0, 1.0, None))
         with monkeypatch.context() as patch:
             kept_from(patch, other)
-            released.append(driven.seen(np.arange(64), 3))
+            released.append(driven.run_step(np.arange(64), 3))
     assert np.array_equal(*released)

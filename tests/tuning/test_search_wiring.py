@@ -76,7 +76,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     # keys that were shared would be fewer.
     assert len(score_noise) == RUNS * 2
     assert len(train_noise) == len(seen.keys_opened_by(SAMPLING)) == RUNS * steps
-    assert not set(train_noise) & set(seen.of(SAMPLING))
+    assert not set(train_noise) & set(seen.keys_opened_by(SAMPLING))
     for trial in trials:
         assert len(of_trial(seen, score_noise, trial)) == 2
         assert len(of_trial(seen, train_noise, trial)) in (0, steps)  # a run key read from a file
