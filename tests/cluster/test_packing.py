@@ -58,7 +58,7 @@ def test_what_is_named_travels_and_secrets_never_do(tmp_path):
     assert sent == {*SENT, *more}
     for name in ("id.pem", "runs", "sub/private/key.txt", ".env", "nowhere", "../other.txt"):
         with pytest.raises(ClusterError, match=r"--send .*: must be a file or folder of"):
-            PackageSpec(source, ((source / name),)).chosen()
+            PackageSpec(source, ((source / name),)).select_files()
     # What the recipe reads is a wish of the user's, too, but no reason to refuse.
     assert PackageSpec(source, recipe_files=(source / "runs", source / "model.pt")).select_files()[
         0
@@ -77,11 +77,11 @@ def test_nothing_below_data_or_a_budget_travels(tmp_path):
     }
     closed = excluded_paths(recipe, source)
     assert set(closed) == {source / name for name in ("sets", "sets/mine", "spent", "old", "pub")}
-    sent, left = PackageSpec(source, excluded=closed).chosen()
+    sent, left = PackageSpec(source, excluded=closed).select_files()
     assert [str(path) for path in sent] == ["my.yaml"]
     assert left == ["old/", "pub/", "sets/", "spent/"]
     with pytest.raises(ClusterError, match="--send"):
-        PackageSpec(source, (source / "sets" / "mine",), excluded=closed).chosen()
+        PackageSpec(source, (source / "sets" / "mine",), excluded=closed).select_files()
     # A root that holds the directory itself: the data set below it, and those of other sections.
     around = {
         "data": {"name": "mine", "root": str(source)},

@@ -162,7 +162,7 @@ def done(text):
 class Gated(DPSGD):
     name: str = "gated:Gated"
 
-    def constraint(self, model):
+    def project_parameters(self, model):
         seen = []
 
         def wait():  # once before the first step, then after each

@@ -63,7 +63,7 @@ def outcome(name):
     folder = RunFolder(place / name)
     lines = [json.loads(x)["record"] for x in folder.ledger.read_text().splitlines()]
     releases = [(r["epoch"], r["step"], r["id"]) for r in lines if r["kind"] == "release"]
-    return (folder.model / "model.safetensors").read_bytes(), releases
+    return (folder.model_folder / "model.safetensors").read_bytes(), releases
 
 train("quiet")
 quiet = outcome("quiet")
@@ -131,8 +131,8 @@ for number, left in enumerate((4, 32, 48)):
     try:
         trial(folder)
     except Exception as error:
-        assert is_disk_full(error) and folder.full.exists(), error
-        assert not folder.scores(0).exists(), "a full disk made it a failed trial"
+        assert is_disk_full(error) and folder.disk_full_marker.exists(), error
+        assert not folder.scores_file(0).exists(), "a full disk made it a failed trial"
         errors.append(f"{type(error).__name__}: {error}")
     filler.unlink()
     assert trial(folder) == quiet, f"with {left} KiB left: another score"

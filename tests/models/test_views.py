@@ -335,5 +335,5 @@ def test_a_mirrored_run_answers_by_both_and_says_so(tmp_path, views, said):
     x, network = torch.rand(5, 1, 8, 8), models.load_network(run.model_folder)
     moves = MOVES[: 1 + 4 * views.get("shifts", 0)]
     with torch.no_grad():
-        found = dpdist.load(run.release_folder).model_folder(x)
+        found = dpdist.load(run.release_folder).model(x)
     np.testing.assert_allclose(found, averaged(network, x, moves, True), atol=1e-5)

@@ -255,7 +255,7 @@ def test_no_run_at_all_is_an_outcome_too():
     for losses in loss_directions(found):
         for epsilon in (-0.5, -2.0, -4.0):
             value = float(losses.profile_at(np.array([round(epsilon / losses.grid)]))[0])
-            assert value >= law.none * (1 - math.exp(epsilon))
+            assert value >= law.zero_probability * (1 - math.exp(epsilon))
         assert losses.probabilities.sum() + losses.infinity_mass == pytest.approx(1, abs=1e-9)
 
 
@@ -321,7 +321,7 @@ def test_a_coarser_grid_says_more_between_its_points_only():
         fine = np.arange(0, 20_000, 7)
         x = np.exp(fine * side.grid)
         own = np.interp(x, np.exp(coarse.steps * coarse.grid), coarse.profile())
-        assert (own >= side.at(fine) * (1 - 1e-12)).all()
+        assert (own >= side.profile_at(fine) * (1 - 1e-12)).all()
 
 
 def test_mass_above_one_is_taken_from_the_lowest_losses():

@@ -321,7 +321,7 @@ def test_killed_at_any_moment_the_ledger_opens_again(path):
         "from dpdist.privacy.ledger import Ledger\n"
         "with Ledger.open(sys.argv[1], sys.argv[2]) as ledger:\n"
         "    ledger.begin_attempt({'world_size': '1'})\n"
-        "    for step in range(len(ledger.releases), 10**6):\n"
+        "    for step in range(len(ledger.release_counts), 10**6):\n"
         "        ledger.record(step, f'{step:064x}')\n"
         "        print(step, flush=True)\n"
     )

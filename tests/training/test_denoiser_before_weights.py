@@ -125,7 +125,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
         for a, b in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(a, b) == same
     assert models.read_spec(folder.model_folder).denoiser == models.read_spec(weights).denoiser
-    card = read_facts(folder).card()["extra"]
+    card = read_facts(folder).privacy_card()["extra"]
     saw = card["initial weights trained on"]
     assert "public records of digits" in saw and "compared by content" in saw
     assert card["frozen denoiser"] == "came with the initial weights"

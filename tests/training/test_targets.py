@@ -125,7 +125,7 @@ def test_a_release_is_a_model_and_says_no_class(finished):
     assert release.model(torch.zeros(2, 4)).shape == (2, KINDS[kind][1])
     release.require_numeric_inputs()
     with pytest.raises(UserError, match=f"with data.targets: {kind} there is none; take `dpdist"):
-        release.settings(sigma=0.1)
+        release.certificate_settings(sigma=0.1)
 
 
 def said(*arguments: object) -> tuple[int, str]:
@@ -149,7 +149,7 @@ def test_predict_tells_numbers_and_labels_of_runs_and_releases(finished, tmp_pat
         assert answer["outputs"] == pytest.approx(outputs)
     code, line = said("predict", folder.path, tmp_path / "row.npy", "--sigma", "0.1")
     assert code != 0 and "--sigma: must be left out: numbers and labels are not smoothed" in line
-    code, line = said("certify", folder.release)
+    code, line = said("certify", folder.release_folder)
     assert code != 0 and "is for records of one label" in line
 
 

@@ -61,7 +61,9 @@ def test_parameters_and_ledger_are_those_of_the_cpu_s_noise(tmp_path, monkeypatc
             kept_from(patch, other)
             found.append((train(recipe, folder, workers), Ledger.read(folder.ledger)))
     assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1].release_counts == found[1][1].release_counts == dict.fromkeys(range(STEPS), 1)
+    assert (
+        found[0][1].release_counts == found[1][1].release_counts == dict.fromkeys(range(STEPS), 1)
+    )
 
 
 def test_every_step_s_noise_has_the_key_of_the_cpu_s(tmp_path, monkeypatch):
