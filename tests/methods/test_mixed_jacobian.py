@@ -57,7 +57,7 @@ def test_products_are_those_of_the_matrix(activation):
     generator = torch.Generator().manual_seed(1)
     y = torch.randn(3, 16, generator=generator, dtype=torch.float64)
     u = torch.randn(len(a), generator=generator, dtype=torch.float64)
-    assert torch.allclose(jacobian.times(y), a @ y.reshape(-1), rtol=1e-9)
+    assert torch.allclose(jacobian.matvec(y), a @ y.reshape(-1), rtol=1e-9)
     assert torch.allclose(jacobian.rmatvec(u).reshape(-1), a.T @ u, rtol=1e-9)
     assert torch.allclose(jacobian.squares(u), a @ (a.T @ u), rtol=1e-9)
 

@@ -262,7 +262,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     assert facts.claim is None
     assert statement in card_markdown(card)
     x = torch.rand(2, 1, 8, 8)
-    assert torch.equal(models.load(folder.release)(x), model(x))
+    assert torch.equal(models.load(folder.release_folder)(x), model(x))
 
 
 def test_no_dp_and_full_prove_nothing(public, tmp_path):
@@ -446,7 +446,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
     before, after = read_facts(folder), read_facts(moved)
     assert after.guarantee == before.guarantee
     assert after.ledger.release_counts == before.ledger.release_counts
-    assert after.card()["extra"]["frozen classifier trained on"].startswith("5")
+    assert after.privacy_card()["extra"]["frozen classifier trained on"].startswith("5")
     with pytest.raises(UserError, match="exists already"):
         join_parts(folder, "classifier", other, RunFolder(tmp_path / "moved"))
 

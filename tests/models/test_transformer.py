@@ -260,7 +260,7 @@ def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
     assert learned in card["assumptions"]
     assert card["extra"]["frozen"] == f"{frozen:,} parameters, public: no step changes them"
     inputs = data.load(job.source, "test").batch(slice(0, 4))
-    assert torch.isfinite(models.load(folder.release)(inputs)).all()
+    assert torch.isfinite(models.load(folder.release_folder)(inputs)).all()
 
 
 def test_tokens_are_not_noised(root):
