@@ -237,7 +237,9 @@ def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
     assert card["assumptions"][-1] == f"no private record is among those of mine: {told}"
     # The same when the run's records are gone.
     shutil.rmtree(root / "mine")
-    card = trained(beginning_with(first.release_folder, root, name="renamed"), root / "again").card()
+    card = trained(
+        beginning_with(first.release_folder, root, name="renamed"), root / "again"
+    ).card()
     assert card["assumptions"][-1].endswith(told)
 
 

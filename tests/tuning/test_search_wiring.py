@@ -86,7 +86,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
     assert len(set(run_keys)) == RUNS and not set(run_keys) & everything
     for trial, key in zip(trials, run_keys, strict=True):
         assert trial.key in seen.ancestors(key), "the run key is not the trial's own"
-        for of in (train_noise, seen.of(SAMPLING)):
+        for of in (train_noise, seen.keys_opened_by(SAMPLING)):
             assert sum(key in seen.ancestors(one) for one in of) == steps
     # What draws K, values and ties serves nothing else, and no stream's key is a parent.
     assert not {s.key for s in seen.streams} & {d.parent for d in seen.derived}

@@ -114,7 +114,7 @@ def test_every_worker_uses_the_same_keys(tmp_path, monkeypatch):
     for key in seen.keys_opened_by(SAMPLING):
         parts = sorted((s.start, s.count) for s in seen.streams if s.key == key)
         assert parts == [(0, 36), (36, 36), (72, 36)], "each record is drawn once"
-    for key in seen.of(NOISE):
+    for key in seen.keys_opened_by(NOISE):
         assert [(s.start, s.count) for s in seen.streams if s.key == key] == [(0, 650)] * 3
 
 
@@ -222,7 +222,7 @@ def test_one_noise_for_a_whole_run_is_not_the_training_s(tmp_path, monkeypatch):
     below = {d.purpose for d in seen.derived if d.parent in hidden}
     assert below == {"draws/one-hidden"}, "what is drawn from that key is that noise alone"
     assert not set(hidden) & {*seen.keys_opened_by(SAMPLING), *seen.keys_opened_by(NOISE)}
-    assert len(seen.of(SAMPLING)) == len(seen.of(NOISE)) == STEPS
+    assert len(seen.keys_opened_by(SAMPLING)) == len(seen.keys_opened_by(NOISE)) == STEPS
 
 
 def test_a_paid_redistribution_has_keys_of_its_own(tmp_path, monkeypatch):
@@ -232,10 +232,13 @@ def test_a_paid_redistribution_has_keys_of_its_own(tmp_path, monkeypatch):
     job = job_of(tmp_path, method=method, model=NET)
     seen = recorded(job, monkeypatch)
     assert len(seen.keys_opened_by(SAMPLING)) == len(seen.keys_opened_by(NOISE)) == STEPS + 1
-    above_noise = {above for key in seen.of(NOISE) for above in seen.ancestors(key)}
-    assert not set(seen.of(SAMPLING)) & (set(seen.of(NOISE)) | above_noise)
+    above_noise = {above for key in seen.keys_opened_by(NOISE) for above in seen.ancestors(key)}
+    assert not set(seen.keys_opened_by(SAMPLING)) & (set(seen.keys_opened_by(NOISE)) | above_noise)
     run_key = read_run_key(job.folder)
-    assert all(run_key in seen.ancestors(k) for k in (*seen.of(SAMPLING), *seen.of(NOISE)))
+    assert all(
+        run_key in seen.ancestors(k)
+        for k in (*seen.keys_opened_by(SAMPLING), *seen.keys_opened_by(NOISE))
+    )
     # With a secret run key that sum's noise is fresh, and descends from no stored key.
     secret = job_of(tmp_path, "secret", method=method, model=NET, privacy__run_key=None)
     again = recorded(secret, monkeypatch)
@@ -294,7 +297,8 @@ def test_no_step_is_released_without_the_archive_s_leave(tmp_path, monkeypatch):
         with pytest.raises(ClusterError, match="step 2: the archive did not answer"):
             execute(job)
     assert (
-        Ledger.read(job.folder.ledger).release_counts == {0: 1, 1: 1} and len(seen.of(NOISE)) == 2
+        Ledger.read(job.folder.ledger).release_counts == {0: 1, 1: 1}
+        and len(seen.keys_opened_by(NOISE)) == 2
     )
 
 
