@@ -57,7 +57,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
     assert ("audited, mechanism", audited.summary_line) in facts.summary()
     assert any(audited.summary_line in note for note in facts.privacy_card()["notes"])
     header, row = compare.privacy_rows([facts])
-    assert row[header.index("audited epsilon")] == audited.short
+    assert row[header.index("audited epsilon")] == audited.table_cell
     assert audited.summary_line.split("(")[0] in run.report_file.read_text().replace("&gt;", ">")
 
     # A fault in the code that trains: the exit code says so.

@@ -45,7 +45,7 @@ def test_words_and_what_follows_them(tmp_path):
     assert other.batch(slice(2, 3)).tolist() == [[0, 4, 2, 6, 4, 1]]
     assert pickle.loads(pickle.dumps(other)).text_encoding != dataset.text_encoding
     labels = source(tmp_path, 4)
-    text = replace(labels.columns.text, following=False)
+    text = replace(labels.columns.text, predicts_next_token=False)
     with pytest.raises(UserError, match=r"no column 'label'"):
         load(replace(labels, columns=Columns(text=text)), "train")
     with pytest.raises(UserError, match=r"data\.text\.words: must be <= the 4 different words"):

@@ -49,7 +49,7 @@ def test_draws():
     assert draws.gradient_weight == pytest.approx(0.1)
     assert draws_of(DPlis(aggregate="sum")).gradient_weight == 1
     control = draws_of(DPSGD(gradient_scale=10))
-    assert (control.count, control.weight) == (1, 10)
+    assert (control.count, control.gradient_weight) == (1, 10)
 
 
 def test_the_sum_variant_without_noise_is_the_control():

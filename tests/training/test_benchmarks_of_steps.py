@@ -74,12 +74,12 @@ def test_every_phase_of_a_step_is_seen(tmp_path, monkeypatch, capsys):
     assert [line[2] for line in commands] == ["--one"] * 2 and commands[0][3] != commands[1][3]
     job, meet, rank, workers, answer = commands[0][3:]
     assert pickle.loads(Path(job).read_bytes()).recipe.training.steps == 6
-    before = phases.recipe_files(os.getppid())
+    before = phases.processor_seconds(os.getppid())
     phases.one_process(Path(job), Path(meet), int(rank), int(workers), Path(answer))
     (kept,) = [json.loads(path.read_text()) for path in Path(answer).glob("*.json")]
     assert all(kept["wall"][name] > 0 for name in phases.PHASES)
     assert sum(kept["wall"].values()) <= 2 * kept["wall"]["step"]
-    shares = phases.processor_shares(before, phases.used(os.getppid()), 1.0)
+    shares = phases.processor_shares(before, phases.processor_seconds(os.getppid()), 1.0)
     phases.show({"alone": [[kept]]}, {title: [share] for title, share in shares.items()})
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in phases.PHASES) and " %  " in printed

@@ -90,7 +90,7 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
             yaml.safe_load(kept[run.search_recipe_file]),
             json.loads(kept[run.start_record]),
         )
-        terms, stated = (json.loads(kept[path]) for path in (run.search_terms, run.search))
+        terms, stated = (json.loads(kept[path]) for path in (run.search_terms, run.search_record))
         for tune in (asked["tune"], begun["asked"]["tune"]):
             change(tune)
         run.asked.write_text(yaml.safe_dump(asked))
