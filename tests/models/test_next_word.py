@@ -207,7 +207,7 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     assert told["perplexity"].startswith(f"{found['perplexity']:.2f} of {found['next_tokens']}")
     assert "next tokens" in told["clean accuracy"]
     assert facts.privacy_card()["unit"].startswith("one document")
-    assert any("list of words" in line for line in facts.assumed)
+    assert any("list of words" in line for line in facts.assumptions)
     assert "perplexity" in folder.report_file.read_text()
     notes = [
         note for note in accuracy_differences([facts, facts], None)[1] if "perplexities" in note
