@@ -219,7 +219,7 @@ def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> Non
         find_test_inputs(tmp_path / "p", tmp_path / "inputs")
     found = find_test_inputs(tmp_path / "p", tmp_path / "inputs", (3, 24, 24), 30)
     assert found.resized == "shorter side resized to 30 (bilinear), centre crop 24 x 24"
-    assert (found.class_names, found.classes, found.inputs) == (("ant", "cat"), 2, 4)
+    assert (found.names, found.classes, found.inputs) == (("ant", "cat"), 2, 4)
     columns = data.Columns(found.image or "", found.label)
     source = data.DataSource(found.name, 2, found.root, test=found.split, columns=columns)
     read = data.load(source, "test")

@@ -116,7 +116,7 @@ def test_block_sizes_follow_the_declared_number_of_records_alone(planned, reprod
         for records in (planned - 30, planned - 1, planned, planned + 1, planned + 500)
     }
     assert len(found) == 1
-    count = build_shards(planned, planned, reducer, reproducible).rows
+    count = build_shards(planned, planned, reducer, reproducible).num_rows
     assert found == {-(-planned // count)}
 
 

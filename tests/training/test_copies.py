@@ -175,7 +175,7 @@ def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers, rel
         nonces = [n for *_, n in Ledger.read(each.ledger).announced_steps(0)]
         assert len(nonces) == len(set(nonces)) == (3 if each is folder else 4)
     ledger = Ledger.read(tmp_path / "copy" / "private" / "ledger.jsonl")
-    assert ledger.releases == dict.fromkeys(range(STEPS), 1) and len(ledger.attempts) == 1
+    assert ledger.release_counts == dict.fromkeys(range(STEPS), 1) and len(ledger.attempts) == 1
 
 
 def test_the_nonce_is_durable_before_a_new_step_is_announced(tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
     with pytest.raises(UserError, match=r"training diverged: after step .* not finite"):
         execute(job, world_size=2)
     folder = job.folder
-    assert not folder.training_summary.exists() and not folder.model.exists()
+    assert not folder.training_summary.exists() and not folder.model_folder.exists()
     assert 1 <= len(Ledger.read(folder.ledger).releases) <= 12  # what it cost stays on record
 
 

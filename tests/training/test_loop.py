@@ -428,4 +428,4 @@ def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, isola
     assert any("Custom model: dpdist.models.zoo:small_cnn" in n for n in notes)
     recipe, folder = make(tmp_path, "zoo", training__steps=3)
     assert relative(found, train(recipe, folder)) < 1e-3  # another plan's noise would be 0.1 away
-    assert not any("Custom" in note for note in read_facts(folder).card()["notes"])
+    assert not any("Custom" in note for note in read_facts(folder).privacy_card()["notes"])

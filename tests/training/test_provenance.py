@@ -138,7 +138,7 @@ def test_records_of_an_earlier_run_count_as_compared_only_while_they_are_there(r
     run = run_on(root, "seen")
     assert begun(root, run.model_folder, "what it saw")["assumed"] is None
     write(root, "seen", images(slice(0, 30)))  # other records at the old place
-    assert begun(root, run.model, "what it saw")["assumed"] is not None
+    assert begun(root, run.model_folder, "what it saw")["assumed"] is not None
 
 
 def test_records_that_chose_a_model_s_settings_were_seen_by_it(root):
@@ -154,4 +154,4 @@ def test_records_that_chose_a_model_s_settings_were_seen_by_it(root):
     with pytest.raises(UserError, match="chose its settings"):
         begun(root, run.model_folder, "what it saw", name="rest")
     write(root, "apart", 255 - everything)
-    assert begun(root, run.model, "what it saw", name="apart")["assumed"] is None
+    assert begun(root, run.model_folder, "what it saw", name="apart")["assumed"] is None

@@ -41,7 +41,7 @@ def test_neighbours_that_rounding_drives_apart_stay_within_the_room(power):
     wire, size = ReduceDtype("float32", 2.0**power), 512
     clip = 1 / (1 + wire.clip_reduction)
     each = clip / np.sqrt(size)
-    top = np.float32(each * (wire.most - 2))
+    top = np.float32(each * (wire.max_records - 2))
     unit = float(np.spacing(top))
     sums = np.full(size, float(top) + unit * (0.5 - 1e-6))
     step = unit * (np.floor(each / unit - 1e-5) + 2e-6)  # of the record in each entry, at most each
@@ -69,7 +69,9 @@ def test_a_share_has_more_records_than_there_is_room_for_with_no_probability(mea
     records = 20 * max(1, int(mean))
     wire = ReduceDtype.for_batches("float32", 2 * mean, 2)
     assert binom.sf(wire.max_records, records, mean / records) < 4e-31
-    assert wire.most <= mean + 13 * np.sqrt(mean) + 80  # and not much more room than that wants
+    assert (
+        wire.max_records <= mean + 13 * np.sqrt(mean) + 80
+    )  # and not much more room than that wants
     assert ReduceDtype.for_batches("float32", 2 * mean, 2, cap=3).most == 3
 
 
@@ -238,5 +240,5 @@ def test_what_is_refused(tmp_path, changes, message):
 def test_where_the_room_would_be_large_float64_stays():
     wire = ReduceDtype.for_batches("float32", 70_000, 1)
     assert wire.clip_reduction > MAX_CLIP_REDUCTION
-    assert "room for sums of 65,536 records, here a worker may have 73" in wire.refused
+    assert "room for sums of 65,536 records, here a worker may have 73" in wire.unsupported_reason
     assert ReduceDtype.for_batches("float32", 70_000, 2).refused == ""

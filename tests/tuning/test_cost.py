@@ -361,7 +361,7 @@ def test_every_trial_of_every_space_is_covered(searched, seed, target):
         records = SIZES.training_records(trial.data.fraction)
         noise = cost.trial_noise_multiplier(trial)
         plan = plan_with_noise(trial, records, noise)
-        cost.limit.check(plan, "r.yaml")
+        cost.trial_limit.check(plan, "r.yaml")
         rate = trial.training.batch_size / records
         steps = trial.training.steps or trial.training.epochs * records // trial.training.batch_size
         if law["name"] == "fixed":
