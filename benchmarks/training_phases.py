@@ -80,7 +80,7 @@ class PhaseTimer:
         one.optimizer.update = self.wrap("update", one.optimizer.update)
         one.divergence.check = self.wrap("check", one.divergence.check)
         if one.monitor is not None:
-            one.monitor.step = self.wrap("write", one.monitor.step)
+            one.monitor.record_step = self.wrap("write", one.monitor.record_step)
         total, meet = self.wrap("sum", of.sharing.sum), of.reducer.all_reduce
         of.sharing.all_leaf_digests = self.wrap("digest", of.sharing.all_leaf_digests)
         waits = self.wrap("waiting", meet)

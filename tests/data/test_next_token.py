@@ -53,7 +53,7 @@ def test_words_and_what_follows_them(tmp_path):
     (tmp_path / "texts" / WORDS_FILE).write_text("a\ncat\n,\nis\n")  # other tokens: read anew
     again = load(source(tmp_path, 4), "train")
     assert again.batch(slice(2, 3)).tolist() == [[0, 3, 2, 6, 3, 1]]
-    assert again.read != other.read and (again.hashes == other.hashes).all()
+    assert again.text_encoding != other.text_encoding and (again.hashes == other.hashes).all()
 
 
 SOURCE = '''"""A module whose words are enough to count as one document."""

@@ -239,7 +239,7 @@ def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
     shutil.rmtree(root / "mine")
     card = trained(
         beginning_with(first.release_folder, root, name="renamed"), root / "again"
-    ).card()
+    ).privacy_card()
     assert card["assumptions"][-1].endswith(told)
 
 

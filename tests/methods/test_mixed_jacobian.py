@@ -59,7 +59,7 @@ def test_products_are_those_of_the_matrix(activation):
     u = torch.randn(len(a), generator=generator, dtype=torch.float64)
     assert torch.allclose(jacobian.matvec(y), a @ y.reshape(-1), rtol=1e-9)
     assert torch.allclose(jacobian.rmatvec(u).reshape(-1), a.T @ u, rtol=1e-9)
-    assert torch.allclose(jacobian.squares(u), a @ (a.T @ u), rtol=1e-9)
+    assert torch.allclose(jacobian.gram_matvec(u), a @ (a.T @ u), rtol=1e-9)
 
 
 def test_input_noise_moves_the_gradient_with_this_covariance():

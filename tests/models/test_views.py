@@ -304,7 +304,7 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
     evaluate_stage(run.read_recipe(), run)
     write_release(run)
     loaded, x = dpdist.load(run.release_folder), torch.rand(5, 1, 8, 8)
-    network = models.load_network(run.model)
+    network = models.load_network(run.model_folder)
     with torch.no_grad():
         np.testing.assert_allclose(loaded.model(x), averaged(network, x, MOVES[:5]), atol=1e-5)
     page, card = (

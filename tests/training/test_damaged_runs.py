@@ -149,7 +149,7 @@ def test_noise_fixed_once_is_not_fixed_again(tmp_path):
     with pytest.raises(UserError, match="missing, and steps were taken with it"):
         train(recipe, folder)
     assert not folder.method_state.exists()
-    folder.fixed.write_bytes(kept)
+    folder.method_state.write_bytes(kept)
     train(recipe, folder)
     assert read_verified_ledger(folder).ledger.num_superseded == 0
 

@@ -130,7 +130,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     assert "public records of digits" in saw and "compared by content" in saw
     assert card["frozen denoiser"] == "came with the initial weights"
     # What was trained may begin another run, and its denoiser comes with it.
-    other = parse_recipe(raw(folder.model, public=None), "test")
+    other = parse_recipe(raw(folder.model_folder, public=None), "test")
     assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser
 
 

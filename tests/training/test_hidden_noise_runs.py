@@ -97,7 +97,7 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     facts = read_facts(folder)
     private = name in ("secure-sgd", "agm", "paid")
     assert math.isfinite(facts.guarantee.epsilon) == private
-    assert facts.assumed == []  # public records of another data set would be: see below
+    assert facts.assumptions == []  # public records of another data set would be: see below
     summary = dict(facts.summary())
     claim = summary.get("claimed, not proved")
     assert (claim is None) == ("pixeldp" in name)

@@ -165,7 +165,7 @@ def test_a_missing_rank_never_updates_the_model(tmp_path):
     with pytest.raises(MissingRank):
         run_thread_workers(2, lambda reducer: worker.run_training(job, reducer), Silent)
     assert Ledger.read(folder.ledger).release_counts == {}
-    assert not folder.trained.exists()
+    assert not folder.training_summary.exists()
 
 
 def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def test_neighbours_that_rounding_drives_apart_stay_within_the_room(power):
     unit = float(np.spacing(top))
     sums = np.full(size, float(top) + unit * (0.5 - 1e-6))
     step = unit * (np.floor(each / unit - 1e-5) + 2e-6)  # of the record in each entry, at most each
-    assert np.linalg.norm(sums + step) <= wire.most * clip and step <= each
+    assert np.linalg.norm(sums + step) <= wire.max_records * clip and step <= each
     sent = [wire.cast(torch.from_numpy(s)).double() for s in (sums, sums + step)]
     moved = float((sent[1] - sent[0]).norm())
     # By one unit in each entry more than the record itself, a fourth of the room at least.
@@ -72,7 +72,7 @@ def test_a_share_has_more_records_than_there_is_room_for_with_no_probability(mea
     assert (
         wire.max_records <= mean + 13 * np.sqrt(mean) + 80
     )  # and not much more room than that wants
-    assert ReduceDtype.for_batches("float32", 2 * mean, 2, cap=3).most == 3
+    assert ReduceDtype.for_batches("float32", 2 * mean, 2, cap=3).max_records == 3
 
 
 def test_the_room_is_for_the_largest_batch_of_any_phase(tmp_path):
@@ -241,4 +241,4 @@ def test_where_the_room_would_be_large_float64_stays():
     wire = ReduceDtype.for_batches("float32", 70_000, 1)
     assert wire.clip_reduction > MAX_CLIP_REDUCTION
     assert "room for sums of 65,536 records, here a worker may have 73" in wire.unsupported_reason
-    assert ReduceDtype.for_batches("float32", 70_000, 2).refused == ""
+    assert ReduceDtype.for_batches("float32", 70_000, 2).unsupported_reason == ""

@@ -93,7 +93,7 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
         terms, stated = (json.loads(kept[path]) for path in (run.search_terms, run.search_record))
         for tune in (asked["tune"], begun["asked"]["tune"]):
             change(tune)
-        run.asked.write_text(yaml.safe_dump(asked))
+        run.search_recipe_file.write_text(yaml.safe_dump(asked))
         run.start_record.write_text(json.dumps(begun))
         terms["score_noise"] = asked["tune"]["score"]["noise"]
         trial = searched.cost.limit.base
