@@ -81,7 +81,7 @@ class PhaseTimer:
         one.divergence.check = self.wrap("check", one.divergence.check)
         if one.monitor is not None:
             one.monitor.record_step = self.wrap("write", one.monitor.record_step)
-        total, meet = self.wrap("sum", of.sharing.sum), of.reducer.all_reduce
+        total, meet = self.wrap("sum", of.sharing.sum_rows), of.reducer.all_reduce
         of.sharing.all_leaf_digests = self.wrap("digest", of.sharing.all_leaf_digests)
         waits = self.wrap("waiting", meet)
 

@@ -216,7 +216,7 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     write_release(folder)
     page = (folder.release_folder / "README.md").read_text()
     assert "pipeline_tag: text-generation" in page and "A predictor of the next token of" in page
-    shown = CliRunner().invoke(app, ["verify", str(folder.release)])
+    shown = CliRunner().invoke(app, ["verify", str(folder.release_folder)])
     assert shown.exit_code == 0, shown.output
     recipe_file = tmp_path / "recipe.yaml"
     recipe_file.write_text(recipe.to_yaml())

@@ -309,7 +309,7 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
         np.testing.assert_allclose(loaded.model(x), averaged(network, x, MOVES[:5]), atol=1e-5)
     page, card = (
         (run.release_folder / "README.md").read_text(),
-        json.loads((run.release / PRIVACY_CARD).read_text()),
+        json.loads((run.release_folder / PRIVACY_CARD).read_text()),
     )
     assert "A classifier, averaged over 5 shifts, of digits" in page
     assert card["extra"]["model"] == "small-cnn, averaged over 5 shifts"

@@ -108,7 +108,7 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
         # The paper's accountant is looser than what is proved, where the claim is sound.
         if facts.claim.verdict == "sound":
             assert facts.guarantee.epsilon < facts.claim.claimed.epsilon < math.inf
-    card = facts.card()
+    card = facts.privacy_card()
     assert not card["private"]  # its key is fixed
     text = json.dumps(card)
     assert ("WITHOUT noise" in text) == ("pixeldp" in name)

@@ -49,7 +49,7 @@ def test_neighbours_that_rounding_drives_apart_stay_within_the_room(power):
     sent = [wire.cast(torch.from_numpy(s)).double() for s in (sums, sums + step)]
     moved = float((sent[1] - sent[0]).norm())
     # By one unit in each entry more than the record itself, a fourth of the room at least.
-    assert moved - step * np.sqrt(size) > 0.25 * wire.room * clip
+    assert moved - step * np.sqrt(size) > 0.25 * wire.clip_reduction * clip
     assert moved <= 1
 
 
