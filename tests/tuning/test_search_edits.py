@@ -96,7 +96,7 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
         run.search_recipe_file.write_text(yaml.safe_dump(asked))
         run.start_record.write_text(json.dumps(begun))
         terms["score_noise"] = asked["tune"]["score"]["noise"]
-        trial = searched.cost.trial_limit.base
+        trial = searched.cost.trial_limit.base_plan
         tune = run.read_search_recipe().tune
         scoring = tune.scoring_phases(terms["score_noise"])
         phases = combine_training_and_scoring(
