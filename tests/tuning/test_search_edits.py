@@ -104,7 +104,7 @@ def test_a_search_that_was_exchanged_whole_is_refused(searched):
         )
         stated["plan"] = terms["plan"] = replace(trial, phases=phases).to_dict()
         run.search_terms.write_text(json.dumps(terms))
-        run.search.write_text(json.dumps(stated))
+        run.search_record.write_text(json.dumps(stated))
 
     for change in (
         lambda tune: tune["law"].update(mean=1.5),
