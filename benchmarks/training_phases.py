@@ -89,7 +89,7 @@ class PhaseTimer:
             waits(torch.zeros(1))
             return total(*arguments)
 
-        of.sharing.sum = summed
+        of.sharing.sum_rows = summed
         whole = self.wrap("step", one._step)
 
         def step(number: int, todo: Any) -> None:

@@ -332,7 +332,7 @@ def certify(tmp_path, monkeypatch):
 def test_a_certification_on_gpus_is_the_generators_on_a_cpu(certify, monkeypatch) -> None:
     said: list[str] = []
     on_cpu, _ = certify("cpu", settings={"generator": "philox"}, gpus=0)
-    there, folder = certify("gpu", 1.0, gpus=0.5, actors=2, chunk_seconds=1e-3, say=said.append)
+    there, folder = certify("gpu", 1.0, gpus=0.5, actors=2, chunk_seconds=1e-3, log=said.append)
     (line,) = [line for line in said if "GPUs" in line]
     assert there == on_cpu and "0.5 for each actor" in line
     assert (
