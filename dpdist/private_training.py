@@ -12,6 +12,7 @@ import copy
 import gc
 import hashlib
 import inspect
+import json
 import re
 import time
 import warnings
@@ -19,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from dpdist import models
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import read_json
 from dpdist.data.adapters import as_records, check_targets
 from dpdist.data.protocol import Records
 from dpdist.data.record_hashes import hash_inputs
@@ -50,16 +50,16 @@ from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
-from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe, field_error, parse_recipe, resolve_plan
 from dpdist.training import checkpoint, monitoring
-from dpdist.training.collectives import Reducer, ReplicatedUpdate
+from dpdist.training.collectives import ReplicatedUpdate, Workers, refused_by_all
 from dpdist.training.job import (
     CheckedTraining,
     check_kept,
     check_same_data,
+    choose_run_key,
     ensure_run_key,
     read_run_key,
 )
@@ -373,7 +373,7 @@ _ASSUMED = (
 )
 _KINDS = {"mse": "number", "huber": "number", "bce": "labels", "multi-label-bce": "labels"}
 _ONLY = {
-    "workers": 1, "gpus_per_worker": 0, "release": "whole", "wire": "float64", "noise": "host",
+    "gpus_per_worker": 0, "release": "whole", "wire": "float64", "noise": "host",
     "archive": None, "archive_private": False,
 }  # fmt: skip
 _open: dict[Path, weakref.ref[PrivateTraining]] = {}  # of this process, which train
@@ -399,6 +399,10 @@ class PrivateTraining:
     The folder is an ordinary run folder. The same script continues it after a crash, from the
     newest checkpoint: it must build the same objects.
 
+    In several processes with a `torch.distributed` process group, as `torchrun` and Ray Train make
+    them, the same script trains together: each step is the step of one process, and is on record
+    before any of them draws its noise. Worker 0 alone writes. All must build the same.
+
     Args:
         model: the module itself, on its device; layers that normalise over the batch and modules
             wrapped for distributed training are refused.
@@ -418,7 +422,10 @@ class PrivateTraining:
             it commands in other processes can load the trained model; without it, only this script.
         isolate: run every record through the model alone.
         certify: a recipe's section `certify`, for `dpdist certify` of the run.
-        private_metrics: let `step` return losses and counts of private records, too.
+        reproducible: add sums up in the same order on any number of workers, at most 8: the same
+            bits, slower.
+        private_metrics: let `step` return losses and counts of private records, too; with several
+            workers, of this worker's.
 
     Raises:
         UserError: one line that names the wrong argument and its rule; nothing was released.
@@ -439,6 +446,9 @@ class PrivateTraining:
         (0, 'proved')
     """
 
+    _workers: Workers
+
+    @refused_by_all
     def __init__(
         self,
         model: nn.Module,
@@ -457,6 +467,7 @@ class PrivateTraining:
         factory: str | None = None,
         isolate: bool = False,
         certify: Mapping[str, Any] | None = None,
+        reproducible: bool = False,
         private_metrics: bool = False,
     ) -> None:
         _check_model(model)
@@ -475,7 +486,8 @@ class PrivateTraining:
             check_targets(self._records, loss, self._spec.classes)
         self._recipe = self._recipe_of(
             privacy, resources, isolate, certify,
-            {"batch_size": batch_size, "steps": steps, "epochs": epochs},
+            {"batch_size": batch_size, "steps": steps, "epochs": epochs,
+             "reproducible": reproducible},
         )  # fmt: skip
         self._objective = objective_of(loss)
         self._engine = self._engine_of(examples)
@@ -520,7 +532,9 @@ class PrivateTraining:
                 },
                 "privacy": _plain("privacy", privacy),
                 "training": {**training, "loss": self._loss_name()},
-                "resources": _plain("resources", resources or {}),
+                "resources": self._workers.resources(
+                    _plain("resources", resources or {}), training["reproducible"]
+                ),
                 "certify": certify,
                 "script": {
                     "model": _name_of(type(self.model)),
@@ -576,6 +590,24 @@ class PrivateTraining:
 
     def _begin(self, examples: tuple[Any, Tensor]) -> None:
         """Begin the run, or take over what it left; refuse before anything is written."""
+        folder = self.run
+        run_key = self._begin_run(self._noise_of_plan())
+        plan = self.plan.fingerprint()
+        key = derive_key(run_key, "run", plan, self._fingerprint, "trial", 0)
+        self._initial = checkpoint.tensors_digest(self.model.state_dict())
+        self._restore()
+        self._workers.check_same({"checkpoint": str(self._done), **self._digests("checkpoint")})
+        if folder.training_summary.exists():
+            self._evaluate()
+            return
+        self._attempt(key, examples)
+        if not complete_checkpoints(folder.checkpoints):
+            self._save()
+        if not self.steps_left:  # it ended before it could say so
+            self._finish()
+
+    def _noise_of_plan(self) -> float | None:
+        """Read the run's plan, or make one, and return its noise multiplier. Raises UserError."""
         recipe, folder, records = self._recipe, self.run, self._records
         noise: float | None = None
         try:
@@ -598,71 +630,116 @@ class PrivateTraining:
         _check_groups(recipe, records)
         check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)
         self.plan = plan
+        return noise
+
+    def _begin_run(self, noise: float | None) -> bytes:
+        """Write a new run down, on all workers the same, and return its key. Raises UserError."""
+        recipe, folder, records = self._recipe, self.run, self._records
+        self._check_same_start(len(records))
+        chosen = choose_run_key(recipe, folder) if self._workers.first else None
+        told_key = "" if chosen is None else _records_key(chosen).hex()
+        records_key = bytes.fromhex(self._workers.of_first(told_key))
+        told = _Known(records.name, records.keyed_fingerprint(records_key))
+        self._workers.check_same({"data": told.fingerprint})
+        check_same_data(folder, told)
+        checked = CheckedTraining(recipe, folder, self.plan, told, None, noise)
+        if chosen is not None:
+            self._write_down(checked, chosen)
+        self._workers.agree()  # worker 0 has written
+        if not folder.run_key.exists() or _records_key(read_run_key(folder)) != records_key:
+            raise UserError(
+                f"folder: {folder.path}: holds another run than worker 0 began: give one on shared "
+                "storage, and let no other process begin this run"
+            )
+        self.plan, self._fingerprint = folder.read_plan(), told.fingerprint
+        self._job = replace(checked, plan=self.plan).job()
+        return read_run_key(folder)
+
+    def _check_same_start(self, count: int) -> None:
+        """Raise UserError, on all workers, unless they begin with the same script."""
+        if self._workers.count == 1:
+            return
+        sections = self._recipe.model_dump(mode="json", exclude={"resources"})
+        told = {f"{name} settings": json.dumps(each) for name, each in sections.items()}
+        told |= {"data": str(count), "code": self._code(), **self._settings()}
+        self._workers.check_same({**told, **self._digests("model")})
+
+    def _digests(self, name: str) -> dict[str, str]:
+        """Return, where workers compare it, a digest of the model and of the optimizer's state."""
+        if self._workers.count == 1:
+            return {}
+        optimizer = pack("optimizer", self.optimizer.state_dict())
+        tensors = {**self.model.state_dict(), **optimizer}
+        return {name: checkpoint.tensors_digest(tensors)}
+
+    def _code(self) -> str:
+        return code_digest_of(self.model, self._loss)
+
+    def _write_down(self, checked: CheckedTraining, run_key: bytes) -> None:
+        """Begin the run's folder, or open it; its public records, its key and its plan."""
+        recipe, folder = checked.recipe, checked.folder
         if self._public is not None:
-            _store_public(self._public, records, folder, recipe)
+            _store_public(self._public, self._records, folder, recipe)
         folder.create_or_open(recipe)
         if recipe.privacy.run_key is not None:
             warnings.warn(
                 "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
                 "subtract the noise); leave it out outside of tests",
-                stacklevel=3,
+                stacklevel=6,
             )
-        ensure_run_key(recipe, folder)
-        run_key = read_run_key(folder)
-        records_key = derive_key(run_key, _FINGERPRINT)
-        told = _Known(records.name, records.keyed_fingerprint(records_key))
-        check_same_data(folder, told)
-        self._job = CheckedTraining(recipe, folder, plan, told, None, noise).begin()
-        key = derive_key(run_key, "run", plan.fingerprint(), told.fingerprint, "trial", 0)
-        self._initial = checkpoint.tensors_digest(self.model.state_dict())
-        self._restore()
-        if folder.training_summary.exists():
-            self._evaluate()
-            return
-        self._attempt(key, examples)
-        if not complete_checkpoints(folder.checkpoints):
-            self._save()
-        if not self.steps_left:  # it ended before it could say so
-            self._finish()
+        ensure_run_key(recipe, folder, run_key)
+        checked.begin()
 
     def _attempt(self, key: bytes, examples: tuple[Any, Tensor]) -> None:
         """Begin an attempt in the ledger, and make the step of it."""
         job, plan, folder = self._job, self.plan, self.run
-        reducer = Reducer(0, 1, self._device)
+        reducer = self._workers.reducer_on(self._device)
         _take_over(folder.path, self)
         fixed = MethodState(self.model, {}, key)
-        told = read_json(folder.data_fingerprint, {"train": str})["train"]
         identity = {
-            **replay_fingerprint(job, reducer, told, self._initial),
+            **replay_fingerprint(job, reducer, self._fingerprint, self._initial),
             "hidden noise": method_state_digest(fixed),
-            "script": code_digest_of(self.model, self._loss),
+            "script": self._code(),
         }
+        held = None
         try:
-            attempt = Attempt.begin(job, reducer, self._stack, identity)
+            if self._workers.first:
+                held = Attempt.open_ledger(job, self._stack, identity, self._done)
         except JournalBusy:
             raise UserError(
                 f"folder: {folder.path}: another process trains this run; wait for it, or end it, "
                 "and this script continues it"
             ) from None
-        assert attempt.ledger is not None and attempt.ledger.epoch is not None
-        self._epoch = attempt.ledger.epoch
-        self._before = attempt.ledger.released_steps(self._epoch)
-        shards = build_shards(len(self._records), plan.records, reducer, False)
+        self._workers.agree()  # worker 0 holds the ledger
+        attempt = Attempt.shared(job, reducer, held, self._done)
+        ledger = held or Ledger.read(folder.ledger)
+        assert ledger.epoch is not None
+        self._epoch, self._before = ledger.epoch, ledger.released_steps(ledger.epoch)
+        shards = build_shards(
+            len(self._records), plan.records, reducer, self._recipe.training.reproducible
+        )
         self._step = PrivateStep(
-            self._engine, self._records, key, attempt.label, reducer=reducer,
-            shards=shards, ledger=attempt.ledger, announced=attempt.announced,
+            self._engine, self._records, key, attempt.label, reducer=reducer, shards=shards,
+            ledger=held, announced=attempt.announced, announcing=self._workers.announcing,
         )  # fmt: skip
-        sure = ""
-        if plan.step(0).noise_multiplier:
-            sure = weakest_independence(self._engine, *examples, plan, shards.largest_shard)
-        group = monitoring.WorkerGroup.current(reducer, attempt.ledger, self._done, sure)
-        monitoring.append_group(folder, group)
-        if self._monitor is None:
-            self._monitor = Monitor(job, plan.steps, self._done)
+        if held is not None:
+            self._tell_group(held, examples)
         self._watch = Watch(self.model, self.optimizer)
         self._trained_names = self._trained()
         self._modes = {name: module.training for name, module in self.model.named_modules()}
         self._saved = time.monotonic()
+
+    def _tell_group(self, ledger: Ledger, examples: tuple[Any, Tensor]) -> None:
+        """Write down who goes on from here, and how their passes keep records apart (worker 0)."""
+        assert self._step is not None
+        sure = ""
+        if self.plan.step(0).noise_multiplier:
+            largest = self._step.shards.largest_shard
+            sure = weakest_independence(self._engine, *examples, self.plan, largest)
+        group = monitoring.WorkerGroup.current(self._step.reducer, ledger, self._done, sure)
+        monitoring.append_group(self.run, group)
+        if self._monitor is None:
+            self._monitor = Monitor(self._job, self.plan.steps, self._done)
 
     def _restore(self) -> None:
         """Take over the newest checkpoint, or the finished model."""
@@ -690,8 +767,11 @@ class PrivateTraining:
             ) from error
 
     def _save(self) -> None:
-        """Write a checkpoint of everything as it is now."""
-        assert self._step is not None and self._step.ledger is not None
+        """Write a checkpoint of everything as it is now, on all workers the same."""
+        self._workers.check_same(self._digests("parameters"))
+        self._saved = time.monotonic()
+        if self._step is None or self._step.ledger is None:
+            return
         kept = {
             "initial": self._initial,
             "kept": [type(each).__name__ for each in self.state],
@@ -705,7 +785,6 @@ class PrivateTraining:
             slots |= pack(f"state.{place}", each.state_dict())
         state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
         checkpoint.save(self.run.checkpoints, state, self._step.ledger.anchor)
-        self._saved = time.monotonic()
 
     # --- the loop
 
@@ -728,6 +807,8 @@ class PrivateTraining:
     def step(self) -> StepReport:
         """Take the next step of the plan: noisy gradient, then one step of the optimizer.
 
+        Several workers take it together: each calls it, in the same order.
+
         Returns:
             Public and released values alone (`StepReport`).
 
@@ -736,19 +817,19 @@ class PrivateTraining:
                 step, a scheduler is not in `state`, or the training diverged.
         """
         number = self._done
-        self._ready()
-        self._look_between()
-        if time.monotonic() - self._saved > self._recipe.resources.checkpoint_seconds:
-            self._save()
-        step_plan, rate = self.plan.step(number), float(self.optimizer.param_groups[0]["lr"])
+        with self._workers.sharing_errors():
+            self._ready()
+            if self._look_between(number):
+                self._save()
+        rate = float(self.optimizer.param_groups[0]["lr"])
         self._inside = True
-        gradient, seen = self._gradient(number, step_plan)
-        norm = float(gradient.norm()) * step_plan.expected_batch
+        gradient, seen = self._gradient(number)
+        norm = float(gradient.norm()) * self.plan.step(number).expected_batch
         self._update(gradient)
         self._check_finite(number)
         self._watch.remember()
-        assert self._monitor is not None
-        self._monitor.record_step(number, seen)
+        if self._monitor is not None:
+            self._monitor.record_step(number, seen)
         self._done, self._inside = number + 1, False
         private = asdict(seen) if self._private_metrics else None
         report = StepReport(number, rate, norm, private, _so_far=self._so_far())
@@ -826,27 +907,50 @@ class PrivateTraining:
         named = self.model.named_parameters()
         return {name: id(parameter) for name, parameter in named if parameter.requires_grad}
 
-    def _look_between(self) -> None:
-        """Note what the script changed since the last step, before anything more is released."""
-        assert self._step is not None and self._step.ledger is not None
-        self._step.ledger.note_changes(self._watch.changed(self.state))
+    def _look_between(self, number: int) -> bool:
+        """Note what the script changed since the last step, before anything more is released.
+
+        Returns:
+            Whether a checkpoint is due, on all workers the same.
+        """
+        changed = self._watch.changed(self.state)
+        due = time.monotonic() - self._saved > self._recipe.resources.checkpoint_seconds
+        parts = {} if self._workers.count == 1 else {"step": str(number), **self._settings()}
+        told = self._workers.check_same(parts, changed=changed, due=due)
+        if any(each["changed"] for each in told):
+            parts = {"changes between steps": ", ".join(changed), **self._digests("parameters")}
+            self._workers.check_same(parts)
+        assert self._step is not None
+        if self._step.ledger is not None:
+            self._step.ledger.note_changes(changed)
+        return bool(told[0]["due"])
+
+    def _settings(self) -> dict[str, str]:
+        """Return the optimizer's settings, as workers compare them."""
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return {"optimizer settings": repr(groups)}
 
     # --- pieces of a step
 
-    def _gradient(self, number: int, step_plan: StepPlan) -> tuple[Tensor, StepMetrics]:
+    def _gradient(self, number: int) -> tuple[Tensor, StepMetrics]:
         """Return the step's noisy gradient.
 
         Where its sum is not the announced one, that of a new attempt, and both are charged.
         """
         assert self._step is not None
+        step_plan = self.plan.step(number)
         try:
             with _kept_buffers(self.model):
                 return self._step.gradient(number, step_plan)[:2]
         except ReplayConflict:
             key = self._step.key
             self._stack.close()
-            self._attempt(key, self._examples())
-            self._save()
+            with self._workers.sharing_errors():
+                self._attempt(key, self._examples())
+                self._save()
             with _kept_buffers(self.model):
                 return self._step.gradient(number, step_plan)[:2]
 
@@ -892,19 +996,26 @@ class PrivateTraining:
 
     def _finish(self) -> None:
         """Save the model, sum the training up, and let go of the run."""
-        assert self._step is not None and self._step.ledger is not None
-        assert self._monitor is not None
-        self._save()
-        models.save(self.model, self._spec, self.run.model_folder)
-        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
-        self._monitor.finish(self._engine.fallback_layers, frozen, self._step.ledger)
-        self.close()
-        self._evaluate()
+        with self._workers.sharing_errors():
+            self._save()
+            if self._step is not None and self._step.ledger is not None:
+                assert self._monitor is not None
+                models.save(self.model, self._spec, self.run.model_folder)
+                frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+                self._monitor.finish(self._engine.fallback_layers, frozen, self._step.ledger)
+            self.close()
+            self._evaluate()
 
     def _evaluate(self) -> None:
         """Measure the accuracy on the public records, if there are any and it was not done."""
-        if self._public is not None:
+        if self._public is not None and self._workers.first:
             evaluate_stage(self._recipe, self.run)
+        self._workers.agree()  # worker 0 has written
+
+
+def _records_key(run_key: bytes) -> bytes:
+    """Return the key of the fingerprint of a run's records."""
+    return derive_key(run_key, _FINGERPRINT)
 
 
 def _take_over(path: Path, training: PrivateTraining) -> None:

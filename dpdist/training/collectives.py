@@ -10,23 +10,36 @@ stream, ids in the ledger are made of the same digests, and parameters are updat
 in both. With three workers or more and without `training.reproducible` a whole sum is added up in
 an order of the network's own; only then do last bits differ. Another way to share is a class in
 `UPDATE_CLASSES`.
+
+Under `torchrun`, or inside Ray Train's `TorchTrainer`, one script runs in several processes, its
+workers (`Workers`). They find one another by the process group of `torch.distributed` that the
+script, or Ray, made. Worker 0 alone writes: run folder, ledger, checkpoints. A step is on its
+ledger before any worker draws the noise, so no process holds a noisy gradient that is on no record.
+Whatever one worker refuses, all refuse, so that none waits for it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpdist.config.training import TrainingRecipe
+from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
+from dpdist.core.errors import ClusterError, UserError
 from dpdist.gradients.sampling import worker_range
+from dpdist.privacy.ledger import ReplayConflict
 from dpdist.training import checkpoint
 
 # --- number formats of sums -------------------------------------------------------------------
@@ -116,6 +129,9 @@ class ReduceDtype:
 # --- sums over the workers --------------------------------------------------------------------
 
 
+_SHORT_TEXT = 508  # bytes
+
+
 class MissingRank(RuntimeError):
     """A step in which some worker did not take part; it never updates the model."""
 
@@ -203,14 +219,25 @@ class Reducer:
         return int(tensor.item())
 
     def all_gather_text(self, text: str) -> list[str]:
-        """One short string of each worker, in order of rank."""
+        """One string of each worker, in order of rank; short ones in a single exchange."""
         if self.world_size == 1:
             return [text]
-        padded = text.encode()[:512].ljust(512, b"\0")
-        raw = torch.tensor(list(padded), dtype=torch.uint8, device=self.device)
-        parts = [torch.empty_like(raw) for _ in range(self.world_size)]
-        dist.all_gather(parts, raw)
-        return [bytes(part.cpu().tolist()).rstrip(b"\0").decode() for part in parts]
+        raw = text.encode()
+        begun = self._all_gather_bytes(len(raw).to_bytes(4) + raw[:_SHORT_TEXT], _SHORT_TEXT + 4)
+        lengths = [int.from_bytes(part[:4]) for part in begun]
+        rest = [b""] * self.world_size
+        if max(lengths) > _SHORT_TEXT:
+            rest = self._all_gather_bytes(raw[_SHORT_TEXT:], max(lengths) - _SHORT_TEXT)
+        whole = [part[4:] + more for part, more in zip(begun, rest, strict=True)]
+        return [part[:length].decode() for part, length in zip(whole, lengths, strict=True)]
+
+    def _all_gather_bytes(self, raw: bytes, size: int) -> list[bytes]:
+        """At most `size` bytes of each worker, filled up with zeros."""
+        padded = bytearray(raw.ljust(size, b"\0"))
+        tensor = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor)
+        return [part.cpu().numpy().tobytes() for part in parts]
 
 
 # --- the flat optimizer -----------------------------------------------------------------------
@@ -468,3 +495,194 @@ def release_id(label: str, leaves: Sequence[bytes]) -> str:
     digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.leaves")
     digest.update(b"".join(leaves))
     return digest.hexdigest()
+
+
+# --- workers of a script ----------------------------------------------------------------------
+
+
+_HINTS = {
+    "model": "seed torch before it is built, or load the same weights in all of them",
+    "data": "give all of them the same records in the same order",
+    "checkpoint": "is the storage shared?",
+    "parameters": "let the lines between two steps do the same in all of them",
+}
+_HINT = "run the same script with the same settings in all of them"
+_FAILED, _ON_RECORD, _CONFLICT = range(3)  # what became of a step's announcement
+
+
+class Workers:
+    """The processes that take a script's steps together: this one alone, or a process group.
+
+    Guarantee: a step of several workers is the step of one. Each takes its own shard of the
+    records, they add up, worker 0 puts the release on record, and only then all of them draw the
+    same noise. All begin with the same model, records and settings, or none begins.
+
+    Args:
+        reducer: carries what the workers tell each other; sums travel by `reducer_on`.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._told: BaseException | None = None  # the last error that all workers know of
+
+    @classmethod
+    def of_this_process(cls) -> Workers:
+        """Return the workers of the process group, or this process alone.
+
+        Raises:
+            UserError: torchrun started several processes that made no process group.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            started = int(os.environ.get("WORLD_SIZE", "1"))
+            if dist.is_available() and dist.is_torchelastic_launched() and started > 1:
+                raise UserError(
+                    f"torch.distributed: must have a process group, torchrun started {started} "
+                    "processes without one: call torch.distributed.init_process_group() before "
+                    "PrivateTraining is made"
+                )
+            return cls(Reducer(0, 1, torch.device("cpu")))
+        device = "cpu" if "cpu" in _backends() else f"cuda:{torch.cuda.current_device()}"
+        return cls(Reducer(dist.get_rank(), dist.get_world_size(), torch.device(device)))
+
+    @property
+    def count(self) -> int:
+        """Return the number of workers."""
+        return self._reducer.world_size
+
+    @property
+    def first(self) -> bool:
+        """Return whether this is worker 0, which alone writes."""
+        return self._reducer.rank == 0
+
+    def reducer_on(self, device: torch.device) -> Reducer:
+        """Return what adds up sums that lie on this device. Raises UserError."""
+        reducer = Reducer(self._reducer.rank, self.count, device)
+        if self.count > 1 and (found := _backends().get(device.type)) != reducer.backend:
+            raise UserError(
+                f"torch.distributed: must have the backend {reducer.backend} for a model on "
+                f"{device.type}, got {found or 'none'}: name it in init_process_group"
+            )
+        return reducer
+
+    def resources(self, section: Mapping[str, Any], reproducible: bool) -> dict[str, Any]:
+        """Return a recipe's section with the number of workers that there are. Raises UserError."""
+        given = section.get("workers", 1)
+        if given not in (1, self.count):
+            raise UserError(
+                f"resources.workers: must be {self.count}, the processes of this script, got "
+                f"{given}: leave it out, and start the script by torchrun or Ray Train"
+            )
+        if reproducible and self.count > CANONICAL_SHARDS:
+            raise UserError(
+                f"reproducible: must be False with more than {CANONICAL_SHARDS} workers, got True "
+                f"with {self.count}: take fewer, or leave it out"
+            )
+        return {**section, "workers": self.count}
+
+    # --- agreement
+
+    def agree(self, **told: Any) -> list[dict[str, Any]]:
+        """Return what every worker tells, in order of rank, once all have come here.
+
+        Raises:
+            UserError, ClusterError: a worker came here with an error (`sharing_errors`).
+        """
+        found = [json.loads(text) for text in self._reducer.all_gather_text(json.dumps(told))]
+        for rank, each in enumerate(found):
+            if "error" in each:
+                kind = UserError if each["users"] else ClusterError
+                self._told = kind(f"worker {rank}: {each['error']}")
+                raise self._told
+        return found
+
+    @contextmanager
+    def sharing_errors(self) -> Iterator[None]:
+        """Bring an error of this worker to the others, which wait for it in `agree`.
+
+        In the block nobody waits for the others in any other way.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.count > 1 and error is not self._told:
+                self._told = error
+                users = isinstance(error, UserError)
+                # Another error's text may hold what was computed from records.
+                said = str(error) if users else f"failed with {type(error).__name__}"
+                self._reducer.all_gather_text(json.dumps({"error": said, "users": users}))
+            raise
+
+    def check_same(self, parts: Mapping[str, str], **told: Any) -> list[dict[str, Any]]:
+        """Check that each of `parts` is equal on all workers; return what each tells besides.
+
+        Raises:
+            UserError: on all workers, the same one, where a part differs.
+        """
+        if self.count == 1:
+            return [told]
+        found = self.agree(parts=dict(parts), **told)
+        for rank, each in enumerate(found):
+            for name, value in found[0]["parts"].items():
+                if each["parts"].get(name) != value:
+                    self._told = UserError(
+                        f"{name}: must be the same on all workers, got another on worker {rank} "
+                        f"than on worker 0: {_HINTS.get(name, _HINT)}"
+                    )
+                    raise self._told
+        return found
+
+    def of_first(self, value: str) -> str:
+        """Return worker 0's text on all workers."""
+        return str(self.agree(value=value if self.first else "")[0]["value"])
+
+    # --- a release
+
+    def announcing(self, announce: Callable[[], None]) -> None:
+        """Let worker 0 put a step's release on record; return on all once it is durable.
+
+        Raises:
+            ReplayConflict: on all, where another sum was announced for the step.
+            ClusterError: on the others, where worker 0 could not put it on record.
+        """
+        if self.count == 1:
+            announce()
+            return
+        verdict = _FAILED
+        if not self.first:
+            verdict = self._reducer.broadcast_int(verdict)
+            if verdict == _CONFLICT:
+                raise ReplayConflict("worker 0 announced the step with a different sum before")
+            if verdict != _ON_RECORD:
+                raise ClusterError("worker 0 could not put the step on record; nothing is released")
+            return
+        try:
+            announce()
+            verdict = _ON_RECORD
+        except ReplayConflict:
+            verdict = _CONFLICT
+            raise
+        finally:
+            self._reducer.broadcast_int(verdict)
+
+
+P = ParamSpec("P")
+
+
+def refused_by_all(
+    initialise: Callable[Concatenate[Any, P], None],
+) -> Callable[Concatenate[Any, P], None]:
+    """Find the workers before an object of theirs is made; what one refuses, all refuse."""
+
+    @wraps(initialise)
+    def made(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
+        self._workers = Workers.of_this_process()
+        with self._workers.sharing_errors():
+            initialise(self, *args, **options)
+
+    return made
+
+
+def _backends() -> dict[str, str]:
+    """Return the process group's backend of each kind of device."""
+    pairs = (pair.partition(":") for pair in str(dist.get_backend_config()).split(","))
+    return {device: backend for device, _, backend in pairs}

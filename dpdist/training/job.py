@@ -229,10 +229,13 @@ class CheckedTraining:
         if self.pretrained is not None and not folder.pretraining_record.exists():
             write_json(folder.pretraining_record, self.pretrained)
         ensure_run_key(recipe, folder)
-        absolute = RunFolder(folder.path.resolve())
-        return TrainJob(
-            recipe, self.plan, absolute, data_source(recipe), package_fingerprints(PACKAGES)
-        )
+        return self.job()
+
+    def job(self) -> TrainJob:
+        """Return the job of a run that is written down, for a worker that writes nothing."""
+        recipe, folder = self.recipe, RunFolder(self.folder.path.resolve())
+        source, packages = data_source(recipe), package_fingerprints(PACKAGES)
+        return TrainJob(recipe, self.plan, folder, source, packages)
 
 
 def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTraining:
@@ -370,13 +373,23 @@ def _check_same_pretrained(folder: RunFolder, pretrained: dict[str, Any] | None)
         )
 
 
-def ensure_run_key(recipe: Recipe, folder: RunFolder) -> None:
+def choose_run_key(recipe: Recipe, folder: RunFolder) -> bytes:
+    """Return the run's key, or one to begin it with: the recipe's fixed key, or a new one."""
+    if folder.run_key.exists():
+        return read_run_key(folder)
+    return bytes.fromhex(recipe.privacy.run_key) if recipe.privacy.run_key else new_run_key()
+
+
+def ensure_run_key(recipe: Recipe, folder: RunFolder, key: bytes | None = None) -> None:
     """Put the run key into the private folder, once: from the operating system's generator, or the
-    recipe's fixed key (tests only; the privacy card then says that the run is not private)."""
+    recipe's fixed key (tests only; the privacy card then says that the run is not private).
+
+    key: the one to begin with, if it was chosen before (`choose_run_key`).
+    """
     fixed = recipe.privacy.run_key
     if fixed and not folder.run_key.exists():  # first: no crash leaves a fixed key unmarked
         write_atomic(folder.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")
-    write_secret_once(folder.run_key, fixed or new_run_key().hex())
+    write_secret_once(folder.run_key, fixed or (key or new_run_key()).hex())
 
 
 def read_run_key(folder: RunFolder) -> bytes:

@@ -70,6 +70,8 @@ class PrivateStep:
         noise_on_device: whether noise is drawn where the sum lies, in place of on the CPU.
         ledger: every release is announced there first. Worker 0 has one, or nobody.
         permit: returns once a step may be announced.
+        announcing: is called on every worker with what announces the step where the ledger is, and
+            returns on all of them once that is done.
         canaries: values that an audit adds to the sums.
         announced: attempts whose steps are replayed, as (first step, end, label).
 
@@ -109,6 +111,7 @@ class PrivateStep:
         noise_on_device: bool = False,
         ledger: Ledger | None = None,
         permit: Callable[[int], None] = lambda step: None,
+        announcing: Callable[[Callable[[], None]], None] = lambda announce: announce(),
         canaries: Canaries | None = None,
         announced: Sequence[tuple[int, int, str]] = (),
     ) -> None:
@@ -119,7 +122,7 @@ class PrivateStep:
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
         self.task, self.reducer, self.shards = task or TrainingObjective(), reducer, shards
         self.sharing, self.noise_on_device = sharing or ReplicatedUpdate(), noise_on_device
-        self.ledger, self.permit = ledger, permit
+        self.ledger, self.permit, self.announcing = ledger, permit, announcing
         self.canaries, self.announced = canaries or Canaries(), announced
 
     def check_clip(self, clip_norm: float) -> None:
@@ -226,9 +229,13 @@ class PrivateStep:
         summed, size = total.cpu().numpy(), rows.shape[1]
         label = f"{key_id(self.key)}/{self.attempt_of(step)}/{step}"
         leaves = self.sharing.all_leaf_digests(self.reducer, label, summed, size)
-        if self.ledger is not None:
-            self.permit(step)
-            _announce(self.ledger, step, release_id(label, leaves))
+
+        def announce() -> None:
+            if self.ledger is not None:
+                self.permit(step)
+                _announce(self.ledger, step, release_id(label, leaves))
+
+        self.announcing(announce)
         noise_key = derive_key(self.key, "noise", self.attempt_of(step), step)
         start = self.sharing.local_slice(self.reducer, size).start
         if self.noise_on_device:

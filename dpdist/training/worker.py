@@ -306,15 +306,30 @@ class Attempt:
         Args:
             identity: all that a sum depends on, by name (`replay_fingerprint`).
         """
-        ledger, label, newest = None, "", checkpoint.newest_step(job.folder.checkpoints)
-        if reducer.rank == 0:
-            ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
-            verify_ledger(job.folder, job.plan, ledger)
-            check_same_method_state(job.folder, ledger, identity["hidden noise"])
-            mine = identity | job.folder.recipe_identity | job.folder.search_identity
-            _check_ceiling(job, ledger, newest, mine)
-            ledger.begin_attempt(mine)
-            label = _label(job, ledger, ledger.nonce)
+        newest = checkpoint.newest_step(job.folder.checkpoints)
+        ledger = cls.open_ledger(job, stack, identity, newest) if reducer.rank == 0 else None
+        return cls.shared(job, reducer, ledger, newest)
+
+    @classmethod
+    def open_ledger(
+        cls, job: TrainJob, stack: ExitStack, identity: dict[str, str], newest: int
+    ) -> Ledger:
+        """Return the ledger with this attempt on record, which stays open until `stack` closes.
+
+        newest: steps that were taken before it, by the newest checkpoint.
+        """
+        ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
+        verify_ledger(job.folder, job.plan, ledger)
+        check_same_method_state(job.folder, ledger, identity["hidden noise"])
+        mine = identity | job.folder.recipe_identity | job.folder.search_identity
+        _check_ceiling(job, ledger, newest, mine)
+        ledger.begin_attempt(mine)
+        return ledger
+
+    @classmethod
+    def shared(cls, job: TrainJob, reducer: Reducer, ledger: Ledger | None, newest: int) -> Attempt:
+        """Return the attempt of worker 0's ledger, on all workers."""
+        label = "" if ledger is None else _label(job, ledger, ledger.nonce)
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
         label = reducer.all_gather_text(label)[0]
         return cls(label, _announced(job, reducer, ledger, newest), ledger)

@@ -9,6 +9,7 @@ KEYS = "wiring/test_keys_of_a_run"
 LOOP = "training/test_loop"
 WHERE = "training/test_where_noise_is_drawn"
 OWN = "training/test_private_training"
+SCRIPT_WORKERS = "training/test_workers_of_a_script"
 
 FAULTS: list[Fault] = [
     *group(
@@ -256,7 +257,7 @@ FAULTS: list[Fault] = [
         (
             "_announce(self.ledger, step, release_id(label, leaves))\n",
             'add_noise(summed, derive_key(self.key, "noise", self.attempt_of(step), step), noise_std, 0)\n'
-            "            _announce(self.ledger, step, release_id(label, leaves))\n",
+            "                _announce(self.ledger, step, release_id(label, leaves))\n",
             "noise is drawn before the ledger knows",
         ),
         (
@@ -397,7 +398,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         "training/test_elastic",
         (
-            "            _check_ceiling(job, ledger, newest, mine)\n",
+            "        _check_ceiling(job, ledger, newest, mine)\n",
             "",
             "steps are charged again beyond a ceiling",
         ),
@@ -792,7 +793,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/job.py",
         f"training/test_checkpoint {KEYS}",
         (
-            "run_key, fixed or new_run_key().hex())",
+            "run_key, fixed or (key or new_run_key()).hex())",
             'run_key, fixed or "00" * 32)',
             "every run has the same key",
         ),
@@ -1096,8 +1097,8 @@ FAULTS: list[Fault] = [
         "dpdist/private_training.py",
         f"{OWN}::test_a_change_between_steps_is_on_the_card {OWN}::test_the_optimizer_is_watched_too {OWN}::test_a_registered_scheduler_is_no_change",
         (
-            "        self._step.ledger.note_changes(self._watch.changed(self.state))\n",
-            "        pass\n",
+            "            self._step.ledger.note_changes(changed)\n",
+            "            pass\n",
             "a script's own changes are not seen",
         ),
     ),
@@ -1210,7 +1211,7 @@ FAULTS: list[Fault] = [
             "a restart forgets the optimizer's state",
         ),
         (
-            '            "script": code_digest_of(self.model, self._loss),\n',
+            '            "script": self._code(),\n',
             "",
             "a script's code does not count",
         ),
@@ -1239,9 +1240,73 @@ FAULTS: list[Fault] = [
             "all attempts see one draw of the transforms",
         ),
         (
-            "        if self.ledger is not None:\n            self.permit(step)",
-            "        if False:\n            self.permit(step)",
+            "            if self.ledger is not None:\n                self.permit(step)",
+            "            if False:\n                self.permit(step)",
             "a step without a recipe is not put on record",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_step.py",
+        f"{SCRIPT_WORKERS}::test_two_workers_are_one {SCRIPT_WORKERS}::test_no_worker_has_a_gradient_that_is_not_on_record",
+        (
+            'noise_key = derive_key(self.key, "noise", self.attempt_of(step), step)',
+            'noise_key = derive_key(self.key, "noise", self.attempt_of(step), step, self.reducer.rank)',
+            "every worker of a script adds noise of its own",
+        ),
+        (
+            "        self.announcing(announce)\n",
+            "        announce()\n",
+            "a worker draws the noise of a step that is on no record",
+        ),
+        (
+            "        return Shards(1, largest, [(0, *bounds(reducer.rank))], [1] * reducer.world_size)\n",
+            "        return Shards(1, largest, [(0, 0, bounds(reducer.rank)[1])], [1] * reducer.world_size)\n",
+            "shards of a script's workers overlap",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{SCRIPT_WORKERS}::test_two_workers_are_one {SCRIPT_WORKERS}::test_workers_that_drift_apart_are_refused "
+        f"{SCRIPT_WORKERS}::test_what_one_worker_refuses_all_refuse {SCRIPT_WORKERS}::test_another_number_of_workers_goes_on",
+        (
+            "            if self._workers.first:\n                held",
+            "            if True:\n                held",
+            "every worker of a script writes the ledger",
+        ),
+        (
+            '        self._workers.check_same({"data": told.fingerprint})\n',
+            "",
+            "workers of a script train on different records",
+        ),
+        (
+            '        self._workers.check_same({**told, **self._digests("model")})\n',
+            "",
+            "workers of a script begin with different models",
+        ),
+        (
+            "            self._workers.check_same(parts)\n",
+            "            pass\n",
+            "what one worker changes is not on the others",
+        ),
+        (
+            "plan.records, reducer, self._recipe.training.reproducible",
+            "plan.records, reducer, False",
+            "a reproducible script adds up by the number of its workers",
+        ),
+    ),
+    *group(
+        "dpdist/training/collectives.py",
+        f"{SCRIPT_WORKERS}::test_no_worker_has_a_gradient_that_is_not_on_record "
+        f"{SCRIPT_WORKERS}::test_other_errors_tell_the_others_no_value",
+        (
+            "            if verdict != _ON_RECORD:\n",
+            "            if False:\n",
+            "workers go on without the ledger",
+        ),
+        (
+            'said = str(error) if users else f"failed with {type(error).__name__}"',
+            "said = str(error)",
+            "an error brings a record's value to other workers",
         ),
     ),
 ]

@@ -1,0 +1,540 @@
+"""`dpdist.PrivateTraining` in several processes: one training, and one refusal."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.training import KEY, parameters, release_ids
+from torch import nn
+
+import dpdist
+from dpdist import PrivateTraining, UserError
+from dpdist.core.errors import ClusterError
+from dpdist.privacy.ledger import Ledger, LedgerError
+from dpdist.runs.folder import RunFolder
+from dpdist.training import monitoring
+from dpdist.training.collectives import Reducer, Workers
+
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
+RECORDS, WIDTH, STEPS = 80, 6, 6
+PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
+
+
+def records() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.rand(RECORDS, WIDTH, generator=torch.Generator().manual_seed(1))
+    return inputs, (inputs.sum(1) > WIDTH / 2).long()
+
+
+def net(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def begin(folder: Path, *, seed: int = 3, rate: float = 0.05, **given: Any) -> PrivateTraining:
+    model = given.pop("model", None) or net(seed)
+    options = {
+        "loss": "cross-entropy", "privacy": PRIVATE, "batch_size": 16, "steps": STEPS,
+        "resources": {"checkpoint_seconds": 1e-6}, "folder": folder, "data": records(), **given,
+    }  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    return PrivateTraining(model, optimizer, options.pop("data"), **options)
+
+
+def flat(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+# --- two processes that live as long as the tests
+
+
+def _live(rank: int, count: int, store: str, asked: Any, answers: Any) -> None:
+    torch.set_num_threads(1)
+    if count > 1:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+    while (question := asked.get()) is not None:
+        scene, words = question
+        try:
+            answers.put((rank, scene(rank, *words)))
+        except Exception as error:
+            traceback.print_exc()
+            answers.put((rank, error))
+
+
+class Group:
+    """Two workers with a process group, or one without."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.asked, self.answers = [context.Queue() for _ in range(count)], context.Queue()
+        self.workers = [
+            context.Process(
+                target=_live, args=(rank, count, str(folder / "store"), asked, self.answers)
+            )
+            for rank, asked in enumerate(self.asked)
+        ]
+        for worker in self.workers:
+            worker.start()
+
+    def do(self, scene: Callable[..., Any], *words: Any) -> list[Any]:
+        """Return what a scene returns on each, or raises; nobody may wait for ever."""
+        for asked in self.asked:
+            asked.put((scene, words))
+        found = dict(self.answers.get(timeout=90) for _ in self.workers)
+        return [found[rank] for rank in range(len(self.workers))]
+
+    def end(self) -> None:
+        for asked in self.asked:
+            asked.put(None)
+        for worker in self.workers:
+            worker.join(30)
+            worker.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    found = Group(tmp_path_factory.mktemp("pair"), 2)
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Group]:
+    found = Group(tmp_path, 1)
+    yield found
+    found.end()
+
+
+def both(said: list[Any], kind: type[Exception] = UserError) -> list[str]:
+    """Return the lines that both refused with."""
+    assert [type(each) for each in said] == [kind, kind], said
+    lines = [str(each) for each in said]
+    assert not any("\n" in line for line in lines)
+    return lines
+
+
+# --- one training
+
+
+WRITES: list[str] = []  # of this process
+
+
+def _watch_writes(event: str, words: tuple[Any, ...]) -> None:
+    opened = event == "open" and isinstance(words[2], int) and words[2] & (os.O_WRONLY | os.O_RDWR)
+    if opened or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link"):
+        WRITES.append(str(words[0]))
+
+
+def whole(rank: int, folder: Path, given: dict[str, Any], until: int = STEPS) -> dict[str, Any]:
+    sys.addaudithook(_watch_writes)
+    WRITES.clear()
+    t = begin(folder, **given)
+    reports = [t.step() for _ in range(until - (STEPS - t.steps_left))]
+    found = {
+        "parameters": flat(t.model), "norms": [report.noisy_norm for report in reports],
+        "epsilon": [report.epsilon for report in reports], "guarantee": str(t.guarantee),
+        "writes": [name for name in WRITES if str(folder) in name], "left": t.steps_left,
+        "examples": [(report.private or {}).get("examples") for report in reports],
+    }  # fmt: skip
+    t.close()
+    return found
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_two_workers_are_one(tmp_path, pair, reproducible):
+    given = {"reproducible": reproducible, "private_metrics": True}
+    one = whole(0, tmp_path / "one", given)
+    first, second = pair.do(whole, tmp_path / "two", given)
+    assert first["parameters"] == second["parameters"] and first["norms"] == second["norms"]
+    assert first["epsilon"] == second["epsilon"] == one["epsilon"]
+    assert first["guarantee"] == second["guarantee"] == one["guarantee"]
+    a, b = (RunFolder(tmp_path / name) for name in ("one", "two"))
+    if reproducible:
+        assert release_ids(a) == release_ids(b) and len(release_ids(a)) == STEPS
+        assert torch.equal(parameters(a), parameters(b)) and one["norms"] == first["norms"]
+    else:
+        torch.testing.assert_close(parameters(a), parameters(b), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one["norms"], first["norms"], rtol=1e-6)
+    # Each record is one worker's, and each worker has some.
+    shares = np.array([first["examples"], second["examples"]])
+    assert (shares.sum(0) == one["examples"]).all() and (shares.sum(1) > 0).all()
+    assert Ledger.read(b.ledger).release_counts == dict.fromkeys(range(STEPS), 1)
+    assert first["writes"] and second["writes"] == []
+    assert [group.workers for group in monitoring.read_groups(b)] == [2]
+    facts = dpdist.read_facts(b)
+    assert facts.guarantee == facts.plan.guarantee() and facts.guarantee.kind == "proved"
+    assert b.read_recipe().resources.workers == 2
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_another_number_of_workers_goes_on(tmp_path, pair, alone, reproducible):
+    given = {"reproducible": reproducible, "resources": {"checkpoint_seconds": 1e6}}
+    undisturbed = whole(0, tmp_path / "one", given)
+    folder = tmp_path / "changing"
+    pair.do(whole, folder, given, 2)
+    assert (
+        alone.do(whole, folder, given, 4)[0]["left"] == 2
+    )  # from the checkpoint before the first step
+    first, second = pair.do(whole, folder, given)
+    assert first["parameters"] == second["parameters"] and first["left"] == 0
+    ledger = Ledger.read(folder / "private" / "ledger.jsonl")
+    assert [g.workers for g in monitoring.read_groups(RunFolder(folder))] == [2, 1, 2]
+    if reproducible:
+        assert ledger.release_counts == dict.fromkeys(range(STEPS), 1)
+        assert first["parameters"] == undisturbed["parameters"]
+    else:  # as in a recipe: another order of sums is another attempt, which is charged
+        assert ledger.release_counts == {0: 3, 1: 3, 2: 2, 3: 2, 4: 1, 5: 1}
+        assert first["guarantee"] == second["guarantee"] != undisturbed["guarantee"]
+
+
+def test_a_group_of_one_is_no_group(tmp_path):
+    alone = whole(0, tmp_path / "alone", {})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert whole(0, tmp_path / "group", {})["parameters"] == alone["parameters"]
+    finally:
+        dist.destroy_process_group()
+
+
+class Shaken(torch.utils.data.Dataset):
+    """Draws from `os.urandom`, so that no step can be replayed."""
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        inputs, labels = records()
+        shake = int.from_bytes(os.urandom(4), "little") / 2**32
+        return inputs[index] * (0.5 + shake), int(labels[index])
+
+
+def unshaken(index: int) -> tuple[torch.Tensor, int]:
+    inputs, labels = records()
+    return inputs[index], int(labels[index])
+
+
+def shaken(rank: int, folder: Path, until: int) -> dict[str, Any]:
+    data = dpdist.as_records(Shaken(), target=None, before_transform=unshaken)
+    return whole(rank, folder, {"data": data, "resources": {"checkpoint_seconds": 1e6}}, until)
+
+
+def test_a_replay_with_another_sum_is_a_new_attempt_on_all(tmp_path, pair):
+    folder = RunFolder(tmp_path / "own")
+    pair.do(shaken, folder.path, 2)
+    first, second = pair.do(shaken, folder.path, STEPS)
+    assert first["parameters"] == second["parameters"] and first["left"] == second["left"] == 0
+    assert Ledger.read(folder.ledger).release_counts == {0: 2, 1: 2, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert len(set(release_ids(folder))) == 8
+
+
+# --- one refusal
+
+
+def refused(rank: int, folder: Path, others: dict[str, Any]) -> None:
+    """Begin with what only worker 1 has in another way."""
+    given = dict(others) if rank == 1 else {}
+    if "moved" in given:
+        inputs, labels = records()
+        inputs[given.pop("moved"), 2] += 1e-3
+        given["data"] = inputs, labels
+    if "fewer" in given:
+        given["data"] = tuple(each[: given["fewer"]] for each in records())
+        del given["fewer"]
+    begin(folder, **given).close()
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"seed": 4}, "model: must be the same on all workers, got another on worker 1"),
+        ({"model": nn.Linear(WIDTH, 2)}, "model settings: must be the same on all workers"),
+        ({"moved": 7}, "data: must be the same on all workers"),
+        ({"fewer": 70}, "data: must be the same on all workers"),
+        ({"batch_size": 20}, "training settings: must be the same on all workers"),
+        ({"steps": 7}, "training settings: must be the same on all workers"),
+        (
+            {"privacy": {**PRIVATE, "noise_multiplier": 1.1}},
+            "privacy settings: must be the same on all",
+        ),
+        ({"rate": 0.06}, "optimizer settings: must be the same on all workers"),
+        ({"batch_size": 200}, "training.batch_size: must be <= the 80"),
+        ({"loss": "no such"}, "loss"),
+        ({"model": nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))}, "normalises"),
+    ],
+)
+def test_what_one_worker_refuses_all_refuse(tmp_path, pair, others, said):
+    for line in both(pair.do(refused, tmp_path / "own", others)):
+        assert said in line, line
+    assert not (tmp_path / "own").exists()
+
+
+def test_other_errors_tell_the_others_no_value(tmp_path, pair):
+    first, second = pair.do(refused, tmp_path / "own", {"data": Broken()})
+    assert isinstance(second, ValueError) and "0.125" in str(second)
+    assert isinstance(first, ClusterError) and str(first) == "worker 1: failed with ValueError"
+
+
+class Broken(dpdist.Records):
+    name = "broken"
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        raise ValueError("a record of 0.125")
+
+    def targets(self, indices: Any) -> torch.Tensor:
+        raise ValueError("a record of 0.125")
+
+
+def between(rank: int, folder: Path, whose: tuple[int, ...], what: str) -> dict[str, Any]:
+    """Change something between two steps, on some of the workers."""
+    t = begin(folder)
+    t.step()
+    if rank in whose and what == "parameters":
+        with torch.no_grad():
+            t.model[0].weight.mul_(0.5)
+    if rank in whose and what == "own draws":
+        torch.manual_seed(rank)
+        with torch.no_grad():
+            t.model[0].weight.add_(torch.randn(5, WIDTH))
+    if rank in whose and what == "rate":
+        t.optimizer.param_groups[0]["lr"] = 0.01
+    if rank in whose and what == "freeze":
+        t.model[0].weight.requires_grad_(False)
+    try:
+        t.run_all()
+        return {"parameters": flat(t.model), "kind": t.guarantee.kind}
+    finally:
+        t.close()
+
+
+@pytest.mark.parametrize(
+    ("whose", "what", "said"),
+    [
+        ((1,), "parameters", "changes between steps: must be the same on all workers"),
+        ((0,), "parameters", "changes between steps: must be the same on all workers"),
+        ((0, 1), "own draws", "parameters: must be the same on all workers"),
+        ((1,), "rate", "optimizer settings: must be the same on all workers"),
+        ((1,), "freeze", "model: must train the same parameters in all steps"),
+    ],
+)
+def test_workers_that_drift_apart_are_refused(tmp_path, pair, whose, what, said):
+    for line in both(pair.do(between, tmp_path / "own", whose, what)):
+        assert said in line, line
+    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
+
+
+def test_a_change_on_all_workers_is_on_the_card(tmp_path, pair):
+    first, second = pair.do(between, tmp_path / "own", (0, 1), "parameters")
+    assert first["kind"] == second["kind"] == "assumed: post-processing"
+    assert first["parameters"] == second["parameters"]
+
+
+def forgotten(rank: int, folder: Path) -> None:
+    model = net()
+    t = begin(folder, model=model)
+    scheduler = torch.optim.lr_scheduler.StepLR(t.optimizer, 1) if rank == 1 else None
+    try:
+        t.step()
+    finally:
+        del scheduler
+        t.close()
+
+
+def test_a_scheduler_that_one_worker_forgot_is_refused_by_all(tmp_path, pair):
+    for line in both(pair.do(forgotten, tmp_path / "own")):
+        assert "state: must hold the StepLR of this optimizer" in line
+    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {}
+
+
+def unrecorded(rank: int, folder: Path) -> tuple[str, bool]:
+    """Take a step that worker 0 cannot put on record."""
+    t = begin(folder)
+    before, kept = flat(t.model), Ledger.record
+
+    def full(self: Ledger, step: int, release: str) -> Any:
+        raise LedgerError("no space left")
+
+    if rank == 0:
+        Ledger.record = full  # type: ignore[method-assign]
+    try:
+        t.step()
+    except (LedgerError, ClusterError) as error:
+        return str(error), flat(t.model) == before
+    finally:
+        Ledger.record = kept  # type: ignore[method-assign]
+        t.close()
+    return "", False
+
+
+def test_no_worker_has_a_gradient_that_is_not_on_record(tmp_path, pair):
+    first, second = pair.do(unrecorded, tmp_path / "own")
+    assert first == ("no space left", True)
+    assert second == ("worker 0 could not put the step on record; nothing is released", True)
+
+
+def busy(rank: int, folder: Path) -> None:
+    begin(folder).close()
+
+
+@pytest.mark.slow
+def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
+    held = begin(tmp_path / "own")
+    try:
+        for line in both(pair.do(busy, tmp_path / "own")):
+            assert "another process trains this run" in line
+    finally:
+        held.close()
+
+
+def counted(rank: int, folder: Path, workers: int) -> None:
+    begin(folder, resources={"workers": workers}).close()
+
+
+def test_the_number_of_workers_is_that_of_the_group(tmp_path, pair):
+    assert pair.do(counted, tmp_path / "own", 2) == [None, None]
+    for line in both(pair.do(counted, tmp_path / "other", 3)):
+        assert line == (
+            "resources.workers: must be 2, the processes of this script, got 3: leave it out, and "
+            "start the script by torchrun or Ray Train"
+        )
+    with pytest.raises(UserError, match=r"resources\.workers: must be 1"):
+        begin(tmp_path / "third", resources={"workers": 2})
+    with pytest.raises(UserError, match="reproducible: must be False with more than 8 workers"):
+        Workers(Reducer(0, 9, torch.device("cpu"))).resources({}, True)
+
+
+def test_processes_without_a_group_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"call torch\.distributed\.init_process_group"):
+        begin(tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+
+
+def short(rank: int, length: int) -> list[str]:
+    reducer = Reducer(rank, 2, torch.device("cpu"))
+    return reducer.all_gather_text("ä" * (length if rank else 3))
+
+
+@pytest.mark.parametrize("length", [0, 254, 255, 5000])
+def test_texts_of_any_length_arrive_whole(pair, length):
+    assert pair.do(short, length) == [["äää", "ä" * length]] * 2
+
+
+# --- one script: alone, under torchrun, on Ray
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import dpdist
+
+
+class Mine(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(6, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, inputs):
+        return self.two(self.one(inputs).relu())
+
+
+def train_loop_per_worker(config):
+    grouped = torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if grouped else 0
+    inputs = torch.rand(80, 6, generator=torch.Generator().manual_seed(1))
+    labels = (inputs.sum(1) > 3).long()
+    torch.manual_seed(0)
+    model = Mine()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+    training = dpdist.PrivateTraining(
+        model, optimizer, (inputs, labels), loss="cross-entropy",
+        privacy={"noise_multiplier": 1.0, "delta": 1e-3, "run_key": "5a" * 32}, batch_size=16,
+        steps=12, folder=config["folder"], state=[scheduler], reproducible=True,
+        resources={"checkpoint_seconds": config["seconds"]},
+    )
+    while training.steps_left:
+        mark = config["kill"]
+        if training.steps_left == 5 and rank == 1 and not os.path.exists(mark):
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        training.step()
+        scheduler.step()
+    with open(f"{config['folder']}.{rank}", "w") as file:
+        file.write(f"{training.guarantee} {optimizer.param_groups[0]['lr'].hex()}")
+
+
+if __name__ == "__main__":
+    how, folder, kill, seconds = sys.argv[1:]
+    config = {"folder": folder, "kill": kill, "seconds": float(seconds)}
+    if how == "ray":
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+
+        ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
+        run = RunConfig(
+            storage_path=folder + ".ray", failure_config=FailureConfig(max_failures=1)
+        )
+        TorchTrainer(
+            train_loop_per_worker, train_loop_config=config, run_config=run,
+            scaling_config=ScalingConfig(num_workers=2),
+        ).fit()
+    else:
+        if how == "torchrun":
+            torch.distributed.init_process_group("gloo")
+        train_loop_per_worker(config)
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+
+
+def start(how: str, folder: Path, seconds: float = 1e-6) -> subprocess.CompletedProcess[str]:
+    """Run the script; the first time, a worker besides the first is killed after seven steps."""
+    tmp = folder.parent
+    (tmp / "mine.py").write_text(SCRIPT)
+    before = [*TORCHRUN, "--nproc-per-node", "2"] if how == "torchrun" else []
+    words = ["mine.py", how, str(folder), f"{folder}.killed", str(seconds)]
+    return subprocess.run(
+        [sys.executable, *before, *words], cwd=tmp, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"},
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("how", "seconds"), [("torchrun", 1e-6), ("torchrun", 1e6), ("ray", 1e-6)])
+def test_one_script_alone_and_with_workers(tmp_path, how, seconds):
+    """Also after `kill -9` of a worker: by the same command again, or by Ray."""
+    done = start("alone", tmp_path / "alone")
+    assert done.returncode == 0, done.stderr
+    if how == "torchrun":
+        assert start(how, tmp_path / "own", seconds).returncode
+        assert len(release_ids(RunFolder(tmp_path / "own"))) == 7
+    done = start(how, tmp_path / "own", seconds)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "own.killed").exists()
+    one, two = (RunFolder(tmp_path / name) for name in ("alone", "own"))
+    assert torch.equal(parameters(one), parameters(two))
+    assert release_ids(one) == release_ids(two)
+    assert Ledger.read(two.ledger).release_counts == dict.fromkeys(range(12), 1)
+    said = {(tmp_path / name).read_text() for name in ("alone.0", "own.0", "own.1")}
+    assert len(said) == 1 and "-DP" in said.pop()
