@@ -77,6 +77,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "a release: # million a second (aim #); # bytes an entry at the peak ...": 1,
     },
     "one_run_audits": {"| # (#) | # | # | # | #, # | #, # of 2 |": 6},
+    "own_loop": {
+        "... # ms/step # steps/s": 2,
+        "overhead # % (# to # in 5 rounds; to reach <= 3 %) ...": 1,
+        "both end at the same bits: yes": 1,
+        "| dpdist | # | # | keyed Poisson |": 1,
+        "| Opacus | # | # | UniformWithReplacementSampler |": 1,
+        "| Opacus, poisson_sampling=False | # | # | RandomSampler |": 1,
+    },
     "papers": {
         "... The five papers: what is built, ...": 1,
         "| system | where | recipe | verdict | why |": 5,
