@@ -661,7 +661,9 @@ class PrivateTraining:
             return
         sections = self._recipe.model_dump(mode="json", exclude={"resources"})
         told = {f"{name} settings": json.dumps(each) for name, each in sections.items()}
+        self._workers.reducer_on(self._device)
         told |= {"data": str(count), "code": self._code(), **self._settings()}
+        told["device"] = self._device.type
         self._workers.check_same({**told, **self._digests("model")})
 
     def _digests(self, name: str) -> dict[str, str]:
@@ -770,8 +772,11 @@ class PrivateTraining:
         """Write a checkpoint of everything as it is now, on all workers the same."""
         self._workers.check_same(self._digests("parameters"))
         self._saved = time.monotonic()
-        if self._step is None or self._step.ledger is None:
-            return
+        if self._step is not None and self._step.ledger is not None:
+            self._write_checkpoint(self._step.ledger)
+        self._workers.agree()  # worker 0 has written
+
+    def _write_checkpoint(self, ledger: Ledger) -> None:
         kept = {
             "initial": self._initial,
             "kept": [type(each).__name__ for each in self.state],
@@ -784,7 +789,7 @@ class PrivateTraining:
         for place, each in enumerate(self.state):
             slots |= pack(f"state.{place}", each.state_dict())
         state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
-        checkpoint.save(self.run.checkpoints, state, self._step.ledger.anchor)
+        checkpoint.save(self.run.checkpoints, state, ledger.anchor)
 
     # --- the loop
 
@@ -920,9 +925,10 @@ class PrivateTraining:
         if any(each["changed"] for each in told):
             parts = {"changes between steps": ", ".join(changed), **self._digests("parameters")}
             self._workers.check_same(parts)
-        assert self._step is not None
-        if self._step.ledger is not None:
-            self._step.ledger.note_changes(changed)
+            assert self._step is not None
+            if self._step.ledger is not None:
+                self._step.ledger.note_changes(changed)
+            self._workers.agree()  # worker 0 has written
         return bool(told[0]["due"])
 
     def _settings(self) -> dict[str, str]:

@@ -1097,8 +1097,8 @@ FAULTS: list[Fault] = [
         "dpdist/private_training.py",
         f"{OWN}::test_a_change_between_steps_is_on_the_card {OWN}::test_the_optimizer_is_watched_too {OWN}::test_a_registered_scheduler_is_no_change",
         (
-            "            self._step.ledger.note_changes(changed)\n",
-            "            pass\n",
+            "                self._step.ledger.note_changes(changed)\n",
+            "                pass\n",
             "a script's own changes are not seen",
         ),
     ),

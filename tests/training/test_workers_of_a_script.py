@@ -24,7 +24,7 @@ from dpdist import PrivateTraining, UserError
 from dpdist.core.errors import ClusterError
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.runs.folder import RunFolder
-from dpdist.training import monitoring
+from dpdist.training import checkpoint, monitoring
 from dpdist.training.collectives import Reducer, Workers
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
@@ -387,6 +387,40 @@ def test_no_worker_has_a_gradient_that_is_not_on_record(tmp_path, pair):
     first, second = pair.do(unrecorded, tmp_path / "own")
     assert first == ("no space left", True)
     assert second == ("worker 0 could not put the step on record; nothing is released", True)
+
+
+def unwritten(rank: int, folder: Path, what: str) -> tuple[str, int]:
+    """Take a second step before which worker 0 cannot write."""
+    t = begin(folder)
+    t.step()
+    kept = Ledger.note_changes, checkpoint.save
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if what == "changes":
+        with torch.no_grad():
+            t.model[0].weight.mul_(0.5)
+    if rank == 0 and what == "changes":
+        Ledger.note_changes = full  # type: ignore[method-assign]
+    elif rank == 0:
+        checkpoint.save = full
+    try:
+        t.step()
+    except (OSError, ClusterError) as error:
+        return f"{type(error).__name__}: {error}", t.steps_left
+    finally:
+        Ledger.note_changes, checkpoint.save = kept  # type: ignore[method-assign]
+        t.close()
+    return "", 0
+
+
+@pytest.mark.parametrize("what", ["changes", "checkpoint"])
+def test_no_worker_goes_on_where_the_first_cannot_write(tmp_path, pair, what):
+    first, second = pair.do(unwritten, tmp_path / "own", what)
+    assert first == ("OSError: [Errno 28] No space left on device", STEPS - 1)
+    assert second == ("ClusterError: worker 0: failed with OSError", STEPS - 1)
+    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
 
 
 def busy(rank: int, folder: Path) -> None:
