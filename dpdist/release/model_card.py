@@ -164,10 +164,11 @@ def _privacy_section(card: Mapping[str, Any]) -> str:
         return f"None is known: {why}. It may give single training records away."
     if not card["private"]:
         return f"None: the run key was fixed, or nothing is proved. See `{PRIVACY_CARD_TEXT}`."
+    unit = "group" if "group" in guarantee else "record"
     lines = [
         f"({format_epsilon(epsilon)}, {format_delta(guarantee['delta'])})-differential privacy, "
         f"{shown_kind(guarantee['kind'])} by {card['accountant']}; neighbours: {card['relation']}.",
-        f"Whatever test is made on the model: if it calls a record that was not trained on one "
+        f"Whatever test is made on the model: if it calls a {unit} that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
         f"+ delta (e^epsilon = {format_significant(math.exp(min(epsilon, 700)), 3)}).",
         f"`{PRIVACY_CARD_TEXT}` has the mechanism, epsilon at other deltas, and what must hold.",
