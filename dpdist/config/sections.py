@@ -478,7 +478,8 @@ _ELSEWHERE = {"max_grad_norm": "clip_norm", "target_epsilon": "epsilon", "target
 
 
 def _complaint(item: Any) -> str:
-    key, rule = ".".join(["privacy", *map(str, item["loc"])]), validation_message(item)
+    named = [item["ctx"]["key"]] if item["type"] == "of_key" else []
+    key, rule = ".".join(["privacy", *map(str, item["loc"]), *named]), validation_message(item)
     if item["type"] == "extra_forbidden" and (ours := _ELSEWHERE.get(str(item["loc"][-1]))):
         return f"{key}: {rule}, take {ours}"
     told = item["type"] in ("extra_forbidden", "missing") or isinstance(item["input"], dict)

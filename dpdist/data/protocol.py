@@ -38,7 +38,8 @@ class Records(ABC):
     the run's card prints.
 
     A class of one's own defines `__len__`, `batch` and `targets`, and may define the others. A
-    unit is whom a record belongs to (`unit_id`).
+    unit is whom a record belongs to (`unit_id`); with `Privacy(unit="group", ...)` it is what is
+    sampled, clipped and protected.
 
     Attributes:
         name: name of the records in complaints and on cards.

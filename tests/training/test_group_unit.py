@@ -13,19 +13,24 @@ import pytest
 import torch
 from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
 
+import dpdist
 from dpdist import UserError
 from dpdist.audits.membership import Membership
 from dpdist.audits.target import Target
+from dpdist.data.protocol import GroupedRecords, Groups
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.poisoning.evaluation import Poisoning
 from dpdist.privacy.card import build_card, card_markdown, recompute_card
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan, group_guarantee
-from dpdist.reports import facts
+from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, make_plan, parse_recipe, plan_with_noise, refuse_unused
 from dpdist.training import records as chosen
 from dpdist.training.job import check_trainable, prepare
 from dpdist.training.model_setup import describe_cost
+from dpdist.training.private_step import PrivateStep
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -316,7 +321,7 @@ def test_a_plan_for_groups_is_counted_and_uncapped():
 def test_a_run_on_a_parquet_file_states_its_groups(root, tmp_path):
     recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
     train(recipe, folder)
-    found = facts.read_facts(folder)
+    found = read_facts(folder)
     assert found.guarantee.group is not None and found.plan.records == GROUPS
     card = found.privacy_card()
     assert card["unit"].startswith("a whole group") and card["records"] == GROUPS
@@ -354,3 +359,112 @@ def test_on_two_workers_a_group_lies_whole(root, tmp_path):
         if reproducible:
             assert torch.equal(parameters(one), parameters(two))
         torch.testing.assert_close(parameters(one), parameters(two), rtol=1e-5, atol=1e-6)
+
+
+# --- loops of one's own -------------------------------------------------------------------------
+
+
+PRIVACY = {
+    "noise_multiplier": 1.0, "delta": 1e-2, "unit": "group", "max_records_per_group": 2,
+    "run_key": KEY,
+}  # fmt: skip
+WHOM = [f"p{place % 17}" for place in range(90)]
+
+
+def points(count: int = 90) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(count, 4, generator=generator)
+    return inputs, (inputs.sum(1) > 0).long()
+
+
+def loop_of(folder: Path, data: Any = None, **options: Any) -> dpdist.PrivateTraining:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    given = dpdist.as_records(points(), unit=WHOM) if data is None else data
+    settings = {
+        "loss": "cross-entropy", "privacy": PRIVACY, "batch_size": 5, "epochs": 2,
+        "folder": folder, **options,
+    }  # fmt: skip
+    return dpdist.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), given, **settings
+    )
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_a_loop_of_one_s_own_counts_samples_and_states_groups(tmp_path):
+    training = loop_of(tmp_path / "run")
+    assert training.plan.records == 17 and training.plan.step(0).sample_rate == 5 / 17
+    assert training.steps_left == 2 * 17 // 5
+    key = training._step.key
+    torch.manual_seed(0)
+    engine = GradientEngine(
+        torch.nn.Linear(4, 2), cross_entropy, clipping=FlatClipping(1.0),
+        micro_batch=training._engine.micro_batch,
+    )  # fmt: skip
+    groups = GroupedRecords(dpdist.as_records(points()), Groups.from_values(WHOM, 2))
+    alone = PrivateStep(engine, groups, key, training._step.attempt)
+    expected = alone.gradient(0, training.plan.step(0))[0].clone()
+    before = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    training.step()
+    after = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    torch.testing.assert_close((before - after) / 0.5, expected.float(), rtol=1e-4, atol=1e-6)
+    assert training.guarantee.relation == (
+        "zero-out of a whole group (all records of one value of unit_id, of which at most 2 count "
+        "in a step)"
+    )
+    run = training.run_all()
+    card = read_facts(run).privacy_card()
+    assert card["records"] == 17 and card["unit"].startswith("a whole group")
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_a_loop_that_was_left_goes_on_to_the_same_bits(tmp_path):
+    whole = loop_of(tmp_path / "whole")
+    whole.run_all()
+    first = loop_of(tmp_path / "left", resources={"checkpoint_seconds": 1e-6})
+    for _ in range(3):
+        first.step()
+    first.close()
+    again = loop_of(tmp_path / "left", resources={"checkpoint_seconds": 1e-6})
+    assert again.steps_left > 3
+    again.run_all()
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert release_ids(whole.run) == release_ids(again.run)
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_a_loop_refuses_what_names_no_groups(tmp_path):
+    for data, said in (
+        (points(), "must say whom each record belongs to"),
+        (dpdist.as_records(points(), unit=[*WHOM[:-1], 7]), "numbers or texts as units"),
+        (dpdist.as_records(points(), unit=list(range(90))), "has each as its own unit"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            loop_of(tmp_path / "none", data)
+        assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(UserError, match="unit must be known for every record"):
+        dpdist.as_records(points(), unit=[*WHOM[:-1], None])
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match="max_records_per_group: required"):
+        dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, unit="group")
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_a_private_group_is_not_held_out(tmp_path):
+    inputs, labels = points(20)
+    public = dpdist.as_records((inputs + 1, labels), unit=["p3", *["x"] * 19])
+    with pytest.raises(UserError, match="must share no unit with data, got 1 in common"):
+        loop_of(tmp_path / "run", held_out=public)
+    with pytest.raises(UserError, match="must share no record with data"):
+        loop_of(tmp_path / "run", held_out=(inputs, labels))
+    loop_of(tmp_path / "run", held_out=(inputs + 1, labels)).run_all()
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_fit_takes_groups(tmp_path):
+    run = dpdist.fit(
+        torch.nn.Linear(4, 2), dpdist.as_records(points(), unit=WHOM), learning_rate=0.1,
+        privacy=dpdist.Privacy(**PRIVACY), batch_size=5, steps=2, folder=tmp_path / "run",
+    )  # fmt: skip
+    assert run.read_plan().group == GroupUnit("unit_id", 2)
