@@ -150,8 +150,9 @@ def _privacy_sentence(card: Mapping[str, Any]) -> str:
         return f"**{why[0].upper()}{why[1:]}.**"
     if not card["private"]:
         return "**It is NOT private**; the privacy card says why."
+    unit = "whole group of training records" if "group" in guarantee else "training record"
     return (
-        f"What it reveals of one training record is bounded by epsilon "
+        f"What it reveals of one {unit} is bounded by epsilon "
         f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}, "
         f"{card['relation']}."
     )

@@ -258,8 +258,11 @@ def _explain_epsilon(facts: Facts) -> str:
         question = "which of two records was in the training"
     elif guarantee.size_public:
         question += ", or blanked out,"
+    meaning = _EPSILON_MEANING
+    if guarantee.group is not None:
+        meaning = meaning.replace("training record", "whole group of training records")
     return (
-        f"{_EPSILON_MEANING}. Whoever knows all other {unit}s, sees the model and must tell at "
+        f"{meaning}. Whoever knows all other {unit}s, sees the model and must tell at "
         f"even odds {question} is right with probability at most "
         f"{max_correct_guess_percent(guarantee)} %."
     )

@@ -88,6 +88,9 @@ def test_a_large_group_s_records_are_a_uniform_subset_that_its_key_draws():
     expected = rounds / 15
     squares = sum((count - expected) ** 2 / expected for count in seen.values())
     assert squares < 43.8  # of chi-squared with 14 degrees of freedom, above with probability 6e-5
+    twins = Groups.from_values([0] * 20 + [1] * 20, 2)
+    both = [twins.draw(np.array([0, 1]), derive_key(KEY, "step", step))[0] for step in range(20)]
+    assert any((own[0] + 20 != own[1]).any() for own in both), "all groups draw alike"
     assert groups.draw(np.array([0, 1]), KEY)[0][1].tolist() == (
         groups.draw(np.array([1]), KEY)[0][0].tolist()
     ), "another group has a say"
