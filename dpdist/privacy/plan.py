@@ -91,6 +91,8 @@ class GroupUnit:
         return (
             f"all records of a person have the same value of {self.column}; a record belongs to "
             "one person",
+            "no person whose records are trained on is among public or test records under another "
+            "name",
         )
 
 
@@ -169,6 +171,7 @@ class PrivacyPlan:
         clip_norm: float = 1.0,
         neighbours: Neighbours = "add-or-remove-one",
         batch_cap: int | None = None,
+        group: GroupUnit | None = None,
     ) -> PrivacyPlan:
         """Return the plan of DP-SGD: one phase of Poisson-sampled steps with Gaussian noise.
 
@@ -181,6 +184,7 @@ class PrivacyPlan:
             clip_norm: L2 bound on a record's clipped gradient.
             neighbours: the relation of data sets.
             batch_cap: a batch beyond it is cut to a random subset of this size; None for no cap.
+            group: the unit where it is a group of records; `records` and `batch_size` count groups.
 
         Returns:
             The plan.
@@ -193,7 +197,7 @@ class PrivacyPlan:
         if batch_size > records:
             raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
         phase = GaussianSteps(steps, noise_multiplier, batch_size / records, batch_cap)
-        return cls(records, (phase,), delta, clip_norm, neighbours)
+        return cls(records, (phase,), delta, clip_norm, neighbours, group=group)
 
     @property
     def _training_phases(self) -> list[GaussianSteps]:

@@ -122,11 +122,10 @@ def step_of(data: GroupedRecords, perturbation: Perturbation | None = None) -> P
 def drawn(step: int) -> list[list[int]]:
     """The records of each group that joins a step, worked out from the keys."""
     words = stream_words(derive_key(KEY, "sample", "7/nonce", step), 0, len(SIZES))
-    data = grouped()
-    view = data.for_step(derive_key(KEY, "data", "7/nonce", step))
+    groups, key = Groups(np.array(units()), MOST), derive_key(KEY, "data", "7/nonce", step)
     found = []
     for group in np.flatnonzero(words < np.uint64(2**63)):
-        positions, present = view.members(np.array([group]))
+        positions, present = groups.draw(np.array([group]), key)
         found.append(positions[0][present[0]].tolist())
     return found
 
@@ -140,11 +139,21 @@ def noise_of(step: int, size: int) -> np.ndarray:
     return np.asarray(both.reshape(-1)[:size])
 
 
-def by_hand(step: int, *, clip_records: bool = False, realised: bool = False) -> np.ndarray:
+def sampled_by_record(step: int) -> list[list[int]]:
+    """What a fault would take: each record joins by a coin of its own."""
+    words = stream_words(derive_key(KEY, "sample", "7/nonce", step), 0, sum(SIZES))
+    joined = np.flatnonzero(words < np.uint64(2**63))
+    own = np.array(units())[joined]
+    return [joined[own == group][:MOST].tolist() for group in np.unique(own)]
+
+
+def by_hand(
+    step: int, *, clip_records: bool = False, realised: bool = False, sample_records: bool = False
+) -> np.ndarray:
     """The noisy gradient in float64, one group at a time by autograd."""
     torch.manual_seed(0)
     model, (inputs, labels) = torch.nn.Linear(5, 3).double(), records()
-    total, groups = np.zeros(18), drawn(step)
+    total, groups = np.zeros(18), sampled_by_record(step) if sample_records else drawn(step)
     for members in groups:
         parts = []
         for i in members:
@@ -165,7 +174,7 @@ def test_a_step_is_one_clipped_sum_for_each_group():
         np.testing.assert_allclose(gradient.numpy(), by_hand(number), rtol=1e-7, atol=1e-7)
         assert seen.examples == len(drawn(number))
         counts.add(seen.examples)
-        for wrong in ({"clip_records": True}, {"realised": True}):
+        for wrong in ({"clip_records": True}, {"realised": True}, {"sample_records": True}):
             difference = np.abs(gradient.numpy() - by_hand(number, **wrong)).max()
             assert difference > 1e-3 or (len(drawn(number)) == 10 and "realised" in wrong)
     assert len(counts) > 1, "batches of one size would be no Poisson sample"
@@ -176,6 +185,30 @@ def test_records_are_drawn_anew_in_each_step():
     large = [tuple(m) for step in range(4) for m in drawn(step) if len(m) == MOST]
     assert all(len(members) <= MOST for step in range(4) for members in drawn(step))
     assert len(set(large)) > 5
+
+
+def test_random_transforms_of_grouped_records_are_keyed_by_the_step():
+    class Shifted(dpdist.Records):
+        name = "shifted"
+
+        def __init__(self, shift: int = 0) -> None:
+            self.shift = shift
+
+        def __len__(self) -> int:
+            return 3
+
+        def batch(self, indices):
+            return torch.arange(3.0)[indices, None] + self.shift
+
+        def targets(self, indices):
+            return torch.arange(3)[indices] + self.shift
+
+        def for_step(self, key: bytes) -> Shifted:
+            return Shifted(key[0])
+
+    view = GroupedRecords(Shifted(), Groups.from_values("aba", 2)).for_step(bytes([9] * 32))
+    assert view.batch(np.array([0]))[0, :, 0].tolist() == [9, 11]
+    assert view.targets(np.array([0, 1])).tolist() == [[9, 11], [10, 10]]
 
 
 def test_private_losses_are_means_over_the_records_that_count():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,11 @@ def test_everything_is_counted_from_groups(root):
     assert plan.steps == 2 * GROUPS // 12
     assert plan.group == GroupUnit("patient", MOST)
     same = PrivacyPlan.dp_sgd(
-        records=GROUPS, batch_size=12, noise_multiplier=1.0, steps=plan.steps, delta=1e-3
-    )
+        records=GROUPS, batch_size=12, noise_multiplier=1.0, steps=plan.steps, delta=1e-3,
+        group=GroupUnit("patient", MOST),
+    )  # fmt: skip
+    assert same == plan
+    same = replace(same, group=None)
     assert plan.guarantee().epsilon == same.guarantee().epsilon
 
 
@@ -291,9 +295,7 @@ def test_card_and_guarantee_state_the_relation_in_words(root):
     assert "every group joins a step independently" in lines
     assert f"the number of groups ({GROUPS}) is public" in lines
     assert "all records of a person have the same value of patient" in lines
-    assert "record" not in lines.replace("all records of a person", "").replace(
-        "a record belongs to one person", ""
-    )
+    assert "no person whose records are trained on is among public or test records" in lines
     card = build_card(plan, unit=recipe.privacy_unit, extra={"a": "b"})
     assert card["relation"] == words and card["unit"] == words.removeprefix("zero-out of ")
     page = card_markdown(card)
