@@ -22,6 +22,7 @@ from dpdist.data.protocol import GroupedRecords, Groups
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, GroupMembers
 from dpdist.gradients.perturbations import (
+    CropAndFlip,
     InputPerturbation,
     ModulePerturbation,
     ParameterPerturbation,
@@ -185,6 +186,39 @@ def test_records_are_drawn_anew_in_each_step():
     large = [tuple(m) for step in range(4) for m in drawn(step) if len(m) == MOST]
     assert all(len(members) <= MOST for step in range(4) for members in drawn(step))
     assert len(set(large)) > 5
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "dplis", "dplis for each", "inputs", "modules", "isolated"]
+)
+def test_without_a_clip_a_group_s_sum_is_that_of_its_records(name: str):
+    """Drawn noise and all: it is keyed by the record, and an empty place adds nothing."""
+    kind, isolate = ("none", True) if name == "isolated" else (name, False)
+    data = grouped("images")
+    every = np.arange(len(data))
+    positions, present = data.members(every)
+    sums = []
+    for by_group in (True, False):
+        engine = GradientEngine(
+            small_layers(), cross_entropy, clipping=FlatClipping(1e6),
+            perturbation=PERTURBATIONS[kind](), isolate=isolate,
+        )  # fmt: skip
+        engine.augmentation = CropAndFlip(1, True)
+        inputs, targets = data.batch(every), data.targets(every)
+        if by_group:
+            engine.records_per_example = MOST
+            members = GroupMembers(torch.from_numpy(positions), torch.from_numpy(present).float())
+            ids = torch.from_numpy(every)
+            found = engine.clipped_sum(
+                inputs, targets, draw_key=KEY, record_ids=ids, members=members
+            )
+        else:
+            ids = torch.from_numpy(positions[present])
+            found = engine.clipped_sum(
+                inputs[present], targets[present], draw_key=KEY, record_ids=ids
+            )
+        sums.append(found.flat)
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-3, atol=1e-4)
 
 
 def test_random_transforms_of_grouped_records_are_keyed_by_the_step():
