@@ -470,3 +470,67 @@ def test_fit_takes_groups(tmp_path):
         privacy=dpdist.Privacy(**PRIVACY), batch_size=5, steps=2, folder=tmp_path / "run",
     )  # fmt: skip
     assert run.read_plan().group == GroupUnit("unit_id", 2)
+
+
+# --- other inputs and targets -------------------------------------------------------------------
+
+
+def write_texts(root: Path, split: str, authors: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    own = [f"{split} author {place % authors}" for place in range(6 * authors)]
+    texts = ["".join(generator.choice(list("abcd "), 20)) for _ in own]
+    (root / "notes").mkdir(parents=True, exist_ok=True)
+    table = pa.table({"text": texts, "who": own})
+    pq.write_table(table, root / "notes" / f"{split}.parquet")
+
+
+def test_texts_are_grouped_by_their_author(tmp_path):
+    """Tokens, and the next ones as targets, are of (B, K, T)."""
+    write_texts(tmp_path / "data", "train", 12, 0)
+    write_texts(tmp_path / "data", "test", 5, 1)
+    data = {
+        "name": "notes", "root": str(tmp_path / "data"), "columns": {"group": "who"},
+        "text": {"length": 12, "predict": "next"},
+    }  # fmt: skip
+    recipe = recipe_of(
+        tmp_path, data=data, model={"name": "next-word-mlp", "options": {"embedding": 4}},
+        training={"batch_size": 4, "steps": 3, "learning_rate": 0.5},
+    )  # fmt: skip
+    folder = RunFolder(tmp_path / "run")
+    assert torch.isfinite(train(recipe, folder)).all()
+    assert folder.read_plan().records == 12
+    dataset, _ = check_trainable(recipe, "test")
+    assert dataset.batch(np.array([0, 3])).shape[:2] == (2, MOST)
+    assert dataset.targets(np.array([0, 3])).shape == (2, MOST, 12)
+
+
+def test_numbers_are_learned_by_group(tmp_path):
+    for split, seed in (("train", 0), ("test", 1)):
+        generator = np.random.default_rng(seed)
+        inputs = generator.normal(size=(60, 3)).astype(np.float32)
+        columns = {f"f{k}": inputs[:, k] for k in range(3)}
+        table = pa.table(
+            columns | {"label": inputs.sum(1), "patient": [f"{split} {k % 15}" for k in range(60)]}
+        )
+        (tmp_path / "scans").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / "scans" / f"{split}.parquet")
+    data = {
+        "name": "scans", "root": str(tmp_path), "targets": "number",
+        "columns": {"features": ["f*"], "group": "patient"},
+    }  # fmt: skip
+    recipe = recipe_of(
+        tmp_path, data=data, training={
+            "batch_size": 5, "steps": 3, "learning_rate": 0.1, "loss": "mse",
+        },
+    )  # fmt: skip
+    weights = train(recipe, RunFolder(tmp_path / "run"))
+    assert torch.isfinite(weights).all()
+
+
+def test_labels_that_are_left_out_take_their_groups_along(root):
+    recipe = recipe_of(root)
+    whole, _ = check_trainable(recipe, "test")
+    other = recipe_of(root, data__labels=[1, 0])
+    same, _ = check_trainable(other, "test")
+    assert len(same) == len(whole)
+    np.testing.assert_array_equal(same.groups.codes, whole.groups.codes)
