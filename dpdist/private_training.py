@@ -37,7 +37,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import as_records, check_targets
-from dpdist.data.protocol import Records
+from dpdist.data.protocol import GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.data.registry import store_split
 from dpdist.evaluation import evaluate_stage
@@ -182,6 +182,21 @@ def _check_groups(recipe: Recipe, records: Records) -> None:
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 
+def _by_unit(recipe: Recipe, records: Records) -> Records:
+    """Return the records, by group where a group is the unit. Raises UserError for no groups."""
+    if recipe.group_unit is None:
+        return records
+    units = [_unit_of(records, index) for index in range(len(records))]
+    if units == list(range(len(units))):
+        raise UserError(
+            "data: must say whom each record belongs to with privacy unit: group, has each as its "
+            "own unit: give dpdist.as_records(data, unit=...), or a class with unit_id"
+        )
+    if len({isinstance(unit, str) for unit in units}) > 1:
+        raise UserError("data: must have numbers or texts as units, got both: 7 and '7' would be 2")
+    return GroupedRecords(records, Groups.from_values(units, recipe.group_unit.max_records))
+
+
 def _unit_of(records: Records, index: int) -> Hashable:
     """Return whom a record belongs to; equal ones are the same unit, which tensors would not be."""
     unit = records.unit_id(index)
@@ -239,6 +254,9 @@ def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, 
 def _store_public(public: Records, private: Records, folder: RunFolder, recipe: Recipe) -> None:
     """Keep public records in the run folder. Raises UserError where a private one is among them."""
     kind = recipe.data.targets
+    if isinstance(private, GroupedRecords):
+        private = private.records
+        _check_units_apart(public, private)
     inputs, labels = _arrays(public, np.arange(len(public)), kind)
     found, common = hash_inputs(inputs), 0
     for start in range(0, len(private), _AT_ONCE):
@@ -254,6 +272,19 @@ def _store_public(public: Records, private: Records, folder: RunFolder, recipe: 
     folder.create_or_open(recipe)
     root, data = folder.path / _HELD_OUT, recipe.data
     store_split(root, data.name, inputs, labels, data.classes, kind)
+
+
+def _check_units_apart(public: Records, private: Records) -> None:
+    """Raise UserError where a public record belongs to a private unit, if any says so."""
+    said = [_unit_of(public, index) for index in range(len(public))]
+    if said == list(range(len(said))):  # each its own: nothing was said
+        return
+    units = {_unit_of(private, index) for index in range(len(private))}
+    if common := len(units & set(said)):
+        raise UserError(
+            f"held_out: must share no unit with data, got {common:,} in common: scores on private "
+            "groups would be published"
+        )
 
 
 def _spec_of(model: nn.Module, factory: str | None, inputs: Any) -> ModelSpec:
@@ -410,7 +441,8 @@ class PrivateTraining:
         data: the private records: `(X, y)`, or anything that `dpdist.as_records` takes.
         loss: a name, such as "cross-entropy", or a callable that returns one value a record.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
-        batch_size: expected number of records in a step; the real one is drawn.
+        batch_size: expected number of records in a step (of groups where privacy has unit: group);
+            the real one is drawn.
         steps, epochs: length of the training; one of the two.
         folder: of the run, made where it is not there.
         resources: `micro_batch` and `checkpoint_seconds` of a recipe's section, as a dict.
@@ -489,6 +521,7 @@ class PrivateTraining:
             {"batch_size": batch_size, "steps": steps, "epochs": epochs,
              "reproducible": reproducible},
         )  # fmt: skip
+        self._records = _by_unit(self._recipe, self._records)
         self._objective = objective_of(loss)
         self._engine = self._engine_of(examples)
         self._check_form()
@@ -582,6 +615,7 @@ class PrivateTraining:
             micro_batch=self._recipe.resources.micro_batch,
             isolate=self._recipe.model.isolate,
         )
+        engine.records_per_example = privacy.max_records_per_group or 1
         with _kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: example_losses(self.model, objective, {}, *few), self._device)
@@ -624,8 +658,8 @@ class PrivateTraining:
             noise, plan = resolve_plan(recipe, len(records), "PrivateTraining")
         if len(records) != plan.records and not plan.nominal:
             raise UserError(
-                f"data: must be the {plan.records:,} records that the run was begun with, got "
-                f"{len(records):,}"
+                f"data: must be the {plan.records:,} {plan.counted} that the run was begun with, "
+                f"got {len(records):,}"
             )
         _check_groups(recipe, records)
         check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)

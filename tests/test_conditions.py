@@ -61,6 +61,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "training.factor": (loop(factor=0.5), loop(factor=0.5, schedule="step", milestones=[0.5])),
     "privacy.clip_norm": (
         {"privacy": OPEN | {"clip_norm": 2.0}}, {"privacy": PRIVATE | {"clip_norm": 2.0}}),
+    "privacy.max_records_per_group": (
+        {"privacy": PRIVATE | {"max_records_per_group": 3}},
+        {
+            "privacy": PRIVATE | {"max_records_per_group": 3, "unit": "group"},
+            "data": FILES | {"columns": {"group": "patient"}},
+        },
+    ),
     "privacy.budget_composition": (
         {"privacy": PRIVATE | {"budget": "/budgets", "budget_composition": "non-adaptive"}},
         {"privacy": PRIVATE | {

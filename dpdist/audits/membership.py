@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.audits.membership_statistics import GAMES, TABLE, BankScores, Game, read_scores
-from dpdist.audits.target import refuse_not_releasable, refuse_planted
+from dpdist.audits.target import refuse_groups, refuse_not_releasable, refuse_planted
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MAX_MODELS, check_hex_key
@@ -107,6 +107,7 @@ class Membership(Evaluation):
 
         refuse_planted(recipe, "shadow models")
         refuse_not_releasable(recipe)
+        refuse_groups(recipe)
         if recipe.tune is not None:
             raise UserError(
                 f"{recipe.name}: a private search is no single training; give the recipe.yaml "

@@ -36,6 +36,7 @@ class Target:
 
     def __post_init__(self) -> None:
         refuse_not_releasable(self.recipe)
+        refuse_groups(self.recipe)
         if self.recipe.method.steps_are_post_processing:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit: what is private was noised before the "
@@ -96,6 +97,16 @@ def refuse_not_releasable(recipe: Recipe) -> None:
     """Raise UserError for a recipe whose models never leave: nobody sees a step or a model."""
     if recipe.method.not_releasable_reason is not None:
         raise UserError(f"{recipe.name}: nothing to audit: {recipe.method.not_releasable_reason}")
+
+
+def refuse_groups(recipe: Recipe) -> None:
+    """Raise UserError where the unit is a group: audits tell single records apart, which a
+    guarantee for whole groups does not speak of."""
+    if recipe.group_unit is not None:
+        raise UserError(
+            f"{recipe.name}: privacy.unit: group cannot be audited: audits add and remove single "
+            "records; audit a run of the same recipe with unit: record"
+        )
 
 
 def target_of_recipe(recipe: Recipe, context: str) -> Target:

@@ -127,7 +127,8 @@ def starter_recipe(dataset: DiscoveredDataset, name: str) -> str:
         f"  delta: {_default_delta(dataset.train_records):.1e}               # below 1 / "
         f"{dataset.train_records:,} records",
         "  clip_norm: 1.0",
-        "  # group_size: 5              # also for a person with up to so many records",
+        "  # group_size: 5              # also for a person with up to so many records; or the",
+        "  # unit: group                # person itself is sampled, clipped and protected",
         "  # budget: budgets            # charge all runs on these records to one budget",
         "training:",
         f"  batch_size: {batch}             # expected; large batches need less noise for each",

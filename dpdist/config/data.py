@@ -45,7 +45,9 @@ class ColumnNames(Section):
     label: Text = "label"
     features: list[Text] = Field(default=[])
     group: Text | None = Field(
-        default=None, description="whom the record belongs to; checked against privacy.group_size"
+        default=None,
+        description="whom the record belongs to; checked against privacy.group_size, or the unit "
+        "with privacy.unit: group",
     )
 
     @field_validator("features", mode="before")

@@ -347,6 +347,9 @@ class PrivacyRecipe(Section):
             "with budget_ceiling",
             lambda it: it.budget_ceiling is not None,
         ),
+        OptionCondition(
+            ("max_records_per_group",), "with unit: group", lambda it: it.unit == "group"
+        ),
     )
 
     epsilon: Positive | None = None
@@ -368,6 +371,16 @@ class PrivacyRecipe(Section):
     )
     group_size: Annotated[int, RejectBool, Field(ge=1, le=1000)] = Field(
         default=1, description="also state the guarantee for a person with up to so many records"
+    )
+    unit: Literal["record", "group"] = Field(
+        default="record",
+        description="group: whole groups of data.columns.group are sampled, clipped and protected",
+        exclude_if=lambda unit: unit == "record",
+    )
+    max_records_per_group: Annotated[int, RejectBool, Field(ge=1, le=1000)] | None = Field(
+        default=None,
+        description="most records of a group that count in one step, with unit: group",
+        exclude_if=lambda most: most is None,
     )
     budget: FilePath | None = Field(
         default=None, description="folder of budgets; the run is charged to that of its records"
@@ -403,6 +416,27 @@ class PrivacyRecipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_unit(self) -> PrivacyRecipe:
+        if self.unit == "record":
+            return self
+        if self.max_records_per_group is None:
+            raise key_error("max_records_per_group", "required with unit: group, such as 4")
+        refused = {
+            "neighbours": (self.neighbours != "add-or-remove-one", "be add-or-remove-one"),
+            "group_size": (self.group_size != 1, "be 1, for the unit is the whole group already"),
+            "batch_cap": (self.batch_cap is not None, "be left out"),
+            "nominal_records": (self.nominal_records is not None, "be left out"),
+            "budget": (
+                self.budget is not None,
+                "be left out, for a budget counts single records and never mixes them with groups",
+            ),
+        }
+        for key, (given, rule) in refused.items():
+            if given:
+                raise key_error(key, f"with unit: group it must {rule}")
+        return self
+
     @property
     def sensitivity(self) -> float:
         """Return the most that one record adds to a sum.
@@ -420,7 +454,8 @@ class Privacy(PrivacyRecipe):
 
     Args:
         values: fields of the section: epsilon or noise_multiplier, delta, clip_norm, clipping,
-            neighbours, batch_cap, nominal_records, group_size, run_key (for tests).
+            neighbours, batch_cap, nominal_records, group_size, unit and max_records_per_group,
+            run_key (for tests).
 
     Raises:
         UserError: one line for each field that is wrong.
@@ -443,7 +478,8 @@ _ELSEWHERE = {"max_grad_norm": "clip_norm", "target_epsilon": "epsilon", "target
 
 
 def _complaint(item: Any) -> str:
-    key, rule = ".".join(["privacy", *map(str, item["loc"])]), validation_message(item)
+    named = [item["ctx"]["key"]] if item["type"] == "of_key" else []
+    key, rule = ".".join(["privacy", *map(str, item["loc"]), *named]), validation_message(item)
     if item["type"] == "extra_forbidden" and (ours := _ELSEWHERE.get(str(item["loc"][-1]))):
         return f"{key}: {rule}, take {ours}"
     told = item["type"] in ("extra_forbidden", "missing") or isinstance(item["input"], dict)

@@ -8,7 +8,7 @@ is shared.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,11 @@ import numpy as np
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.core.optional_imports import array_to_tensor
-from dpdist.data.protocol import Records, fingerprint_of
+from dpdist.data.protocol import GroupedRecords, Groups, Records, fingerprint_of
 from dpdist.data.record_hashes import (
     corrupt_cache_error,
     hash_positions,
+    stored_group_hashes,
     stored_hashes,
     to_model_inputs,
     verify_checksums,
@@ -47,7 +48,8 @@ class Dataset(Records):
     folder; selection_bits: of what is left, by place, in packed bits. largest_group: most records
     of one group, when a group column is named. text_encoding: how texts became inputs.
     predicts_next_token: the targets of a record are its own next tokens, not its label.
-    target_kind: "class"; or "number" and "labels", whose labels are float32 (N, classes).
+    target_kind: "class"; or "number" and "labels", whose labels are float32 (N, classes). by_group:
+    `hash_range` is about the hash of a record's group, so that a group lies whole in one part.
     """
 
     folder: Path
@@ -62,6 +64,7 @@ class Dataset(Records):
     text_encoding: str = ""
     predicts_next_token: bool = False
     target_kind: str = "class"
+    by_group: bool = False
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -96,7 +99,8 @@ class Dataset(Records):
         """The records whose position lies in [low, high), 0 <= low < high <= 1: about that share.
 
         A record's position is a hash of itself alone: adding or removing one record moves no
-        other one between parts, and equal inputs (of texts: equal ones) lie in the same part.
+        other one between parts, and equal inputs (of texts: equal ones) lie in the same part. With
+        `by_group` it is a hash of its group alone.
         """
         if self.hash_range is not None:
             raise ValueError("a part of a part is not defined")
@@ -142,7 +146,7 @@ class Dataset(Records):
         hashes = stored_hashes(self.folder)[: self.limit]
         kept = np.ones(len(hashes), dtype=bool)
         if self.hash_range is not None:
-            places = hash_positions(hashes)
+            places = hash_positions(self._stored_groups if self.by_group else hashes)
             kept &= (places >= self.hash_range[0]) & (places < self.hash_range[1])
         if self.excluded_folder is not None:
             kept &= ~np.isin(hashes, stored_hashes(self.excluded_folder))
@@ -167,6 +171,27 @@ class Dataset(Records):
         """What each record is recognised by (`dpdist.data.record_hashes`): (N,) of 16 bytes."""
         hashes = stored_hashes(self.folder)[: self.limit]
         return hashes if self._row_indices is None else hashes[self._row_indices]
+
+    @property
+    def _stored_groups(self) -> np.ndarray:
+        hashes = stored_group_hashes(self.folder)
+        if hashes is None:
+            raise UserError(f"{self.name}: no column says whom a record belongs to")
+        return hashes[: self.limit]
+
+    @property
+    def group_hashes(self) -> np.ndarray:
+        """Hashes of whom each record belongs to: (N,) of 16 bytes.
+
+        Raises UserError where no column says it.
+        """
+        hashes = self._stored_groups
+        return hashes if self._row_indices is None else hashes[self._row_indices]
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups that these records belong to."""
+        return len(np.unique(self.group_hashes))
 
     @cached_property
     def labels(self) -> np.ndarray:
@@ -198,6 +223,72 @@ class Dataset(Records):
         if self.predicts_next_token:
             return torch.from_numpy(next_tokens(self.batch(indices).numpy()))
         return torch.from_numpy(np.array(self.labels[indices]))
+
+
+@dataclass(frozen=True)
+class GroupedDataset(Dataset):
+    """Records whose groups are the positions of a step: len, batch and targets are of groups.
+
+    inputs, labels and hashes are the records' own. max_records: most records of a group that count
+    in one step.
+    """
+
+    max_records: int = field(kw_only=True)
+
+    @classmethod
+    def from_records(cls, records: Dataset, max_records: int) -> GroupedDataset:
+        """Return the records by group.
+
+        Raises UserError where a record's group is not known, or is no whole number or text.
+        """
+        own = {part.name: getattr(records, part.name) for part in fields(Dataset)}
+        if unknown := int((records.group_hashes == b"").sum()):
+            raise UserError(
+                f"{records.name}: data.columns.group: must be a whole number or a text for each "
+                f"record, is none for {unknown:,} of {len(records):,}: drop these records, or give "
+                "each a group of its own"
+            )
+        return cls(**own, max_records=max_records)
+
+    @cached_property
+    def _grouped(self) -> GroupedRecords:
+        own = Dataset(**{part.name: getattr(self, part.name) for part in fields(Dataset)})
+        values = own.group_hashes.tolist()
+        return GroupedRecords(own, Groups.from_values(values, self.max_records))
+
+    @property
+    def groups(self) -> Groups:
+        """Return whom the records belong to."""
+        return self._grouped.groups
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the records and of their groups."""
+        own = Dataset(**{part.name: getattr(self, part.name) for part in fields(Dataset)})
+        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.groups")
+        digest.update(own.fingerprint.encode())
+        digest.update(np.ascontiguousarray(self.groups.codes).tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return positions of records, and which places are filled (`GroupedRecords.members`)."""
+        return self._grouped.members(indices)
+
+    def batch(self, indices: np.ndarray | slice) -> Tensor:
+        """Return inputs of the groups' records, float32 (B, max_records, *input_shape)."""
+        found = self._grouped.batch(indices)
+        assert not isinstance(found, tuple | dict)
+        return found
+
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        return self._grouped.targets(indices)
+
+    def for_step(self, key: bytes) -> GroupedRecords:
+        """Return the groups with the records that the key draws of them."""
+        return self._grouped.for_step(key)
 
 
 # --- records in common ------------------------------------------------------------------------
@@ -254,6 +345,13 @@ def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
         "the files, or leave them out of training with data.drop_test_records: true"
     )
     refuse_common_records(train, test, context, why)
+    if not train.by_group:
+        return
+    if both := np.intersect1d(train.group_hashes, test.group_hashes).size:
+        raise UserError(
+            f"{context}: {both:,} groups of {train.name} are in {test.name} too: scores on private "
+            "groups would be published; take them out of one of the files"
+        )
 
 
 def check_test_records_unseen(

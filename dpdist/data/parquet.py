@@ -42,7 +42,7 @@ from dpdist.core.files import (
     quoted,
 )
 from dpdist.data.dataset import Dataset
-from dpdist.data.record_hashes import write_checksums, write_hashes
+from dpdist.data.record_hashes import GROUPS_FILE, hash_groups, write_checksums, write_hashes
 from dpdist.data.text import TextColumn
 
 if TYPE_CHECKING:
@@ -358,10 +358,10 @@ class Columns:
     """Which columns hold the record.
 
     features: column names, or empty when there is an image column or a text; a pattern (mean_*)
-    stands for all columns that it fits but label and group. group: whom a record belongs to; only
-    the size of the largest group is kept. targets: of a record, "class", one of the classes;
-    "number", a number or a list; "labels", a 0 or 1 or a list. Raises UserError when a column would
-    be read twice.
+    stands for all columns that it fits but label and group. group: whom a record belongs to; the
+    size of the largest group and a hash of each record's value are kept. targets: of a record,
+    "class", one of the classes; "number", a number or a list; "labels", a 0 or 1 or a list. Raises
+    UserError when a column would be read twice.
     """
 
     image: str = "image"
@@ -465,7 +465,8 @@ def _cache_key(
     digest = hashlib.blake2b(digest_size=8)
     described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     named = [class_names] if class_names else []
-    about = [_CACHE_VERSION, described, name, classes, _columns_to_dict(columns), *named]
+    grouped = ["group hashes"] if columns.group is not None else []
+    about = [_CACHE_VERSION, described, name, classes, _columns_to_dict(columns), *named, *grouped]
     digest.update(json.dumps(about).encode())
     return digest.hexdigest()
 
@@ -500,7 +501,7 @@ def _decode(
     numbers = columns.targets != "class"
     arrays = _ArrayWriter(out, total, classes[0] if numbers else None)
     hashes = bytearray()
-    groups: Counter[object] = Counter()
+    groups = _GroupReader(columns.group)
     for file, reader in zip(files, readers, strict=True):
         _check_group(reader.schema_arrow, file, columns.group)
         for first_row, table in read_rows(file, reader, wanted):
@@ -510,25 +511,53 @@ def _decode(
                 marks = _numbers(table, file, first_row, columns, classes[0])
             elif columns.has_labels:
                 marks = _labels(table, file, first_row, columns.label, *classes)
-            if columns.group is not None:
-                groups.update(_groups(table, file, first_row, columns.group))
+            groups.add(table, file, first_row)
             arrays.append(rows, marks, f"{file} row {first_row}")
             if columns.text is not None:
                 hashes += columns.text.hash_texts(table[columns.text.column])
     digest = arrays.finish()
     if hashes:
         write_hashes(out, bytes(hashes))
+    groups.finish(out)
     meta = {
         "name": name,
         "classes": classes[0],
         "fingerprint": digest,
-        "largest_group": max(groups.values()) if groups else None,
+        "largest_group": max(groups.counts.values(), default=None),
         "read": "" if columns.text is None else json.dumps(columns.text.content_description),
         "following": not columns.has_labels,
         **({"target_kind": columns.targets} if numbers else {}),
     }
     (out / "meta.json").write_text(json.dumps(meta))
     write_checksums(out)
+
+
+class _GroupReader:
+    """Whom each record belongs to, by a column: sizes and hashes; nothing without a column."""
+
+    def __init__(self, column: str | None) -> None:
+        self._column, self._hashes = column, bytearray()
+        self._are_texts: set[bool] = set()
+        self.counts: Counter[object] = Counter()
+
+    def add(self, table: pa.Table, file: Path, first_row: int) -> None:
+        """Read the column of some rows. Raises UserError where it holds numbers and texts."""
+        if self._column is None:
+            return
+        values = _groups(table, file, first_row, self._column)
+        self.counts.update(values)
+        self._are_texts |= {isinstance(value, str) for value in values if value is not None}
+        if len(self._are_texts) > 1:
+            raise UserError(
+                f"{file}: group column {self._column!r} must hold texts or numbers in all files "
+                "alike: 7 and '7' would be two groups"
+            )
+        self._hashes += hash_groups(values)
+
+    def finish(self, out: Path) -> None:
+        """Keep the hashes beside the records."""
+        if self._column is not None:
+            write_hashes(out, bytes(self._hashes), GROUPS_FILE)
 
 
 class _ArrayWriter:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +38,8 @@ class Records(ABC):
     the run's card prints.
 
     A class of one's own defines `__len__`, `batch` and `targets`, and may define the others. A
-    unit is whom a record belongs to (`unit_id`).
+    unit is whom a record belongs to (`unit_id`); with `Privacy(unit="group", ...)` it is what is
+    sampled, clipped and protected.
 
     Attributes:
         name: name of the records in complaints and on cards.
@@ -135,6 +136,146 @@ class Records(ABC):
         """
         few = np.arange(min(1, len(self)))
         return invented_like(self.batch(few), self.targets(few), count)
+
+
+# --- groups of records ------------------------------------------------------------------------
+
+
+class Groups:
+    """Hold which records belong to which group, and draw the records that count in a step.
+
+    Guarantee: the records drawn of one group depend on the key, on the group's own position and on
+    its own records alone, so that a group that comes or goes changes no other one's records.
+
+    Args:
+        codes: (N,) int64, the group of each record; groups are numbered 0, 1, ... in the order in
+            which they first appear.
+        max_records: most records of a group that count in one step.
+
+    Example:
+        >>> import numpy as np
+        >>> groups = Groups(np.array([0, 1, 1, 0, 0]), max_records=2)
+        >>> len(groups)
+        2
+        >>> positions, present = groups.draw(np.array([1]), key=bytes(32))
+        >>> positions.tolist(), present.tolist()
+        ([[1, 2]], [[True, True]])
+    """
+
+    def __init__(self, codes: np.ndarray, max_records: int) -> None:
+        self.codes, self.max_records = codes, max_records
+        self._order = np.argsort(codes, kind="stable")
+        self._starts = np.searchsorted(codes[self._order], np.arange(codes.max(initial=-1) + 2))
+
+    @classmethod
+    def from_values(cls, values: Sequence[Hashable] | np.ndarray, max_records: int) -> Groups:
+        """Return the groups of records (N,) whose values are equal."""
+        known: dict[Hashable, int] = {}
+        codes = [known.setdefault(value, len(known)) for value in values]
+        return cls(np.array(codes, dtype=np.int64), max_records)
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self._starts) - 1
+
+    def draw(self, indices: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the records of some groups that count in the step of a key.
+
+        Of a group of more than `max_records` a uniformly random subset of that size counts.
+
+        Args:
+            indices: (B,) groups.
+            key: 32 secret bytes of the step.
+
+        Returns:
+            Positions (B, max_records) of records, and which of these places are filled, bool
+            (B, max_records); an empty place repeats the group's first record that counts.
+        """
+        positions = np.empty((len(indices), self.max_records), dtype=np.int64)
+        present = np.zeros(positions.shape, dtype=bool)
+        for row, group in enumerate(np.asarray(indices).tolist()):
+            own = self._order[self._starts[group] : self._starts[group + 1]]
+            if len(own) > self.max_records:
+                label = struct.pack("<q", group)
+                seed = hashlib.blake2b(label, key=key, digest_size=16, person=b"dpdist.group")
+                words = np.random.Philox(key=int.from_bytes(seed.digest(), "little"))
+                smallest = np.argsort(words.random_raw(len(own)), kind="stable")
+                own = own[np.sort(smallest[: self.max_records])]
+            positions[row], present[row, : len(own)] = own[0], True
+            positions[row, : len(own)] = own
+        return positions, present
+
+
+class GroupedRecords(Records):
+    """Hold records as groups: position i is the i-th group, and a batch has several records each.
+
+    Guarantee: its length, and so every sampling rate and divisor made of it, counts groups. What
+    `batch` returns of one group depends on its own records and the step's key alone.
+
+    Args:
+        records: the records themselves.
+        groups: whom they belong to.
+        step_key: key of the step whose records are seen; `for_step` sets it.
+
+    Example:
+        >>> import torch, dpdist
+        >>> records = dpdist.as_records((torch.randn(5, 3), torch.arange(5)), unit=list("abbaa"))
+        >>> grouped = GroupedRecords(records, Groups.from_values("abbaa", max_records=2))
+        >>> len(grouped), grouped.batch(np.array([0, 1])).shape
+        (2, torch.Size([2, 2, 3]))
+    """
+
+    def __init__(self, records: Records, groups: Groups, step_key: bytes = bytes(32)) -> None:
+        self.records, self.groups, self._step_key = records, groups, step_key
+        self.name, self.has_targets = records.name, records.has_targets
+        self.assumed, self.replaced = records.assumed, records.replaced
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return positions of the records that count in this step, and which places are filled.
+
+        Both are (B, max_records), as `Groups.draw` makes them.
+        """
+        return self.groups.draw(indices, self._step_key)
+
+    def batch(self, indices: np.ndarray | slice) -> Batch:
+        """Return the inputs of the groups' records in this step: (B, max_records, ...) each."""
+        return _by_group(self.records.batch, self.members(np.arange(len(self))[indices])[0])
+
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        """Return the targets of the groups' records in this step: (B, max_records, ...)."""
+        found = self.members(np.arange(len(self))[indices])[0]
+        wanted: Tensor = _by_group(self.records.targets, found)
+        return wanted
+
+    def for_step(self, key: bytes) -> GroupedRecords:
+        """Return the groups with the records that the key draws of them."""
+        return GroupedRecords(self.records.for_step(key), self.groups, key)
+
+    def keyed_fingerprint(self, key: bytes) -> str:
+        """Return the keyed fingerprint of all records and of the groups that they belong to."""
+        mac = _mac(key)
+        mac.update(self.records.keyed_fingerprint(key).encode())
+        mac.update(np.ascontiguousarray(self.groups.codes).tobytes())
+        return mac.hexdigest()
+
+    def examples(self, count: int) -> tuple[Batch, Tensor]:
+        """Invent examples of single records."""
+        return self.records.examples(count)
+
+
+def _by_group(read: Callable[[np.ndarray], Any], positions: np.ndarray) -> Any:
+    """Read records at positions (B, K): tensors (B * K, ...) become (B, K, ...)."""
+    found = read(positions.reshape(-1))
+    if isinstance(found, dict):
+        return {
+            name: each.reshape(*positions.shape, *each.shape[1:]) for name, each in found.items()
+        }
+    if isinstance(found, tuple):
+        return tuple(each.reshape(*positions.shape, *each.shape[1:]) for each in found)
+    return found.reshape(*positions.shape, *found.shape[1:])
 
 
 # --- fingerprints and seeds -------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from dpdist.core.files import fsync_path, read_json, write_atomic, write_json
 _CHUNK = 2**22  # values turned into floats at once
 _BYTES = 16  # of a hash
 HASHES_FILE = "record-hashes.npy"  # beside the records
+GROUPS_FILE = "group-hashes.npy"  # beside them, where a group column was named
 
 
 def to_model_inputs(rows: np.ndarray) -> np.ndarray:
@@ -51,6 +53,21 @@ def hash_inputs(inputs: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytes(found), dtype="S16")
 
 
+def hash_groups(values: Iterable[object]) -> bytes:
+    """Hash the value of each record's group, 16 bytes each: equal ones are the same group.
+
+    Whole numbers and texts alone name a group: those of another type, and empty ones, get zeros.
+    """
+    found = bytearray()
+    for value in values:
+        if type(value) not in (int, str):
+            found += bytes(_BYTES)
+            continue
+        raw = f"{type(value).__name__} {value}".encode()
+        found += hashlib.blake2b(raw, digest_size=_BYTES, person=b"dpdist.unit").digest()
+    return bytes(found)
+
+
 def hash_positions(hashes: np.ndarray) -> np.ndarray:
     """A number in [0, 1) for each hash, uniform over different inputs: float64 (N,)."""
     words = np.frombuffer(hashes.tobytes(), dtype="<u8").reshape(-1, 2)[:, 0]
@@ -64,15 +81,26 @@ def stored_hashes(folder: Path) -> np.ndarray:
     if not path.exists():
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
         write_hashes(folder, hash_inputs(inputs).tobytes())
+    return _read_hashes(path)
+
+
+def stored_group_hashes(folder: Path) -> np.ndarray | None:
+    """Hashes of the groups of the records stored in `folder`, (N,) of 16 bytes; None where no group
+    column was named."""
+    path = folder / GROUPS_FILE
+    return _read_hashes(path) if path.exists() else None
+
+
+def _read_hashes(path: Path) -> np.ndarray:
     raw = path.read_bytes()
     if not raw or raw[-_BYTES:] != _checksum(raw[:-_BYTES]):
         raise corrupt_cache_error(path)
     return np.frombuffer(raw[:-_BYTES], dtype=f"S{_BYTES}")
 
 
-def write_hashes(folder: Path, hashes: bytes) -> None:
+def write_hashes(folder: Path, hashes: bytes, name: str = HASHES_FILE) -> None:
     """Keep the hashes of a folder's records beside them, and behind them their own."""
-    write_atomic(folder / HASHES_FILE, hashes + _checksum(hashes))
+    write_atomic(folder / name, hashes + _checksum(hashes))
 
 
 def _checksum(hashes: bytes) -> bytes:

@@ -21,7 +21,12 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, atomic_replacement, make_private_folder
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns, load_parquet, split_files
-from dpdist.data.record_hashes import write_checksums, write_hashes
+from dpdist.data.record_hashes import (
+    GROUPS_FILE,
+    stored_group_hashes,
+    write_checksums,
+    write_hashes,
+)
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,9 @@ def select_labels(dataset: Dataset, labels: tuple[int, ...], cache: Path) -> Dat
             "largest_group": dataset.largest_group,  # of all labels: at least that of these
             "read": dataset.text_encoding,
         }
-        _write(folder, inputs, marks, meta, dataset.hashes[rows])
+        groups = stored_group_hashes(dataset.folder)
+        groups = None if groups is None else groups[rows]
+        _write(folder, inputs, marks, meta, dataset.hashes[rows], groups)
     return Dataset.open(folder)
 
 
@@ -224,6 +231,7 @@ def _write(
     labels: np.ndarray,
     meta: dict[str, Any],
     hashes: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
 ) -> None:
     with atomic_folder(folder, keep_existing=True) as aside:
         make_private_folder(aside)
@@ -231,6 +239,8 @@ def _write(
         np.save(aside / "labels.npy", labels)
         if hashes is not None:
             write_hashes(aside, hashes.tobytes())
+        if groups is not None:
+            write_hashes(aside, groups.tobytes(), GROUPS_FILE)
         (aside / "meta.json").write_text(json.dumps(meta))
         write_checksums(aside)
 

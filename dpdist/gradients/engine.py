@@ -113,6 +113,28 @@ class ClippedSum:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class GroupMembers:
+    """The records that examples consist of, where an example is a group of records.
+
+    ids: (B, K) int64, distinct for distinct records; they key what is drawn for a record. weights:
+    (B, K), 1 for a record of the group and 0 for an empty place, which repeats one of its records.
+    """
+
+    ids: Tensor
+    weights: Tensor
+
+    def rows(self, rows: Tensor) -> GroupMembers:
+        """Return the members of these examples."""
+        return GroupMembers(self.ids[rows], self.weights[rows])
+
+    @classmethod
+    def filled(cls, examples: int, records: int, device: torch.device) -> GroupMembers:
+        """Return groups without an empty place, whose ids are all 0: of invented examples."""
+        ids = torch.zeros(examples, records, dtype=torch.int64, device=device)
+        return cls(ids, torch.ones(examples, records, device=device))
+
+
 class GradientEngine:
     """Sums of clipped per-example gradients of `objective(model(inputs), targets)`.
 
@@ -128,6 +150,9 @@ class GradientEngine:
     and the sum's rounding comes on top. They may be replaced between steps. isolate: every example
     runs through the model alone (torch.func), so that no model can mix examples; memory is
     micro-batch x parameters, hidden draws do not fit.
+
+    records_per_example: K where an example is a group of up to K records: their gradients are added
+    up, and the sum is clipped once. Set it before the first sum; 1: examples are single records.
 
     parameters: the trainable ones, in the model's order. size: their total number of scalars.
     layers: names of the layers, in the order of per-layer clip norms. fallback_layers: those
@@ -176,6 +201,7 @@ class GradientEngine:
         clipping.check(self.layers)
         self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of what every draw sees
+        self.records_per_example = 1
         self._channels_last = self.parameters[0].device.type == "cpu" and any(
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
@@ -212,6 +238,7 @@ class GradientEngine:
         draw_key: bytes = b"",
         record_ids: Tensor | None = None,
         out: Tensor | None = None,
+        members: GroupMembers | None = None,
     ) -> ClippedSum:
         """Sum over the batch of clipped per-example gradients.
 
@@ -219,13 +246,18 @@ class GradientEngine:
         (B, ...), B >= 0. draw_key: 32 bytes, new for every step; needed
         when there are draws or blocks. record_ids (B,): distinct non-negative ids that key
         per-example draws and blocks. out: float64 (size,) of zeros, where the sum is made.
+        members: of examples that are groups, whose inputs and targets are (B, K, ...) with K
+        `records_per_example`; an example's gradient is then the sum over its records.
         Raises UserError.
         """
         batch = rows_of(inputs)
+        if (1 if members is None else members.weights.shape[1]) != self.records_per_example:
+            raise UserError(f"the engine clips sums over {self.records_per_example} records")
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
+        like = (inputs, targets) if members is None else _records_at(0, inputs, targets)
         if not (self._checked and self.micro_batch):
-            self.validate(*self._invented(inputs, targets, SCREENED_EXAMPLES))
+            self.validate(*self._invented(*like, SCREENED_EXAMPLES))
         flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
@@ -235,13 +267,13 @@ class GradientEngine:
         perturbed: dict[int, dict[str, Tensor]] = {}
 
         def classes(rows: int) -> np.ndarray | None:
-            return self._row_classes(rows, inputs, targets)
+            return self._row_classes(rows, *like)
 
         for rows, real in self.iter_passes(batch, draw_key, record_ids, classes, self.micro_batch):
             ids = None if record_ids is None else record_ids[rows]
-            seen = self._laid_out(take(inputs, rows))
+            own = None if members is None else members.rows(rows)
             gradients, losses = self._per_example_gradients(
-                seen, targets[rows], draw_key, ids, perturbed
+                take(inputs, rows), targets[rows], draw_key, ids, perturbed, own
             )
             nonfinite += self._add_clipped(gradients, real, views, run)
             losses = losses[real]
@@ -291,8 +323,13 @@ class GradientEngine:
 
         def run(some: Inputs, labels: Tensor) -> list[Tensor]:
             ids = torch.zeros(rows, dtype=torch.int64, device=device_of(some))
+            count, members = self.records_per_example, None
+            if count > 1:
+                members = GroupMembers.filled(rows, count, ids.device)
+                some = each_tensor(lambda each: torch.stack([each] * count, 1), some)
+                labels = torch.stack([labels] * count, 1)
             gradients, _ = self._per_example_gradients(
-                self._laid_out(some), labels, SYNTHETIC_KEY, ids, {}
+                some, labels, SYNTHETIC_KEY, ids, {}, members
             )
             return [piece for gradient in gradients for piece in gradient.stored_tensors()]
 
@@ -323,6 +360,7 @@ class GradientEngine:
             targets.shape[1:],
             type(self.perturbation),
             self.perturbation.count,
+            self.records_per_example,
         )
         if kind not in self._row_classes_cache:
             with _preserve_random_state(device_of(inputs)):
@@ -410,7 +448,9 @@ class GradientEngine:
     def _empty_gradients(self) -> list[PerExampleGradient]:
         return [
             PerExampleGradient(
-                p.shape, draws=self.perturbation.count, dense_only=slot in self._shared
+                p.shape,
+                draws=self.perturbation.count * self.records_per_example,
+                dense_only=slot in self._shared,
             )
             for slot, p in enumerate(self.parameters)
         ]
@@ -422,14 +462,46 @@ class GradientEngine:
         draw_key: bytes,
         record_ids: Tensor | None,
         perturbed: dict[int, dict[str, Tensor]],
+        members: GroupMembers | None = None,
     ) -> tuple[list[PerExampleGradient], Tensor]:
-        """Sums over the draws (not yet weighted but by their shares), one entry per parameter;
-        mean losses (B,)."""
-        draws, gradients = self.perturbation, self._empty_gradients()
+        """Sums over the draws (not yet weighted but by their shares) and over the records of a
+        group, one entry per parameter; mean losses (B,)."""
+        gradients = self._empty_gradients()
+        if members is None:
+            seen = self._laid_out(inputs)
+            total = self._add_draws(seen, targets, draw_key, record_ids, perturbed, gradients, None)
+            return gradients, total / self.perturbation.count
+        total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
+        for place in range(self.records_per_example):
+            record, wanted = _records_at(place, inputs, targets)
+            weights = members.weights[:, place]
+            losses = self._add_draws(
+                self._laid_out(record), wanted, draw_key, members.ids[:, place], perturbed,
+                gradients, weights,
+            )  # fmt: skip
+            total += losses * weights
+        return gradients, total / (self.perturbation.count * members.weights.sum(1))
+
+    def _add_draws(
+        self,
+        inputs: Inputs,
+        targets: Tensor,
+        draw_key: bytes,
+        record_ids: Tensor | None,
+        perturbed: dict[int, dict[str, Tensor]],
+        gradients: list[PerExampleGradient],
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Add the gradients of one record of each example, under every draw; summed losses (B,).
+
+        weights: (B,), of the record in its example; None: 1.
+        """
+        draws = self.perturbation
         total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
         for draw in range(draws.count):
             seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
-            share = None if draws.draw_weights is None else draws.draw_weights[draw]
+            part = None if draws.draw_weights is None else draws.draw_weights[draw]
+            share = part if weights is None else weights * (1.0 if part is None else part)
             if self.isolate or draws.per_example:
                 losses = self._isolated_pass(
                     seen, targets, draw_key, record_ids, draw, gradients, share
@@ -445,8 +517,8 @@ class GradientEngine:
                         self.model, self._layers, self.objective, seen, targets, values,
                         _collector(gradients), weights=share,
                     )  # fmt: skip
-            total += losses.double() * (1.0 if share is None else share * draws.count)
-        return gradients, total / draws.count
+            total += losses.double() * (1.0 if part is None else part * draws.count)
+        return total
 
     def perturb_inputs(
         self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -478,7 +550,7 @@ class GradientEngine:
         record_ids: Tensor | None,
         draw: int,
         gradients: list[PerExampleGradient],
-        share: float | None,
+        share: Tensor | float | None,
     ) -> Tensor:
         """Every example alone, with its own perturbed parameters if the draws are per example:
         torch.func over the whole model."""
@@ -498,16 +570,19 @@ class GradientEngine:
             name: p.detach() for name, p in self.model.named_parameters() if name not in values
         }
 
-        def loss(own: dict[str, Tensor], example: Inputs, target: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(
+            own: dict[str, Tensor], example: Inputs, target: Tensor, weight: Tensor | float | None
+        ) -> tuple[Tensor, Tensor]:
             alone, everything = take(example, None), {**own, **frozen}
             value = example_losses(self.model, self.objective, everything, alone, target[None])[0]
-            return value if share is None else share * value, value.detach()
+            return value if weight is None else weight * value, value.detach()
 
+        each = 0 if isinstance(share, Tensor) else None
         per_example = torch.func.vmap(
-            torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0)
+            torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0, each)
         )
         losses: Tensor
-        grads, losses = per_example(values, inputs, targets)
+        grads, losses = per_example(values, inputs, targets, share)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(DenseGradient(grads[name]))
         return losses
@@ -601,6 +676,15 @@ def _preserve_random_state(device: torch.device) -> Iterator[None]:
     """Leave torch's random state as it was."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
+
+
+def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
+    """Return one record of each group: inputs and targets (B, ...) of (B, K, ...).
+
+    Each has memory of its own, as `PerExampleGradient` tells inputs apart.
+    """
+    record = each_tensor(lambda each: each[:, place].contiguous(), inputs)
+    return record, targets[:, place].contiguous()
 
 
 def _collector(gradients: list[PerExampleGradient]) -> LayerCallback:

@@ -318,6 +318,12 @@ class Method(Section):
         return False
 
     @property
+    def supports_groups(self) -> bool:
+        """Whether an example of its steps may be a group of records (privacy.unit: group): nothing
+        that it does is made for each record, or from the number of records."""
+        return False
+
+    @property
     def takes_losses(self) -> bool:
         """Whether training.loss may be another than cross-entropy: the method then says nothing of
         what is learned."""

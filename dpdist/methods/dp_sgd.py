@@ -52,6 +52,10 @@ class DPSGD(Method):
         return True
 
     @property
+    def supports_groups(self) -> bool:
+        return True
+
+    @property
     def takes_losses(self) -> bool:
         return True
 
@@ -88,6 +92,10 @@ class InputNoiseMethod(Method):
     @property
     def needs_batched_passes(self) -> bool:
         return self.consistency > 0
+
+    @property
+    def supports_groups(self) -> bool:
+        return not self.consistency
 
     @property
     def takes_losses(self) -> bool:
@@ -138,6 +146,10 @@ class DPlis(Method):
     @property
     def supports_tokens(self) -> bool:
         return not self.sigma
+
+    @property
+    def supports_groups(self) -> bool:
+        return True
 
     @property
     def takes_losses(self) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.gradients.clipping import Clipping
-from dpdist.gradients.engine import ClippedSum, GradientEngine, squared_error
+from dpdist.gradients.engine import ClippedSum, GradientEngine, GroupMembers, squared_error
 from dpdist.gradients.hooks import Losses
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import InputPerturbation
@@ -375,7 +375,12 @@ class SplitEngine(GradientEngine):
         draw_key: bytes = b"",
         record_ids: Tensor | None = None,
         out: Tensor | None = None,
+        members: GroupMembers | None = None,
     ) -> ClippedSum:
+        if members is not None:
+            raise NotImplementedError(
+                "the noise of this method is made for single records, not for groups"
+            )
         clipped = super().clipped_sum(
             inputs, targets, draw_key=draw_key, record_ids=record_ids, out=out
         )

@@ -120,6 +120,10 @@ class Poisoning(Evaluation):
                 recipe.canary_audit is not None,
                 "audit.kind: canaries plants records in this training",
             ),
+            (
+                recipe.group_unit is not None,
+                "privacy.unit: group bounds whole groups, and poisoned records are counted singly",
+            ),
             (recipe.method.not_releasable_reason is not None, recipe.method.not_releasable_reason),
         ):
             if wrong:

@@ -328,7 +328,8 @@ def _summary_rows(card_dict: Mapping[str, Any]) -> list[str]:
         "clip norm": card_dict["clip_norm"],
     }
     if card_dict["records"] is not None:
-        rows["records"] = f"{card_dict['records']} ({card_dict['records_are']})"
+        counted = "groups" if "group" in card_dict["guarantee"] else "records"
+        rows[counted] = f"{card_dict['records']} ({card_dict['records_are']})"
     if (total := card_dict["data_set"]) is not None:
         epsilon = format_epsilon(total["epsilon"])
         rows["all runs on this data set"] = (

@@ -54,6 +54,7 @@ class Guarantee:
         source: accountant or theorem.
         assumptions: what must hold for the number to be true.
         size_public: whether the mechanism was told the true number of records.
+        group: the unit in words, where it is a whole group of records; None: one record.
 
     Raises:
         ValueError: epsilon or delta is out of range.
@@ -74,6 +75,7 @@ class Guarantee:
     source: str
     assumptions: tuple[str, ...] = ()
     size_public: bool = True
+    group: str | None = None
 
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon) or self.epsilon < 0:
@@ -89,6 +91,8 @@ class Guarantee:
         record comes or goes: what is then proved is that a record may be blanked out, the number
         staying what it is ("zero-out"; REPLACE_SPECIAL in dp_accounting).
         """
+        if self.group is not None:
+            return f"zero-out of {self.group}"
         if self.neighbours == "add-or-remove-one" and self.size_public:
             return "add-or-remove-one at a fixed number of records (zero-out)"
         return self.neighbours
@@ -98,6 +102,8 @@ class Guarantee:
         record = asdict(self)
         record["assumptions"] = list(self.assumptions)
         record["relation"] = self.relation
+        if self.group is None:
+            del record["group"]
         if math.isinf(self.epsilon):
             record["epsilon"] = "inf"
         return record

@@ -3,9 +3,10 @@
 The training loop takes its sampling rate, clip norm, noise multiplier and step count from here and
 nowhere else, and the guarantee is computed from the same object, so the accounted mechanism is the
 executed mechanism (Abadi et al. 2016, accounted with privacy loss distributions). The unit of
-privacy is one record. A guarantee for up to k records of one person comes from exact accounting of
-k records that join independently (add-or-remove; Ganesh 2024, mixtures of Gaussians) or from the
-general group-privacy lemma (Dwork and Roth 2014, Theorem 2.2).
+privacy is one record, or with a `GroupUnit` one group of records: then everything here counts
+groups, sampling, clip and divisor included. A guarantee for up to k records of one person comes
+from exact accounting of k records that join independently (add-or-remove; Ganesh 2024, mixtures of
+Gaussians) or from the general group-privacy lemma (Dwork and Roth 2014, Theorem 2.2).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,47 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class GroupUnit:
+    """A group of records as the unit of privacy.
+
+    Args:
+        column: the field whose equal values make a group.
+        max_records: most records of a group that count in one step.
+
+    Raises:
+        ValueError: `max_records` is no count of at least 1.
+
+    Example:
+        >>> print(GroupUnit("patient", 4).description)
+        a whole group (all records of one value of patient, of which at most 4 count in a step)
+    """
+
+    column: str
+    max_records: int
+
+    def __post_init__(self) -> None:
+        check_count("max_records", self.max_records)
+
+    @property
+    def description(self) -> str:
+        """Return the unit in words, as the neighbouring relation names it."""
+        return (
+            f"a whole group (all records of one value of {self.column}, of which at most "
+            f"{self.max_records} count in a step)"
+        )
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Return the conditions of a guarantee for groups that the number of groups leaves."""
+        return (
+            f"all records of a person have the same value of {self.column}; a record belongs to "
+            "one person",
+            "no person whose records are trained on is among public or test records under another "
+            "name",
+        )
+
+
+@dataclass(frozen=True)
 class PrivacyPlan:
     """Everything that the privacy of a training run depends on.
 
@@ -62,7 +104,7 @@ class PrivacyPlan:
     clip, noise and steps from `step` and nowhere else.
 
     Args:
-        records: number of training records N, treated as public.
+        records: number of training records N, treated as public; of groups, where `group` is given.
         phases: run in order; the training loop executes the steps (`Phase.training_steps`), other
             phases are
             charged in full from the beginning.
@@ -72,6 +114,7 @@ class PrivacyPlan:
         neighbours: the relation of data sets, "add-or-remove-one" or "replace-one".
         nominal: whether the number of records was declared instead, so that nothing follows from
             the true number, which stays private.
+        group: the unit where it is a group of records; None: one record.
 
     Raises:
         ValueError: a value is out of range, or a phase cannot be accounted under the relation.
@@ -93,11 +136,19 @@ class PrivacyPlan:
     clip_norm: float = 1.0
     neighbours: Neighbours = "add-or-remove-one"
     nominal: bool = False
+    group: GroupUnit | None = None
 
     def __post_init__(self) -> None:
         check_count("records", self.records)
         if self.nominal and any(phase.has_batch_cap for phase in walk_phases(self.phases)):
             raise ValueError("what a capped batch costs depends on the true number of records")
+        capped = any(phase.has_batch_cap for phase in walk_phases(self.phases))
+        if self.group is not None and (
+            self.nominal or capped or self.neighbours != "add-or-remove-one"
+        ):
+            raise ValueError(
+                "groups need their counted number, no batch_cap, and neighbours add-or-remove-one"
+            )
         check_delta(self.delta)
         noisy = any(phase.noise_multiplier for phase in self._training_phases)
         if not self.clip_norm > 0 or (math.isinf(self.clip_norm) and noisy):
@@ -120,6 +171,7 @@ class PrivacyPlan:
         clip_norm: float = 1.0,
         neighbours: Neighbours = "add-or-remove-one",
         batch_cap: int | None = None,
+        group: GroupUnit | None = None,
     ) -> PrivacyPlan:
         """Return the plan of DP-SGD: one phase of Poisson-sampled steps with Gaussian noise.
 
@@ -132,6 +184,7 @@ class PrivacyPlan:
             clip_norm: L2 bound on a record's clipped gradient.
             neighbours: the relation of data sets.
             batch_cap: a batch beyond it is cut to a random subset of this size; None for no cap.
+            group: the unit where it is a group of records; `records` and `batch_size` count groups.
 
         Returns:
             The plan.
@@ -144,7 +197,7 @@ class PrivacyPlan:
         if batch_size > records:
             raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
         phase = GaussianSteps(steps, noise_multiplier, batch_size / records, batch_cap)
-        return cls(records, (phase,), delta, clip_norm, neighbours)
+        return cls(records, (phase,), delta, clip_norm, neighbours, group=group)
 
     @property
     def _training_phases(self) -> list[GaussianSteps]:
@@ -281,8 +334,9 @@ class PrivacyPlan:
         check_delta(delta)
         value, name = accounting.compute_epsilon(list(paths), delta, self.neighbours)
         return Guarantee(
-            value, delta, self.neighbours, "proved", name, self.assumptions, not self.nominal
-        )
+            value, delta, self.neighbours, "proved", name, self.assumptions, not self.nominal,
+            None if self.group is None else self.group.description,
+        )  # fmt: skip
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -291,13 +345,23 @@ class PrivacyPlan:
             return ()
         lines = []
         if self.relies_on_clipping:
-            lines.append(f"every record's contribution is clipped to L2 norm {self.clip_norm:g}")
-        lines += [line for phase in walk_phases(self.phases) for line in phase.assumptions]
+            whose = "record's contribution" if self.group is None else "group's summed contribution"
+            lines.append(f"every {whose} is clipped to L2 norm {self.clip_norm:g}")
+        sampled = [line for phase in walk_phases(self.phases) for line in phase.assumptions]
+        if self.group is not None:
+            sampled = [line.replace("every record joins", "every group joins") for line in sampled]
+        lines += sampled
         if self.nominal:
             lines.append(f"{self.records} records were declared without looking at the data")
         else:
-            lines.append(f"the number of records ({self.records}) is public")
+            lines.append(f"the number of {self.counted} ({self.records}) is public")
+        lines += () if self.group is None else self.group.assumptions
         return tuple(dict.fromkeys(lines))
+
+    @property
+    def counted(self) -> str:
+        """Return the word for the units that `records` counts."""
+        return "records" if self.group is None else "groups"
 
     @property
     def trained_elsewhere(self) -> bool:
@@ -350,7 +414,8 @@ class PrivacyPlan:
             "neighbours": self.neighbours,
         }
         # Named only where it holds: other plans keep the fingerprint they had without it.
-        return record | {"nominal": True} if self.nominal else record
+        record |= {"nominal": True} if self.nominal else {}
+        return record if self.group is None else record | {"group": asdict(self.group)}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> PrivacyPlan:
@@ -359,6 +424,8 @@ class PrivacyPlan:
         try:
             phases = phases_from_dicts(fields.pop("phases"))
             clip_norm = float(fields.pop("clip_norm"))  # "inf" when nothing is clipped
+            if "group" in fields:
+                fields["group"] = GroupUnit(**fields["group"])
             return cls(phases=phases, clip_norm=clip_norm, **fields)
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a privacy plan: {error}") from error
@@ -430,6 +497,8 @@ def group_guarantee(plan: PrivacyPlan, group_size: int, delta: float | None = No
     delta = plan.delta if delta is None else delta
     if group_size == 1:
         return plan.guarantee(delta=delta)
+    if plan.group is not None:
+        raise ValueError("the plan's unit is a group already")
     from dpdist.privacy.pld import PrivacyLoss
 
     unit = f"the unit is a group of up to {group_size} records"

@@ -150,8 +150,9 @@ def _privacy_sentence(card: Mapping[str, Any]) -> str:
         return f"**{why[0].upper()}{why[1:]}.**"
     if not card["private"]:
         return "**It is NOT private**; the privacy card says why."
+    unit = "whole group of training records" if "group" in guarantee else "training record"
     return (
-        f"What it reveals of one training record is bounded by epsilon "
+        f"What it reveals of one {unit} is bounded by epsilon "
         f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}, "
         f"{card['relation']}."
     )
@@ -164,10 +165,11 @@ def _privacy_section(card: Mapping[str, Any]) -> str:
         return f"None is known: {why}. It may give single training records away."
     if not card["private"]:
         return f"None: the run key was fixed, or nothing is proved. See `{PRIVACY_CARD_TEXT}`."
+    unit = "group" if "group" in guarantee else "record"
     lines = [
         f"({format_epsilon(epsilon)}, {format_delta(guarantee['delta'])})-differential privacy, "
         f"{shown_kind(guarantee['kind'])} by {card['accountant']}; neighbours: {card['relation']}.",
-        f"Whatever test is made on the model: if it calls a record that was not trained on one "
+        f"Whatever test is made on the model: if it calls a {unit} that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
         f"+ delta (e^epsilon = {format_significant(math.exp(min(epsilon, 700)), 3)}).",
         f"`{PRIVACY_CARD_TEXT}` has the mechanism, epsilon at other deltas, and what must hold.",

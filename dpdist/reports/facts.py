@@ -432,7 +432,7 @@ class Facts:
             plan,
             self.ledger if self.search is None else None,
             private=not self.has_fixed_key and math.isfinite(self.guarantee.epsilon),
-            unit=self.recipe.data.privacy_unit,
+            unit=self.recipe.privacy_unit,
             group_size=self.recipe.privacy.group_size,
             data_set=self.data_set_guarantee,
             assumptions=self.assumptions,

@@ -556,9 +556,13 @@ def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _limitations(facts: Facts) -> list[str]:
     """What the page does not promise."""
+    unit = "Privacy is of single training records: what is true of the whole population may be "
+    unit += "learned, and several records of one person are less protected than one."
+    if facts.plan.group is not None:
+        unit = f"Privacy is of {facts.plan.group.description}: what is true of the whole "
+        unit += "population may be learned, and so may be what two groups have in common."
     promised = [
-        "Privacy is of single training records: what is true of the whole population may be "
-        "learned, and several records of one person are less protected than one.",
+        unit,
         "It holds if what the privacy card lists under holds if is true, and for this model: other "
         "runs on the same records cost on top.",
     ]

@@ -252,13 +252,17 @@ def _explain_epsilon(facts: Facts) -> str:
         return (
             f"{_EPSILON_MEANING}. Nothing bounds it here: the model may give single records away."
         )
-    question = "whether a record was in the training"
+    unit = "record" if guarantee.group is None else "group"
+    question = f"whether a {unit} was in the training"
     if guarantee.neighbours == "replace-one":
         question = "which of two records was in the training"
     elif guarantee.size_public:
         question += ", or blanked out,"
+    meaning = _EPSILON_MEANING
+    if guarantee.group is not None:
+        meaning = meaning.replace("training record", "whole group of training records")
     return (
-        f"{_EPSILON_MEANING}. Whoever knows all other records, sees the model and must tell at "
+        f"{meaning}. Whoever knows all other {unit}s, sees the model and must tell at "
         f"even odds {question} is right with probability at most "
         f"{max_correct_guess_percent(guarantee)} %."
     )
@@ -277,8 +281,8 @@ def max_correct_guess_percent(guarantee: Guarantee) -> str:
 def _explain_delta(facts: Facts) -> str:
     return (
         f"the probability, {format_delta(facts.guarantee.delta)}, that is left out of what epsilon "
-        f"says. It should be far below one in the number of records (here {facts.plan.records:,}"
-        f"{', declared' if facts.plan.nominal else ''})."
+        f"says. It should be far below one in the number of {facts.plan.counted} (here "
+        f"{facts.plan.records:,}{', declared' if facts.plan.nominal else ''})."
     )
 
 

@@ -26,6 +26,7 @@ from dpdist.core.fields import (
     iter_condition_errors,
     iter_errors,
     iter_unused_options,
+    key_error,
     validation_message,
 )
 from dpdist.core.files import (
@@ -39,7 +40,7 @@ from dpdist.core.files import (
 from dpdist.methods.registry import DEFAULT, AnyMethod
 from dpdist.privacy.calibration import calibrate_noise_multiplier
 from dpdist.privacy.phases import GaussianSteps
-from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
 # --- the recipe -------------------------------------------------------------------------------
 
@@ -81,6 +82,39 @@ class Recipe(BaseRecipe):
     def _check_method(self) -> Recipe:
         self.method.check(self)
         return self
+
+    @model_validator(mode="after")
+    def _check_group_unit(self) -> Recipe:
+        if self.privacy.unit == "record":
+            return self
+        if self.data.columns.group is None and self.by_script is None:
+            raise key_error(
+                "data.columns.group", "required with privacy.unit: group, the column of the groups"
+            )
+        if not self.method.supports_groups:
+            raise ValueError(
+                f"privacy.unit: must be record with method {self.method.name} with these options; "
+                "group works with dp-sgd, dplis, and input-noise without consistency"
+            )
+        for key, given in (("audit", self.audit), ("tune", self.tune)):
+            if given is not None:
+                raise ValueError(
+                    f"{key}: is for single records, not for privacy.unit: group; leave it out"
+                )
+        return self
+
+    @property
+    def group_unit(self) -> GroupUnit | None:
+        """Return the group of records that is the unit of privacy; None where a record is it."""
+        most = self.privacy.max_records_per_group
+        if self.privacy.unit == "record" or most is None:
+            return None
+        return GroupUnit(self.data.columns.group or "unit_id", most)
+
+    @property
+    def privacy_unit(self) -> str:
+        """Return the unit of privacy that the guarantee protects, in words."""
+        return self.data.privacy_unit if self.group_unit is None else self.group_unit.description
 
     @field_validator("method", mode="before")
     @classmethod
@@ -262,16 +296,17 @@ def field_error(context: str, key: str, rule: str, got: object) -> UserError:
 def check_against_data(recipe: Recipe, records: int, context: str) -> None:
     """Raise UserError for settings that the number of records forbids."""
     privacy, training = recipe.privacy, recipe.training
+    counted = "records" if recipe.group_unit is None else "groups"
     if records < 2:
         raise UserError(
-            f"{context}: data: public, hold_out, fraction and max_train leave {records} records to "
-            "train on, must be at least 2"
+            f"{context}: data: public, hold_out, fraction and max_train leave {records} {counted} "
+            "to train on, must be at least 2"
         )
     if privacy.delta >= 1 / records and not privacy.allow_large_delta:
         rule = f"must be < 1/N = {_format_two_digits(1 / records)}"
         raise field_error(context, "privacy.delta", rule, privacy.delta)
     if training.batch_size > records:
-        rule = f"must be <= the {records} training records"
+        rule = f"must be <= the {records} training {counted}"
         raise field_error(context, "training.batch_size", rule, training.batch_size)
     if privacy.batch_cap is not None and privacy.batch_cap < training.batch_size:
         rule = f"must be >= batch_size = {training.batch_size}"
@@ -377,6 +412,7 @@ def plan_with_noise(recipe: Recipe, records: int, noise_multiplier: float) -> Pr
         privacy.sensitivity,
         privacy.neighbours,
         privacy.nominal_records is not None,
+        recipe.group_unit,
     )
 
 

@@ -287,6 +287,7 @@ def build_engine(
         isolate=recipe.model.isolate,
     )
     engine.augmentation = augmentation(recipe.training)
+    engine.records_per_example = recipe.privacy.max_records_per_group or 1
     if recipe.training.loss != "cross-entropy":
         engine.objective = objective(recipe.training)
     return engine
@@ -336,7 +337,9 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     source = data_source(recipe)
     dataset = records_with_canaries(recipe, source)
     test = load_test_records(recipe, source)
-    counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
+    counted = (plan.counted, f"{len(dataset):,} to train, {len(test):,} records to test")
+    if plan.group is None:
+        counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
     if not (plan.steps and recipe.method.takes_gradient_steps):
         return [("training", recipe.method.describe(plan)), counted]
     step, resources = plan.step(0), recipe.resources
@@ -346,8 +349,9 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     tensors = method.placeholder_state(module, dataset.input_shape)
     engine.perturbation = method.perturbation(step, rate, MethodState(module, tensors, _PROBE_KEY))
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
+    most, engine.records_per_example = engine.records_per_example, 1  # records are timed
     rate = _examples_per_second(engine, method.task(), dataset, recipe.data.predicts_next_token)
-    alone = plan.steps * step.expected_batch / rate
+    alone = plan.steps * step.expected_batch * most / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
     rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
     rows = min(rows, engine.micro_batch or _PROBE_EXAMPLES)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.gradients import noise
-from dpdist.gradients.engine import GradientEngine, TrainingObjective
+from dpdist.gradients.engine import GradientEngine, GroupMembers, TrainingObjective
 from dpdist.gradients.hooks import each_tensor
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import Blocks, poisson_sample, worker_range
@@ -43,7 +43,9 @@ class StepData(Protocol):
     def targets(self, indices: np.ndarray) -> Tensor:
         """Return their targets, (B, ...).
 
-        Data may have `for_step(key)` as well (`dpdist.Records`): what this step sees of them.
+        Data may have `for_step(key)` as well (`dpdist.Records`): what this step sees of them. Data
+        whose positions are groups of records have `members(indices)` too
+        (`dpdist.data.protocol.GroupedRecords`), and (B, K, ...) in place of (B, ...).
         """
 
 
@@ -51,9 +53,10 @@ class PrivateStep:
     """Release noisy, clipped sums of per-example gradients, one for each step.
 
     Guarantee: `gradient(step, step_plan)` releases the sum over a Poisson sample of rate
-    `step_plan.sample_rate`, in which one record counts for at most the engine's sensitivity, with
-    Gaussian noise of standard deviation `step_plan.noise_std` from a key that no other step has. So
-    each call costs what `PrivacyPlan` accounts for that step, if `check_clip` accepts the engine.
+    `step_plan.sample_rate`, in which one record counts for at most the engine's sensitivity (one
+    group, where the data's positions are groups of records), with Gaussian noise of standard
+    deviation `step_plan.noise_std` from a key that no other step has. So each call costs what
+    `PrivacyPlan` accounts for that step, if `check_clip` accepts the engine.
     The ledger, where there is one, has the release durably before the noise is added. Calling it
     for one step again, on the same data and under the same key, is the same release and costs
     nothing.
@@ -120,6 +123,8 @@ class PrivateStep:
         if shards is None:
             shards = build_shards(len(data), len(data), reducer, False)
         self.engine, self.data, self.key, self.attempt = engine, data, key, attempt
+        if hasattr(data, "groups"):  # positions are groups: one clip for each
+            engine.records_per_example = data.groups.max_records
         self.task, self.reducer, self.shards = task or TrainingObjective(), reducer, shards
         self.sharing, self.noise_on_device = sharing or ReplicatedUpdate(), noise_on_device
         self.ledger, self.permit, self.announcing = ledger, permit, announcing
@@ -180,10 +185,10 @@ class PrivateStep:
             members = self.canaries.inputs_for(members)
             inputs = each_tensor(lambda each: each.to(device), data.batch(members))
             labels = self.canaries.labels_for(members, data.targets(members)).to(device)
-            ids = torch.from_numpy(members)
+            ids, own = torch.from_numpy(members), _group_members(data, members, device)
             targets = self.task.target_function(engine, inputs, labels, draw_key, ids)
             clipped = engine.clipped_sum(
-                inputs, targets, draw_key=draw_key, record_ids=ids, out=rows[row]
+                inputs, targets, draw_key=draw_key, record_ids=ids, out=rows[row], members=own
             )
             seen.examples += clipped.examples
             seen.nonfinite += clipped.nonfinite
@@ -242,6 +247,16 @@ class PrivateStep:
             return noise.add_device_noise(total, noise_key, noise_std, start), flagged
         noisy = add_noise(summed, noise_key, noise_std, start, summed)
         return torch.from_numpy(noisy), flagged
+
+
+def _group_members(
+    data: StepData, indices: np.ndarray, device: torch.device
+) -> GroupMembers | None:
+    """Return the records of these positions; None where a position is one record."""
+    if not hasattr(data, "members"):
+        return None
+    ids, present = data.members(indices)
+    return GroupMembers(torch.from_numpy(ids), torch.from_numpy(present).float().to(device))
 
 
 def _announce(ledger: Ledger, step: int, release: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from dpdist import data
 from dpdist.config.data import DataRecipe
 from dpdist.core.errors import UserError
-from dpdist.data.dataset import check_test_split
+from dpdist.data.dataset import GroupedDataset, check_test_split
 from dpdist.runs.recipe import Recipe
 
 
@@ -57,9 +57,12 @@ def data_source_under(section: DataRecipe, root: Path | None) -> data.DataSource
 def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Dataset:
     """Return the training records, and behind them the canaries of an audit.
 
-    Those take public inputs from data.public, without it from the test split.
+    With privacy.unit: group they are groups of records, and len counts groups. Canaries take public
+    inputs from data.public, without it from the test split.
     """
     records = training_records(recipe, source)
+    if (unit := recipe.group_unit) is not None:
+        return GroupedDataset.from_records(records, unit.max_records)
     if recipe.canary_audit is None:
         return records
     from dpdist.training.canaries import DatasetWithCanaries
@@ -81,12 +84,12 @@ def private_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
     """All records of the training split that are not declared public, whether used or not. Raises
     UserError where the model was trained elsewhere, on records that nobody here knows."""
     _require_training(recipe)
-    return _split(recipe.data, source).select_by_hash(recipe.data.public, 1.0)
+    return _own_split(recipe, source).select_by_hash(recipe.data.public, 1.0)
 
 
 def declared_public_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
     """The training split's records that data.public declares public; no run trains on them."""
-    split = _split(recipe.data, source)
+    split = _own_split(recipe, source)
     return split.select_by_hash(0.0, recipe.data.public * _used_fraction(recipe.data, split))
 
 
@@ -117,7 +120,7 @@ def private_records_between(
     """The records from `low` to `high` (fractions) of those that are neither public nor beyond
     data.max_train."""
     _require_training(recipe)
-    split, public = _split(recipe.data, source), recipe.data.public
+    split, public = _own_split(recipe, source), recipe.data.public
     used = _used_fraction(recipe.data, split)
     start, end = (public + share * used * (1 - public) for share in (low, high))
     return split.select_by_hash(start, end)
@@ -128,6 +131,12 @@ def _require_training(recipe: Recipe) -> None:
         raise UserError(f"{recipe.name}: has no training records: {why}")
 
 
+def _own_split(recipe: Recipe, source: data.DataSource) -> data.Dataset:
+    """Return the run's training split; with privacy.unit: group its parts hold whole groups."""
+    split = _split(recipe.data, source)
+    return split if recipe.group_unit is None else replace(split, by_group=True)
+
+
 def _split(section: DataRecipe, source: data.DataSource) -> data.Dataset:
     split = data.load(source, "train")
     return (
@@ -136,14 +145,18 @@ def _split(section: DataRecipe, source: data.DataSource) -> data.Dataset:
 
 
 def _used_fraction(section: DataRecipe, split: data.Dataset) -> float:
-    """The share of public and of private records that data.max_train lets in.
+    """The share of public and of private records (with `by_group`: of groups) that data.max_train
+    lets in.
 
     In two digits, rounded up: so one record more or fewer in the split does not move the threshold,
     except where the rounding does; N is public there as it is in the sampling rate.
     """
-    if section.max_train is None or section.max_train >= len(split):
+    if section.max_train is None:
         return 1.0
-    share = section.max_train / len(split)
+    count = split.num_groups if split.by_group else len(split)
+    if section.max_train >= count:
+        return 1.0
+    share = section.max_train / count
     digits = 1 - math.floor(math.log10(share))
     result: float = min(1.0, math.ceil(share * 10**digits - 1e-9) / 10**digits)
     return result

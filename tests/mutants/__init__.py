@@ -9,6 +9,7 @@ from mutants import (
     copies,
     files,
     gradients,
+    groups,
     poisoning,
     privacy,
     releases,
@@ -24,6 +25,7 @@ FAULTS: list[Fault] = [
     for area in (
         training,
         gradients,
+        groups,
         privacy,
         tuning,
         certification,

@@ -106,8 +106,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/records.py",
         "data/test_overlap training/test_initial_weights wiring/test_nominal_records tuning/test_scoring",
         (
-            "return _split(recipe.data, source).select_by_hash(recipe.data.public, 1.0)",
-            "return _split(recipe.data, source).select_by_hash(recipe.data.public, 0.5)",
+            "return _own_split(recipe, source).select_by_hash(recipe.data.public, 1.0)",
+            "return _own_split(recipe, source).select_by_hash(recipe.data.public, 0.5)",
             "half of the private records are compared",
         ),
         (

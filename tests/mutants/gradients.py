@@ -92,7 +92,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/gradients/engine.py", "gradients/test_screening",
-        ("self.validate(*self._invented(inputs, targets, SCREENED_EXAMPLES))",
+        ("self.validate(*self._invented(*like, SCREENED_EXAMPLES))",
          "self.validate(inputs, targets)", "records decide whether a training stops"),
         ("if not (self._checked and self.micro_batch):",
          "if batch and not (self._checked and self.micro_batch):", "an empty batch is not screened"),

@@ -1,0 +1,432 @@
+"""The group as the unit: records are drawn by key, their gradients added, and the sum clipped once.
+
+The oracle works out a step in float64, one group at a time by autograd. Three faults that look
+harmless (a clip per record, sampling per record, a realised divisor) must be seen by the same
+comparisons that the step passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from support.networks import cross_entropy, small_layers
+from torch import Tensor
+
+import dpdist
+from dpdist import UserError
+from dpdist.data.protocol import GroupedRecords, Groups
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine, GroupMembers
+from dpdist.gradients.perturbations import (
+    CropAndFlip,
+    InputPerturbation,
+    ModulePerturbation,
+    ParameterPerturbation,
+    Perturbation,
+)
+from dpdist.privacy.phases import GaussianSteps
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.keys import derive_key, stream_words
+from dpdist.randomness.noise_location import ModuleNoise
+from dpdist.training.private_step import PrivateStep, build_shards
+
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
+KEY, CLIP, MOST = bytes(range(32)), 0.7, 3
+SIZES = [1, 2, 3, 9, 1, 4, 30, 2, 1, 5, 7, 1, 3, 2, 6, 1, 1, 12, 2, 3]  # records of each group
+RATE = 0.5
+PLAN = PrivacyPlan(len(SIZES), (GaussianSteps(4, 1.3, RATE),), 1e-2, CLIP)
+
+
+def units() -> list[int]:
+    """Whom each record belongs to; records of a group do not lie together."""
+    found = [group for group, size in enumerate(SIZES) for _ in range(size)]
+    return [found[place] for place in np.random.default_rng(3).permutation(len(found))]
+
+
+def records(kind: str = "points") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    count = sum(SIZES)
+    if kind == "points":
+        inputs = 3 * torch.randn(count, 5, generator=generator).double()
+    else:
+        inputs = torch.rand(count, 1, 8, 8, generator=generator)
+        inputs[::3] *= 40
+    return inputs, torch.randint(3, (count,), generator=generator)
+
+
+def grouped(kind: str = "points", most: int = MOST) -> GroupedRecords:
+    return GroupedRecords(dpdist.as_records(records(kind)), Groups(np.array(units()), most))
+
+
+# --- the records of a step --------------------------------------------------------------------
+
+
+def test_groups_hold_each_record_once():
+    own = ["b", 7, "b", "a", 7, "b"]
+    groups = Groups.from_values(own, 4)
+    assert len(groups) == 3 and groups.codes.tolist() == [0, 1, 0, 2, 1, 0]
+    positions, present = groups.draw(np.array([2, 0, 1]), KEY)
+    assert positions.tolist() == [[3, 3, 3, 3], [0, 2, 5, 0], [1, 4, 1, 1]]
+    assert present.sum(1).tolist() == [1, 3, 2]
+    assert groups.draw(np.array([], dtype=np.int64), KEY)[0].shape == (0, 4)
+    assert len(Groups.from_values([], 2)) == 0
+
+
+def test_a_large_group_s_records_are_a_uniform_subset_that_its_key_draws():
+    groups = Groups.from_values([0] * 5 + [1] * 6 + [2], 2)
+    seen: Counter[tuple[int, ...]] = Counter()
+    rounds = 3000
+    for step in range(rounds):
+        positions, present = groups.draw(np.array([1]), derive_key(KEY, "step", step))
+        assert present.all() and positions[0, 0] < positions[0, 1]
+        seen[tuple(positions[0] - 5)] += 1
+    assert len(seen) == 15  # of 6 records, two
+    expected = rounds / 15
+    squares = sum((count - expected) ** 2 / expected for count in seen.values())
+    assert squares < 43.8  # of chi-squared with 14 degrees of freedom, above with probability 6e-5
+    twins = Groups.from_values([0] * 20 + [1] * 20, 2)
+    both = [twins.draw(np.array([0, 1]), derive_key(KEY, "step", step))[0] for step in range(20)]
+    assert any((own[0] + 20 != own[1]).any() for own in both), "all groups draw alike"
+    assert groups.draw(np.array([0, 1]), KEY)[0][1].tolist() == (
+        groups.draw(np.array([1]), KEY)[0][0].tolist()
+    ), "another group has a say"
+
+
+def test_a_group_that_goes_takes_its_records_and_changes_nothing_else():
+    own = np.array(units())
+    whole = Groups(own, MOST)
+    fewer = Groups(own[own != len(SIZES) - 1], MOST)
+    assert len(fewer) == len(whole) - 1 and len(own) - len(fewer.codes) == SIZES[-1] > 1
+    kept, every = np.flatnonzero(own != len(SIZES) - 1), np.arange(len(fewer))
+    one, other = whole.draw(every, KEY), fewer.draw(every, KEY)
+    np.testing.assert_array_equal(one[0], kept[other[0]])
+    np.testing.assert_array_equal(one[1], other[1])
+
+
+# --- the oracle -------------------------------------------------------------------------------
+
+
+def step_of(data: GroupedRecords, perturbation: Perturbation | None = None) -> PrivateStep:
+    torch.manual_seed(0)
+    engine = GradientEngine(
+        torch.nn.Linear(5, 3).double(), cross_entropy, clipping=FlatClipping(CLIP),
+        perturbation=perturbation,
+    )  # fmt: skip
+    return PrivateStep(engine, data, KEY, "7/nonce")
+
+
+def drawn(step: int) -> list[list[int]]:
+    """The records of each group that joins a step, worked out from the keys."""
+    words = stream_words(derive_key(KEY, "sample", "7/nonce", step), 0, len(SIZES))
+    groups, key = Groups(np.array(units()), MOST), derive_key(KEY, "data", "7/nonce", step)
+    found = []
+    for group in np.flatnonzero(words < np.uint64(2**63)):
+        positions, present = groups.draw(np.array([group]), key)
+        found.append(positions[0][present[0]].tolist())
+    return found
+
+
+def noise_of(step: int, size: int) -> np.ndarray:
+    pairs = stream_words(derive_key(KEY, "noise", "7/nonce", step), 0, 2 * (size // 2 + 1))
+    uniform, turn = pairs.reshape(-1, 2).T
+    length = np.sqrt(-2 * np.log(2.0**-64 + uniform.astype(float) * 2.0**-64))
+    angle = 2 * np.pi * (turn >> np.uint64(11)).astype(float) * 2.0**-53
+    both = np.stack([length * np.cos(angle), length * np.sin(angle)], 1)
+    return np.asarray(both.reshape(-1)[:size])
+
+
+def sampled_by_record(step: int) -> list[list[int]]:
+    """What a fault would take: each record joins by a coin of its own."""
+    words = stream_words(derive_key(KEY, "sample", "7/nonce", step), 0, sum(SIZES))
+    joined = np.flatnonzero(words < np.uint64(2**63))
+    own = np.array(units())[joined]
+    return [joined[own == group][:MOST].tolist() for group in np.unique(own)]
+
+
+def by_hand(
+    step: int, *, clip_records: bool = False, realised: bool = False, sample_records: bool = False
+) -> np.ndarray:
+    """The noisy gradient in float64, one group at a time by autograd."""
+    torch.manual_seed(0)
+    model, (inputs, labels) = torch.nn.Linear(5, 3).double(), records()
+    total, groups = np.zeros(18), sampled_by_record(step) if sample_records else drawn(step)
+    for members in groups:
+        parts = []
+        for i in members:
+            loss = torch.nn.functional.cross_entropy(model(inputs[i]), labels[i])
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            parts.append(torch.cat([grad.flatten() for grad in grads]).numpy())
+        for own in parts if clip_records else [np.sum(parts, axis=0)]:
+            total += own * min(1.0, CLIP / np.linalg.norm(own))
+    divisor = len(groups) if realised else len(SIZES) * RATE
+    return (total + 1.3 * CLIP * noise_of(step, 18)) / divisor
+
+
+def test_a_step_is_one_clipped_sum_for_each_group():
+    step, counts = step_of(grouped()), set()
+    step.check_clip(CLIP)
+    for number in range(PLAN.steps):
+        gradient, seen, _ = step.gradient(number, PLAN.step(number))
+        np.testing.assert_allclose(gradient.numpy(), by_hand(number), rtol=1e-7, atol=1e-7)
+        assert seen.examples == len(drawn(number))
+        counts.add(seen.examples)
+        for wrong in ({"clip_records": True}, {"realised": True}, {"sample_records": True}):
+            difference = np.abs(gradient.numpy() - by_hand(number, **wrong)).max()
+            assert difference > 1e-3 or (len(drawn(number)) == 10 and "realised" in wrong)
+    assert len(counts) > 1, "batches of one size would be no Poisson sample"
+
+
+def test_records_are_drawn_anew_in_each_step():
+    assert len({tuple(map(tuple, drawn(step))) for step in range(4)}) == 4
+    large = [tuple(m) for step in range(4) for m in drawn(step) if len(m) == MOST]
+    assert all(len(members) <= MOST for step in range(4) for members in drawn(step))
+    assert len(set(large)) > 5
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "dplis", "dplis for each", "inputs", "modules", "isolated"]
+)
+def test_without_a_clip_a_group_s_sum_is_that_of_its_records(name: str):
+    """Drawn noise and all: it is keyed by the record, and an empty place adds nothing."""
+    kind, isolate = ("none", True) if name == "isolated" else (name, False)
+    data = grouped("images")
+    every = np.arange(len(data))
+    positions, present = data.members(every)
+    sums = []
+    for by_group in (True, False):
+        engine = GradientEngine(
+            small_layers(), cross_entropy, clipping=FlatClipping(1e6),
+            perturbation=PERTURBATIONS[kind](), isolate=isolate,
+        )  # fmt: skip
+        engine.augmentation = CropAndFlip(1, True)
+        inputs, targets = data.batch(every), data.targets(every)
+        if by_group:
+            engine.records_per_example = MOST
+            members = GroupMembers(torch.from_numpy(positions), torch.from_numpy(present).float())
+            ids = torch.from_numpy(every)
+            found = engine.clipped_sum(
+                inputs, targets, draw_key=KEY, record_ids=ids, members=members
+            )
+        else:
+            ids = torch.from_numpy(positions[present])
+            found = engine.clipped_sum(
+                inputs[present], targets[present], draw_key=KEY, record_ids=ids
+            )
+        sums.append(found.flat)
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-3, atol=1e-4)
+
+
+def test_random_transforms_of_grouped_records_are_keyed_by_the_step():
+    class Shifted(dpdist.Records):
+        name = "shifted"
+
+        def __init__(self, shift: int = 0) -> None:
+            self.shift = shift
+
+        def __len__(self) -> int:
+            return 3
+
+        def batch(self, indices):
+            return torch.arange(3.0)[indices, None] + self.shift
+
+        def targets(self, indices):
+            return torch.arange(3)[indices] + self.shift
+
+        def for_step(self, key: bytes) -> Shifted:
+            return Shifted(key[0])
+
+    view = GroupedRecords(Shifted(), Groups.from_values("aba", 2)).for_step(bytes([9] * 32))
+    assert view.batch(np.array([0]))[0, :, 0].tolist() == [9, 11]
+    assert view.targets(np.array([0, 1])).tolist() == [[9, 11], [10, 10]]
+
+
+def test_private_losses_are_means_over_the_records_that_count():
+    step = step_of(grouped())
+    seen = step.gradient(0, PLAN.step(0))[1]
+    torch.manual_seed(0)
+    model, (inputs, labels) = torch.nn.Linear(5, 3).double(), records()
+    losses = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+    wanted = sum(losses[members].mean().item() for members in drawn(0))
+    assert seen.loss_sum == pytest.approx(wanted, rel=1e-9)
+
+
+# --- neighbours -------------------------------------------------------------------------------
+
+
+PERTURBATIONS: dict[str, Callable[[], Perturbation | None]] = {
+    "none": lambda: None,
+    "scaled": lambda: Perturbation(gradient_scale=4.0),
+    "dplis": lambda: ParameterPerturbation(3, 0.05),
+    "dplis for each": lambda: ParameterPerturbation(2, 0.05, per_example=True),
+    "summed": lambda: ParameterPerturbation(3, 0.05, aggregate="sum"),
+    "inputs": lambda: InputPerturbation(2, 0.3),
+    "modules": lambda: ModulePerturbation(2, ModuleNoise({"0": 0.2}, input_std=0.1)),
+}
+
+
+def clipped(data: GroupedRecords, name: str, *, isolate: bool = False) -> tuple[Tensor, Tensor]:
+    """The sum of a step without its noise, and which groups joined."""
+    torch.manual_seed(4)
+    engine = GradientEngine(
+        small_layers(), cross_entropy, clipping=FlatClipping(CLIP),
+        perturbation=PERTURBATIONS[name](), isolate=isolate,
+    )  # fmt: skip
+    step = PrivateStep(engine, data, KEY, "7/nonce")
+    step.shards = build_shards(len(data), len(SIZES), step.reducer, False)
+    sample = derive_key(KEY, "sample", "7/nonce", 1)
+    joined = step.members(sample, 0, len(data), PLAN.step(1))
+    return step._clipped_sums(1, PLAN.step(1))[0].sum(0), torch.from_numpy(joined)
+
+
+def without_one_group(most: int) -> Iterator[tuple[GroupedRecords, GroupedRecords]]:
+    """Data with and without all records of one group, for some groups.
+
+    Its records come last, and so does the group: no other record or group changes its position.
+    """
+    own, (inputs, labels) = np.array(units()), records("images")
+    for gone in (0, 3, 4, 6, 17):
+        order = np.argsort(own == gone, kind="stable")
+        codes, last = own[order], len(SIZES) - 1
+        swapped = np.where(codes == gone, last, np.where(codes == last, gone, codes))
+        left = len(own) - SIZES[gone]
+        yield (
+            GroupedRecords(
+                dpdist.as_records((inputs[order], labels[order])), Groups(swapped, most)
+            ),
+            GroupedRecords(
+                dpdist.as_records((inputs[order[:left]], labels[order[:left]])),
+                Groups(swapped[:left], most),
+            ),
+        )
+
+
+@pytest.mark.parametrize("name", [*PERTURBATIONS, "isolated"])
+def test_a_whole_group_changes_a_sum_by_the_clip_at_most(name: str):
+    kind, isolate = ("none", True) if name == "isolated" else (name, False)
+    changes = []
+    for whole, fewer in without_one_group(MOST):
+        one, joined = clipped(whole, kind, isolate=isolate)
+        other, others = clipped(fewer, kind, isolate=isolate)
+        assert torch.equal(joined[joined < len(fewer)], others), "another group's sampling changed"
+        changes.append(float((one - other).norm()) / CLIP)
+    assert 0.5 < max(changes) <= 1
+    assert len(others) > 3 and len(fewer) in joined, "nothing was compared"
+
+
+def test_a_clip_for_each_record_is_seen_by_this_replay():
+    """The same comparison of the fault: records are clipped, and then a group's are added up."""
+
+    def changes(data: GroupedRecords) -> Tensor:
+        torch.manual_seed(4)
+        engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(CLIP))
+        view = data.for_step(derive_key(KEY, "data", "7/nonce", 1))
+        every = np.arange(len(data))
+        inputs, present = view.batch(every), view.members(every)[1]
+        return engine.clipped_sum(inputs[present], view.targets(every)[present]).flat
+
+    worst = max(
+        float((changes(whole) - changes(fewer)).norm()) / CLIP
+        for whole, fewer in without_one_group(MOST)
+    )
+    assert worst > 1.5
+
+
+def test_sampling_by_record_is_seen_by_this_replay():
+    """A position for each record: where records come or go, other groups join other steps."""
+    own = np.array(units())
+    sample = derive_key(KEY, "sample", "7/nonce", 1)
+    words = stream_words(sample, 0, len(own)) < np.uint64(2**63)
+    kept = own != 3
+    moved = stream_words(sample, 0, int(kept.sum())) < np.uint64(2**63)
+    assert not np.array_equal(words[kept], moved), "this comparison would see nothing"
+
+
+# --- sizes ------------------------------------------------------------------------------------
+
+
+def test_groups_of_one_record_are_records():
+    inputs, labels = records("images")
+    alone = GroupedRecords(dpdist.as_records((inputs, labels)), Groups(np.arange(len(labels)), 1))
+    torch.manual_seed(4)
+    plain = PrivateStep(
+        GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(CLIP)),
+        dpdist.as_records((inputs, labels)), KEY, "7/nonce",
+    )  # fmt: skip
+    other = PrivateStep(
+        GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(CLIP)),
+        alone, KEY, "7/nonce",
+    )  # fmt: skip
+    one, two = plain.gradient(0, PLAN.step(0))[0].clone(), other.gradient(0, PLAN.step(0))[0]
+    assert torch.equal(one, two)
+
+
+def test_micro_batches_and_rows_of_groups_do_not_change_a_sum():
+    data, sums = grouped("images"), []
+    for micro_batch in (1, 4, None):
+        torch.manual_seed(4)
+        engine = GradientEngine(
+            small_layers(), cross_entropy, clipping=FlatClipping(CLIP), micro_batch=micro_batch
+        )
+        step = PrivateStep(engine, data, KEY, "7/nonce")
+        sums.append(step._clipped_sums(1, PLAN.step(1))[0].sum(0))
+    for other in sums[1:]:
+        torch.testing.assert_close(sums[0], other, rtol=1e-4, atol=1e-6)
+
+
+def test_dicts_tuples_and_tokens_are_grouped_too():
+    own = [0, 1, 1, 0, 1]
+    for inputs in (
+        {"a": torch.randn(5, 2), "b": torch.arange(5)[:, None]},
+        (torch.randn(5, 2), torch.randn(5, 3)),
+    ):
+
+        class Fields(dpdist.Records):
+            name = "fields"
+
+            def __len__(self) -> int:
+                return 5
+
+            def batch(self, indices, inputs=inputs):
+                pick = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+                found = {key: each[indices] for key, each in pick}
+                return found if isinstance(inputs, dict) else tuple(found.values())
+
+            def targets(self, indices):
+                return torch.arange(5)[indices]
+
+        data = GroupedRecords(Fields(), Groups.from_values(own, 2))
+        found = data.batch(np.array([0, 1]))
+        values = found.values() if isinstance(found, dict) else found
+        assert [each.shape[:2] for each in values] == [(2, 2), (2, 2)]
+        assert data.targets(slice(0, 1)).tolist() == [[0, 3]]
+        assert len(data.examples(7)[1]) == 7
+
+
+def test_a_sum_over_other_records_than_the_engine_s_is_refused():
+    engine = GradientEngine(torch.nn.Linear(5, 3), cross_entropy, clipping=FlatClipping(CLIP))
+    members = GroupMembers(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
+    with pytest.raises(UserError, match="sums over 1 records"):
+        engine.clipped_sum(torch.randn(2, 3, 5), torch.zeros(2, 3).long(), members=members)
+    engine.records_per_example = 2
+    with pytest.raises(UserError, match="sums over 2 records"):
+        engine.clipped_sum(torch.randn(2, 5), torch.zeros(2).long())
+
+
+def test_a_fingerprint_knows_the_groups():
+    own, data = units(), dpdist.as_records(records())
+    found = {
+        GroupedRecords(data, Groups.from_values(each, 2)).keyed_fingerprint(KEY)
+        for each in (own, own[::-1], [*own[:-1], "another"])
+    }
+    assert len(found) == 3
+    again = GroupedRecords(data, Groups.from_values(own, 2)).keyed_fingerprint(KEY)
+    assert (
+        again in found
+        and GroupedRecords(data, Groups.from_values(own, 2)).keyed_fingerprint(bytes(32))
+        not in found
+    )

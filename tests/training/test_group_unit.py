@@ -1,0 +1,536 @@
+"""privacy.unit: group in recipes: what is counted, refused and stated, and whole trainings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
+
+import dpdist
+from dpdist import UserError
+from dpdist.audits.membership import Membership
+from dpdist.audits.target import Target
+from dpdist.data.protocol import GroupedRecords, Groups
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.poisoning.evaluation import Poisoning
+from dpdist.privacy.card import build_card, card_markdown, recompute_card
+from dpdist.privacy.phases import GaussianSteps
+from dpdist.privacy.plan import GroupUnit, PrivacyPlan, group_guarantee
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, make_plan, parse_recipe, plan_with_noise, refuse_unused
+from dpdist.training import records as chosen
+from dpdist.training.job import check_trainable, prepare
+from dpdist.training.model_setup import describe_cost
+from dpdist.training.private_step import PrivateStep
+
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
+GROUPS, MOST = 60, 3
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
+
+
+def write(
+    root: Path, *, split: str = "train", seed: int = 0, groups: int = GROUPS, most: int = 9,
+    name: str = "patient {}", change: Any = None, drop: object = None,
+) -> list[Any]:  # fmt: skip
+    """Write records of groups of 1 to `most` into root/scans; return whom they belong to."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(1, most + 1, groups)
+    whom = np.repeat(np.arange(groups), sizes)[generator.permutation(sizes.sum())]
+    values = generator.random((len(whom), 3)).round(6)
+    own: list[Any] = [
+        name.format(each) if isinstance(name, str) else each for each in whom.tolist()
+    ]
+    own = change(own) if change is not None else own
+    table = pa.table(
+        {
+            **{f"f{k}": values[:, k].astype(np.float32) for k in range(3)},
+            "label": (values.sum(1) > 1.5).astype(np.int64),
+            "patient": own,
+        }
+    )
+    if drop is not None:
+        kept = [each != drop for each in own]
+        table, own = table.filter(pa.array(kept)), [each for each in own if each != drop]
+    (root / "scans").mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, root / "scans" / f"{split}.parquet")
+    return own
+
+
+def recipe_of(root: Path, **sections: Any) -> Recipe:
+    raw: dict[str, Any] = {
+        "name": "x",
+        "data": {
+            "name": "scans", "root": str(root), "classes": 2,
+            "columns": {"features": ["f*"], "group": "patient"},
+        },
+        "model": {"name": "linear"},
+        "privacy": {
+            "noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY, "unit": "group",
+            "max_records_per_group": MOST,
+        },
+        "training": {"batch_size": 12, "epochs": 2, "learning_rate": 0.5},
+        "resources": {"checkpoint_seconds": 1e-6},
+    }  # fmt: skip
+    for key, value in sections.items():
+        section, _, name = key.partition("__")
+        raw[section] = {**raw.get(section, {}), name: value} if name else value
+    return parse_recipe(raw, "test")
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    write(tmp_path / "data")
+    write(tmp_path / "data", split="test", seed=1, groups=20, name="other {}")
+    return tmp_path / "data"
+
+
+# --- what is counted ----------------------------------------------------------------------------
+
+
+def test_everything_is_counted_from_groups(root):
+    recipe = recipe_of(root)
+    dataset, _ = check_trainable(recipe, "test")
+    assert len(dataset) == GROUPS and len(dataset.labels) > 3 * GROUPS
+    plan = make_plan(recipe, len(dataset), "test")
+    step = plan.step(0)
+    assert (plan.records, step.sample_rate, step.expected_batch) == (GROUPS, 0.2, 12)
+    assert plan.steps == 2 * GROUPS // 12
+    assert plan.group == GroupUnit("patient", MOST)
+    same = PrivacyPlan.dp_sgd(
+        records=GROUPS, batch_size=12, noise_multiplier=1.0, steps=plan.steps, delta=1e-3,
+        group=GroupUnit("patient", MOST),
+    )  # fmt: skip
+    assert same == plan
+    same = replace(same, group=None)
+    assert plan.guarantee().epsilon == same.guarantee().epsilon
+
+
+def test_parts_hold_whole_groups_and_shares_are_of_groups(root):
+    recipe = recipe_of(root, data__public=0.3, data__hold_out=0.2, data__fraction=0.6)
+    source = chosen.data_source(recipe)
+    parts = [
+        chosen.declared_public_records(recipe, source),
+        chosen.private_records_between(recipe, source, 0.0, 0.2),
+        chosen.training_records(recipe, source),
+    ]
+    groups = [set(part.group_hashes.tolist()) for part in parts]
+    assert all(groups) and not set.intersection(*groups) and sum(map(len, groups)) < GROUPS
+    assert not groups[0] & groups[1] and not groups[1] & groups[2] and not groups[0] & groups[2]
+    alike = chosen.training_records(
+        recipe_of(
+            root,
+            privacy={"epsilon": 3, "delta": 1e-3},
+            data__public=0.3,
+            data__hold_out=0.2,
+            data__fraction=0.6,
+        ),
+        source,
+    )
+    assert set(alike.group_hashes.tolist()) & groups[0], "parts by record hold whole groups, too"
+
+
+def test_one_person_s_records_move_nothing_else(root, tmp_path):
+    """However many records a person has: number of groups minus one, and the same sides for all."""
+    settings = {
+        "data__public": 0.2,
+        "data__hold_out": 0.2,
+        "data__max_train": 40,
+        "data__fraction": 0.8,
+    }
+    own = write(tmp_path / "data")
+    largest = max(set(own), key=own.count)
+    recipe = recipe_of(root, **settings)
+    before = chosen.records_with_canaries(recipe, chosen.data_source(recipe))
+    write(tmp_path / "fewer", drop=largest)
+    write(tmp_path / "fewer", split="test", seed=1, groups=20, name="other {}")
+    without = recipe_of(tmp_path / "fewer", **settings)
+    after = chosen.records_with_canaries(without, chosen.data_source(without))
+    one, other = set(before.group_hashes.tolist()), set(after.group_hashes.tolist())
+    assert own.count(largest) > 3 and len(one - other) <= 1 and not other - one
+    assert len(before) - len(after) == len(one - other)
+    assert 10 < len(before) < 40
+
+
+def test_identity_of_data_and_recipe_know_the_groups(root, tmp_path):
+    first = check_trainable(recipe_of(root), "test")[0]
+    write(root, change=lambda own: [*own[:-1], "patient 0" if own[-1] != "patient 0" else "b"])
+    other = check_trainable(recipe_of(root), "test")[0]
+    assert first.stored_fingerprint == other.stored_fingerprint
+    assert first.fingerprint != other.fingerprint
+    assert recipe_of(root).experiment_settings["privacy.unit"] == "group"
+
+
+# --- old recipes --------------------------------------------------------------------------------
+
+
+def test_recipes_and_plans_of_records_are_what_they_were(root):
+    plain = recipe_of(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
+    assert not {"unit", "max_records_per_group"} & set(plain.model_dump()["privacy"])
+    assert "unit" not in plain.to_yaml()
+    plan = plan_with_noise(plain, 60, 1.0)
+    assert "group" not in plan.to_dict() and "group" not in plan.guarantee().to_dict()
+    mine = plan_with_noise(recipe_of(root), 60, 1.0)
+    assert PrivacyPlan.from_dict(json.loads(json.dumps(mine.to_dict()))) == mine
+    assert mine.fingerprint() != plan.fingerprint()
+    assert parse_recipe(recipe_of(root).model_dump(mode="json"), "test") == recipe_of(root)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"privacy__max_records_per_group": None}, "max_records_per_group: required"),
+        ({"privacy__max_records_per_group": 0}, "max_records_per_group: "),
+        ({"privacy__group_size": 4}, "group_size: with unit: group it must be 1"),
+        ({"privacy__neighbours": "replace-one"}, "neighbours: with unit: group it must be"),
+        ({"privacy__batch_cap": 20}, "batch_cap: with unit: group it must be left out"),
+        ({"privacy__nominal_records": 60}, "nominal_records: with unit: group"),
+        ({"privacy__budget": "/tmp/budget"}, "a budget counts single records and never mixes"),
+        ({"data__columns": {"features": ["f*"]}}, "data.columns.group: required"),
+        ({"audit": {"kind": "canaries"}}, "audit"),
+        ({"method": {"name": "functional"}}, "group works with dp-sgd, dplis, and input-noise"),
+        ({"method": {"name": "secure-sgd", "redistribution": None}}, "group works with"),
+        ({"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}}, "group works with"),
+    ],
+)
+def test_what_is_not_made_for_groups_is_refused_in_one_line(root, sections, said):
+    with pytest.raises(UserError, match=said) as caught:
+        recipe_of(root, **sections)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_every_method_says_whether_it_takes_groups():
+    from dpdist.methods.base import Method
+    from dpdist.methods.registry import METHODS
+
+    able = {kind for kind in METHODS if "supports_groups" in vars(kind)}
+    named = {kind.model_fields["name"].default for kind in able}
+    assert named == {"dp-sgd", "dplis", "input-noise"}
+    others = {kind for kind in METHODS if kind.supports_groups is not Method.supports_groups}
+    assert others == able, "a method inherits from another what it does not do itself"
+
+
+def test_an_option_of_groups_without_groups_is_refused(root):
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-3, "max_records_per_group": 3}
+    with pytest.raises(UserError, match="only applies with unit: group"):
+        refuse_unused(recipe_of(root, privacy=privacy), "test")
+
+
+def test_audits_and_votes_of_single_records_are_refused(root):
+    recipe = recipe_of(root)
+    plan = make_plan(recipe, GROUPS, "test")
+    with pytest.raises(UserError, match="unit: group cannot be audited"):
+        Target(recipe, plan, plan.guarantee())
+    with pytest.raises(UserError, match="unit: group cannot be audited"):
+        Membership().plan_shadows(recipe, GROUPS)
+    with pytest.raises(UserError, match="unit: group bounds whole groups"):
+        Poisoning().training_plan(recipe, GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda own: [*own[:-2], None, None], "is none for 2 of"),
+        (lambda own: [float(len(each)) for each in own], "must be a whole number or a text"),
+        (lambda own: [each == "patient 1" for each in own], "must be a whole number or a text"),
+        (lambda own: [[each] for each in own], "must hold one value per record"),
+    ],
+)
+def test_unknown_groups_are_refused(root, change, said):
+    write(root, change=change)
+    with pytest.raises(UserError, match=said):
+        check_trainable(recipe_of(root), "test")
+
+
+def test_groups_of_two_types_are_refused(root):
+    whole = pq.read_table(root / "scans" / "train.parquet")
+    (root / "scans" / "train.parquet").unlink()
+    half = whole.num_rows // 2
+    pq.write_table(whole.slice(0, half), root / "scans" / "train-0.parquet")
+    numbers = pa.array(range(whole.num_rows - half))
+    other = whole.slice(half).set_column(
+        whole.schema.get_field_index("patient"), "patient", numbers
+    )
+    pq.write_table(other, root / "scans" / "train-1.parquet")
+    with pytest.raises(UserError, match="texts or numbers in all files alike"):
+        check_trainable(recipe_of(root), "test")
+
+
+def test_a_group_in_both_splits_is_refused(root):
+    write(root, split="test", seed=1, groups=3)
+    with pytest.raises(UserError, match="3 groups of scans/train are in scans/test too"):
+        check_trainable(recipe_of(root), "test")
+
+
+# --- what is stated -----------------------------------------------------------------------------
+
+
+def test_card_and_guarantee_state_the_relation_in_words(root):
+    recipe = recipe_of(root)
+    plan = make_plan(recipe, GROUPS, "test")
+    words = (
+        "zero-out of a whole group (all records of one value of patient, of which at most 3 count "
+        "in a step)"
+    )
+    assert plan.guarantee().relation == words and words in str(plan.guarantee())
+    lines = "\n".join(plan.guarantee().assumptions)
+    assert "every group's summed contribution is clipped to L2 norm 1" in lines
+    assert "every group joins a step independently" in lines
+    assert f"the number of groups ({GROUPS}) is public" in lines
+    assert "all records of a person have the same value of patient" in lines
+    assert "no person whose records are trained on is among public or test records" in lines
+    card = build_card(plan, unit=recipe.privacy_unit, extra={"a": "b"})
+    assert card["relation"] == words and card["unit"] == words.removeprefix("zero-out of ")
+    page = card_markdown(card)
+    assert f"| groups | {GROUPS} (counted) |" in page and words in page
+    assert recompute_card(card, plan) == card
+    with pytest.raises(ValueError, match="a group already"):
+        group_guarantee(plan, 2)
+
+
+def test_a_plan_for_groups_is_counted_and_uncapped():
+    steps = GaussianSteps(3, 1.0, 0.1)
+    unit = GroupUnit("patient", 2)
+    for options in ({"nominal": True}, {"neighbours": "replace-one"}):
+        with pytest.raises(ValueError, match="groups need"):
+            PrivacyPlan(100, (steps,), 1e-3, group=unit, **options)
+    with pytest.raises(ValueError, match="groups need"):
+        PrivacyPlan(100, (GaussianSteps(3, 1.0, 0.1, 20),), 1e-3, group=unit)
+    with pytest.raises(ValueError, match="max_records"):
+        GroupUnit("patient", 0)
+
+
+# --- whole trainings ----------------------------------------------------------------------------
+
+
+def test_a_run_on_a_parquet_file_states_its_groups(root, tmp_path):
+    recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
+    train(recipe, folder)
+    found = read_facts(folder)
+    assert found.guarantee.group is not None and found.plan.records == GROUPS
+    card = found.privacy_card()
+    assert card["unit"].startswith("a whole group") and card["records"] == GROUPS
+    assert found.guarantee.relation == card["relation"]
+    told = dict(describe_cost(recipe, found.plan))
+    assert told["groups"].startswith(f"{GROUPS} to train")
+
+
+@pytest.mark.parametrize("name", ["dp-sgd", "dplis", "input-noise"])
+def test_methods_with_groups_learn(root, tmp_path, name):
+    method = {"name": name, **({"sigma": 0.05, "draws": 2} if name == "input-noise" else {})}
+    method |= {"draws": 2} if name == "dplis" else {}
+    recipe = recipe_of(root, method=method, training__steps=4, training__epochs=None)
+    weights = train(recipe, RunFolder(tmp_path / name))
+    assert torch.isfinite(weights).all() and float(weights.abs().sum()) > 0
+
+
+def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):
+    recipe = recipe_of(root)
+    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
+    train(recipe, whole)
+    train_and_crash(recipe, killed, monkeypatch, 4)
+    train(recipe, killed)
+    assert torch.equal(parameters(whole), parameters(killed))
+    assert release_ids(whole) == release_ids(killed)
+
+
+def test_on_two_workers_a_group_lies_whole(root, tmp_path):
+    """Sums are those of one worker, for a worker holds groups; to the bit with canonical shards."""
+    for reproducible in (False, True):
+        recipe = recipe_of(root, training__reproducible=reproducible)
+        one, two = (RunFolder(tmp_path / f"{reproducible}-{count}") for count in (1, 2))
+        execute(prepare(recipe, one, "test"), 1)
+        execute(prepare(recipe, two, "test"), 2)
+        if reproducible:
+            assert torch.equal(parameters(one), parameters(two))
+        torch.testing.assert_close(parameters(one), parameters(two), rtol=1e-5, atol=1e-6)
+
+
+# --- loops of one's own -------------------------------------------------------------------------
+
+
+PRIVACY = {
+    "noise_multiplier": 1.0, "delta": 1e-2, "unit": "group", "max_records_per_group": 2,
+    "run_key": KEY,
+}  # fmt: skip
+WHOM = [f"p{place % 17}" for place in range(90)]
+
+
+def points(count: int = 90) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(count, 4, generator=generator)
+    return inputs, (inputs.sum(1) > 0).long()
+
+
+def loop_of(folder: Path, data: Any = None, **options: Any) -> dpdist.PrivateTraining:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    given = dpdist.as_records(points(), unit=WHOM) if data is None else data
+    settings = {
+        "loss": "cross-entropy", "privacy": PRIVACY, "batch_size": 5, "epochs": 2,
+        "folder": folder, **options,
+    }  # fmt: skip
+    return dpdist.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), given, **settings
+    )
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_a_loop_of_one_s_own_counts_samples_and_states_groups(tmp_path):
+    training = loop_of(tmp_path / "run")
+    assert training.plan.records == 17 and training.plan.step(0).sample_rate == 5 / 17
+    assert training.steps_left == 2 * 17 // 5
+    key = training._step.key
+    torch.manual_seed(0)
+    engine = GradientEngine(
+        torch.nn.Linear(4, 2), cross_entropy, clipping=FlatClipping(1.0),
+        micro_batch=training._engine.micro_batch,
+    )  # fmt: skip
+    groups = GroupedRecords(dpdist.as_records(points()), Groups.from_values(WHOM, 2))
+    alone = PrivateStep(engine, groups, key, training._step.attempt)
+    expected = alone.gradient(0, training.plan.step(0))[0].clone()
+    before = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    training.step()
+    after = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    torch.testing.assert_close((before - after) / 0.5, expected.float(), rtol=1e-4, atol=1e-6)
+    assert training.guarantee.relation == (
+        "zero-out of a whole group (all records of one value of unit_id, of which at most 2 count "
+        "in a step)"
+    )
+    run = training.run_all()
+    card = read_facts(run).privacy_card()
+    assert card["records"] == 17 and card["unit"].startswith("a whole group")
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_a_loop_that_was_left_goes_on_to_the_same_bits(tmp_path):
+    whole = loop_of(tmp_path / "whole")
+    whole.run_all()
+    first = loop_of(tmp_path / "left", resources={"checkpoint_seconds": 1e-6})
+    for _ in range(3):
+        first.step()
+    first.close()
+    again = loop_of(tmp_path / "left", resources={"checkpoint_seconds": 1e-6})
+    assert again.steps_left > 3
+    again.run_all()
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert release_ids(whole.run) == release_ids(again.run)
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_a_loop_refuses_what_names_no_groups(tmp_path):
+    for data, said in (
+        (points(), "must say whom each record belongs to"),
+        (dpdist.as_records(points(), unit=[*WHOM[:-1], 7]), "numbers or texts as units"),
+        (dpdist.as_records(points(), unit=list(range(90))), "has each as its own unit"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            loop_of(tmp_path / "none", data)
+        assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(UserError, match="unit must be known for every record"):
+        dpdist.as_records(points(), unit=[*WHOM[:-1], None])
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match="max_records_per_group: required"):
+        dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, unit="group")
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_a_private_group_is_not_held_out(tmp_path):
+    inputs, labels = points(20)
+    public = dpdist.as_records((inputs + 1, labels), unit=["p3", *["x"] * 19])
+    with pytest.raises(UserError, match="must share no unit with data, got 1 in common"):
+        loop_of(tmp_path / "run", held_out=public)
+    with pytest.raises(UserError, match="must share no record with data"):
+        loop_of(tmp_path / "run", held_out=(inputs, labels))
+    loop_of(tmp_path / "run", held_out=(inputs + 1, labels)).run_all()
+
+
+@pytest.mark.filterwarnings("ignore:privacy.run_key")
+def test_fit_takes_groups(tmp_path):
+    run = dpdist.fit(
+        torch.nn.Linear(4, 2), dpdist.as_records(points(), unit=WHOM), learning_rate=0.1,
+        privacy=dpdist.Privacy(**PRIVACY), batch_size=5, steps=2, folder=tmp_path / "run",
+    )  # fmt: skip
+    assert run.read_plan().group == GroupUnit("unit_id", 2)
+
+
+# --- other inputs and targets -------------------------------------------------------------------
+
+
+def write_texts(root: Path, split: str, authors: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    own = [f"{split} author {place % authors}" for place in range(6 * authors)]
+    texts = ["".join(generator.choice(list("abcd "), 20)) for _ in own]
+    (root / "notes").mkdir(parents=True, exist_ok=True)
+    table = pa.table({"text": texts, "who": own})
+    pq.write_table(table, root / "notes" / f"{split}.parquet")
+
+
+def test_texts_are_grouped_by_their_author(tmp_path):
+    """Tokens, and the next ones as targets, are of (B, K, T)."""
+    write_texts(tmp_path / "data", "train", 12, 0)
+    write_texts(tmp_path / "data", "test", 5, 1)
+    data = {
+        "name": "notes", "root": str(tmp_path / "data"), "columns": {"group": "who"},
+        "text": {"length": 12, "predict": "next"},
+    }  # fmt: skip
+    recipe = recipe_of(
+        tmp_path, data=data, model={"name": "next-word-mlp", "options": {"embedding": 4}},
+        training={"batch_size": 4, "steps": 3, "learning_rate": 0.5},
+    )  # fmt: skip
+    folder = RunFolder(tmp_path / "run")
+    assert torch.isfinite(train(recipe, folder)).all()
+    assert folder.read_plan().records == 12
+    dataset, _ = check_trainable(recipe, "test")
+    assert dataset.batch(np.array([0, 3])).shape[:2] == (2, MOST)
+    assert dataset.targets(np.array([0, 3])).shape == (2, MOST, 12)
+
+
+def test_numbers_are_learned_by_group(tmp_path):
+    for split, seed in (("train", 0), ("test", 1)):
+        generator = np.random.default_rng(seed)
+        inputs = generator.normal(size=(60, 3)).astype(np.float32)
+        columns = {f"f{k}": inputs[:, k] for k in range(3)}
+        table = pa.table(
+            columns | {"label": inputs.sum(1), "patient": [f"{split} {k % 15}" for k in range(60)]}
+        )
+        (tmp_path / "scans").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / "scans" / f"{split}.parquet")
+    data = {
+        "name": "scans", "root": str(tmp_path), "targets": "number",
+        "columns": {"features": ["f*"], "group": "patient"},
+    }  # fmt: skip
+    recipe = recipe_of(
+        tmp_path, data=data, training={
+            "batch_size": 5, "steps": 3, "learning_rate": 0.1, "loss": "mse",
+        },
+    )  # fmt: skip
+    weights = train(recipe, RunFolder(tmp_path / "run"))
+    assert torch.isfinite(weights).all()
+
+
+def test_labels_that_are_left_out_take_their_groups_along(root):
+    recipe = recipe_of(root)
+    whole, _ = check_trainable(recipe, "test")
+    other = recipe_of(root, data__labels=[1, 0])
+    same, _ = check_trainable(other, "test")
+    assert len(same) == len(whole)
+    np.testing.assert_array_equal(same.groups.codes, whole.groups.codes)
