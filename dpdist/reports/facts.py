@@ -389,6 +389,16 @@ class Facts:
         return [f"{POST_PROCESSED}: {said}"] if changes else []
 
     @property
+    def _step_notes(self) -> list[str]:
+        """Notes on what bounds a record's part in a step."""
+        notes = []
+        if how := self.record_independence:
+            notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
+        if self.plan.relies_on_clipping and (rule := self.recipe.privacy.clipping_description):
+            notes.append(f"Clipping: {rule}.")
+        return notes
+
+    @property
     def _own_code(self) -> list[str]:
         """Notes on code of the user's that made the model."""
         notes = []
@@ -419,9 +429,7 @@ class Facts:
             notes = [f"Model: {self.recipe.method.describe(plan)}."]
         elif math.isinf(self.guarantee.epsilon):
             notes.append(f"Nothing is proved about training records: {self.unproved_reason}.")
-        if how := self.record_independence:
-            notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
-        notes += self._own_code
+        notes += [*self._step_notes, *self._own_code]
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.summary_line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.reported_values]

@@ -354,6 +354,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     activations = rows * _bytes_per_example(module, dataset)
     return [
         ("noise multiplier", f"{step.noise_multiplier:.4g}"),
+        *([("clipping", rule)] if (rule := recipe.privacy.clipping_description) else []),
         (
             "sampling rate",
             f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",

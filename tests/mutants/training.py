@@ -36,6 +36,20 @@ FAULTS: list[Fault] = [
         ("(found == 0) | (found == 1)", "found >= 0", "any number is a label"),
     ),
     *group(
+        "dpdist/config/sections.py",
+        f"{OWN}::test_it_is_dp_sgd_worked_out_by_hand {OWN}::test_an_automatic_clip_has_no_other_rule",
+        (
+            'return {**values, "clipping": "automatic", "clip_norm": 1.0}',
+            'return {**values, "clip_norm": 1.0}',
+            "an automatic clip is a flat one",
+        ),
+        (
+            'if (rule := values.get("clipping", "automatic")) != "automatic":',
+            'if (rule := values.get("clipping", "automatic")) == "none":',
+            "an automatic clip beside another rule is believed",
+        ),
+    ),
+    *group(
         "dpdist/training/collectives.py",
         "wiring/test_one_step::test_every_optimizer",
         (
