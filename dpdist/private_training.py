@@ -56,6 +56,7 @@ from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpo
 from dpdist.runs.recipe import Recipe, field_error, parse_recipe, resolve_plan
 from dpdist.training import checkpoint, monitoring
 from dpdist.training.collectives import Reducer, ReplicatedUpdate
+from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
     check_kept,
@@ -1058,11 +1059,6 @@ def _take_over(path: Path, training: PrivateTraining) -> None:
 # --- the whole of it --------------------------------------------------------------------------
 
 
-_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-}  # fmt: skip
-
-
 def fit(
     model: nn.Module,
     data: Any,
@@ -1118,12 +1114,7 @@ def fit(
         >>> run.model_folder.is_dir()
         True
     """
-    if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
-        raise UserError(
-            f"optimizer: must be one of {', '.join(_OPTIMIZERS)}, or a callable of parameters and "
-            f"lr, got {optimizer!r}"
-        )
-    make = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    make = optimizer_of(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = PrivateTraining(
         model, make(trained, lr=learning_rate), data, loss=loss, privacy=privacy,

@@ -1412,4 +1412,24 @@ FAULTS: list[Fault] = [
             "records under random transforms are never the same",
         ),
     ),
+    *group(
+        "dpdist/training/estimate.py",
+        "training/test_estimate",
+        (
+            "inputs, targets = records.examples(PROBE_EXAMPLES)",
+            "inputs, targets = records.batch(slice(0, 64)), records.targets(slice(0, 64))",
+            "time is measured on private records",
+        ),
+        (
+            "slots, objective = _slots(optimizer),",
+            "slots, objective = 0,",
+            "optimizers keep nothing",
+        ),
+        ("min(rows, most or PROBE_EXAMPLES) * each", "0", "memory has no activations"),
+        (
+            "step.expected_batch / rate + _noise_seconds(engine.size, step.noise_std)",
+            "step.expected_batch / rate",
+            "noise takes no time",
+        ),
+    ),
 ]
