@@ -605,6 +605,9 @@ class PrivateTraining:
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: example_losses(self.model, objective, {}, *few), self._device)
             engine.validate(*examples)
+        # As they were checked: they stay so from here on, also before the first step.
+        self._trained_names = self._trained()
+        self._modes = {name: module.training for name, module in self.model.named_modules()}
         return engine
 
     def _planned(self, recipe: Recipe) -> None:
@@ -699,8 +702,6 @@ class PrivateTraining:
         if self._monitor is None:
             self._monitor = Monitor(job, plan.steps, self._done)
         self._watch = Watch(self.model, self.optimizer)
-        self._trained_names = self._trained()
-        self._modes = {name: module.training for name, module in self.model.named_modules()}
         self._saved = time.monotonic()
 
     def _restore(self) -> None:
@@ -895,14 +896,12 @@ class PrivateTraining:
         """Raise UserError where no step can be taken."""
         if not self.steps_left:
             raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
-        if not self._started:
-            self._begin(self._examples())
         if (begun := self._recipe.score) is not None and self._scored is None:
             raise UserError(
                 f"step: the run was begun with scores every {begun.every:,} steps on "
                 f"{begun.records:,} held-out records: call score(...) with them first"
             )
-        if self._step is None:
+        if self._started and self._step is None:
             raise UserError(
                 f"step: this object let go of {self.run.path}; make PrivateTraining again, and it "
                 "continues the run"
@@ -930,6 +929,8 @@ class PrivateTraining:
                 "new run for each stage"
             )
         self._check_form()
+        if not self._started:
+            self._begin(self._examples())
 
     def _check_form(self) -> None:
         """Raise UserError where the model changed since the object was made."""

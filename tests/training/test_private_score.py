@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.key_recorder import NOISE, record_keys
+from support.local_execution import command, run_without_ray
 from support.training import KEY
 from torch import nn
 
@@ -588,6 +589,37 @@ def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
     plain.run_all()
     assert "private scores" not in dict(dpdist.read_facts(plain.run).summary())
     assert "score" not in (plain.run.recipe_file.read_text().partition("script:")[2])
+
+
+def test_commands_work_on_a_run_with_scores(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nets_of_scores.py").write_text(
+        "from torch import nn\n\n\ndef net(input_shape, classes):\n"
+        f"    return nn.Sequential(nn.Linear({WIDTH}, 5), nn.Tanh(), nn.Linear(5, classes))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import nets_of_scores
+
+    t = training(
+        tmp_path / "runs" / "own", nets_of_scores.net((WIDTH,), 2),
+        privacy={"epsilon": 3.0, "delta": 1e-3}, held_out=rows(30, 5),
+        factory="nets_of_scores:net",
+    )  # fmt: skip
+    t.score(SCORED, every=2)
+    scores(t)
+    run_without_ray(monkeypatch)
+    runs = ("--runs", str(tmp_path / "runs"))
+    for words in (
+        ("report", "own", *runs),
+        ("audit", "own", *runs, "--set", "releases=300"),
+        ("release", "own", *runs),
+        ("verify", str(t.run.release_folder), "--trust-factory", "nets_of_scores:net"),
+    ):
+        done = command(monkeypatch, capsys, tmp_path, *words)
+        assert done.code == 0, (words, done.out + done.err)
+    assert "3 noisy scores at most" in t.run.report_file.read_text()
+    card = read_json(t.run.release_folder / "privacy_card.json")
+    assert "3 noisy scores at most" in card["mechanism"][0]
+    assert card["guarantee"]["epsilon"] == t.guarantee.epsilon
 
 
 def test_another_noise_in_its_files_is_found(tmp_path):

@@ -440,7 +440,7 @@ def test_a_scheduler_that_is_not_registered_is_refused(tmp_path):
     with pytest.raises(UserError, match="state: must hold the StepLR of this optimizer"):
         t.step()
     t.close()
-    assert Ledger.read(t.run.ledger).release_counts == {} and scheduler is not None
+    assert not t.run.path.exists() and scheduler is not None
 
 
 @pytest.mark.parametrize("change", ["freeze", "exchange"])
@@ -467,6 +467,23 @@ def test_another_mode_is_refused(tmp_path):
         t.step()
     model.eval()
     t.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.train(), "the mode in which it was checked"),
+        (lambda model: model[0].weight.requires_grad_(False), "the same parameters in all steps"),
+        (lambda model: model.register_forward_hook(lambda *_: None), "must stay as it is checked"),
+    ],
+)
+def test_what_was_checked_holds_before_the_first_step_too(tmp_path, change, said):
+    model = dropping().eval()
+    t = training(tmp_path / "own", model, sgd(model))
+    change(model)
+    with pytest.raises(UserError, match=said):
+        t.step()
+    assert not t.run.path.exists()
 
 
 class Counting(nn.Module):
