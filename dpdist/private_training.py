@@ -835,7 +835,7 @@ class PrivateTraining:
                 record is trained on as well, or the value cannot be had; nothing was released.
 
         Source:
-            Dwork and Roth, 2014, Section 3.5 (parallel parts); Balle and Wang, ICML 2018 (noise).
+            McSherry, SIGMOD 2009 (parallel composition).
 
         Example:
             >>> import tempfile, torch, dpdist

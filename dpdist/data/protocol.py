@@ -136,7 +136,7 @@ class Records(ABC):
             count = min(_CHUNK, len(self) - start)
             named = fields_of(self.batch(np.arange(start, start + count)))
             columns = {
-                name: each.detach().cpu().numpy().astype(np.float64) + 0.0  # 0.0 for -0.0
+                name: each.detach().cpu().double().numpy() + 0.0  # 0.0 for -0.0
                 for name, each in named.items()
             }
             for row in range(count):
