@@ -89,6 +89,11 @@ def declare(
             "score: must be left out with privacy.neighbours: replace-one (a replaced record may "
             "change sides, and then pays for the steps and for the scores)"
         )
+    if getattr(recipe.privacy, "unit", "record") != "record":
+        raise UserError(
+            "score: must be left out where privacy protects whole groups: a group would add one "
+            "value for each of its records"
+        )
     if plan.nominal:
         raise UserError(
             "score: must be left out with privacy.nominal_records: the number of held-out records "

@@ -1349,6 +1349,15 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/private_score.py",
+        f"{SCORE}::test_a_whole_group_as_the_unit_is_refused",
+        (
+            'if getattr(recipe.privacy, "unit", "record") != "record":',
+            "if False:",
+            "a group adds a value for each of its records",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
         f"{SCORE}::test_a_run_goes_on_with_the_scores_it_was_begun_with",
         (
             'if read_json(path, {"held out": str})["held out"] != told:',

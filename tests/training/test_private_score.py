@@ -488,6 +488,15 @@ def test_refusals_are_one_line_and_leave_nothing(tmp_path, held_out, terms, opti
     assert not (tmp_path / "own").exists() and t.plan.num_queries == 0
 
 
+def test_a_whole_group_as_the_unit_is_refused(tmp_path):
+    """A score bounds what a record adds, and a group has several."""
+    t = training(tmp_path / "own")
+    grouped = t._recipe.privacy.model_copy(update={"unit": "group"})
+    t._recipe = t._recipe.model_copy(update={"privacy": grouped})
+    with pytest.raises(UserError, match="where privacy protects whole groups"):
+        t.score(SCORED, **once())
+
+
 def test_units_apart_are_accepted(tmp_path):
     t = training(tmp_path / "own", data=Person(TRAINED, 7))
     t.score(Person(SCORED, 87), **once())
