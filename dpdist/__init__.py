@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from dpdist.reports.facts import read_facts as read_facts
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
+    from dpdist.training.estimate import Estimate as Estimate
+    from dpdist.training.estimate import estimate as estimate
     from dpdist.training.private_step import PrivateStep as PrivateStep
     from dpdist.training.trainer import train as train
 
@@ -69,6 +71,8 @@ _LAZY = {
     "PrivateTraining": "dpdist.private_training",
     "StepReport": "dpdist.private_training",
     "fit": "dpdist.private_training",
+    "estimate": "dpdist.training.estimate",
+    "Estimate": "dpdist.training.estimate",
     "Privacy": "dpdist.config.sections",
     "connect": "dpdist.cluster.session",
     "Records": "dpdist.data.protocol",

@@ -18,8 +18,8 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,7 @@ from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpo
 from dpdist.runs.recipe import Recipe, field_error, parse_recipe, resolve_plan
 from dpdist.training import checkpoint, monitoring
 from dpdist.training.collectives import ReplicatedUpdate, Workers, refused_by_all
+from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
     check_kept,
@@ -65,8 +66,23 @@ from dpdist.training.job import (
 )
 from dpdist.training.model_setup import weakest_independence
 from dpdist.training.monitoring import Monitor, StepMetrics
+from dpdist.training.private_score import (
+    PrivateScore,
+    Value,
+    check_apart,
+    declare,
+    with_kept_score,
+    with_score,
+)
 from dpdist.training.private_step import PrivateStep, build_shards, check_clip
-from dpdist.training.script_state import Watch, code_digest_of, form_of, pack, unpack
+from dpdist.training.script_state import (
+    Watch,
+    code_digest_of,
+    form_of,
+    kept_buffers,
+    pack,
+    unpack,
+)
 from dpdist.training.worker import (
     Attempt,
     TrainingDiverged,
@@ -171,11 +187,10 @@ def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
         )
 
 
-def _check_groups(recipe: Recipe, records: Records) -> None:
+def _check_groups(recipe: Recipe, *given: Records) -> None:
     """Raise UserError where a unit has more records than privacy.group_size promises to cover."""
-    if type(records).unit_id is Records.unit_id:
-        return
-    counts = Counter(_unit_of(records, index) for index in range(len(records)))
+    grouped = [each for each in given if type(each).unit_id is not Records.unit_id]
+    counts = Counter(_unit_of(each, index) for each in grouped for index in range(len(each)))
     largest, size = max(counts.values(), default=0), recipe.privacy.group_size
     if largest > size:
         rule = f"must be >= {largest}, the records of the largest unit"
@@ -197,6 +212,27 @@ def _by_unit(recipe: Recipe, records: Records) -> Records:
     return GroupedRecords(records, Groups.from_values(units, recipe.group_unit.max_records))
 
 
+def _check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> None:
+    """Raise UserError where a unit has too many records in both sets together.
+
+    Also where the training's records say whose they are, and the held-out ones do not.
+    """
+    if not _names_units(records):
+        _check_groups(recipe, held_out)
+    elif _names_units(held_out):
+        _check_groups(recipe, records, held_out)
+    else:
+        raise UserError(
+            "score: held-out records must say whose they are, as those of data do; give them as "
+            "dpdist.as_records(..., unit=...)"
+        )
+
+
+def _names_units(records: Records) -> bool:
+    """Return whether a record's unit is another than its position anywhere."""
+    return any(_unit_of(records, index) != index for index in range(len(records)))
+
+
 def _unit_of(records: Records, index: int) -> Hashable:
     """Return whom a record belongs to; equal ones are the same unit, which tensors would not be."""
     unit = records.unit_id(index)
@@ -207,23 +243,6 @@ def _unit_of(records: Records, index: int) -> Hashable:
             f"{type(unit).__name__} at {index:,}; let it return int(...) or str(...)"
         )
     return unit
-
-
-@contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Put the model's buffers back as they were: what a forward pass writes there is private."""
-    before = [
-        (own, [(name, each, None if each is None else each.clone()) for name, each in own.items()])
-        for own in (module._buffers for module in model.modules())
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for owner, kept in before:
-                owner.clear()  # of those that the pass registered, too
-                for name, buffer, value in kept:
-                    owner[name] = buffer if value is None or buffer is None else buffer.copy_(value)
 
 
 # --- public records and descriptions ----------------------------------------------------------
@@ -251,13 +270,21 @@ def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, 
     return inputs.float().cpu().numpy(), targets.long().cpu().numpy()
 
 
-def _store_public(public: Records, private: Records, folder: RunFolder, recipe: Recipe) -> None:
-    """Keep public records in the run folder. Raises UserError where a private one is among them."""
+def _store_public(public: Records, folder: RunFolder, recipe: Recipe) -> None:
+    """Keep public records in the run folder."""
     kind = recipe.data.targets
+    inputs, labels = _arrays(public, np.arange(len(public)), kind)
+    folder.create_or_open(recipe)
+    root, data = folder.path / _HELD_OUT, recipe.data
+    store_split(root, data.name, inputs, labels, data.classes, kind)
+
+
+def _check_public(public: Records, private: Records, kind: str) -> None:
+    """Raise UserError where a private record, or one of its group, is among the public ones."""
     if isinstance(private, GroupedRecords):
         private = private.records
         _check_units_apart(public, private)
-    inputs, labels = _arrays(public, np.arange(len(public)), kind)
+    inputs, _ = _arrays(public, np.arange(len(public)), kind)
     found, common = hash_inputs(inputs), 0
     for start in range(0, len(private), _AT_ONCE):
         some = private.batch(np.arange(start, min(start + _AT_ONCE, len(private))))
@@ -269,9 +296,6 @@ def _store_public(public: Records, private: Records, folder: RunFolder, recipe: 
             f"held_out: must share no record with data, got {common:,} in common: scores on them "
             "would be published"
         )
-    folder.create_or_open(recipe)
-    root, data = folder.path / _HELD_OUT, recipe.data
-    store_split(root, data.name, inputs, labels, data.classes, kind)
 
 
 def _check_units_apart(public: Records, private: Records) -> None:
@@ -295,7 +319,7 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any) -> ModelSpec:
     Raises:
         UserError: the factory makes another model.
     """
-    with torch.no_grad(), _kept_buffers(model):
+    with torch.no_grad(), kept_buffers(model):
         try:
             outputs = model(take(inputs, slice(2)))
         except Exception:  # a loss of the script's own may call it in another way
@@ -363,6 +387,8 @@ class StepReport:
             computed when it is asked for.
         private: losses and counts of private records, only with `private_metrics=True`: do not
             publish them, and do not let the loop depend on them.
+        score: noisy score on held-out private records, after the steps that
+            `PrivateTraining.score` declared, else None; around 0 to 1, and beyond by its noise.
 
     Example:
         >>> import tempfile, torch, dpdist
@@ -385,6 +411,7 @@ class StepReport:
     learning_rate: float
     noisy_norm: float
     private: Mapping[str, Any] | None = None
+    score: float | None = None
     _so_far: Callable[[], Guarantee] = field(repr=False, kw_only=True)
 
     @cached_property
@@ -427,8 +454,8 @@ class PrivateTraining:
     same `PrivateStep` as in a recipe. The optimizer gets that noisy gradient alone.
     Assumptions that nobody checked stand on the run's card.
 
-    The folder is an ordinary run folder. The same script continues it after a crash, from the
-    newest checkpoint: it must build the same objects.
+    The folder is an ordinary run folder, begun by the first step. The same script continues it
+    after a crash, from the newest checkpoint: it must build the same objects.
 
     In several processes with a `torch.distributed` process group, as `torchrun` and Ray Train make
     them, the same script trains together: each step is the step of one process, and is on record
@@ -478,6 +505,8 @@ class PrivateTraining:
         (0, 'proved')
     """
 
+    _started = False  # the run's folder is there, and its ledger
+    _scored: PrivateScore | None = None
     _workers: Workers
 
     @refused_by_all
@@ -516,7 +545,7 @@ class PrivateTraining:
         self._spec = _spec_of(model, factory, examples[0])
         if isinstance(loss, str):
             check_targets(self._records, loss, self._spec.classes)
-        self._recipe = self._recipe_of(
+        self._recipe = recipe = self._recipe_of(
             privacy, resources, isolate, certify,
             {"batch_size": batch_size, "steps": steps, "epochs": epochs,
              "reproducible": reproducible},
@@ -530,9 +559,23 @@ class PrivateTraining:
         self._step: PrivateStep | None = None
         self._monitor: Monitor | None = None
         self._stack = ExitStack()
-        self._begin(examples)
+        _warn_of_fixed_key(recipe)
+        recipe = with_kept_score(recipe, self.run)
+        if recipe.score is not None:
+            self._refuse_workers()
+        self._planned(recipe)
+        if self._continued or self._workers.count > 1:  # workers agree on all at once
+            self._begin(examples)
 
     # --- start-up
+
+    def _refuse_workers(self) -> None:
+        """Raise UserError for scores in a script of several processes, which cannot share one."""
+        if self._workers.count > 1:
+            raise UserError(
+                f"score: must be used in one process, got {self._workers.count} workers; train "
+                "without it, or in one"
+            )
 
     def _examples(self) -> tuple[Any, Tensor]:
         """Return invented inputs and targets, on the model's device."""
@@ -616,33 +659,18 @@ class PrivateTraining:
             isolate=self._recipe.model.isolate,
         )
         engine.records_per_example = privacy.max_records_per_group or 1
-        with _kept_buffers(self.model):
+        with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             _check_draws(lambda: example_losses(self.model, objective, {}, *few), self._device)
             engine.validate(*examples)
+        # As they were checked: they stay so from here on, also before the first step.
+        self._trained_names = self._trained()
+        self._modes = {name: module.training for name, module in self.model.named_modules()}
         return engine
 
-    def _begin(self, examples: tuple[Any, Tensor]) -> None:
-        """Begin the run, or take over what it left; refuse before anything is written."""
-        folder = self.run
-        run_key = self._begin_run(self._noise_of_plan())
-        plan = self.plan.fingerprint()
-        key = derive_key(run_key, "run", plan, self._fingerprint, "trial", 0)
-        self._initial = checkpoint.tensors_digest(self.model.state_dict())
-        self._restore()
-        self._workers.check_same({"checkpoint": str(self._done), **self._digests("checkpoint")})
-        if folder.training_summary.exists():
-            self._evaluate()
-            return
-        self._attempt(key, examples)
-        if not complete_checkpoints(folder.checkpoints):
-            self._save()
-        if not self.steps_left:  # it ended before it could say so
-            self._finish()
-
-    def _noise_of_plan(self) -> float | None:
-        """Read the run's plan, or make one, and return its noise multiplier. Raises UserError."""
-        recipe, folder, records = self._recipe, self.run, self._records
+    def _planned(self, recipe: Recipe) -> None:
+        """Find the plan that a recipe makes, or that the run was begun with; write nothing."""
+        folder, records = self.run, self._records
         noise: float | None = None
         try:
             continued = folder.check_same_recipe(recipe)
@@ -663,10 +691,35 @@ class PrivateTraining:
             )
         _check_groups(recipe, records)
         check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)
-        self.plan = plan
-        return noise
+        if self._public is not None:
+            _check_public(self._public, records, recipe.data.targets)
+        self._recipe, self.plan, self._noise = recipe, plan, noise
+        self._continued = continued and folder.plan.exists()
 
-    def _begin_run(self, noise: float | None) -> bytes:
+    def _begin(self, examples: tuple[Any, Tensor]) -> None:
+        """Begin the run, or take over what it left; refuse before anything is written."""
+        if self.run.plan.exists() != self._continued:  # another start of it was faster
+            self._planned(self._recipe)
+        folder = self.run
+        run_key = self._begin_run()
+        self._started = True
+        plan = self.plan.fingerprint()
+        key = derive_key(run_key, "run", plan, self._fingerprint, "trial", 0)
+        if self._scored is not None:
+            self._scored.open(folder, self.plan)
+        self._initial = checkpoint.tensors_digest(self.model.state_dict())
+        self._restore()
+        self._workers.check_same({"checkpoint": str(self._done), **self._digests("checkpoint")})
+        if folder.training_summary.exists():
+            self._evaluate()
+            return
+        self._attempt(key, examples)
+        if not complete_checkpoints(folder.checkpoints):
+            self._save()
+        if not self.steps_left:  # it ended before it could say so
+            self._finish()
+
+    def _begin_run(self) -> bytes:
         """Write a new run down, on all workers the same, and return its key. Raises UserError."""
         recipe, folder, records = self._recipe, self.run, self._records
         self._check_same_start(len(records))
@@ -676,7 +729,7 @@ class PrivateTraining:
         told = _Known(records.name, records.keyed_fingerprint(records_key))
         self._workers.check_same({"data": told.fingerprint})
         check_same_data(folder, told)
-        checked = CheckedTraining(recipe, folder, self.plan, told, None, noise)
+        checked = CheckedTraining(recipe, folder, self.plan, told, None, self._noise)
         if chosen is not None:
             self._write_down(checked, chosen)
         self._workers.agree()  # worker 0 has written
@@ -715,14 +768,8 @@ class PrivateTraining:
         """Begin the run's folder, or open it; its public records, its key and its plan."""
         recipe, folder = checked.recipe, checked.folder
         if self._public is not None:
-            _store_public(self._public, self._records, folder, recipe)
+            _store_public(self._public, folder, recipe)
         folder.create_or_open(recipe)
-        if recipe.privacy.run_key is not None:
-            warnings.warn(
-                "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
-                "subtract the noise); leave it out outside of tests",
-                stacklevel=6,
-            )
         ensure_run_key(recipe, folder, run_key)
         checked.begin()
 
@@ -761,8 +808,6 @@ class PrivateTraining:
         if held is not None:
             self._tell_group(held, examples)
         self._watch = Watch(self.model, self.optimizer)
-        self._trained_names = self._trained()
-        self._modes = {name: module.training for name, module in self.model.named_modules()}
         self._saved = time.monotonic()
 
     def _tell_group(self, ledger: Ledger, examples: tuple[Any, Tensor]) -> None:
@@ -838,6 +883,8 @@ class PrivateTraining:
 
         Its kind is "assumed: post-processing" where the script changed the model between steps.
         """
+        if not self._started:  # nothing was released: scores alone are charged
+            return self.plan.guarantee(steps=0)
         ledger = self._step.ledger if self._step is not None else None
         if ledger is None:
             ledger = Ledger.read(self.run.ledger)
@@ -867,11 +914,12 @@ class PrivateTraining:
         self._update(gradient)
         self._check_finite(number)
         self._watch.remember()
+        score = self._noisy_score(number)
         if self._monitor is not None:
             self._monitor.record_step(number, seen)
         self._done, self._inside = number + 1, False
         private = asdict(seen) if self._private_metrics else None
-        report = StepReport(number, rate, norm, private, _so_far=self._so_far())
+        report = StepReport(number, rate, norm, private, score, _so_far=self._so_far())
         if not self.steps_left:
             self._finish()
         return report
@@ -882,8 +930,83 @@ class PrivateTraining:
             self.step()
         return self.run
 
+    def score(
+        self, held_out: Any, *, every: int, noise: float | None = None, value: Value | None = None
+    ) -> None:
+        """Declare noisy scores of the model on held-out PRIVATE records, before the first step.
+
+        Guarantee: after every so many steps `step` returns a score (`StepReport.score`): the
+        records' values, each in [0, 1], added up with Gaussian noise, and divided by the public
+        number of records. The plan pays for all scores from the beginning. No step trains on these
+        records, so a record pays for the steps or for the scores, and the guarantee is the worse of
+        both. With `privacy.epsilon` neither costs more than that.
+
+        A loop may depend on scores, to choose a rate or when to stop. One that cannot be taken
+        again to the bit after a crash is drawn afresh and counts as another: when all that the plan
+        pays for are taken, later ones are None.
+
+        Args:
+            held_out: private records `(X, y)`, or anything that `dpdist.as_records` takes; refused
+                where one of them is in the training's records, by keyed hashes of their inputs.
+            every: steps from one score to the next; the first comes after so many.
+            noise: standard deviation of the noise on the sum, in records: of M records a score is
+                off by noise / M. Default: the least that epsilon allows.
+            value: of the module and a batch of one record, `(inputs, targets)`, to its value, shape
+                (1,), cut to [0, 1]; default: 1 where the largest output is that of the target's
+                class. A record on which it fails counts 0.
+
+        Raises:
+            UserError: the run has begun without these scores, the noise is too small for epsilon, a
+                record is trained on as well, or the value cannot be had; nothing was released.
+
+        Source:
+            McSherry, SIGMOD 2009 (parallel composition).
+
+        Example:
+            >>> import tempfile, torch, dpdist
+            >>> inputs, labels = torch.randn(300, 4), torch.randint(2, (300,))
+            >>> model = torch.nn.Linear(4, 2)
+            >>> training = dpdist.PrivateTraining(
+            ...     model, torch.optim.SGD(model.parameters(), lr=0.1),
+            ...     (inputs[:200], labels[:200]), loss="cross-entropy",
+            ...     privacy=dpdist.Privacy(epsilon=3, delta=1e-3),
+            ...     batch_size=20, steps=4, folder=tempfile.mkdtemp() + "/run",
+            ... )
+            >>> training.score((inputs[200:], labels[200:]), every=2)
+            >>> [training.step().score is None for _ in range(4)]
+            [True, False, True, False]
+            >>> training.guarantee.epsilon <= 3
+            True
+        """
+        self._refuse_workers()
+        records, begun = as_records(held_out), self._recipe.score
+        if self._scored is not None or (self._started and begun is None):
+            raise UserError(
+                "score: must be declared once, before the first step of a new run: the plan pays "
+                f"for it from the beginning; begin another one than {self.run.path}"
+            )
+        if value is None and self._kind() != "class":
+            raise UserError(
+                "score.value: must be a function of module and batch where targets are no classes, "
+                "got None"
+            )
+        terms = declare(
+            self._recipe, self.plan, len(records), value, every=every, noise=noise
+        )  # fmt: skip
+        _check_scored_groups(self._recipe, self._records, records)
+        check_apart(records, {"data": self._records, "held_out": self._public})
+        scored = PrivateScore(records, terms, value, self._device)
+        scored.check(self.model)
+        self._check_form()
+        if begun is None:
+            self._planned(with_score(self._recipe, terms, value is not None))
+        if self._started:
+            scored.open(self.run, self.plan)
+        self._scored = scored
+
     def close(self) -> None:
         """Let go of the run, which another process may then continue."""
+        self._started = True
         self._step = None
         self._stack.close()
         if self._monitor is not None:
@@ -899,7 +1022,12 @@ class PrivateTraining:
         """Raise UserError where no step can be taken."""
         if not self.steps_left:
             raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
-        if self._step is None:
+        if (begun := self._recipe.score) is not None and self._scored is None:
+            raise UserError(
+                f"step: the run was begun with scores every {begun.every:,} steps on "
+                f"{begun.records:,} held-out records: call score(...) with them first"
+            )
+        if self._started and self._step is None:
             raise UserError(
                 f"step: this object let go of {self.run.path}; make PrivateTraining again, and it "
                 "continues the run"
@@ -927,6 +1055,8 @@ class PrivateTraining:
                 "new run for each stage"
             )
         self._check_form()
+        if not self._started:
+            self._begin(self._examples())
 
     def _check_form(self) -> None:
         """Raise UserError where the model changed since the object was made."""
@@ -983,7 +1113,7 @@ class PrivateTraining:
         assert self._step is not None
         step_plan = self.plan.step(number)
         try:
-            with _kept_buffers(self.model):
+            with kept_buffers(self.model):
                 return self._step.gradient(number, step_plan)[:2]
         except ReplayConflict:
             key = self._step.key
@@ -991,8 +1121,16 @@ class PrivateTraining:
             with self._workers.sharing_errors():
                 self._attempt(key, self._examples())
                 self._save()
-            with _kept_buffers(self.model):
+            with kept_buffers(self.model):
                 return self._step.gradient(number, step_plan)[:2]
+
+    def _noisy_score(self, number: int) -> float | None:
+        """Return the score that is due after this step, or None."""
+        if self._scored is None or not self._scored.is_due(number):
+            return None
+        assert self._step is not None and self._step.ledger is not None
+        fixed = self._recipe.privacy.run_key is not None
+        return self._scored.release(number, self.model, self._step.ledger, self.plan, fixed)
 
     def _update(self, gradient: Tensor) -> None:
         """Let the optimizer take its step from this gradient (size,) and nothing else."""
@@ -1058,6 +1196,15 @@ def _records_key(run_key: bytes) -> bytes:
     return derive_key(run_key, _FINGERPRINT)
 
 
+def _warn_of_fixed_key(recipe: Recipe) -> None:
+    if recipe.privacy.run_key is not None:
+        warnings.warn(
+            "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
+            "subtract the noise); leave it out outside of tests",
+            stacklevel=3,
+        )
+
+
 def _take_over(path: Path, training: PrivateTraining) -> None:
     """Close an older object of this process that trains the same run, as a notebook leaves it."""
     older = _open.get(path)
@@ -1068,11 +1215,6 @@ def _take_over(path: Path, training: PrivateTraining) -> None:
 
 
 # --- the whole of it --------------------------------------------------------------------------
-
-
-_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-}  # fmt: skip
 
 
 def fit(
@@ -1130,12 +1272,7 @@ def fit(
         >>> run.model_folder.is_dir()
         True
     """
-    if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
-        raise UserError(
-            f"optimizer: must be one of {', '.join(_OPTIMIZERS)}, or a callable of parameters and "
-            f"lr, got {optimizer!r}"
-        )
-    make = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    make = optimizer_of(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = PrivateTraining(
         model, make(trained, lr=learning_rate), data, loss=loss, privacy=privacy,

@@ -17,7 +17,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.collectives import ReplicatedUpdate, ShardedUpdate
 from dpdist.training.job import prepare
-from dpdist.training.model_setup import _extra_bytes
+from dpdist.training.model_setup import extra_bytes
 from dpdist.training.records import data_source, records_with_canaries
 from dpdist.tuning import search as preparing
 from dpdist.tuning.manifest import read_trials
@@ -158,4 +158,4 @@ def test_memory_counts_what_is_frozen_perturbed_and_copied_for_the_self_check():
             model, lambda outputs, targets: torch.zeros(len(outputs)), clipping=FlatClipping(1.0),
             perturbation=draws, isolate=isolate,
         )  # fmt: skip
-        assert _extra_bytes(engine) == frozen + more
+        assert extra_bytes(engine) == frozen + more

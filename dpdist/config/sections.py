@@ -355,7 +355,10 @@ class PrivacyRecipe(Section):
     epsilon: Positive | None = None
     noise_multiplier: NoiseMultiplier | None = None
     delta: Probability
-    clip_norm: Positive = 1.0
+    clip_norm: Positive = Field(
+        default=1.0,
+        description="the most that a record adds, in L2 norm; automatic: clipping automatic to 1",
+    )
     clipping: Literal["flat", "automatic", "per-layer", "none"] = Field(
         default="flat", description="none: gradients as they are, without privacy"
     )
@@ -401,6 +404,17 @@ class PrivacyRecipe(Section):
         description="fixed key (64 hex digits), for tests only: the run is then NOT private",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_automatic_clip(cls, values: Any) -> Any:
+        """Take `clip_norm: automatic` as the normalising clip to norm 1."""
+        if not isinstance(values, Mapping) or values.get("clip_norm") != "automatic":
+            return values
+        if (rule := values.get("clipping", "automatic")) != "automatic":
+            said = f"must be a number with clipping: {quoted(rule)}, got automatic"
+            raise key_error("clip_norm", f"{said}; leave clipping out")
+        return {**values, "clipping": "automatic", "clip_norm": 1.0}
+
     @model_validator(mode="after")
     def _check_target(self) -> PrivacyRecipe:
         if (self.epsilon is None) == (self.noise_multiplier is None):
@@ -445,6 +459,17 @@ class PrivacyRecipe(Section):
         """
         return math.inf if self.clipping == "none" else self.clip_norm
 
+    @property
+    def clipping_description(self) -> str:
+        """Return how a record's gradient g is bounded, in words; "" for the usual, flat clip."""
+        norm = f"{self.clip_norm:g}"
+        return {
+            "automatic": f"automatic: every gradient g becomes {norm} g / (|g| + 0.01) (Bu et al. "
+            "2023)",
+            "per-layer": f"per layer: all layers' clips together make L2 norm {norm}",
+            "none": "none",
+        }.get(self.clipping, "")
+
 
 class Privacy(PrivacyRecipe):
     """The recipe's section `privacy`, made in Python: `Privacy(epsilon=3, delta=1e-5)`.
@@ -455,15 +480,21 @@ class Privacy(PrivacyRecipe):
     Args:
         values: fields of the section: epsilon or noise_multiplier, delta, clip_norm, clipping,
             neighbours, batch_cap, nominal_records, group_size, unit and max_records_per_group,
-            run_key (for tests).
+            run_key (for tests). `clip_norm="automatic"` scales every record's gradient g to
+            g / (|g| + 0.01): one setting less to find, and a record still adds at most L2 norm 1.
 
     Raises:
         UserError: one line for each field that is wrong.
+
+    Source:
+        Bu et al., "Automatic Clipping", NeurIPS 2023 (`clip_norm="automatic"`).
 
     Example:
         >>> from dpdist import Privacy
         >>> Privacy(epsilon=3, delta=1e-5).clip_norm
         1.0
+        >>> Privacy(epsilon=3, delta=1e-5, clip_norm="automatic").clipping
+        'automatic'
     """
 
     def __init__(self, **values: Any) -> None:

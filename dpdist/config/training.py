@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
@@ -15,6 +15,7 @@ from dpdist.core.fields import (
     Gpus,
     OptionCondition,
     Positive,
+    PositiveNoise,
     PositiveOrZero,
     Probability,
     ProcessCount,
@@ -25,6 +26,9 @@ from dpdist.core.fields import (
     Text,
     key_error,
 )
+
+if TYPE_CHECKING:
+    from dpdist.privacy.phases import GaussianScores, Phase
 
 # --- training ---------------------------------------------------------------------------------
 
@@ -153,11 +157,43 @@ class ScriptTraining(TrainingRecipe):
     learning_rate: Positive | None = None  # type: ignore[assignment]
 
 
+class ScriptScore(Section):
+    """Describe the scores on held-out private records of `dpdist.PrivateTraining.score`.
+
+    every: steps from one score to the next. noise: standard deviation on the sum of the records'
+    values. records: number of held-out records, public. value: name of a record's value.
+    """
+
+    every: Steps
+    noise: PositiveNoise
+    records: Count
+    value: Text
+
+    def phases(self, training: tuple[Phase, ...], steps: int) -> tuple[Phase, ...]:
+        """Return the phases of a training of `steps` steps together with its scores.
+
+        Raises:
+            ValueError: there are fewer steps than from one score to the next.
+        """
+        from dpdist.privacy.phases import ScoredTraining
+
+        return (ScoredTraining((training, (self.scores(steps),))),)
+
+    def scores(self, steps: int) -> GaussianScores:
+        """Return the phase of the scores of a training of `steps` steps. Raises ValueError."""
+        from dpdist.privacy.phases import GaussianScores
+
+        if self.every > steps:
+            raise ValueError(f"score.every: must be <= the {steps} steps, got {self.every}")
+        return GaussianScores(self.noise, steps // self.every, records=self.records)
+
+
 class ScriptRecipe(Section):
     """Describe the arguments of `dpdist.PrivateTraining` in words: no command can repeat them.
 
     model, optimizer, loss: names of their classes or functions, or of a loss. replaced: what came
     with the records and was not used. assumed: what the guarantee rests on and nobody checked.
+    score: scores that the plan pays for.
     """
 
     model: Text
@@ -165,6 +201,8 @@ class ScriptRecipe(Section):
     loss: Text
     replaced: list[Text] = Field(default=[], max_length=100)
     assumed: list[Text] = Field(default=[], max_length=100)
+    # Not written without one: digests made before there were scores stay.
+    score: ScriptScore | None = Field(default=None, exclude_if=lambda score: score is None)
 
 
 # --- resources --------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from dpdist.data.protocol import (
     fields_of,
     fingerprint_of,
     invented_like,
+    mac_of,
     seed_of,
 )
 
@@ -588,6 +589,20 @@ class ItemRecords(Records):
                 f"items must be numbers, arrays, pictures or text for a fingerprint, got {error}",
                 "give before_transform=, a function from a position to such values",
             )
+
+    def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
+        """Yield a MAC of each record's tensors, and one of its item before random transforms."""
+        options = self._options
+        read = options.before_transform or self._plain.__getitem__
+        for index, macs in enumerate(super().input_macs(key)):
+            with kept_generators():
+                named, _ = _named(self._item(read, index, _CHECK_KEY), options)
+            for name in (options.target or TARGETS, options.unit):
+                named.pop(name, None) if isinstance(name, str) else None
+            try:
+                yield (*macs, mac_of(key, named))
+            except TypeError:  # an item of another kind: its tensors alone are compared
+                yield macs
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": None}

@@ -125,6 +125,24 @@ class Records(ABC):
                 mac.update(part)
         return finish_fingerprint(mac, self)
 
+    def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
+        """Yield, for each record, MACs of its input; records with one in common are the same.
+
+        Numbers count by their value, whatever their type.
+
+        Args:
+            key: 16 to 64 secret bytes, used for nothing else.
+        """
+        for start in range(0, len(self), _CHUNK):
+            count = min(_CHUNK, len(self) - start)
+            named = fields_of(self.batch(np.arange(start, start + count)))
+            columns = {
+                name: each.detach().cpu().double().numpy() + 0.0  # 0.0 for -0.0
+                for name, each in named.items()
+            }
+            for row in range(count):
+                yield (mac_of(key, {name: each[row] for name, each in columns.items()}),)
+
     def examples(self, count: int) -> tuple[Batch, Tensor]:
         """Invent examples of the shapes and types of these records, and of the declared ranges.
 
@@ -285,6 +303,14 @@ def _mac(key: bytes) -> hashlib.blake2b:
     if len(key) < 16:
         raise ValueError(f"a fingerprint's key has at least 16 bytes, got {len(key)}")
     return hashlib.blake2b(key=key, digest_size=16, person=b"dpdist.records")
+
+
+def mac_of(key: bytes, value: Any) -> bytes:
+    """Return a MAC of one record's input. Raises TypeError as `canonical`."""
+    mac = _mac(key)
+    for part in canonical(value):
+        mac.update(part)
+    return mac.digest()
 
 
 def fingerprint_of(key: bytes, records: Records, items: Iterator[Any]) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from dpdist.privacy.guarantee import Guarantee, Neighbours
-from dpdist.privacy.phases import ParallelParts, Phase, RepeatAndSelect
+from dpdist.privacy.phases import GaussianScores, ParallelParts, Phase, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.selection import SelectionLaw
 
@@ -204,6 +205,18 @@ def calibrate_noise_multiplier(make_plan: Callable[[float], PrivacyPlan], epsilo
             high = middle
     start = high if high < 1e4 else 1.0
     return calibrate_noise(make_plan, epsilon, start)
+
+
+def score_noise_for(epsilon: float, *, scores: GaussianScores, delta: float) -> float:
+    """Return the smallest noise at which these scores cost a held-out record at most `epsilon`.
+
+    Raises Unreachable.
+    """
+
+    def plan_with(noise: float) -> PrivacyPlan:
+        return PrivacyPlan(scores.records, (replace(scores, noise_multiplier=noise),), delta)
+
+    return calibrate_noise_multiplier(plan_with, epsilon)
 
 
 def noise_multiplier_for(

@@ -493,6 +493,42 @@ class GaussianAnswers(GaussianReleases):
         return one.self_compose(self.count), self.count
 
 
+@dataclass(frozen=True)
+class GaussianScores(GaussianReleases):
+    """At most `count` scores of models on `records` held-out records that no step trains on.
+
+    Each is a sum to which a record adds a number in [0, 1], with Gaussian noise of standard
+    deviation noise_multiplier. Models may be chosen by earlier scores. All of them are charged from
+    the beginning, given or not.
+    """
+
+    kind: ClassVar[str] = "gaussian-scores"
+    release_name: ClassVar[str] = "noisy scores at most"
+    records: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("records", self.records)
+
+    @property
+    def num_queries(self) -> int:
+        return self.count
+
+    def executed_units(self, units: int) -> tuple[Phase, ...]:
+        return (replace(self, count=units),) if units else ()
+
+    @property
+    def description(self) -> str:
+        return f"{super().description}, each of {self.records} held-out records"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (
+            "a held-out record adds at most 1 to a score, and no step trains on it",
+            f"the number of held-out records ({self.records}) is public",
+        )
+
+
 class UpfrontPhase(Phase):
     """A phase whose `steps` steps have no noise of their own.
 
@@ -689,6 +725,49 @@ class ParallelParts(Phase):
     @classmethod
     def from_fields(cls, values: dict[str, Any], read_phases: PhaseReader) -> Phase:
         return cls(tuple(map(read_phases, values["parts"])))
+
+
+@dataclass(frozen=True)
+class ScoredTraining(ParallelParts):
+    """A training, and scores of its models on held-out records that no step trains on.
+
+    parts: the phases of the training, one of which has the steps, and those of the scores. The
+    steps are charged as they are taken, the scores from the beginning. A record lies on one side:
+    its loss is that of the steps or that of the scores, whatever the other side released before.
+    """
+
+    kind: ClassVar[str] = "scored-training"
+
+    def __post_init__(self) -> None:
+        if len(self.parts) != 2 or len(self._loops) != 1:
+            raise ValueError("a scored training has one phase with steps, and scores")
+
+    @property
+    def _loops(self) -> list[GaussianSteps]:
+        return [loop for phase in self.parts[0] if (loop := phase.training_steps) is not None]
+
+    @property
+    def training_steps(self) -> GaussianSteps:
+        return self._loops[0]
+
+    def executed(self, steps: int) -> tuple[Phase, ...]:
+        training, scores = self.parts
+        taken: list[Phase] = []
+        for phase in training:
+            taken += (phase,) if phase.training_steps is None else phase.executed(steps)
+        if not taken:
+            return scores
+        whole = any(phase.training_steps for phase in taken)
+        return ((ScoredTraining if whole else ParallelParts)((tuple(taken), scores)),)
+
+    @property
+    def description(self) -> str:
+        training, scores = (" then ".join(each.description for each in part) for part in self.parts)
+        return f"{training}; beside it, on records held out of it, {scores}"
+
+    @property
+    def num_queries(self) -> int:
+        return sum(phase.num_queries for part in self.parts for phase in part)
 
 
 @dataclass(frozen=True)
@@ -899,11 +978,13 @@ _CLASSES: tuple[type[Phase], ...] = (
     GaussianReleases,
     FixedBatches,
     GaussianAnswers,
+    GaussianScores,
     NoisyRecords,
     NoisyVotes,
     NonPrivate,
     ParallelParts,
     RepeatAndSelect,
+    ScoredTraining,
     TrainedElsewhere,
     WorstOf,
 )

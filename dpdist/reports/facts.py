@@ -389,6 +389,27 @@ class Facts:
         return [f"{POST_PROCESSED}: {said}"] if changes else []
 
     @property
+    def _step_notes(self) -> list[str]:
+        """Notes on what bounds a record's part in a step."""
+        notes = []
+        if how := self.record_independence:
+            notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
+        if self.plan.relies_on_clipping and (rule := self.recipe.privacy.clipping_description):
+            notes.append(f"Clipping: {rule}.")
+        return notes
+
+    @property
+    def _score_rows(self) -> list[tuple[str, str]]:
+        """Return a row about a script's scores on held-out private records, if it has any."""
+        if (score := self.recipe.score) is None:
+            return []
+        said = (
+            f"every {score.every:,} steps, {score.value} on {score.records:,} held-out records, "
+            f"noise {score.noise:.4g} on their sum; epsilon covers them"
+        )
+        return [("private scores", said)]
+
+    @property
     def _own_code(self) -> list[str]:
         """Notes on code of the user's that made the model."""
         notes = []
@@ -400,6 +421,7 @@ class Facts:
                 f"loss {own.loss}. No command repeats the training."
             )
             notes += [f"Replaced: {line}." for line in own.replaced]
+            notes += [f"Private scores: {said}." for _, said in self._score_rows]
         elif self.recipe.training.own_loss:
             notes.append(f"Custom loss: {self.recipe.training.loss}, no loss of dpdist's.")
         return notes
@@ -419,9 +441,7 @@ class Facts:
             notes = [f"Model: {self.recipe.method.describe(plan)}."]
         elif math.isinf(self.guarantee.epsilon):
             notes.append(f"Nothing is proved about training records: {self.unproved_reason}.")
-        if how := self.record_independence:
-            notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
-        notes += self._own_code
+        notes += [*self._step_notes, *self._own_code]
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.summary_line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.reported_values]
@@ -515,6 +535,7 @@ class Facts:
         if self.canary_notice is not None:
             rows.append(("audited run", self.canary_notice))
         rows.append(("training", self.recipe.method.describe(self.plan) + took))
+        rows += self._score_rows
         rows += self.training_data_by_part.items()
         if found := self.training_summary["fallback_layers"]:
             rows.append(("layers without a rule", ", ".join(found)))

@@ -190,6 +190,11 @@ class RunFolder:
         return self.private / "data.json"
 
     @property
+    def score_fingerprint(self) -> Path:
+        """Return the file with the fingerprint of the held-out records of private scores."""
+        return self.private / "scored.json"
+
+    @property
     def pretraining_record(self) -> Path:
         """Return the file that names the pretrained part of the model and its data."""
         return self.private / "pretrained.json"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import yaml
 from pydantic import ValidationError, field_validator, model_validator
 
 from dpdist.config.sections import BaseRecipe
-from dpdist.config.training import ScriptRecipe, ScriptTraining
+from dpdist.config.training import ScriptRecipe, ScriptScore, ScriptTraining
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     MAX_STEPS,
@@ -38,7 +39,7 @@ from dpdist.core.files import (
     validate_path,
 )
 from dpdist.methods.registry import DEFAULT, AnyMethod
-from dpdist.privacy.calibration import calibrate_noise_multiplier
+from dpdist.privacy.calibration import calibrate_noise_multiplier, score_noise_for
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
@@ -134,6 +135,11 @@ class Recipe(BaseRecipe):
     def by_script(self) -> ScriptRecipe | None:
         """Return the script's entries, where its own loop makes the run; None where commands do."""
         return None
+
+    @property
+    def score(self) -> ScriptScore | None:
+        """Return the script's scores on held-out private records; None where there are none."""
+        return None if self.by_script is None else self.by_script.score
 
     @property
     def public_files(self) -> tuple[Path, ...]:
@@ -395,10 +401,16 @@ def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def plan_with_noise(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
-    """Return the plan of one training of the recipe with this noise.
+    """Return the plan of one training of the recipe with this noise, and of its scores.
 
     The recipe's own noise is ignored. Raises ValueError for settings that no plan allows.
     """
+    plan = _plan_without_scores(recipe, records, noise_multiplier)
+    score = recipe.score
+    return plan if score is None else replace(plan, phases=score.phases(plan.phases, plan.steps))
+
+
+def _plan_without_scores(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
     privacy, batch_size = recipe.privacy, recipe.training.batch_size
     records = privacy.nominal_records or records
     if batch_size > records:
@@ -437,16 +449,33 @@ def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, Pri
         assert privacy.epsilon is not None
 
         def plan_with(noise: float) -> PrivacyPlan:
-            return plan_with_noise(recipe, records, noise)
+            # Scores are of other records: what they cost is no part of what the steps may cost.
+            return _plan_without_scores(recipe, records, noise)
 
         try:
             noise = calibrate_noise_multiplier(plan_with, privacy.epsilon)
         except ValueError as error:
             raise field_error(context, "privacy.epsilon", str(error), privacy.epsilon) from error
     try:
-        return noise, plan_with_noise(recipe, records, noise)
+        plan = plan_with_noise(recipe, records, noise)
     except ValueError as error:
         raise UserError(f"{context}: privacy: {error}") from error
+    _check_score_noise(recipe, plan, context)
+    return noise, plan
+
+
+def _check_score_noise(recipe: Recipe, plan: PrivacyPlan, context: str) -> None:
+    """Raise UserError for scores on held-out records that cost more than privacy.epsilon."""
+    target, score = recipe.privacy.epsilon, recipe.score
+    if score is None or target is None:
+        return
+    scores = score.scores(plan.steps)
+    if PrivacyPlan(scores.records, (scores,), plan.delta).guarantee().epsilon <= target:
+        return
+    least = score_noise_for(target, scores=scores, delta=plan.delta)
+    count = f"{scores.count} score{'s' * (scores.count > 1)}"
+    rule = f"must be >= {math.ceil(least * 1e3) / 1e3:g} for {count} within epsilon {target:g}"
+    raise field_error(context, "score.noise", rule, score.noise)
 
 
 def check_plan(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -326,9 +327,9 @@ def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
 # --- cost estimate ----------------------------------------------------------------------------
 
 
-_PROBE_EXAMPLES = 64
+PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)
-_BASE_MIB = 400  # MiB: Python, its libraries and what Ray keeps in a worker
+BASE_MIB = 400  # MiB: Python, its libraries and what Ray keeps in a worker
 
 
 def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
@@ -350,14 +351,18 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     engine.perturbation = method.perturbation(step, rate, MethodState(module, tensors, _PROBE_KEY))
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     most, engine.records_per_example = engine.records_per_example, 1  # records are timed
-    rate = _examples_per_second(engine, method.task(), dataset, recipe.data.predicts_next_token)
+    rate = examples_per_second(
+        engine, method.task(), *_made_up(dataset, recipe.data.predicts_next_token)
+    )
     alone = plan.steps * step.expected_batch * most / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
     rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
-    rows = min(rows, engine.micro_batch or _PROBE_EXAMPLES)
-    activations = rows * _bytes_per_example(module, dataset)
+    rows = min(rows, engine.micro_batch or PROBE_EXAMPLES)
+    one = torch.zeros(1, *dataset.input_shape)
+    activations = rows * bytes_per_example(module, lambda: module(one))
     return [
         ("noise multiplier", f"{step.noise_multiplier:.4g}"),
+        *([("clipping", rule)] if (rule := recipe.privacy.clipping_description) else []),
         (
             "sampling rate",
             f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
@@ -373,7 +378,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
         ("workers", f"{resources.worker_count_text}, {resources.cpus_per_worker:g} CPUs each"),
         ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
-        *_memory(recipe, plan, engine, activations + _extra_bytes(engine)),
+        *_memory(recipe, plan, engine, activations + extra_bytes(engine)),
         ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
 
@@ -383,7 +388,7 @@ def _counts(recipe: Recipe) -> list[int]:
     return sorted({recipe.resources.min_workers, recipe.resources.max_workers})
 
 
-def _extra_bytes(engine: GradientEngine) -> int:
+def extra_bytes(engine: GradientEngine) -> int:
     """Bytes of the frozen parameters, of a draw's perturbed ones, and of the engine's self-check: a
     copy of the model in float64, and a gradient of one parameter."""
     every = list(engine.model.parameters())
@@ -410,7 +415,7 @@ def _memory(
     def mebibytes(release: ReplicatedUpdate, count: int) -> float:
         return (
             extra_bytes + release.memory_bytes(engine.size, slots, rows, count)
-        ) / 2**20 + _BASE_MIB
+        ) / 2**20 + BASE_MIB
 
     def stated(release: ReplicatedUpdate) -> str:
         found = [f"{mebibytes(release, count):,.0f} MiB" for count in _counts(recipe)]
@@ -436,27 +441,34 @@ def _memory(
     ]
 
 
-def _examples_per_second(
-    engine: GradientEngine, task: TrainingObjective, dataset: data.Dataset, following: bool
-) -> float:
+def _made_up(dataset: data.Dataset, following: bool) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels of the data's shapes, none of them a record's."""
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.rand(_PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
+    inputs = torch.rand(PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
     shape = dataset.input_shape if following else ()
-    labels = torch.randint(dataset.classes, (_PROBE_EXAMPLES, *shape), generator=generator)
+    labels = torch.randint(dataset.classes, (PROBE_EXAMPLES, *shape), generator=generator)
     if dataset.target_kind != "class":
-        labels = torch.rand(_PROBE_EXAMPLES, dataset.classes, generator=generator)
-    ids = torch.arange(_PROBE_EXAMPLES)
+        labels = torch.rand(PROBE_EXAMPLES, dataset.classes, generator=generator)
+    return inputs, labels
+
+
+def examples_per_second(
+    engine: GradientEngine, task: TrainingObjective, inputs: Inputs, labels: Tensor
+) -> float:
+    """Measure how many of these made-up examples the engine clips and adds up in a second."""
+    ids = torch.arange(len(labels))
     best = float("inf")
     for _ in range(4):  # the first pass warms up
         began = time.perf_counter()
         targets = task.target_function(engine, inputs, labels, _PROBE_KEY, ids)
-        engine.clipped_sum(inputs, targets, draw_key=_PROBE_KEY, record_ids=ids)
+        summed = engine.clipped_sum(inputs, targets, draw_key=_PROBE_KEY, record_ids=ids)
+        summed.flat[:1].tolist()  # a device has then computed it
         best = min(best, time.perf_counter() - began)
-    return _PROBE_EXAMPLES / best
+    return len(labels) / best
 
 
-def _bytes_per_example(module: torch.nn.Module, dataset: data.Dataset) -> int:
-    """Activations and their gradients of one example, from one forward pass."""
+def bytes_per_example(module: torch.nn.Module, one_pass: Callable[[], object]) -> int:
+    """Return the bytes of one example's activations and their gradients, from one forward pass."""
     total = 0
 
     def count(layer: torch.nn.Module, args: object, output: object) -> None:
@@ -466,7 +478,7 @@ def _bytes_per_example(module: torch.nn.Module, dataset: data.Dataset) -> int:
 
     hooks = [m.register_forward_hook(count) for m in module.modules() if not list(m.children())]
     with torch.no_grad():
-        module(torch.zeros(1, *dataset.input_shape))
+        one_pass()
     for hook in hooks:
         hook.remove()
     return 4 * total

@@ -12,7 +12,8 @@ import json
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,23 @@ class Watch:
             }
             for group in self._optimizer.param_groups
         ]
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Put the model's buffers back as they were: what a forward pass writes there is private."""
+    before = [
+        (own, [(name, each, None if each is None else each.clone()) for name, each in own.items()])
+        for own in (module._buffers for module in model.modules())
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, kept in before:
+                owner.clear()  # of those that the pass registered, too
+                for name, buffer, value in kept:
+                    owner[name] = buffer if value is None or buffer is None else buffer.copy_(value)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -515,6 +515,32 @@ def test_automatic_clipping(model):
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_automatic_clipping_is_its_formula_one_record_at_a_time():
+    """By autograd in float64; a record of any length, and of none, moves the sum by less than C."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    inputs = torch.randn(9, 6).double() * torch.logspace(-7, 5, 9).double()[:, None]
+    weights = list(model.parameters())
+
+    def objective(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs * targets[:, None]).square().sum(1)
+
+    targets = torch.tensor([0.0, 1e-3, 1e-2, 0.1, 1.0, 1.0, 10.0, 100.0, 1e3]).double()
+    engine = GradientEngine(model, objective, clipping=AutomaticClipping(0.7))
+    whole, expected = engine.clipped_sum(inputs, targets).flat, torch.zeros(engine.size).double()
+    for i in range(9):
+        loss = objective(model(inputs[i : i + 1]), targets[i : i + 1]).sum()
+        own = torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
+        expected += own * 0.7 / (own.norm() + 0.01)
+        others = torch.arange(9) != i
+        moved = float((whole - engine.clipped_sum(inputs[others], targets[others]).flat).norm())
+        assert moved <= 0.7 and (moved > 0.69) == (float(own.norm()) > 1)
+        assert (moved == 0) == (i == 0)
+    torch.testing.assert_close(whole, expected, rtol=1e-9, atol=1e-9)
+    flat = GradientEngine(model, objective, clipping=FlatClipping(0.7))
+    assert not torch.allclose(flat.clipped_sum(inputs, targets).flat, expected, rtol=1e-3)
+
+
 def test_clipping_mistakes_are_named(model):
     for make in (FlatClipping, AutomaticClipping, PerLayerClipping):
         for bad in (0.0, -1.0, float("nan"), float("inf")):

@@ -10,6 +10,7 @@ LOOP = "training/test_loop"
 WHERE = "training/test_where_noise_is_drawn"
 OWN = "training/test_private_training"
 SCRIPT_WORKERS = "training/test_workers_of_a_script"
+SCORE = "training/test_private_score"
 
 FAULTS: list[Fault] = [
     *group(
@@ -35,6 +36,20 @@ FAULTS: list[Fault] = [
             "numbers of one record are another one's",
         ),
         ("(found == 0) | (found == 1)", "found >= 0", "any number is a label"),
+    ),
+    *group(
+        "dpdist/config/sections.py",
+        f"{OWN}::test_it_is_dp_sgd_worked_out_by_hand {OWN}::test_an_automatic_clip_has_no_other_rule",
+        (
+            'return {**values, "clipping": "automatic", "clip_norm": 1.0}',
+            'return {**values, "clip_norm": 1.0}',
+            "an automatic clip is a flat one",
+        ),
+        (
+            'if (rule := values.get("clipping", "automatic")) != "automatic":',
+            'if (rule := values.get("clipping", "automatic")) == "none":',
+            "an automatic clip beside another rule is believed",
+        ),
     ),
     *group(
         "dpdist/training/collectives.py",
@@ -1132,14 +1147,18 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/private_training.py",
-        f"{OWN}::test_another_forward_pass_than_the_checked_one_is_refused {OWN}::test_a_forward_pass_keeps_nothing_in_the_model {OWN}::test_units_are_equal_by_value",
-        ("if now == self._form:", "if True:", "what mixes records comes in after the checks"),
+        "dpdist/training/script_state.py",
+        f"{OWN}::test_a_forward_pass_keeps_nothing_in_the_model",
         (
             "owner.clear()  # of those that the pass registered, too",
             "pass",
             "a buffer that a pass registers is kept",
         ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_another_forward_pass_than_the_checked_one_is_refused {OWN}::test_a_forward_pass_keeps_nothing_in_the_model {OWN}::test_units_are_equal_by_value",
+        ("if now == self._form:", "if True:", "what mixes records comes in after the checks"),
         (
             "    unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit\n",
             "",
@@ -1265,6 +1284,108 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/training/private_score.py",
+        SCORE,
+        (
+            "total += math.floor(bounded(value) * _UNITS)",
+            "total += math.floor(value * _UNITS)",
+            "a record's value has no bound",
+        ),
+        (
+            "return 0.0 if math.isnan(value) else min(max(value, 0.0), 1.0)",
+            "return 0.0 if math.isnan(value) else min(value, 1.0)",
+            "a record's value may be negative",
+        ),
+        (
+            "            except Exception:\n                continue\n",
+            "            except Exception:\n                raise\n",
+            "a record on which the value fails ends the run",
+        ),
+        (
+            "with torch.no_grad(), kept_buffers(model):",
+            "with torch.no_grad():",
+            "a record leaves something in buffers to the next one",
+        ),
+        (
+            "made_of = checkpoint.tensors_digest(model.state_dict())",
+            "made_of = self._sum(model, step).hex()",
+            "equal sums of other models get the same answer",
+        ),
+        (
+            "labels = [total.hex(), *([] if fixed else [nonce])]",
+            "labels = [] if fixed else [nonce]",
+            "another sum of the same model gets the same noise",
+        ),
+        (
+            "            except QueriesExhausted:\n                return None\n            nonce",
+            "            except QueriesExhausted:\n                pass\n            nonce",
+            "more scores are given than the plan pays for",
+        ),
+        (
+            "                ledger.record_query(query, plan)\n",
+            "                pass\n",
+            "scores are on no ledger",
+        ),
+        (
+            "        noisy = add_noise(np.array([total]), key, self.terms.noise)\n",
+            "        noisy = np.array([total])\n",
+            "a score has no noise",
+        ),
+        (
+            "add_noise(np.array([total]), key, self.terms.noise)",
+            "add_noise(np.array([total]), key, self.terms.noise / 2)",
+            "a score has half its noise",
+        ),
+        (
+            'derive_key(self._key, "noise", query, *labels)',
+            'derive_key(self._key, "noise", *labels[1:])',
+            "all scores get one noise",
+        ),
+        (
+            "        ledger.record_answer(query, [score])\n",
+            "",
+            "a score that was given is drawn again",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
+        f"{SCORE}::test_refusals_are_one_line_and_leave_nothing",
+        (
+            "if common := sum(not macs.isdisjoint(found) for macs in own):",
+            "if common := 0:",
+            "a record is trained on and scored on",
+        ),
+        (
+            'if recipe.privacy.neighbours != "add-or-remove-one":',
+            "if False:",
+            "scores beside replace-one are begun",
+        ),
+        ("    if plan.nominal:\n", "    if False:\n", "a declared number of records is given away"),
+        (
+            "if not torch.equal(drawn, torch.get_rng_state()):",
+            "if False:",
+            "a value may draw random numbers",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
+        f"{SCORE}::test_a_whole_group_as_the_unit_is_refused",
+        (
+            'if getattr(recipe.privacy, "unit", "record") != "record":',
+            "if False:",
+            "a group adds a value for each of its records",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
+        f"{SCORE}::test_a_run_goes_on_with_the_scores_it_was_begun_with",
+        (
+            'if read_json(path, {"held out": str})["held out"] != told:',
+            "if False:",
+            "a run goes on with other held-out records",
+        ),
+    ),
+    *group(
         "dpdist/private_training.py",
         f"{SCRIPT_WORKERS}::test_two_workers_are_one {SCRIPT_WORKERS}::test_workers_that_drift_apart_are_refused "
         f"{SCRIPT_WORKERS}::test_what_one_worker_refuses_all_refuse {SCRIPT_WORKERS}::test_another_number_of_workers_goes_on",
@@ -1307,6 +1428,91 @@ FAULTS: list[Fault] = [
             'said = str(error) if users else f"failed with {type(error).__name__}"',
             "said = str(error)",
             "an error brings a record's value to other workers",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_what_was_checked_holds_before_the_first_step_too",
+        (
+            "        self._modes = {name: module.training for name, module in self.model.named_modules()}\n",
+            "        self._modes = {}\n",
+            "the mode may change between the checks and the first step",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{SCORE}::test_a_run_goes_on_with_the_scores_it_was_begun_with {SCORE}::test_too_little_noise_is_refused_with_the_noise_that_fits {SCORE}::test_refusals_are_one_line_and_leave_nothing",
+        (
+            "if (begun := self._recipe.score) is not None and self._scored is None:",
+            "if (begun := self._recipe.score) is not None and False:",
+            "a run goes on without the scores that it pays for",
+        ),
+        (
+            "        _check_groups(recipe, records, held_out)\n",
+            "        _check_groups(recipe, records)\n",
+            "a person may be trained on and scored on",
+        ),
+        (
+            "self._planned(with_score(self._recipe, terms, value is not None))",
+            "pass",
+            "scores are declared and not planned",
+        ),
+    ),
+    *group(
+        "dpdist/runs/recipe.py",
+        f"{SCORE}::test_the_steps_get_the_noise_that_they_get_without_scores {SCORE}::test_too_little_noise_is_refused_with_the_noise_that_fits",
+        (
+            "return _plan_without_scores(recipe, records, noise)\n",
+            "return plan_with_noise(recipe, records, noise)\n",
+            "steps get more noise because of scores",
+        ),
+        (
+            "    _check_score_noise(recipe, plan, context)\n",
+            "",
+            "scores may cost more than epsilon",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/phases.py",
+        "privacy/test_phases::test_scores_beside_a_training_are_charged_from_the_beginning",
+        (
+            "        if not taken:\n            return scores\n",
+            "        if not taken:\n            return ()\n",
+            "scores cost nothing before the first step",
+        ),
+        (
+            "return ((ScoredTraining if whole else ParallelParts)((tuple(taken), scores)),)",
+            "return tuple(taken)",
+            "scores cost nothing beside steps",
+        ),
+    ),
+    *group(
+        "dpdist/data/adapters.py",
+        f"{SCORE}::test_records_under_random_transforms_are_known_by_what_they_are",
+        (
+            "yield (*macs, mac_of(key, named))",
+            "yield macs",
+            "records under random transforms are never the same",
+        ),
+    ),
+    *group(
+        "dpdist/training/estimate.py",
+        "training/test_estimate",
+        (
+            "inputs, targets = records.examples(PROBE_EXAMPLES)",
+            "inputs, targets = records.batch(slice(0, 64)), records.targets(slice(0, 64))",
+            "time is measured on private records",
+        ),
+        (
+            "slots, objective = _slots(optimizer),",
+            "slots, objective = 0,",
+            "optimizers keep nothing",
+        ),
+        ("min(rows, most or PROBE_EXAMPLES) * each", "0", "memory has no activations"),
+        (
+            "step.expected_batch / rate + _noise_seconds(engine.size, step.noise_std)",
+            "step.expected_batch / rate",
+            "noise takes no time",
         ),
     ),
 ]

@@ -19,6 +19,7 @@ from dpdist.privacy.phases import (
     FixedBatches,
     GaussianAnswers,
     GaussianReleases,
+    GaussianScores,
     GaussianSteps,
     LaplaceReleases,
     NoisyRecords,
@@ -27,6 +28,7 @@ from dpdist.privacy.phases import (
     ParallelParts,
     Phase,
     RepeatAndSelect,
+    ScoredTraining,
     TrainedElsewhere,
     WorstOf,
     walk_phases,
@@ -87,6 +89,11 @@ FINGERPRINTS = {
     ),
     "f405565075d7acff3f059d99cb6a94e5635692e50e478e39557f9d998458f3c2": PrivacyPlan(
         1000, (NoisyVotes(1.3, 40, 10, 0.25, 50, 0.1),), 1e-5, math.inf, nominal=True
+    ),
+    "0c0a59e3eb208d2ec23608d55941e675295b54eff6f46cef45f84e4e427d0ce6": PrivacyPlan(
+        1000,
+        (ScoredTraining(((GaussianSteps(6, 1.0, 0.2),), (GaussianScores(3.0, 3, records=40),))),),
+        1e-5,
     ),
     "d92e2fc53c438fc9433e38d6ab57f6faa10d47d7c0a66eae7fd700e0b43b80fa": PrivacyPlan(
         1000, (TrainedElsewhere(),), 1e-5
@@ -223,3 +230,35 @@ def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
     ceiling = RenyiFilter.for_ceiling(4.0, 1e-5, "add-or-remove-one")
     assert 0 < ceiling.cost((votes,), 1000) < ceiling.cost((votes, STEPS), 1000)
     assert group_guarantee(alone, 2).epsilon > 2 * exact  # by the lemma: it names no exact loss
+
+
+def test_scores_beside_a_training_are_charged_from_the_beginning():
+    steps, looks = GaussianSteps(6, 1.0, 0.2), GaussianScores(3.0, 3, records=40)
+    scored = ScoredTraining(((steps,), (looks,)))
+    plan = PrivacyPlan(1000, (scored,), 1e-5)
+    assert plan.steps == 6 and plan.num_queries == 3
+    assert plan.step(5) == PrivacyPlan(1000, (steps,), 1e-5).step(5)
+    assert plan.executed_phases([0]) == (looks,) and plan.executed_phases([6]) == plan.phases
+    assert plan.executed_phases([8])[0].training_steps.steps == 8  # by other attempts, too
+    alone = [PrivacyPlan(1000, (each,), 1e-5).guarantee().epsilon for each in (steps, looks)]
+    assert plan.guarantee().epsilon == max(alone) and plan.guarantee(0).epsilon == alone[1]
+    with pytest.raises(ValueError, match="under add-or-remove-one only"):
+        PrivacyPlan(1000, (scored,), 1e-5, neighbours="replace-one")
+    for parts in ((), ((steps,),), ((looks,), (looks,)), ((steps, steps), (looks,))):
+        with pytest.raises(ValueError, match="one phase with steps"):
+            ScoredTraining(parts)
+    with pytest.raises(ValueError, match="records must be a whole number >= 1"):
+        GaussianScores(3.0, 3, records=0)
+    # Two records of one person may lie on both sides: by the lemma, never less than for one.
+    group = group_guarantee(plan, 2)
+    assert group.epsilon > plan.guarantee().epsilon and "lemma" in group.source
+
+
+def test_a_card_of_scores_is_made_again_from_its_phases():
+    plan = PrivacyPlan(
+        1000, (ScoredTraining(((STEPS,), (GaussianScores(9.0, 2, records=7),))),), 1e-5
+    )
+    card = build_card(plan)
+    again = PrivacyPlan.from_dict(json.loads(json.dumps(card["accounted"])))
+    assert again == plan and build_card(again) == card
+    assert card["guarantee"]["epsilon"] == plan.guarantee().epsilon

@@ -1,0 +1,140 @@
+"""`dpdist.estimate`: the price of a training by its own plan, without a look at a record."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dpdist
+from dpdist import Privacy, UserError, estimate
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.training import estimate as module
+
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
+INPUTS, LABELS = torch.randn(200, 6), torch.randint(2, (200,))
+PRIVATE = {"epsilon": 3.0, "delta": 1e-3}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def estimated(model: nn.Module | None = None, data: Any = (INPUTS, LABELS), **given: Any) -> Any:
+    options = {"privacy": PRIVATE, "batch_size": 20, "steps": 50, **given}
+    return estimate(model or net(), data, **options)
+
+
+@pytest.mark.parametrize("privacy", [PRIVATE, Privacy(noise_multiplier=1.3, delta=1e-3)])
+@pytest.mark.parametrize("length", [{"steps": 50}, {"steps": None, "epochs": 4}])
+def test_it_is_the_plan_that_a_training_would_have(tmp_path, privacy, length):
+    found, model = estimated(privacy=privacy, **length), net()
+    t = dpdist.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), (INPUTS, LABELS),
+        loss="cross-entropy", privacy=privacy, batch_size=20, folder=tmp_path / "run", **length,
+    )  # fmt: skip
+    assert found.guarantee == t.plan.guarantee() and found.steps == t.plan.steps
+    step = t.plan.step(0)
+    assert (found.noise_multiplier, found.sample_rate) == (step.noise_multiplier, step.sample_rate)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_number_of_records_is_enough_for_epsilon():
+    private = Privacy(noise_multiplier=1.1, delta=1e-5)
+    found = estimated(data=60_000, privacy=private, batch_size=600, steps=1000)
+    plan = PrivacyPlan.dp_sgd(
+        records=60_000, batch_size=600, noise_multiplier=1.1, steps=1000, delta=1e-5
+    )
+    assert found.epsilon == plan.guarantee().epsilon
+    assert found.seconds_per_step is found.seconds is found.memory_bytes is None
+    assert str(found).endswith("sampling rate 0.01")
+    shaped = estimated(data=400, examples=(INPUTS[:2], LABELS[:2]))
+    assert shaped.seconds_per_step > 0 and "s a step" in str(shaped) and "MiB" in str(shaped)
+
+
+class Watched(dpdist.Records):
+    name = "watched"
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 200
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        self.asked += list(indices)
+        return INPUTS[indices]
+
+    def targets(self, indices: Any) -> torch.Tensor:
+        self.asked += list(indices)
+        return LABELS[indices]
+
+
+def test_no_record_is_measured():
+    """One record's shapes are asked for; the probe's inputs are none of the records."""
+    seen, records = [], Watched()
+
+    class Telling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(inputs.detach())
+            return self.layer(inputs)
+
+    estimated(Telling(), records)
+    assert set(records.asked) <= {0} and seen
+    rows = {tuple(row.tolist()) for row in INPUTS}
+    assert not any(tuple(row.tolist()) in rows for batch in seen for row in batch.float())
+
+
+def test_the_model_stays_as_it_is():
+    model = net().train()
+    before = copy.deepcopy(model.state_dict())
+    estimated(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters()) and model.training
+
+
+def test_memory_counts_what_an_optimizer_keeps():
+    size = sum(parameter.numel() for parameter in net().parameters())
+    momentum = lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9)  # noqa: E731
+    found = [estimated(optimizer=each).memory_bytes for each in ("sgd", momentum, "adam", "adamw")]
+    assert [each - found[0] for each in found] == [0, 4 * size, 8 * size, 8 * size]
+    wide = nn.Sequential(nn.Linear(6, 5000), nn.Tanh(), nn.Linear(5000, 2))
+    more = sum(parameter.numel() for parameter in wide.parameters()) - size
+    assert estimated(wide).memory_bytes - found[0] > more * 12
+    # Of one record's activations, 4 bytes each, there are as many as rows in a pass, twice over.
+    fewer = estimated(wide, micro_batch=1).memory_bytes
+    assert estimated(wide, micro_batch=11).memory_bytes - fewer == 10 * 4 * 4 * (5000 + 5000 + 2)
+
+
+def test_time_follows_from_the_rate_and_the_noise(monkeypatch):
+    monkeypatch.setattr(module, "examples_per_second", lambda *_: 100.0)
+    monkeypatch.setattr(module, "_noise_seconds", lambda size, std: size * std)
+    found = estimated(privacy={"noise_multiplier": 2.0, "delta": 1e-3, "clip_norm": 0.5})
+    assert found.seconds_per_step == 20 / 100 + 47 * 1.0
+    assert found.seconds == 50 * found.seconds_per_step
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data": True}, "data: must be records, or their number"),
+        ({"data": 1}, "data: must be records, or their number of at least 2, got 1"),
+        ({"privacy": {"delta": 1e-3}}, "exactly one of epsilon and noise_multiplier"),
+        ({"steps": None}, "exactly one of steps and epochs"),
+        ({"batch_size": 500}, "must be <= the 200"),
+        ({"optimizer": "rmsprop"}, "optimizer: must be one of sgd, adam, adamw"),
+        ({"loss": "hinge"}, "loss: must be"),
+        ({"model": nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))}, "normalises over the batch"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(given, said):
+    with pytest.raises(UserError, match=said):
+        estimated(**given)

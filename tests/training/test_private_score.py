@@ -1,0 +1,642 @@
+"""`PrivateTraining.score`: noisy scores on held-out private records, at a price."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.key_recorder import NOISE, record_keys
+from support.local_execution import command, run_without_ray
+from support.training import KEY
+from torch import nn
+
+import dpdist
+from dpdist import Privacy, PrivateTraining, UserError
+from dpdist.core.files import read_json
+from dpdist.gradients import noise as gaussian_noise
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianReleases, GaussianScores, GaussianSteps, ScoredTraining
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.keys import derive_key, stream_words
+from dpdist.runs.folder import RunFolder
+from dpdist.training import checkpoint, private_score
+
+pytestmark = [
+    pytest.mark.whole, pytest.mark.guarantee, pytest.mark.filterwarnings("ignore:.*run_key"),
+]  # fmt: skip
+
+WIDTH, HELD_OUT, STEPS = 6, 40, 6
+FIXED = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
+FRESH = {"noise_multiplier": 1.0, "delta": 1e-3}
+
+
+def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.rand(count, WIDTH, generator=generator)
+    return inputs, (inputs.sum(1) > WIDTH / 2).long()
+
+
+TRAINED, SCORED = rows(80, 1), rows(HELD_OUT, 2)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def training(folder: Path, model: nn.Module | None = None, **given: Any) -> PrivateTraining:
+    model = model or net()
+    options = {
+        "loss": "cross-entropy", "privacy": FIXED, "batch_size": 16, "steps": STEPS,
+        "resources": {"checkpoint_seconds": 1e6}, "folder": folder, "data": TRAINED, **given,
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    return PrivateTraining(model, optimizer, options.pop("data"), **options)
+
+
+def scores(t: PrivateTraining, steps: int = STEPS) -> list[float | None]:
+    found = []
+    while t.steps_left and len(found) < steps:
+        found.append(t.step().score)
+    return found
+
+
+# --- the mechanism
+
+
+def test_a_score_is_the_noisy_sum_worked_out_by_hand(tmp_path):
+    """In float64, one record at a time, with the keys of this run: nothing of the code is used."""
+    t, sums, models = training(tmp_path / "own"), [], []
+    t.score(SCORED, every=2, noise=3.0)
+    found = []
+    while t.steps_left:
+        found.append(t.step().score)
+        weights = {name: w.double().numpy() for name, w in t.model.state_dict().items()}
+        total = 0
+        for x, y in zip(*SCORED, strict=True):
+            hidden = np.tanh(weights["0.weight"] @ x.double().numpy() + weights["0.bias"])
+            logits = weights["2.weight"] @ hidden + weights["2.bias"]
+            total += int(int(logits.argmax()) == int(y))
+        sums.append(float(total))
+        models.append(checkpoint.tensors_digest(t.model.state_dict()))
+    assert [score is not None for score in found] == [False, True] * 3
+    key = derive_key(
+        t.run.read_run_key(), "score", t.plan.fingerprint(),
+        read_json(t.run.data_fingerprint)["train"],
+    )  # fmt: skip
+    key = derive_key(key, "held out", read_json(t.run.score_fingerprint)["held out"])
+    for step in (1, 3, 5):
+        query = derive_key(key, "asked", step, models[step]).hex()
+        drawn = derive_key(key, "noise", query, sums[step].hex())
+        uniform, turn = stream_words(drawn, 0, 2).tolist()
+        length = math.sqrt(-2 * math.log(2.0**-64 + uniform * 2.0**-64))
+        normal = length * math.cos(2 * math.pi * (turn >> 11) * 2.0**-53)
+        assert found[step] * HELD_OUT == pytest.approx(sums[step] + 3.0 * normal, abs=1e-5)
+    assert len(set(sums)) > 1, "a model that never changes would prove little"
+
+
+def ruled(module: nn.Module, batch: Any) -> torch.Tensor:
+    """A value that is out of range, no number, or fails, by the record."""
+    inputs, _ = batch
+    assert len(inputs) == 1, "records are executed one at a time"
+    kind = int(inputs[0, 0] * 5)
+    if kind == 4:
+        raise RuntimeError("of this record")
+    return inputs.new_tensor([[5.0, -3.0, math.nan, 0.625][kind]])
+
+
+RULED = torch.tensor([1.0, 0.0, 0.0, 0.625, 0.0]).double()
+
+
+@pytest.mark.parametrize("value", [None, ruled])
+def test_one_record_moves_a_sum_by_one_at_most(tmp_path, value):
+    """Exact neighbour replay: each held-out record is taken away, and the sums are compared."""
+    model = net()
+
+    def sum_of(held_out: tuple[torch.Tensor, torch.Tensor]) -> float:
+        terms = private_score.ScriptScore(every=1, noise=1.0, records=len(held_out[0]), value="v")
+        score = private_score.PrivateScore(
+            dpdist.as_records(held_out), terms, value, torch.device("cpu")
+        )
+        score._key = bytes(32)
+        return score._sum(model, 0)
+
+    whole = sum_of(SCORED)
+    others = [
+        sum_of(tuple(torch.cat([part[:i], part[i + 1 :]]) for part in SCORED))
+        for i in range(HELD_OUT)
+    ]
+    moved = [whole - other for other in others]
+    if value is None:
+        right = (model(SCORED[0]).argmax(1) == SCORED[1]).double()
+        assert 0 < right.sum() < HELD_OUT
+    else:
+        right = RULED[(SCORED[0][:, 0] * 5).long()]
+    assert moved == right.tolist() and whole == float(right.sum())
+    assert max(moved) == 1.0 and min(moved) == 0.0
+
+
+def test_a_record_leaves_nothing_to_the_next_one(tmp_path):
+    """A buffer that keeps what it saw would let one record move the values of all after it."""
+
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 2)
+            self.register_buffer("largest", torch.zeros(()))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if inputs.abs().max() > 100:  # of no invented example
+                self.largest.copy_(torch.maximum(self.largest, inputs.max()))
+            return self.layer(inputs) + 1e-6 * self.largest
+
+    def seen(module: Any, batch: Any) -> torch.Tensor:
+        module(batch[0])
+        return module.largest.reshape(1) / 1e6
+
+    model = Keeping()
+    t = training(tmp_path / "own", model)
+    held_out = SCORED[0] * 1e5, SCORED[1]
+    t.score(held_out, every=1, noise=1.0, value=seen)
+    t._begin(t._examples())
+    wanted = torch.floor((held_out[0].amax(1) / 1e6).double() * 2**20).sum() / 2**20
+    assert t._scored._sum(model, 0) == float(wanted)
+    t._scored.records._inputs = held_out[0].flip(0)
+    assert t._scored._sum(model, 0) == float(wanted) and float(model.largest) == 0
+
+
+def test_noise_has_its_scale(tmp_path, monkeypatch):
+    """False failure: 1e-6 for each of the two quantiles of chi-square (400 draws)."""
+    t = training(tmp_path / "own", privacy=FRESH, steps=400, batch_size=1)
+    t.score(SCORED, every=1, noise=7.0, value=lambda module, batch: torch.ones(1))
+    drawn = np.array(list(scores(t, 400))) * HELD_OUT - HELD_OUT
+    assert 291 < float(np.sum((drawn / 7.0) ** 2)) < 545
+    assert len({*drawn.tolist()}) == 400
+
+
+def test_scores_have_keys_of_their_own(tmp_path, monkeypatch):
+    t = training(tmp_path / "own")
+    t.score(SCORED, every=2, noise=3.0)
+    seen = record_keys(monkeypatch)
+    scores(t)
+    keys = seen.keys_opened_by(NOISE)
+    own = [key for key in keys if "asked" not in seen.labels(key) and "score" in seen.labels(key)]
+    steps = [key for key in keys if key not in own]
+    assert len(own) == 3 and len(steps) == STEPS
+    assert all(seen.labels(key) >= {"score", "held out", "noise"} for key in own)
+    assert all("score" not in seen.labels(key) for key in steps)
+    run_key = t.run.read_run_key()
+    assert all(run_key in seen.ancestors(key) for key in keys)
+
+
+# --- the ledger
+
+
+def test_a_score_is_on_the_ledger_before_its_noise(tmp_path, monkeypatch):
+    t, counts = training(tmp_path / "own", privacy=FRESH), []
+    t.score(SCORED, every=2, noise=3.0)
+
+    def noisy(*given: Any) -> Any:
+        counts.append(Ledger.read(t.run.ledger).num_queries)  # from the disk
+        return gaussian_noise.add_noise(*given)
+
+    monkeypatch.setattr(private_score, "add_noise", noisy)
+    scores(t)
+    assert counts == [1, 2, 3]
+
+
+class Killed(BaseException):
+    """As a signal ends a process."""
+
+
+@pytest.mark.parametrize("privacy", [FIXED, FRESH])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_score_is_taken_again_as_it_was(tmp_path, monkeypatch, privacy, lost):
+    """lost: the process ends when the noise of the second one is drawn, and before it is kept."""
+    t = training(tmp_path / "own", privacy=privacy)
+    t.score(SCORED, every=2, noise=3.0)
+    drawn = []
+
+    def noisy(*given: Any) -> Any:
+        drawn.append(float(gaussian_noise.add_noise(*given)[0]) / HELD_OUT)
+        if lost and len(drawn) == 2:
+            raise Killed
+        return gaussian_noise.add_noise(*given)
+
+    monkeypatch.setattr(private_score, "add_noise", noisy)
+    if lost:
+        with pytest.raises(Killed):
+            scores(t)
+    else:
+        scores(t, 4)
+    monkeypatch.undo()
+    t.close()
+    assert Ledger.read(t.run.ledger).num_queries == 2
+    again = training(tmp_path / "own", privacy=privacy)  # from the checkpoint before the first step
+    again.score(SCORED, every=2, noise=3.0)
+    found = scores(again)
+    assert [found[1], found[3]] == drawn and found[5] not in drawn
+    ledger = Ledger.read(t.run.ledger)
+    assert ledger.num_queries == 3 and ledger.release_counts == dict.fromkeys(range(STEPS), 1)
+
+
+def test_other_sums_never_get_the_same_noise_and_are_charged(tmp_path):
+    """Another attempt has other models: its scores count, and no more than planned are given."""
+    t = training(tmp_path / "own", privacy=FRESH)
+    t.score(SCORED, every=2, noise=3.0)
+    first = scores(t, 4)
+    t.close()
+    other = {"resources": {"checkpoint_seconds": 1e6, "micro_batch": 3}}
+    again = training(tmp_path / "own", privacy=FRESH, **other)
+    again.score(SCORED, every=2, noise=3.0)
+    second = scores(again)
+    ledger = Ledger.read(t.run.ledger)
+    assert ledger.num_superseded == 4 and ledger.num_queries == 3 == t.plan.num_queries
+    assert [second[3], second[5]] == [None, None] and second[1] not in first
+    assert len(ledger.recorded_answers) == 3
+    assert dpdist.read_facts(t.run).guarantee == ledger.guarantee(t.plan)
+
+
+def test_equal_sums_of_other_models_get_other_noise(tmp_path):
+    """The same answer again would tell that two sums are equal, which no noise covers."""
+    terms = {"every": 1, "noise": 3.0, "value": lambda module, batch: torch.ones(1)}
+    t = training(tmp_path / "own", privacy=FRESH)
+    t.score(SCORED, **terms)
+    first = scores(t, 3)
+    t.close()
+    other = {"resources": {"checkpoint_seconds": 1e6, "micro_batch": 3}}
+    again = training(tmp_path / "own", privacy=FRESH, **other)
+    again.score(SCORED, **terms)
+    second = scores(again, 3)
+    assert len({*first, *second}) == 6 and Ledger.read(t.run.ledger).num_queries == 6
+
+
+def test_another_sum_of_the_same_model_gets_other_noise(tmp_path, monkeypatch):
+    """A value that cannot be repeated, in a process that ended before the first one was kept."""
+    changing = [0.25]
+
+    def value(module: nn.Module, batch: Any) -> torch.Tensor:
+        return torch.tensor(changing)
+
+    drawn = []
+    for given in (0.25, 0.75):
+        changing[0] = given
+        t = training(tmp_path / "own", privacy=FRESH)
+        t.score(SCORED, every=1, noise=3.0, value=value)
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, "record_answer", lambda *_: 1 / 0)
+            patch.setattr(
+                private_score, "add_noise",
+                lambda *it: drawn.append(gaussian_noise.add_noise(*it)[0]) or np.array([0.0]),
+            )  # fmt: skip
+            with pytest.raises(ZeroDivisionError):
+                t.step()
+        t.close()
+    assert Ledger.read(t.run.ledger).num_queries == 1
+    assert drawn[1] - drawn[0] != pytest.approx(0.5 * HELD_OUT, abs=1e-3)
+
+
+def test_a_ledger_with_more_scores_than_planned_is_refused(tmp_path):
+    t = training(tmp_path / "own", privacy=FRESH)
+    t.score(SCORED, every=6, noise=3.0)
+    scores(t)
+    with Ledger.open(t.run.ledger, t.plan.fingerprint()) as ledger:
+        ledger._append({"kind": "asked", "id": "ab" * 32})
+    with pytest.raises(UserError, match="more answers than"):
+        dpdist.read_facts(t.run)
+
+
+SCRIPT = """
+import os, signal, sys, torch, warnings
+import dpdist
+
+warnings.simplefilter("ignore")
+left = [int(sys.argv[2])]
+
+
+def value(module, batch):
+    if not module.training:
+        left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (module(batch[0]).argmax(1) == batch[1]).double()
+
+
+torch.manual_seed(0)
+generator = torch.Generator().manual_seed(1)
+inputs = torch.rand(120, 6, generator=generator)
+labels = (inputs.sum(1) > 3).long()
+model = torch.nn.Linear(6, 2).eval()
+training = dpdist.PrivateTraining(
+    model, torch.optim.SGD(model.parameters(), lr=0.5), (inputs[:80], labels[:80]),
+    loss="cross-entropy", privacy={"noise_multiplier": 1.0, "delta": 1e-3, "run_key": sys.argv[3]},
+    batch_size=16, steps=6, folder=sys.argv[1], resources={"checkpoint_seconds": 1e-6},
+)
+training.score((inputs[80:], labels[80:]), every=2, noise=2.0, value=value)
+while training.steps_left:
+    report = training.step()
+    if report.score is not None:
+        print(report.step, report.score.hex(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_after_a_kill_scores_are_the_same_to_the_bit(tmp_path):
+    """The process ends within a score, among its records, twice."""
+    (tmp_path / "mine.py").write_text(SCRIPT)
+
+    def run(name: str, kill: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "mine.py", str(tmp_path / name), str(kill), KEY], cwd=tmp_path,
+            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    whole = run("whole", -1)
+    assert whole.returncode == 0 and whole.stdout.count("\n") == 3, whole.stderr
+    said = ""
+    for kill in (20, 60):
+        ended = run("own", kill)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        said += ended.stdout
+    said += run("own", -1).stdout
+    assert dict.fromkeys(said.splitlines()) == dict.fromkeys(whole.stdout.splitlines())
+    ledger = Ledger.read(RunFolder(tmp_path / "own").ledger)
+    assert ledger.num_queries == 3 and ledger.num_superseded == 0
+
+
+# --- the price
+
+
+@pytest.mark.parametrize("noise", [0.8, 40.0])
+def test_the_guarantee_is_the_worse_of_both_sides(tmp_path, noise):
+    t = training(tmp_path / "own", privacy=FRESH)
+    t.score(SCORED, every=2, noise=noise)
+    steps = GaussianSteps(STEPS, 1.0, 16 / 80)
+    alone = PrivacyPlan(80, (steps,), 1e-3).guarantee().epsilon
+    looked = PrivacyPlan(HELD_OUT, (GaussianReleases(noise, 3),), 1e-3).guarantee().epsilon
+    assert t.guarantee.epsilon == looked  # from the beginning, when nothing is released
+    reports = []
+    while t.steps_left:
+        reports.append(t.step())
+    assert t.guarantee.epsilon == reports[-1].epsilon == max(alone, looked)
+    facts = dpdist.read_facts(t.run)
+    assert facts.guarantee.epsilon == max(alone, looked) and facts.guarantee.kind == "proved"
+    assert PrivacyPlan.from_dict(read_json(t.run.plan)) == t.plan
+    assert reports[0].epsilon == max(looked, PrivacyPlan(80, (steps,), 1e-3).guarantee(1).epsilon)
+
+
+def test_the_steps_get_the_noise_that_they_get_without_scores(tmp_path):
+    private = {"epsilon": 3.0, "delta": 1e-3}
+    without = training(tmp_path / "without", privacy=private)
+    t = training(tmp_path / "own", privacy=private)
+    t.score(SCORED, every=1)
+    assert t.plan.step(0) == without.plan.step(0)
+    (phase,) = t.plan.phases
+    assert isinstance(phase, ScoredTraining) and isinstance(phase.parts[1][0], GaussianScores)
+    scores(t)
+    assert 2.99 < t.guarantee.epsilon <= 3.0
+    noise = phase.parts[1][0].noise_multiplier
+    other = PrivacyPlan(HELD_OUT, (GaussianReleases(0.99 * noise, STEPS),), 1e-3)
+    assert other.guarantee().epsilon > 3.0, "it is the least noise"
+
+
+def test_too_little_noise_is_refused_with_the_noise_that_fits(tmp_path):
+    t = training(tmp_path / "own", privacy={"epsilon": 3.0, "delta": 1e-3})
+    with pytest.raises(UserError, match=r"score\.noise: must be >= .* for 3 scores") as error:
+        t.score(SCORED, every=2, noise=1.0)
+    fitting = float(re.search(r">= ([\d.]+)", str(error.value))[1])
+    with pytest.raises(UserError, match=r"score\.noise: must be"):
+        t.score(SCORED, every=2, noise=fitting - 2e-3)
+    assert not (tmp_path / "own").exists() and t.plan.num_queries == 0
+    t.score(SCORED, every=2, noise=fitting)
+    scores(t)
+    assert t.guarantee.epsilon <= 3.0
+
+
+# --- what is refused
+
+
+def once(**terms: Any) -> dict[str, Any]:
+    return {"every": 2, "noise": 3.0, **terms}
+
+
+class Person(dpdist.Records):
+    name = "persons"
+
+    def __init__(self, data: tuple[torch.Tensor, torch.Tensor], first: int) -> None:
+        self.data, self.first = data, first
+
+    def __len__(self) -> int:
+        return len(self.data[0])
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        return self.data[0][indices]
+
+    def targets(self, indices: Any) -> torch.Tensor:
+        return self.data[1][indices]
+
+    def unit_id(self, index: int) -> int:
+        return self.first + index
+
+
+def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
+    next(module.parameters()).data.add_(1.0)
+    return torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "terms", "options", "said"),
+    [
+        (TRAINED, once(), {}, "score: held-out records must not be in data, got 80 in common"),
+        (tuple(part[79:] for part in TRAINED), once(), {}, "in data, got 1 in common"),
+        ((TRAINED[0][5:6].double(), 1 - TRAINED[1][5:6]), once(), {}, "in data, got 1 in common"),
+        (SCORED, once(), {"held_out": tuple(p[:3] for p in SCORED)}, "in held_out, got 3"),
+        (SCORED, once(every=7), {}, "score.every: must be a whole number from 1 to the 6 steps"),
+        (SCORED, once(every=0), {}, "score.every: must be a whole number"),
+        (SCORED, once(every=True), {}, "score.every: must be a whole number"),
+        (SCORED, once(noise=0.0), {}, "score.noise: must be a number between 0.01 and 10000"),
+        (SCORED, once(noise=math.nan), {}, "score.noise: must be a number"),
+        (SCORED, {"every": 2}, {"privacy": {"noise_multiplier": 0, "delta": 1e-3}},
+         "score.noise: must be given in a training that proves no epsilon"),
+        (SCORED, once(value=lambda m, b: m(b[0]).mean()), {}, "score.value: "),
+        (SCORED, once(value=lambda m, b: m(b[0], 3)), {}, "score.value: must return one value"),
+        (SCORED, once(value=lambda m, b: torch.rand(1)), {}, "must not draw random numbers"),
+        (SCORED, once(value=spoiling), {}, "score.value: must leave the model as it is"),
+        (SCORED, once(), {"privacy": {**FRESH, "neighbours": "replace-one"}}, "replace-one"),
+        (SCORED, once(), {"privacy": {**FRESH, "nominal_records": 80}}, "nominal_records"),
+        (SCORED, once(), {"data": (TRAINED[0], TRAINED[1].float()), "loss": "mse",
+                          "model": nn.Linear(WIDTH, 1)},
+         "score.value: must be a function of module and batch where targets are no classes"),
+        (SCORED, once(), {"data": Person(TRAINED, 7)}, "must say whose they are"),
+        (Person(SCORED, 86), once(), {"data": Person(TRAINED, 7)}, "privacy.group_size: must be"),
+    ],
+)  # fmt: skip
+def test_refusals_are_one_line_and_leave_nothing(tmp_path, held_out, terms, options, said):
+    t = training(tmp_path / "own", **options)
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        t.score(held_out, **terms)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "own").exists() and t.plan.num_queries == 0
+
+
+def test_a_whole_group_as_the_unit_is_refused(tmp_path):
+    """A score bounds what a record adds, and a group has several."""
+    t = training(tmp_path / "own")
+    grouped = t._recipe.privacy.model_copy(update={"unit": "group"})
+    t._recipe = t._recipe.model_copy(update={"privacy": grouped})
+    with pytest.raises(UserError, match="where privacy protects whole groups"):
+        t.score(SCORED, **once())
+
+
+def test_units_apart_are_accepted(tmp_path):
+    t = training(tmp_path / "own", data=Person(TRAINED, 7))
+    t.score(Person(SCORED, 87), **once())
+    assert len(scores(t, 2)) == 2
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Pictures under a random transform, as torchvision has them."""
+
+    def __init__(self, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.data, self.transform = data, lambda picture: picture + torch.rand(WIDTH)
+
+    def __len__(self) -> int:
+        return len(self.data[0])
+
+    def __getitem__(self, index: int) -> Any:
+        picture = self.data[0][index]
+        return self.transform(picture) if self.transform else picture, int(self.data[1][index])
+
+
+def test_records_under_random_transforms_are_known_by_what_they_are(tmp_path):
+    t = training(tmp_path / "own", data=Drawn(TRAINED))
+    with pytest.raises(UserError, match="in data, got 1 in common"):
+        t.score(Drawn(tuple(part[33:34] for part in TRAINED)), **once())
+    t.score(Drawn(SCORED), **once())
+    assert scores(t, 2)[1] is not None
+
+
+def test_scores_are_declared_before_the_run(tmp_path):
+    t = training(tmp_path / "own", privacy=FRESH)
+    t.score(SCORED, **once())
+    with pytest.raises(UserError, match="score: must be declared once"):
+        t.score(SCORED, **once())
+    t.step()
+    t.close()
+    late = training(tmp_path / "late", privacy=FRESH)
+    late.step()
+    with pytest.raises(UserError, match="score: must be declared once, before the first step"):
+        late.score(SCORED, **once())
+    late.close()
+    with pytest.raises(UserError, match="before the first step of a new run"):
+        training(tmp_path / "late", privacy=FRESH).score(SCORED, **once())
+
+
+def test_a_run_goes_on_with_the_scores_it_was_begun_with(tmp_path):
+    t = training(tmp_path / "own", privacy=FRESH)
+    t.score(SCORED, every=2)
+    first = scores(t, 2)
+    t.close()
+    again = training(tmp_path / "own", privacy=FRESH)
+    assert again.plan == t.plan
+    with pytest.raises(UserError, match=r"begun with scores every 2 steps on 40 .*: call score"):
+        again.step()
+    for given, said in (
+        (once(every=3, noise=None), "score.every: must be 2, as the run was begun, got 3"),
+        (once(noise=9.0), "score.noise: must be "),
+        (once(noise=None, value=lambda m, b: torch.ones(1)), "score.value: must be accuracy"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            again.score(SCORED, **given)
+    with pytest.raises(UserError, match=r"score\.records: must be 40"):
+        again.score(tuple(part[1:] for part in SCORED), every=2)
+    with pytest.raises(UserError, match=r"held-out records must be those that .* was begun with"):
+        again.score(rows(HELD_OUT, 9), every=2)
+    again.score(SCORED, every=2)
+    assert scores(again)[1] == first[1]
+    with pytest.raises(UserError, match=r"folder: .*training\.steps differ"):
+        training(tmp_path / "own", privacy=FRESH, steps=8)
+
+
+# --- what is printed
+
+
+def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
+    def halved(module: nn.Module, batch: Any) -> torch.Tensor:
+        return (module(batch[0]).argmax(1) == batch[1]) / 2
+
+    t = training(tmp_path / "own", privacy=Privacy(epsilon=3.0, delta=1e-3))
+    t.score(SCORED, every=2, noise=9.0, value=halved)
+    scores(t)
+    facts = dpdist.read_facts(t.run)
+    said = "every 2 steps, test_private_score."
+    rows_ = dict(facts.summary())
+    assert said in rows_["private scores"] and "on 40 held-out records" in rows_["private scores"]
+    assert "noise 9 on their sum; epsilon covers them" in rows_["private scores"]
+    card = facts.privacy_card()
+    (mechanism,) = card["mechanism"]
+    assert "3 noisy scores at most, noise multiplier 9, each of 40 held-out records" in mechanism
+    assert any("Private scores: every 2 steps" in note for note in card["notes"])
+    for line in (
+        "a held-out record adds at most 1 to a score, and no step trains on it",
+        "the number of held-out records (40) is public",
+        "a held-out record's value depends on that record and the model alone",
+        *private_score.ASSUMED,
+    ):
+        assert line in card["assumptions"], line
+    assert "a held-out record adds at most 1" in " ".join(t.guarantee.assumptions)
+    plain = training(tmp_path / "plain")
+    plain.run_all()
+    assert "private scores" not in dict(dpdist.read_facts(plain.run).summary())
+    assert "score" not in (plain.run.recipe_file.read_text().partition("script:")[2])
+
+
+def test_commands_work_on_a_run_with_scores(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nets_of_scores.py").write_text(
+        "from torch import nn\n\n\ndef net(input_shape, classes):\n"
+        f"    return nn.Sequential(nn.Linear({WIDTH}, 5), nn.Tanh(), nn.Linear(5, classes))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import nets_of_scores
+
+    t = training(
+        tmp_path / "runs" / "own", nets_of_scores.net((WIDTH,), 2),
+        privacy={"epsilon": 3.0, "delta": 1e-3}, held_out=rows(30, 5),
+        factory="nets_of_scores:net",
+    )  # fmt: skip
+    t.score(SCORED, every=2)
+    scores(t)
+    run_without_ray(monkeypatch)
+    runs = ("--runs", str(tmp_path / "runs"))
+    for words in (
+        ("report", "own", *runs),
+        ("audit", "own", *runs, "--set", "releases=300"),
+        ("release", "own", *runs),
+        ("verify", str(t.run.release_folder), "--trust-factory", "nets_of_scores:net"),
+    ):
+        done = command(monkeypatch, capsys, tmp_path, *words)
+        assert done.code == 0, (words, done.out + done.err)
+    assert "3 noisy scores at most" in t.run.report_file.read_text()
+    card = read_json(t.run.release_folder / "privacy_card.json")
+    assert "3 noisy scores at most" in card["mechanism"][0]
+    assert card["guarantee"]["epsilon"] == t.guarantee.epsilon
+
+
+def test_another_noise_in_its_files_is_found(tmp_path):
+    t = training(tmp_path / "own", privacy=FRESH)
+    t.score(SCORED, every=2, noise=3.0)
+    scores(t)
+    text = t.run.recipe_file.read_text()
+    assert text.count("noise: 3.0") == 1
+    t.run.recipe_file.write_text(text.replace("noise: 3.0", "noise: 30.0"))
+    with pytest.raises(UserError, match=r"script\.score\.noise"):
+        dpdist.read_facts(t.run)
