@@ -23,7 +23,6 @@ from dpdist.cli import importing
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     Actors,
-    AnswerError,
     DataRoot,
     Every,
     MaxInputs,
@@ -44,20 +43,27 @@ from dpdist.cli.options import (
     parse_numbers,
     path_callback,
     path_option,
-    require_numeric_inputs,
     run_names,
 )
 from dpdist.core import console
+from dpdist.core.console import format_percent
 from dpdist.core.errors import Interrupted, UserError
 from dpdist.core.fields import Count, CountOrZero, Positive, Probability, ProcessCount, RejectBool
-from dpdist.core.files import MAX_JSON_BYTES, check_regular_file, error_text, read_bytes
+from dpdist.core.files import (
+    MAX_JSON_BYTES,
+    check_regular_file,
+    error_text,
+    quoted,
+    read_bytes,
+    read_text,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import nn
 
     from dpdist.certification.certificate import Certificate
-    from dpdist.release.bundle import Release
+    from dpdist.release.bundle import Release, TextAnswerer
     from dpdist.runs.folder import RunFolder
     from dpdist.training.ensembles import QueryOracle
 
@@ -288,7 +294,7 @@ def certify_command(
         from dpdist import pipeline
 
         pipeline.archive_stage(folder)
-    _print_tables(folder.name, [path for _, path in made], measured, as_json)
+    _print_tables(folder.name, [path for _, path in made], measured, as_json, folder.read_recipe())
 
 
 def _run_or_import(
@@ -482,9 +488,11 @@ def _stored_tables(certificates: Path) -> list[Path]:
 
 
 def _print_tables(
-    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool
-) -> None:
-    """measured: of attacked copies, in place of their certificates."""
+    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool,
+    recipe: Any = None,
+) -> None:  # fmt: skip
+    """measured: of attacked copies, in place of their certificates. recipe: of the run, which says
+    where the inputs lie."""
     from dpdist.certification import table_reader
     from dpdist.core import console
 
@@ -501,13 +509,13 @@ def _print_tables(
         typer.echo(console.format_table(measured, title=DISCLAIMER))
     else:
         for path in paths:
-            _print_table(path)
+            _print_table(path, recipe)
 
 
-def _print_table(path: Path) -> None:
+def _print_table(path: Path, recipe: Any) -> None:
     from dpdist.certification import statistics, table_reader
-    from dpdist.certification.table import input_range, range_words
     from dpdist.core import console
+    from dpdist.evaluation import units_row
 
     table = table_reader.read(path)
     abstained = int((table.prediction == -1).sum())
@@ -516,8 +524,8 @@ def _print_table(path: Path) -> None:
     rows.append(statistics.population_summary_row(table))
     rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
     rows.append(("alpha", f"{table.alpha:g} each"))
-    if (found := input_range(path)) is not None:
-        rows.append(("units", range_words(*found, table.sigma)))
+    if recipe is not None:
+        rows += units_row(recipe, table)
     rows += [("WARNING", text) for text in statistics.doubts(table)]
     classifier = table.job_record.get("classifier", {})
     if classifier:
@@ -600,11 +608,17 @@ def radius_command(
 
 DEFAULT_DRAWS, DEFAULT_ALPHA = 10_000, 0.001  # by default
 DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000_000)]  # one process makes them
-_Images = Annotated[
-    list[Path],
+_Inputs = Annotated[
+    list[Path] | None,
     typer.Argument(
-        callback=path_callback(), help="Image files, or .npy arrays of the model's input shape."
+        callback=path_callback(),
+        metavar="[FILE]...",
+        help="Image files, .npy arrays of the model's input shape, or files of one text each.",
     ),
+]
+_Texts = Annotated[
+    list[str] | None,
+    option("A text, of a model of texts. May be repeated.", None, "--text", metavar="TEXT"),
 ]
 _PredictSigma = Annotated[
     float | None, option("Noise, in input units (default: the recipe's).", Positive)
@@ -619,7 +633,8 @@ _PredictAsJson = Annotated[bool, flag("--json", "One JSON object for each image.
 
 def predict_command(
     run: ModelArgument,
-    images: _Images,
+    files: _Inputs = None,
+    texts: _Texts = None,
     runs: Runs = DEFAULT_RUNS,
     sigma: _PredictSigma = None,
     n: _PredictDraws = None,
@@ -629,33 +644,38 @@ def predict_command(
     trust_factory: TrustFactory = None,
     signer: Signer = None,
 ) -> None:
-    """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
+    """Predict with fresh secret noise, on this machine, by a run's model or a released one.
+
+    A model of texts answers without noise, as texts have no certificate: with the label, or with
+    the most probable next tokens.
+    """
     from dpdist.runs.folder import open_run
 
-    release = open_release_if_any(run, trust_factory, signer, labelled=False)
+    release = open_release_if_any(run, trust_factory, signer, labelled=False, numeric=False)
+    for path in files or ():
+        check_regular_file(path)
+    given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+    recipe = None
     if release is not None:
-        about, targets = release.description, release.description.data.targets
-        saved = _SavedModel(release.path, about.certificate, about.classes, lambda: release.model)
+        saved = _saved_release(release)
     else:
         folder = open_run(run, runs)
         folder.require_trained()
         recipe = folder.read_recipe()
-        require_numeric_inputs(recipe, "predict")
-        targets = recipe.data.targets
-        from dpdist.evaluation import load_model  # only now: what is refused needs no data
-
-        names = tuple(recipe.data.class_names)
-        saved = _SavedModel(
-            folder.model_folder, recipe.certify, names, lambda: load_model(recipe, folder)
-        )
-    for path in images:
-        check_regular_file(path)
-    given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+        saved = _saved_run(folder, recipe)
+    tokens, targets = saved.tokens, saved.targets
+    _require_inputs(files, texts, tokens, saved.path)
+    if tokens:
+        _refuse_smoothing(given, "texts")
+        answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
+        _answer_texts(answerer, targets, _documents(files, texts), as_json)
+        return
+    images = list(files or ())
     if targets != "class":
         _refuse_smoothing(given, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
         return
-    if release is None and recipe.method.not_releasable_reason is not None:
+    if recipe is not None and recipe.method.not_releasable_reason is not None:
         _refuse_smoothing(given, "this run's answers are paid for, and")
         from dpdist.training.ensembles import QueryOracle
 
@@ -665,14 +685,81 @@ def predict_command(
     _predict_smoothed(saved, images, asked, label_only, as_json)
 
 
+def _text_answerer(recipe: Any, saved: _SavedModel) -> TextAnswerer:
+    """Return the answerer of a run of texts. Raises UserError where answers are paid for."""
+    from dpdist.release.bundle import TextAnswerer
+    from dpdist.training.records import data_source
+
+    if recipe.method.not_releasable_reason is not None:
+        raise UserError(f"{saved.path}: {recipe.method.not_releasable_reason}")
+    column = data_source(recipe).columns.text
+    assert column is not None
+    return TextAnswerer(saved.load_model(), column, saved.classes, recipe.data.targets)
+
+
+def _require_inputs(
+    files: list[Path] | None, texts: list[str] | None, tokens: bool, where: Path
+) -> None:
+    """Raise UserError where nothing is asked, or texts are that the model does not take."""
+    if texts and not tokens:
+        raise UserError(f"--text: must be left out, as {where} takes no texts")
+    if not files and not texts:
+        wanted = "a text by --text, or files of texts" if tokens else "image files or .npy arrays"
+        raise UserError(f"FILE: must be given: {wanted}")
+
+
+def _documents(files: list[Path] | None, texts: list[str] | None) -> list[tuple[str, str]]:
+    """Return names and texts: of files, without the line feed at their ends, and as given."""
+    found = [(str(path), read_text(path).removesuffix("\n")) for path in files or ()]
+    return found + [(quoted(text), text) for text in texts or ()]
+
+
+def _answer_texts(
+    answerer: TextAnswerer, targets: str, documents: list[tuple[str, str]], as_json: bool
+) -> None:
+    for name, text in documents:
+        answer = answerer(text)
+        if as_json:
+            console.print_json({"text": name} | answer.as_json)
+        elif targets == "class":
+            likely = ", ".join(f"{each} {format_percent(share)} %" for each, share in answer.likely)
+            typer.echo(f"{name}: {likely or 'no answer: its numbers are not finite'}")
+        else:
+            told = answer.outputs
+            if targets == "labels":
+                told = tuple(float(value > 0) for value in told)
+            typer.echo(f"{name}: {' '.join(f'{value:.6g}' for value in told)}")
+
+
 @dataclass(frozen=True)
 class _SavedModel:
-    """Where a model lies, how it is meant to be certified, names of its classes, and the model."""
+    """Where a model lies, how it is meant to be certified, names of its classes, what its outputs
+    are, whether it reads texts, and the model."""
 
     path: Path
     certificate: Certificate | None
     classes: tuple[str, ...]
+    targets: str
+    tokens: bool
     load_model: Callable[[], nn.Module]
+
+
+def _saved_release(release: Release) -> _SavedModel:
+    about = release.description
+    return _SavedModel(
+        release.path, about.certificate, about.classes, about.data.targets, about.tokens,
+        lambda: release.model,
+    )  # fmt: skip
+
+
+def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
+    from dpdist.evaluation import load_model  # only now: what is refused needs no data
+
+    data = recipe.data
+    return _SavedModel(
+        folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
+        data.text is not None, lambda: load_model(recipe, folder),
+    )  # fmt: skip
 
 
 def _predict_smoothed(
@@ -811,7 +898,8 @@ _Replicas = Annotated[int, option("Processes that answer, one CPU each.", Proces
 _ServeSigma = Annotated[
     float | None, option("Noise, in input units (default: the release's).", Positive)
 ]
-_ServeDraws = Annotated[int, option("Draws per answer.", DrawCount)]
+_ServeDraws = Annotated[int | None, option("Draws per answer (1,000).", DrawCount)]
+_ServeAlpha = Annotated[float | None, option("Error of each answer (0.001).", Probability)]
 _Rate = Annotated[float, option("Requests per second, on average.", Positive)]
 _Bytes = Annotated[int, RejectBool, Field(ge=1, le=2**30)]
 _MaxBytes = Annotated[int, option("Largest body of a request.", _Bytes)]
@@ -823,8 +911,8 @@ def serve_command(
     port: _Port = 8000,
     replicas: _Replicas = 1,
     sigma: _ServeSigma = None,
-    n: _ServeDraws = 1_000,
-    alpha: AnswerError = 0.001,
+    n: _ServeDraws = None,
+    alpha: _ServeAlpha = None,
     rate: _Rate = 20.0,
     max_bytes: _MaxBytes = 2**20,
     trust_factory: TrustFactory = None,
@@ -832,8 +920,9 @@ def serve_command(
 ) -> None:
     """Answer POST /predict with class and certified radius, or ABSTAIN, until Ctrl-C.
 
-    A body is an image file, or {"input": [...]} as application/json. GET / describes the model,
-    /health and /metrics the server. No encryption and no passwords: listen on another address than
+    A body is an image file, or {"input": [...]} as application/json; {"text": "..."} of a model of
+    texts, which answers without a radius. GET / describes the model, /health and /metrics the
+    server. No encryption and no passwords: listen on another address than
     this machine's own only behind something that has both.
     """
     from dpdist import pipeline
@@ -846,7 +935,12 @@ def serve_command(
     if not _is_loopback(host):
         console.log(f"serve: {host} is not this machine's own: whoever reaches it can ask")
     found = load(release, trusted_factory=trust_factory, signer=signer)
-    found.certificate_settings(sigma, n, alpha)  # complaints come before Ray starts
+    if found.description.tokens:
+        _refuse_smoothing({"sigma": sigma, "n": n, "alpha": alpha}, "texts")
+        _ = found.text_answerer  # complaints come before Ray starts
+    n, alpha = n or 1_000, alpha or DEFAULT_ALPHA
+    if not found.description.tokens:
+        found.certificate_settings(sigma, n, alpha)
     limits = RequestLimits(
         max_body_bytes=max_bytes, requests_per_second=rate, burst_size=max(1, round(2 * rate))
     )

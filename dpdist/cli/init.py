@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.cli.options import Changes, DataRoot, RecipeArgument, field_callback, path_callback
+from dpdist.cli.options import (
+    Changes,
+    DataRoot,
+    GroupedCommands,
+    RecipeArgument,
+    field_callback,
+    path_callback,
+)
 from dpdist.core.errors import UserError
 from dpdist.core.fields import RunName
 
@@ -191,7 +198,9 @@ def _default_batch_size(records: int) -> int:
 # --- dpdist data ------------------------------------------------------------------------------
 
 
-data_app = typer.Typer(help="List, check and fetch data sets.", no_args_is_help=True)
+data_app = typer.Typer(
+    cls=GroupedCommands, help="List, check and fetch data sets.", no_args_is_help=True
+)
 
 
 @data_app.command("list")
@@ -214,6 +223,7 @@ def list_data(data_root: DataRoot = None) -> None:
 @data_app.command("check")
 def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
+    from dpdist.evaluation import data_units_row
     from dpdist.runs.recipe import check_against_data, parse_changes, resolve_recipe
     from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
@@ -236,6 +246,8 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
         inputs = ", ".join(source.columns.input_columns)
         label = "" if following else f"; label {columns.label}"
         typer.echo(f"columns: inputs {inputs}{label}")
+    for _, said in data_units_row(resolved, test):
+        typer.echo(f"units: {said}")
     typer.echo(f"no private record is in {test.name}: compared by content")
     delta, batch = resolved.privacy.delta, resolved.training.batch_size
     typer.echo(f"privacy.delta {delta:g}: must be below 1 / {len(train):,}")
