@@ -212,6 +212,9 @@ def data_units_row(recipe: Recipe, test: Dataset) -> list[tuple[str, str]]:
     if recipe.data.text is not None:
         return []
     sigma = None if recipe.certify is None else recipe.certify.sigma
+    columns = recipe.data.columns
+    if columns.features and columns.ranges.keys() == set(columns.features):
+        return [("units", f"{range_words(0, 1, sigma)} (declared: data.columns.ranges)")]
     said = range_words(*input_range(test, range(len(test))), sigma)
     return [("units", f"{said} (of the test split)")]
 

@@ -679,7 +679,9 @@ def predict_command(
         _refuse_smoothing(given, "this run's answers are paid for, and")
         from dpdist.training.ensembles import QueryOracle
 
-        _predict_with_paid_answers(QueryOracle(recipe, folder), images, saved.classes, as_json)
+        _predict_with_paid_answers(
+            QueryOracle(recipe, folder), images, saved.classes, saved.scale, as_json
+        )
         return
     asked = {"sigma": sigma, "n": n or DEFAULT_DRAWS, "alpha": alpha or DEFAULT_ALPHA}
     _predict_smoothed(saved, images, asked, label_only, as_json)
@@ -741,6 +743,7 @@ class _SavedModel:
     classes: tuple[str, ...]
     targets: str
     tokens: bool
+    scale: Callable[[Any], Any]
     load_model: Callable[[], nn.Module]
 
 
@@ -748,7 +751,7 @@ def _saved_release(release: Release) -> _SavedModel:
     about = release.description
     return _SavedModel(
         release.path, about.certificate, about.classes, about.data.targets, about.tokens,
-        lambda: release.model,
+        about.data.columns.scale, lambda: release.model,
     )  # fmt: skip
 
 
@@ -758,7 +761,7 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     data = recipe.data
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
-        data.text is not None, lambda: load_model(recipe, folder),
+        data.text is not None, data.columns.scale, lambda: load_model(recipe, folder),
     )  # fmt: skip
 
 
@@ -772,7 +775,7 @@ def _predict_smoothed(
     from dpdist import models
 
     spec = models.read_spec(saved_model.path)
-    inputs = [_read_image(path, spec.input_shape) for path in images]
+    inputs = [_read_image(path, spec.input_shape, saved_model.scale) for path in images]
     console.log(f"{saved_model.path}: loading the model")
     from dpdist.certification.predict import Predictor
     from dpdist.certification.registry import settings_of
@@ -812,7 +815,7 @@ def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: 
     from dpdist import models
 
     shape = models.read_spec(saved.path).input_shape
-    inputs = torch.stack([_read_image(path, shape) for path in images])
+    inputs = torch.stack([_read_image(path, shape, saved.scale) for path in images])
     with torch.inference_mode():
         outputs = saved.load_model()(inputs).double().tolist()
     for path, values in zip(images, outputs, strict=True):
@@ -824,12 +827,13 @@ def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: 
 
 
 def _predict_with_paid_answers(
-    oracle: QueryOracle, images: list[Path], classes: tuple[str, ...], as_json: bool
-) -> None:
+    oracle: QueryOracle, images: list[Path], classes: tuple[str, ...],
+    scale: Callable[[Any], Any], as_json: bool,
+) -> None:  # fmt: skip
     """Answers that are paid for, each counted; an image answered before is answered so again."""
     import torch
 
-    inputs = torch.stack([_read_image(path, oracle.input_shape) for path in images])
+    inputs = torch.stack([_read_image(path, oracle.input_shape, scale) for path in images])
     for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
         label = scores.index(max(scores))
         if as_json:
@@ -865,7 +869,10 @@ def _print_answer(
         typer.echo(f"{path}: {named} (L2 radius {format_radius(radius)})")
 
 
-def _read_image(path: Path, input_shape: tuple[int, ...]) -> Any:
+def _read_image(
+    path: Path, input_shape: tuple[int, ...], scale: Callable[[Any], Any] = lambda values: values
+) -> Any:
+    """Return the input of a file; scale: maps raw features of an array to those of the model."""
     import numpy as np
 
     from dpdist.certification.predict import to_model_input
@@ -874,6 +881,8 @@ def _read_image(path: Path, input_shape: tuple[int, ...]) -> Any:
     try:
         if path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
+            if values.shape == input_shape and len(input_shape) == 1:
+                values = scale(values)
         else:
             values = decode_picture(read_bytes(path, MAX_JSON_BYTES))
         return to_model_input(values, input_shape)

@@ -473,7 +473,10 @@ class Answerer:
         image: of the model's input shape, uint8 or numbers in [0, 1]. Raises ValueError for
         anything else.
         """
-        verdict = self._predictor.certify(to_model_input(image, self._release.spec.input_shape))
+        shape = self._release.spec.input_shape
+        if image.shape == shape and len(shape) == 1:  # raw features, as their files hold them
+            image = self._release.description.data.columns.scale(image)
+        verdict = self._predictor.certify(to_model_input(image, shape))
         label = int(verdict.prediction)
         settings = self._settings
         return Answer(

@@ -37,7 +37,9 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
     """Markdown, behind a block of YAML."""
     size = " x ".join(map(str, spec.input_shape))
     kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
-    kind = "tokens" if description.tokens else f"{kind}, in [0, 1]"
+    raw = f"{kind} as they are, whose public ranges `{DESCRIPTION}` names"
+    scaled = raw if description.data.columns.ranges else f"{kind}, in [0, 1]"
+    kind = "tokens" if description.tokens else scaled
     sections = [
         f"---\n{yaml.safe_dump(_metadata(description, card, spec), sort_keys=False)}---",
         f"# {description.name}",
