@@ -296,7 +296,9 @@ def choose_inference_form(
 
     requested: the form to take if it does; if not, the original ("eager") is taken. It is executed
     where the batch lies. rows: the other batch sizes; a trace may hold the one that it was made at.
-    seconds: to be spent on forms that nobody asked for; one that would take more is not tried.
+    seconds: to be spent on forms that nobody asked for; one that would take more is not tried. The
+    time of a pass over the check batch says how long the others would take, before they are made:
+    where no form fits, that one pass is all.
     """
     batch, device = len(check_batch), check_batch.device
     others = [size for size in dict.fromkeys(rows) if size != batch]
@@ -304,19 +306,31 @@ def choose_inference_form(
     shapes = [tuple(each.shape) for each in batches]
     original = ExecutedClassifier(model, "eager", shapes, device)
     began = time.perf_counter()
-    every = [original.logits(each) for each in batches]
-    predicted_classes(every[0]).cpu()  # a device has answered only then
-    one = time.perf_counter() - began  # seconds of a pass over all batches
+    every = [original.logits(check_batch)]
+    answers = {"eager": predicted_classes(every[0])}
+    answers["eager"].cpu()  # a device has answered only then
+    each_pass = time.perf_counter() - began  # seconds, of the check batch
+    one = each_pass * sum(map(len, batches)) / batch  # of all batches
     logits, candidates = every[0], {"eager": original}
-    answers = {"eager": predicted_classes(logits)}
     notes = []
     defaults = DEFAULT_FORMS if device == CPU else ACCELERATOR_FORMS
     forms = (requested,) if requested is not None else defaults
-    for form in forms:
-        passes = 1 + 2 * _LEAST_ROUNDS * 3 + (_WARM if form in _SPECIALISED else 0)
+
+    def is_tried(form: str) -> bool:
+        passes = 2 + 2 * _LEAST_ROUNDS * 3 + (_WARM if form in _SPECIALISED else 0)
         late = time.perf_counter() - began + passes * one > seconds
         misfit = form in IMAGE_ONLY_FORMS and check_batch.dim() != 4
-        if form in candidates or (requested is None and (late or misfit)):
+        return form not in candidates and (requested is not None or not (late or misfit))
+
+    if not any(map(is_tried, forms)):
+        spec = ClassifierSpec(
+            "eager", batch, torch.__version__, device_name(device),
+            digest_classes(answers["eager"]), batch / each_pass, device=device.type,
+        )  # fmt: skip
+        return spec, original
+    every += [original.logits(each) for each in batches[1:]]
+    for form in forms:
+        if not is_tried(form):
             continue
         try:
             built = ExecutedClassifier(model, form, shapes, device)

@@ -311,7 +311,7 @@ def _data_lines(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
     if ranges:
         columns.append("ranges:    # public: LOW and HIGH become 0 and 1; what lies beyond is cut")
         for name, ends in ranges.items():
-            columns.append(f"  {_json_text(name)}: [{ends[0]:.17g}, {ends[1]:.17g}]")
+            columns.append(f"  {_json_text(name)}: {_json_text(list(ends))}")
     return lines + (["  columns:"] + [f"    {line}" for line in columns] if columns else [])
 
 

@@ -853,6 +853,14 @@ FAULTS: list[Fault] = [
         "dpdist/certification/inference.py", "certification/test_sampling",
         ("+ passes * one > seconds\n", "+ passes * one > math.inf\n",
          "the probe tries forms for longer than the job takes"),
+        ("    if not any(map(is_tried, forms)):\n", "    if False:\n",
+         "a batch of n0 is passed through a slow network where nothing is compared"),
+    ),
+    *group(
+        "dpdist/certification/worker.py", "certification/test_sampling",
+        ("    checked = int(_PROBE_SHARE * (settings.n0 + settings.n) / _CHECKED_ROWS)\n",
+         "    checked = _MOST_LEAST_BATCH\n",
+         "the checks of a slow network go through more rows than the job"),
     ),
     *group(
         "dpdist/certification/statistics.py", "reports/test_doubts",
