@@ -311,7 +311,7 @@ def choose_inference_form(
     answers["eager"].cpu()  # a device has answered only then
     each_pass = time.perf_counter() - began  # seconds, of the check batch
     one = each_pass * sum(map(len, batches)) / batch  # of all batches
-    logits, candidates = every[0], {"eager": original}
+    candidates = {"eager": original}
     notes = []
     defaults = DEFAULT_FORMS if device == CPU else ACCELERATOR_FORMS
     forms = (requested,) if requested is not None else defaults
