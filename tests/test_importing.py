@@ -20,15 +20,17 @@ from support.local_execution import call
 import dpdist
 from dpdist import data, models
 from dpdist.certification import table as tables
+from dpdist.certification.predict import Predictor
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_torchvision
 from dpdist.data.test_inputs import find_test_inputs, resized
-from dpdist.importing import ForeignModel, TestData, import_model
+from dpdist.importing import ForeignModel, TestData, build_foreign, import_model
 from dpdist.models.builder import takes_shape
 from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.reports.compare import privacy_rows
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
+from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.guarantee
 
@@ -226,6 +228,42 @@ def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> Non
     assert read.input_shape == (3, 24, 24) and read.labels.tolist() == [0, 0, 1, 1]
     with pytest.raises(UserError, match="--resize: must be at least 24"):
         find_test_inputs(tmp_path / "p", tmp_path / "other", (3, 24, 24), 20)
+
+
+@pytest.mark.parametrize("options", [(), ("--resize", "40")])
+def test_predict_brings_a_picture_to_the_input_as_certify_does(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    write_pictures(tmp_path / "p", [f"c{place}" for place in range(10)], (40, 56), (32, 32))
+    sized = ("--input", "1,32,32", *options)
+    runs = ("--runs", tmp_path / "runs")
+    good("import", "small", "--model", FACTORY, "--weights", weights, "--data", tmp_path / "p",
+         "--sigma", "0.25", *sized, *runs)  # fmt: skip
+    folder = RunFolder(tmp_path / "runs" / "small")
+    inputs = data.load(data_source(folder.read_recipe()), "test")
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(Predictor, "predict", lambda self, x: seen.append(x) or 0)
+    files = [tmp_path / "p" / "c3" / f"{number}.png" for number in (0, 1)]
+    done = call("predict", "small", *files, "--label-only", *runs)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert f"shorter side resized to {40 if options else 32} (bilinear), centre crop 32 x 32" in (
+        done.stderr
+    )
+    assert torch.equal(torch.stack(seen), inputs.batch(np.array([6, 7])))
+
+
+def test_a_timm_name_is_made_by_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm stands in as a module that imports torchvision first, as it does."""
+    (tmp_path / "timm.py").write_text(
+        "import torchvision\nfrom support.foreign import net\n"
+        "def create_model(model_name, num_classes, width):\n"
+        "    assert model_name == 'resnet10t'\n    return net(num_classes, width)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    network, spec = build_foreign(
+        ForeignModel("timm:resnet10t", options={"width": 3}), (1, 8, 8), 10
+    )
+    assert spec.name == "timm:create_model" and network.head.weight.shape == (10, 48)
 
 
 def test_parquet_of_the_right_size_is_read_where_it_lies(tmp_path: Path) -> None:

@@ -745,6 +745,7 @@ class _SavedModel:
     tokens: bool
     scale: Callable[[Any], Any]
     load_model: Callable[[], nn.Module]
+    fit: Callable[[Any], Any] = lambda pixels: pixels
 
 
 def _saved_release(release: Release) -> _SavedModel:
@@ -762,7 +763,23 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
         data.text is not None, data.columns.scale, lambda: load_model(recipe, folder),
+        _picture_fit(folder, recipe),
     )  # fmt: skip
+
+
+def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
+    """Return how pictures are brought to the input of a model from elsewhere, as its test inputs
+    were; of other runs, and where nothing was done, they stay as they are."""
+    if recipe.method.trained_elsewhere is None or not recipe.method.inputs:
+        return lambda pixels: pixels
+    from dpdist import models
+    from dpdist.core.files import read_json
+    from dpdist.data.test_inputs import fit_picture
+
+    size = models.read_spec(folder.model_folder).input_shape
+    resize = read_json(folder.imported, {"data": dict})["data"]["resize"]
+    console.log(f"pictures: {recipe.method.inputs}, as the test inputs of the run")
+    return lambda pixels: fit_picture(pixels, size, resize)
 
 
 def _predict_smoothed(
@@ -775,7 +792,9 @@ def _predict_smoothed(
     from dpdist import models
 
     spec = models.read_spec(saved_model.path)
-    inputs = [_read_image(path, spec.input_shape, saved_model.scale) for path in images]
+    inputs = [
+        _read_image(path, spec.input_shape, saved_model.scale, saved_model.fit) for path in images
+    ]
     console.log(f"{saved_model.path}: loading the model")
     from dpdist.certification.predict import Predictor
     from dpdist.certification.registry import settings_of
@@ -870,9 +889,15 @@ def _print_answer(
 
 
 def _read_image(
-    path: Path, input_shape: tuple[int, ...], scale: Callable[[Any], Any] = lambda values: values
+    path: Path,
+    input_shape: tuple[int, ...],
+    scale: Callable[[Any], Any] = lambda values: values,
+    fit: Callable[[Any], Any] = lambda pixels: pixels,
 ) -> Any:
-    """Return the input of a file; scale: maps raw features of an array to those of the model."""
+    """Return the input of a file.
+
+    scale: maps raw features of an array to those of the model. fit: brings a picture to its size.
+    """
     import numpy as np
 
     from dpdist.certification.predict import to_model_input
@@ -884,7 +909,7 @@ def _read_image(
             if values.shape == input_shape and len(input_shape) == 1:
                 values = scale(values)
         else:
-            values = decode_picture(read_bytes(path, MAX_JSON_BYTES))
+            values = fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
         return to_model_input(values, input_shape)
     except UnreadableImage as error:
         raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
