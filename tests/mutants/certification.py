@@ -842,6 +842,8 @@ FAULTS: list[Fault] = [
         "dpdist/core/binomial.py", "certification/test_hoeffding_votes",
         ("np.sqrt(-np.log(a) / (2 * n))", "np.sqrt(-np.log(2 * a) / (2 * n))",
          "Hoeffding's bound is wrong twice as often as it says"),
+        ("(k / n - width) * (1 - RELATIVE_MARGIN) - RELATIVE_MARGIN, 0.0)", "(k / n - width), 0.0)",
+         "Hoeffding's bound is not rounded down"),
     ),
     *group(
         "dpdist/certification/cohen.py", "certification/test_hoeffding_votes",
@@ -863,7 +865,19 @@ FAULTS: list[Fault] = [
          "the checks of a slow network go through more rows than the job"),
     ),
     *group(
+        "dpdist/certification/table.py", "reports/test_doubts",
+        ("low, high = min(low, float(batch.min())), max(high, float(batch.max()))", "low, high = float(batch.min()), float(batch.max())",
+         "the range is that of the last inputs"),
+        ("100 * sigma / (high - low)", "100 * sigma / high", "sigma is compared with the largest number"),
+    ),
+    *group(
+        "dpdist/evaluation.py", "reports/test_doubts",
+        ("    if dataset.fingerprint != table.job_record[\"data\"]:\n", "    if False:\n",
+         "the range of other inputs stands beside a table"),
+    ),
+    *group(
         "dpdist/certification/statistics.py", "reports/test_doubts",
         ("    if found.abstention_rate == 1:\n", "    if False:\n", "nothing but abstentions is no reservation"),
+        ("and len(set(shares)) == 1 and", "and len(set(shares)) == 0 and", "radii that mean nothing are no reservation"),
     ),
 ]  # fmt: skip
