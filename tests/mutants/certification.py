@@ -480,7 +480,7 @@ FAULTS: list[Fault] = [
         ("_TIE, _MANY = 1e-5, 0.01", "_TIE, _MANY = 1e-5, 1.0", "all answers may be others"),
         ("(~near | (first == NO_CLASS) | (other == NO_CLASS))", "(~near)",
          "what is no number is a tie"),
-        ("digest_classes(answers[best])", 'digest_classes(answers["eager"])',
+        ("device, answers[best], times[best]", 'device, answers["eager"], times[best]',
          "workers are held to answers of a form they do not execute"),
         ("requested if requested in candidates else", "requested if False else",
          "the form that was asked for is one among others"),
@@ -742,7 +742,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/inference.py", "certification/test_sampling",
-        ("others = [size for size in dict.fromkeys(rows) if size != batch]", "others: list[int] = []",
+        ("    batches = [check_batch, *(check_batch[other] for other in others)]\n", "    batches = [check_batch]\n",
          "a trace of one batch size is chosen for several"),
         ("    if classes.shape != own.shape:\n", "    if False:\n", "answers to other rows are compared"),
     ),
@@ -817,8 +817,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certifying.py", "test_certifying",
-        ("    copied = models.fresh_copy(module).eval()", "    copied = models.fresh_copy(module).train()",
-         "BatchNorm is certified with the statistics of the batch"),
+        ("    copied = models.fresh_copy(module).eval()", "    copied = module.eval()",
+         "the caller's own module is put into evaluation mode"),
         ("object_digest(classifier) or secrets.token_hex(16)", "object_digest() or ''",
          "another classifier gets the finished table of this one"),
         ("or secrets.token_hex(16)", "or '00'", "states that cannot be read are taken for one another"),

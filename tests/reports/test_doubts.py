@@ -71,6 +71,7 @@ def test_the_range_is_that_of_the_chosen_inputs() -> None:
 
 def test_the_range_stands_beside_sigma() -> None:
     assert range_words(0, 1, 0.25) == "inputs lie in 0 to 1; sigma 0.25 is 25 % of that range"
+    assert range_words(-1, 3, 1) == "inputs lie in -1 to 3; sigma 1 is 25 % of that range"
     assert range_words(0, 3234, None) == "inputs lie in 0 to 3234"
 
 
