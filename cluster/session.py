@@ -253,6 +253,67 @@ def require_gpus(key: str, purpose: str, needed: float) -> None:
     )
 
 
+WORKER_MIB = 400  # MiB: Python, its libraries and what Ray keeps in a worker, before any model
+
+
+def require_workers(workers: int, cpus_each: float) -> None:
+    """Raise UserError, before Ray is started, for training workers that this machine cannot hold.
+
+    Counted are their CPUs, and the memory of their processes before model and data. A cluster is
+    asked when it is connected to: hosts may join it.
+
+    Args:
+        workers: the least number that trains.
+        cpus_each: CPUs of each.
+    """
+    if workers == 1:
+        return
+    import ray
+
+    from dpdist.cluster.actor_pool import is_elastic
+
+    if is_elastic() or ray.is_initialized():
+        return
+    cpus, mebibytes = count_local_cpus(), local_memory_mebibytes()
+    by_cpus, by_memory = int(cpus / cpus_each + 1e-9), int(mebibytes / WORKER_MIB)
+    if workers <= min(by_cpus, by_memory):
+        return
+    if by_cpus <= by_memory:
+        most = by_cpus
+        total = f"{workers:,} x {cpus_each:g} CPUs are {workers * cpus_each:g}, this machine has "
+        total += f"{cpus:g}; resources.cpus_per_worker: {_share(cpus / workers):g} would let them "
+        total += "share, more slowly"
+    else:
+        most = by_memory
+        total = f"{workers:,} x {WORKER_MIB} MiB are {workers * WORKER_MIB:,} MiB before model and "
+        total += f"data, this machine has {mebibytes:,.0f}"
+    raise UserError(
+        f"resources.workers: must be at most {max(1, most)}, got {workers}: {total}. Take fewer "
+        "(--workers), or set RAY_ADDRESS to a cluster with room"
+    )
+
+
+def _share(cpus: float) -> float:
+    """Return an amount of CPUs in hundredths, rounded down, at least one."""
+    return max(1, int(100 * cpus + 1e-9)) / 100
+
+
+def count_local_cpus() -> int:
+    """Return how many CPUs this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def local_memory_mebibytes() -> float:
+    """Return the memory of this machine, or of the container; infinity where Ray does not say."""
+    try:
+        from ray._private import utils
+
+        total: Any = vars(utils)["get_system_memory"]()
+        return float(total) / 2**20
+    except Exception:  # another Ray may have no such function
+        return math.inf
+
+
 def count_local_gpus() -> float:
     """Return how many GPUs Ray would find on this machine; infinity where it does not say."""
     try:

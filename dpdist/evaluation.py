@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpdist import models
+from dpdist.certification.table import input_range, range_words
 from dpdist.core.errors import UserError
 from dpdist.core.fields import MEASURES
 from dpdist.core.files import check_shape, finite_or_none, write_json
-from dpdist.data import Dataset
+from dpdist.data import Dataset, load
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
@@ -190,6 +191,32 @@ def _scoring_function(
         lambda inputs, start: expected_log_scores(model, inputs, draws, seed, start),
         about | {"noise_draws": draws},
     )
+
+
+def units_row(recipe: Recipe, table: Any) -> list[tuple[str, str]]:
+    """Return a summary's row of the range of inputs beside sigma, for a table of certificates.
+
+    Computed from the test inputs, if they are those that the table was made of; else there is none.
+    """
+    try:
+        dataset = load(data_source(recipe), "test")
+    except UserError:  # the data do not lie here any more
+        return []
+    if dataset.fingerprint != table.job_record["data"]:
+        return []
+    return [("units", range_words(*input_range(dataset, table.index.tolist()), table.sigma))]
+
+
+def data_units_row(recipe: Recipe, test: Dataset) -> list[tuple[str, str]]:
+    """Return a row of the range of a public test split beside sigma; none of texts."""
+    if recipe.data.text is not None:
+        return []
+    sigma = None if recipe.certify is None else recipe.certify.sigma
+    columns = recipe.data.columns
+    if columns.features and columns.ranges.keys() == set(columns.features):
+        return [("units", f"{range_words(0, 1, sigma)} (declared: data.columns.ranges)")]
+    said = range_words(*input_range(test, range(len(test))), sigma)
+    return [("units", f"{said} (of the test split)")]
 
 
 @dataclass(frozen=True)

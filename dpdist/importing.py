@@ -22,6 +22,7 @@ from dpdist.core.files import (
     write_atomic,
     write_json,
 )
+from dpdist.core.optional_imports import install_torchvision_hook
 from dpdist.core.version import __version__
 from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
@@ -246,6 +247,7 @@ def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
     if package in _TORCHVISION:
         return "torchvision", {"architecture": last, **options}
     if package == _TIMM:
+        install_torchvision_hook()  # timm imports torchvision
         try:
             importlib.import_module(_TIMM)
         except ImportError as error:

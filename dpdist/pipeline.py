@@ -6,7 +6,6 @@ Each stage is skipped when its results are already in the run folder.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,11 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
-from dpdist.cluster.session import Session, connect, require_gpus
+from dpdist.cluster.session import Session, connect, count_local_cpus, require_gpus, require_workers
 from dpdist.cluster.versions import check_nodes
 from dpdist.core import console, optional_imports
 from dpdist.core.errors import Interrupted, UserError
-from dpdist.evaluation import evaluate_stage, require_model, split_images
+from dpdist.evaluation import (
+    data_units_row,
+    evaluate_stage,
+    require_model,
+    split_images,
+    units_row,
+)
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.runs.recipe import Recipe, field_error, refuse_unused, resolve_recipe
@@ -122,6 +127,7 @@ def _train_and_evaluate(
     checked = _check_run(recipe, folder, context, search=search, only_resume=only_resume)
     Archive.check_writable(folder, recipe.resources.archive)
     if not folder.training_summary.exists():
+        require_workers(recipe.resources.min_workers, recipe.resources.cpus_per_worker)
         _require_gpus(recipe)
     work = checked.begin()
     claim_archive(recipe, folder)
@@ -187,13 +193,15 @@ def dry_run(
         taken = [("not under this name", str(error))]
         with tempfile.TemporaryDirectory() as empty:
             work = checked(RunFolder(Path(empty) / recipe.name), context)
+    units = data_units_row(recipe, load_test_records(recipe, data_source(recipe)))
     if isinstance(work, Search):
         trial, plan = work.example_trial()
-        return [*taken, *work.describe(), *describe_cost(trial, plan)]
+        return [*taken, *work.describe(), *describe_cost(trial, plan), *units]
     return [
         *taken,
         ("guarantee", str(work.plan.guarantee())),
         *describe_cost(work.recipe, work.plan),
+        *units,
     ]
 
 
@@ -223,10 +231,11 @@ def run_session(folder: RunFolder | Path | None, training_cpus: float = 0) -> It
 
     Ray's messages go into the run's log file, or into the file named; None: nowhere.
 
-    training_cpus: CPUs the training workers ask for. A local session claims to have them even when
-    the machine has fewer: the workers then share, which is slower and changes nothing else.
+    training_cpus: CPUs that processes ask for. A local session claims to have them even when the
+    machine has fewer: replicas of a server then share, which is slower and changes nothing else.
+    Training workers that the machine has no room for were refused before.
     """
-    here = len(os.sched_getaffinity(0))
+    here = count_local_cpus()
     cpus = max(here, math.ceil(training_cpus))
     try:
         log = folder.log if isinstance(folder, RunFolder) else folder
@@ -234,7 +243,7 @@ def run_session(folder: RunFolder | Path | None, training_cpus: float = 0) -> It
             log, cpus=cpus, worker_setup=optional_imports.install_torchvision_hook
         ) as ray_session:
             if ray_session.local and cpus > here:
-                console.log(f"training: {cpus} CPUs asked for, this machine has {here}: slower")
+                console.log(f"{cpus} CPUs asked for, this machine has {here}: slower")
             yield ray_session
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the same command continues where it stopped") from None
@@ -417,4 +426,6 @@ def summary(folder: RunFolder) -> list[tuple[str, str]]:
     """Return name and value of each line that a finished run shows at its end."""
     from dpdist.reports.facts import read_facts
 
-    return read_facts(folder).summary()
+    facts = read_facts(folder)
+    units = [row for table in facts.tables for row in units_row(facts.recipe, table)]
+    return [*facts.summary(), *dict.fromkeys(units)]

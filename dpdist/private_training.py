@@ -1201,7 +1201,7 @@ def _warn_of_fixed_key(recipe: Recipe) -> None:
         warnings.warn(
             "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
             "subtract the noise); leave it out outside of tests",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

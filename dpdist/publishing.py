@@ -24,20 +24,27 @@ from dpdist.release.bundle import (
     PRIVACY_CARD,
     PRIVACY_CARD_TEXT,
     SIGNATURE,
+    TEXT_FORMAT,
+    ReleasedText,
     certified_accuracy_record,
+    check_text_column,
     compute_checksums,
     is_release_file,
     parse_description,
     sign_checksums,
     table_name,
+    text_column,
 )
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import check_table
 from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
+from dpdist.training.records import data_source
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from dpdist.models import ModelSpec
 
 
 def write_release(
@@ -96,6 +103,8 @@ def write_release(
         model = _load_copied_model(facts, aside)
         for table in facts.tables:
             check_table(table, models.model_hash(aside), model, models.read_spec(aside))
+        if facts.recipe.data.text is not None:
+            _write_tokenizer(facts, models.read_spec(aside), aside)
         about = _release_record(facts, model, aside, licence)
         write_json(aside / PRIVACY_CARD, described)
         write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(described))
@@ -122,8 +131,9 @@ def _release_record(
     if evaluation is not None and facts.accuracy is not None:
         tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
     kind = set() if recipe.data.targets == "class" else {"targets"}
+    text = {} if recipe.data.text is None else {"text": _text_record(facts)}
     return {
-        "format": FORMAT,
+        "format": TEXT_FORMAT if text else FORMAT,
         "dpdist": __version__,
         "name": recipe.name,
         "method": recipe.method.name,
@@ -136,7 +146,38 @@ def _release_record(
         "tested": tested,
         "certified": [certified_accuracy_record(table) for table in facts.tables],
         "licence": licence,
+        **text,
     }
+
+
+def _text_record(facts: Facts) -> dict[str, Any]:
+    """Return how tokens are made, for release.json: no path, as the file lies in the release."""
+    text = facts.recipe.data.text
+    assert text is not None
+    tokens = "bytes" if text.words is None else "words"
+    tokens = tokens if text.tokenizer is None else "tokenizer"
+    return {
+        "length": text.length, "tokens": tokens, "words": text.words, "predict": text.predict,
+    }  # fmt: skip
+
+
+def _write_tokenizer(facts: Facts, spec: ModelSpec, aside: Path) -> None:
+    """Copy what makes the tokens, as it was trained with. Raises UserError where it is not there.
+
+    It was made of no private document: the privacy card says so under its assumptions.
+    """
+    column = data_source(facts.recipe).columns.text
+    assert column is not None
+    text = ReleasedText.model_validate(_text_record(facts))
+    try:
+        content = column.token_file
+    except UserError as error:
+        raise UserError(
+            f"{error}; the release needs what made the tokens of this run: put it back"
+        ) from None
+    if text.file is not None and content is not None:
+        write_atomic(aside / text.file, content)
+    check_text_column(text_column(text, aside), spec, aside)
 
 
 _TEST_DATA_FIELDS = {"name", "classes", "names", "labels", "test", "columns"}

@@ -33,6 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "| noise and clip: ... | # / # | # | # | nothing found | # |": 1,
         "| divisor of N: ... | # / # | # | # | BROKEN | # |": 1,
     },
+    "bounds": {"| # | # | # | # | # |": 11},
     "canary_audits": {"| # | # (# to #) | # | # of 1 | # |": 1, "# of 1 exceeded ...": 1},
     "certification": {
         "plain loop as published #": 1,

@@ -103,6 +103,7 @@ def test_batchnorm_and_dropout_are_in_evaluation_mode_and_the_module_stays_as_it
     before = {name: value.clone() for name, value in module.state_dict().items()}
     settings = dpdist.Cohen(sigma=0.1, n=200, seed="a", max_inputs=2)
     found = dpdist.certify(module, "digits", settings, here=True)
+    assert module.training
     other = dpdist.certify(module.eval(), "digits", settings, here=True)
     assert found.to_arrow().equals(other.to_arrow())
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())

@@ -84,7 +84,7 @@ def test_every_command_has_help(dpdist, command):
 
 def test_version_and_bare_call(dpdist):
     assert dpdist("--version").stdout.startswith("dpdist 0.")
-    assert "Commands" in dpdist().stdout + dpdist().stderr
+    assert "Calculate:" in dpdist().stdout + dpdist().stderr
 
 
 def test_calculators_answer_in_json(dpdist):

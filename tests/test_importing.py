@@ -4,7 +4,10 @@ an epsilon, by the commands that runs of one's own have."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from support.local_execution import call
 import dpdist
 from dpdist import data, models
 from dpdist.certification import table as tables
+from dpdist.certification.predict import Predictor
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_torchvision
 from dpdist.data.test_inputs import find_test_inputs, resized
@@ -29,6 +33,7 @@ from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.reports.compare import privacy_rows
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
+from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.guarantee
 
@@ -228,6 +233,56 @@ def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> Non
         find_test_inputs(tmp_path / "p", tmp_path / "other", (3, 24, 24), 20)
 
 
+@pytest.mark.parametrize("options", [(), ("--resize", "40")])
+def test_predict_brings_a_picture_to_the_input_as_certify_does(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    write_pictures(tmp_path / "p", [f"c{place}" for place in range(10)], (40, 56), (32, 32))
+    for path in (tmp_path / "p").rglob("*.png"):
+        Image.open(path).convert("L").save(path)
+    sized = ("--input", "1,32,32", *options)
+    runs = ("--runs", tmp_path / "runs")
+    good("import", "small", "--model", FACTORY, "--weights", weights, "--data", tmp_path / "p",
+         "--sigma", "0.25", *sized, *runs)  # fmt: skip
+    folder = RunFolder(tmp_path / "runs" / "small")
+    inputs = data.load(data_source(folder.read_recipe()), "test")
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(Predictor, "predict", lambda self, x: seen.append(x) or 0)
+    files = [tmp_path / "p" / "c3" / f"{number}.png" for number in (0, 1)]
+    done = call("predict", "small", *files, "--label-only", *runs)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert f"shorter side resized to {40 if options else 32} (bilinear), centre crop 32 x 32" in (
+        done.stderr
+    )
+    assert torch.equal(torch.stack(seen), inputs.batch(np.array([6, 7])))
+    grey = np.asarray(Image.open(files[1])).copy()  # of the right size: resized where asked for
+    raw = torch.from_numpy(grey)[None].float() / 255
+    assert torch.equal(seen[1], raw) == (not options)
+
+
+@pytest.mark.slow
+def test_a_timm_name_is_made_by_timm(tmp_path: Path) -> None:
+    """A module stands in for timm that imports torchvision first, as it does, in a new process:
+    torchvision fails there without CUDA unless it is mended before."""
+    (tmp_path / "timm.py").write_text(
+        "import torchvision\nfrom support.foreign import net\n"
+        "def create_model(model_name, num_classes, width):\n"
+        "    assert model_name == 'resnet10t'\n    return net(num_classes, width)\n"
+    )
+    asked = (
+        "from dpdist.importing import ForeignModel, build_foreign\n"
+        "model = ForeignModel('timm:resnet10t', options={'width': 3})\n"
+        "network, spec = build_foreign(model, (1, 8, 8), 10)\n"
+        "print(spec.name, tuple(network.head.weight.shape))\n"
+    )
+    path = f"{tmp_path}:{Path(__file__).parent}"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], env={**os.environ, "PYTHONPATH": path}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "timm:create_model (10, 48)\n", done.stderr
+
+
 def test_parquet_of_the_right_size_is_read_where_it_lies(tmp_path: Path) -> None:
     write_pictures(tmp_path / "p", ("a", "b"), (8, 8), (8, 8))
     made = find_test_inputs(tmp_path / "p", tmp_path / "set")
@@ -361,6 +416,7 @@ def test_a_folder_that_is_no_run_is_described(tmp_path: Path) -> None:
     ):
         complaint = refused("certify", tmp_path / name, "--runs", tmp_path / "none")
         assert said in complaint and "\n" not in complaint
+    assert "a factory is given as --model" in refused("certify", FACTORY)
     assert "RUN: must be" in refused("certify")
     assert "--weights: must be left out" in refused("certify", "x", "--weights", "net.pt")
     assert "--sigma: must be given" in refused("certify", "--model", FACTORY, "--data", "digits")

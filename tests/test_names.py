@@ -17,7 +17,7 @@ DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
 CALLED_FROM_OUTSIDE = {
     "handleError": "logging", "backend_cls": "ray.train", "find_spec": "importlib",
     "on_trial_result": "ray.tune", "compose_node": "yaml", "_maybe_compose": "dp_accounting",
-    "_repr_html_": "notebooks", "check_health": "ray.serve",
+    "_repr_html_": "notebooks", "check_health": "ray.serve", "format_commands": "click",
 }  # fmt: skip
 
 # Called by users from Python only.

@@ -296,27 +296,33 @@ def choose_inference_form(
 
     requested: the form to take if it does; if not, the original ("eager") is taken. It is executed
     where the batch lies. rows: the other batch sizes; a trace may hold the one that it was made at.
-    seconds: to be spent on forms that nobody asked for; one that would take more is not tried.
+    seconds: to be spent on forms that nobody asked for; one that would take more is not tried. The
+    time of a pass over the check batch says how long the others would take, before they are made:
+    where no form fits, that one pass is all.
     """
     batch, device = len(check_batch), check_batch.device
-    others = [size for size in dict.fromkeys(rows) if size != batch]
-    batches = [check_batch, *(check_batch[torch.arange(size) % batch] for size in others)]
+    others = (torch.arange(size) % batch for size in dict.fromkeys(rows) if size != batch)
+    batches = [check_batch, *(check_batch[other] for other in others)]
     shapes = [tuple(each.shape) for each in batches]
     original = ExecutedClassifier(model, "eager", shapes, device)
     began = time.perf_counter()
-    every = [original.logits(each) for each in batches]
-    predicted_classes(every[0]).cpu()  # a device has answered only then
-    one = time.perf_counter() - began  # seconds of a pass over all batches
-    logits, candidates = every[0], {"eager": original}
-    answers = {"eager": predicted_classes(logits)}
-    notes = []
-    defaults = DEFAULT_FORMS if device == CPU else ACCELERATOR_FORMS
-    forms = (requested,) if requested is not None else defaults
-    for form in forms:
-        passes = 1 + 2 * _LEAST_ROUNDS * 3 + (_WARM if form in _SPECIALISED else 0)
+    logits, each_pass = _timed_logits(original, check_batch)
+    every, answers = [logits], {"eager": predicted_classes(logits)}
+    one = each_pass * sum(map(len, batches)) / batch  # of all batches
+    candidates, notes = {"eager": original}, list[str]()
+    forms = (requested,) if requested is not None else _usual_forms(device)
+
+    def is_tried(form: str) -> bool:
+        passes = 2 + 2 * _LEAST_ROUNDS * 3 + (_WARM if form in _SPECIALISED else 0)
         late = time.perf_counter() - began + passes * one > seconds
         misfit = form in IMAGE_ONLY_FORMS and check_batch.dim() != 4
-        if form in candidates or (requested is None and (late or misfit)):
+        return form not in candidates and (requested is not None or not (late or misfit))
+
+    if not any(map(is_tried, forms)):
+        return _spec("eager", batch, device, answers["eager"], each_pass), original
+    every += [original.logits(each) for each in batches[1:]]
+    for form in forms:
+        if not is_tried(form):
             continue
         try:
             built = ExecutedClassifier(model, form, shapes, device)
@@ -333,14 +339,33 @@ def choose_inference_form(
             continue
         candidates[form], answers[form] = built, answer
     left = seconds - (time.perf_counter() - began)
-    rounds = int(min(_ROUNDS, max(_LEAST_ROUNDS, left / (3 * one * len(candidates)))))
-    times = _time_forms(candidates, check_batch, rounds)
+    rounds = min(_ROUNDS, max(_LEAST_ROUNDS, left / (3 * one * len(candidates))))
+    times = _time_forms(candidates, check_batch, int(rounds))
     best = requested if requested in candidates else _choose_fastest(times, forms)
-    spec = ClassifierSpec(
-        best, batch, torch.__version__, device_name(device), digest_classes(answers[best]),
-        batch / times[best], tuple(notes), device.type,
+    return _spec(best, batch, device, answers[best], times[best], notes), candidates[best]
+
+
+def _usual_forms(device: torch.device) -> tuple[str, ...]:
+    return DEFAULT_FORMS if device == CPU else ACCELERATOR_FORMS
+
+
+def _timed_logits(classifier: ExecutedClassifier, batch: Tensor) -> tuple[Tensor, float]:
+    """Return the logits of a batch, and the seconds of that pass."""
+    began = time.perf_counter()
+    logits = classifier.logits(batch)
+    predicted_classes(logits).cpu()  # a device has answered only then
+    return logits, time.perf_counter() - began
+
+
+def _spec(
+    form: str, batch: int, device: torch.device, classes: Tensor, seconds: float,
+    notes: Sequence[str] = (),
+) -> ClassifierSpec:  # fmt: skip
+    """Return the description of a form that answered a batch with these classes in that time."""
+    return ClassifierSpec(
+        form, batch, torch.__version__, device_name(device), digest_classes(classes),
+        batch / seconds, tuple(notes), device.type,
     )  # fmt: skip
-    return spec, candidates[best]
 
 
 def differing_rows(logits: Tensor, classes: Tensor) -> int:

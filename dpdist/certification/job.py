@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -237,10 +237,9 @@ class CertificationJob(JobSpec):
             spec = _probed(assignment, failed)
         else:
             spec = run_once(probe, assignment, failed, num_gpus=gpus)
-        low, high, looked = _range_of(self._dataset, self._indices)
         write_json(output / _RATE, spec.rate)
-        write_json(output / tables.RANGE, {"low": low, "high": high, "inputs": looked})
         if self._log is not None:
+            low, high = tables.input_range(self._dataset, self._indices)
             self._log(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
         return {
@@ -300,21 +299,6 @@ class CertificationJob(JobSpec):
             writer.writerow([row["index"], row["n"], f"{state.seconds[row['index']]:.6f}"])
         write_atomic(output / _TIMINGS, file.getvalue())
         return rows
-
-
-_MOST_LOOKED_AT = 1000
-
-
-def _range_of(dataset: DatasetLike, indices: Sequence[int]) -> tuple[float, float, int]:
-    """Return the least and the largest number in up to 1,000 of the chosen inputs, spread out."""
-    count = len(indices)
-    places = np.unique(np.linspace(0, count - 1, min(count, _MOST_LOOKED_AT)).astype(np.int64))
-    some = np.asarray(indices)[places]
-    low, high = np.inf, -np.inf
-    for start in range(0, len(some), 100):
-        batch = dataset.batch(some[start : start + 100])
-        low, high = min(low, float(batch.min())), max(high, float(batch.max()))
-    return low, high, len(some)
 
 
 def _probed(assignment: Assignment, failed: str) -> ClassifierSpec:

@@ -271,9 +271,16 @@ def doubts(found: CertificateTable) -> list[str]:
     return []
 
 
+POPULATION = "of the population, at least"
+
+
 def population_summary_row(certificates: CertificateTable) -> tuple[str, str]:
-    """Return name and value of a summary's line with a lower bound of the population's accuracy."""
-    name = "of the population, at least"
+    """Return name and value of a summary's line with a lower bound of the population's accuracy.
+
+    One table has one such statement: reports, `certify`, `compare`, `release` and `verify` print
+    it from here.
+    """
+    name = POPULATION
     if certificates.comparison_key["noise_bank"]:
         return name, "nothing is stated: the inputs share one noise bank"
     stated = population_bounds(certificates)

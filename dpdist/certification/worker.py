@@ -697,7 +697,10 @@ class Assignment:
 # What the probe may cost, its checks included: so many seconds, or that share of the job.
 _PROBE_SECONDS, _PROBE_SHARE = 2.0, 0.05
 _FLOPS = 2**31  # of a pass of a large network on a CPU: a tenth of a second or so
-_LEAST_BATCH = 16
+# Rows of a batch of a large network: fewer make every pass slower, more make the checks longer.
+_LEAST_BATCH, _MOST_LEAST_BATCH = 2, 16
+# Rows that the checks of a batch go through, for each of its rows; those in float64 count double.
+_CHECKED_ROWS = 54
 
 
 def probe(assignment: Assignment) -> ClassifierSpec:
@@ -774,12 +777,19 @@ def _with_batch_size(assignment: Assignment) -> Assignment:
     return replace(assignment, settings=settings.model_copy(update=rows))
 
 
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two up to a number; 1 below 1."""
+    return 1 << (max(1, number).bit_length() - 1)
+
+
 def _of_short_passes(assignment: Assignment) -> Assignment:
-    """With a batch whose pass takes no more than `_FLOPS`, so that a few passes of a large network,
+    """With a batch whose pass takes no more than `_FLOPS`, so that the passes of a large network,
     which checks and probe take, do not take minutes.
 
-    It follows from the network alone, not from how fast this machine is: shares of a certification
-    that are counted elsewhere have the same.
+    Where one input takes more than that, the batch is so small that the checks go through a
+    twentieth of one input's draws, and never below two inputs, by which a network that looks at its
+    batch is told. It follows from network and draws alone, not from how fast this machine is:
+    shares of a certification that are counted elsewhere have the same.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -794,7 +804,9 @@ def _of_short_passes(assignment: Assignment) -> Assignment:
     fit = _FLOPS // max(1, flops)
     if fit >= len(rows) // 4:  # a usual pass is short enough
         return assignment
-    batch = max(_LEAST_BATCH, 1 << (max(1, fit).bit_length() - 1))
+    checked = int(_PROBE_SHARE * (settings.n0 + settings.n) / _CHECKED_ROWS)
+    least = min(_MOST_LEAST_BATCH, max(_LEAST_BATCH, _power_of_two(checked)))
+    batch = max(least, _power_of_two(fit))
     return replace(
         assignment, settings=settings.model_copy(update={"batch": min(batch, len(rows))})
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.cli.options import FIGURE_PATH, PrintJson, flag, option, path_option
+from dpdist.cli.options import FIGURE_PATH, GroupedCommands, PrintJson, flag, option, path_option
 from dpdist.core import console, fields
 from dpdist.core.console import format_bound, format_significant
 from dpdist.core.errors import UserError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 account_app = typer.Typer(
+    cls=GroupedCommands,
     no_args_is_help=True,
     help="Privacy arithmetic: epsilon of a plan, noise or steps for an epsilon, cost of a search, "
     "mechanisms side by side, published claims and what holds of them.",
@@ -369,6 +370,7 @@ def claims_command(as_json: PrintJson = False) -> None:
 
 
 budget_app = typer.Typer(
+    cls=GroupedCommands,
     invoke_without_command=True,
     help="Show what sets of records have cost so far: all runs and searches on them.",
 )

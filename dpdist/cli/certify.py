@@ -23,7 +23,6 @@ from dpdist.cli import importing
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     Actors,
-    AnswerError,
     DataRoot,
     Every,
     MaxInputs,
@@ -44,20 +43,27 @@ from dpdist.cli.options import (
     parse_numbers,
     path_callback,
     path_option,
-    require_numeric_inputs,
     run_names,
 )
 from dpdist.core import console
+from dpdist.core.console import format_percent
 from dpdist.core.errors import Interrupted, UserError
 from dpdist.core.fields import Count, CountOrZero, Positive, Probability, ProcessCount, RejectBool
-from dpdist.core.files import MAX_JSON_BYTES, check_regular_file, error_text, read_bytes
+from dpdist.core.files import (
+    MAX_JSON_BYTES,
+    check_regular_file,
+    error_text,
+    quoted,
+    read_bytes,
+    read_text,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import nn
 
     from dpdist.certification.certificate import Certificate
-    from dpdist.release.bundle import Release
+    from dpdist.release.bundle import Release, TextAnswerer
     from dpdist.runs.folder import RunFolder
     from dpdist.training.ensembles import QueryOracle
 
@@ -288,7 +294,7 @@ def certify_command(
         from dpdist import pipeline
 
         pipeline.archive_stage(folder)
-    _print_tables(folder.name, [path for _, path in made], measured, as_json)
+    _print_tables(folder.name, [path for _, path in made], measured, as_json, folder.read_recipe())
 
 
 def _run_or_import(
@@ -482,9 +488,11 @@ def _stored_tables(certificates: Path) -> list[Path]:
 
 
 def _print_tables(
-    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool
-) -> None:
-    """measured: of attacked copies, in place of their certificates."""
+    name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool,
+    recipe: Any = None,
+) -> None:  # fmt: skip
+    """measured: of attacked copies, in place of their certificates. recipe: of the run, which says
+    where the inputs lie."""
     from dpdist.certification import table_reader
     from dpdist.core import console
 
@@ -501,13 +509,13 @@ def _print_tables(
         typer.echo(console.format_table(measured, title=DISCLAIMER))
     else:
         for path in paths:
-            _print_table(path)
+            _print_table(path, recipe)
 
 
-def _print_table(path: Path) -> None:
+def _print_table(path: Path, recipe: Any) -> None:
     from dpdist.certification import statistics, table_reader
-    from dpdist.certification.table import input_range, range_words
     from dpdist.core import console
+    from dpdist.evaluation import units_row
 
     table = table_reader.read(path)
     abstained = int((table.prediction == -1).sum())
@@ -516,8 +524,8 @@ def _print_table(path: Path) -> None:
     rows.append(statistics.population_summary_row(table))
     rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
     rows.append(("alpha", f"{table.alpha:g} each"))
-    if (found := input_range(path)) is not None:
-        rows.append(("units", range_words(*found, table.sigma)))
+    if recipe is not None:
+        rows += units_row(recipe, table)
     rows += [("WARNING", text) for text in statistics.doubts(table)]
     classifier = table.job_record.get("classifier", {})
     if classifier:
@@ -600,11 +608,17 @@ def radius_command(
 
 DEFAULT_DRAWS, DEFAULT_ALPHA = 10_000, 0.001  # by default
 DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000_000)]  # one process makes them
-_Images = Annotated[
-    list[Path],
+_Inputs = Annotated[
+    list[Path] | None,
     typer.Argument(
-        callback=path_callback(), help="Image files, or .npy arrays of the model's input shape."
+        callback=path_callback(),
+        metavar="[FILE]...",
+        help="Image files, .npy arrays of the model's input shape, or files of one text each.",
     ),
+]
+_Texts = Annotated[
+    list[str] | None,
+    option("A text, of a model of texts. May be repeated.", None, "--text", metavar="TEXT"),
 ]
 _PredictSigma = Annotated[
     float | None, option("Noise, in input units (default: the recipe's).", Positive)
@@ -619,7 +633,8 @@ _PredictAsJson = Annotated[bool, flag("--json", "One JSON object for each image.
 
 def predict_command(
     run: ModelArgument,
-    images: _Images,
+    files: _Inputs = None,
+    texts: _Texts = None,
     runs: Runs = DEFAULT_RUNS,
     sigma: _PredictSigma = None,
     n: _PredictDraws = None,
@@ -629,50 +644,142 @@ def predict_command(
     trust_factory: TrustFactory = None,
     signer: Signer = None,
 ) -> None:
-    """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
+    """Predict with fresh secret noise, on this machine, by a run's model or a released one.
+
+    A model of texts answers without noise, as texts have no certificate: with the label, or with
+    the most probable next tokens.
+    """
     from dpdist.runs.folder import open_run
 
-    release = open_release_if_any(run, trust_factory, signer, labelled=False)
+    release = open_release_if_any(run, trust_factory, signer, labelled=False, numeric=False)
+    for path in files or ():
+        check_regular_file(path)
+    given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+    recipe = None
     if release is not None:
-        about, targets = release.description, release.description.data.targets
-        saved = _SavedModel(release.path, about.certificate, about.classes, lambda: release.model)
+        saved = _saved_release(release)
     else:
         folder = open_run(run, runs)
         folder.require_trained()
         recipe = folder.read_recipe()
-        require_numeric_inputs(recipe, "predict")
-        targets = recipe.data.targets
-        from dpdist.evaluation import load_model  # only now: what is refused needs no data
-
-        names = tuple(recipe.data.class_names)
-        saved = _SavedModel(
-            folder.model_folder, recipe.certify, names, lambda: load_model(recipe, folder)
-        )
-    for path in images:
-        check_regular_file(path)
-    given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+        saved = _saved_run(folder, recipe)
+    tokens, targets = saved.tokens, saved.targets
+    _require_inputs(files, texts, tokens, saved.path)
+    if tokens:
+        _refuse_smoothing(given, "texts")
+        answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
+        _answer_texts(answerer, targets, _documents(files, texts), as_json)
+        return
+    images = list(files or ())
     if targets != "class":
         _refuse_smoothing(given, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
         return
-    if release is None and recipe.method.not_releasable_reason is not None:
+    if recipe is not None and recipe.method.not_releasable_reason is not None:
         _refuse_smoothing(given, "this run's answers are paid for, and")
         from dpdist.training.ensembles import QueryOracle
 
-        _predict_with_paid_answers(QueryOracle(recipe, folder), images, saved.classes, as_json)
+        _predict_with_paid_answers(
+            QueryOracle(recipe, folder), images, saved.classes, saved.scale, as_json
+        )
         return
     asked = {"sigma": sigma, "n": n or DEFAULT_DRAWS, "alpha": alpha or DEFAULT_ALPHA}
     _predict_smoothed(saved, images, asked, label_only, as_json)
 
 
+def _text_answerer(recipe: Any, saved: _SavedModel) -> TextAnswerer:
+    """Return the answerer of a run of texts. Raises UserError where answers are paid for."""
+    from dpdist.release.bundle import TextAnswerer
+    from dpdist.training.records import data_source
+
+    if recipe.method.not_releasable_reason is not None:
+        raise UserError(f"{saved.path}: {recipe.method.not_releasable_reason}")
+    column = data_source(recipe).columns.text
+    assert column is not None
+    return TextAnswerer(saved.load_model(), column, saved.classes, recipe.data.targets)
+
+
+def _require_inputs(
+    files: list[Path] | None, texts: list[str] | None, tokens: bool, where: Path
+) -> None:
+    """Raise UserError where nothing is asked, or texts are that the model does not take."""
+    if texts and not tokens:
+        raise UserError(f"--text: must be left out, as {where} takes no texts")
+    if not files and not texts:
+        wanted = "a text by --text, or files of texts" if tokens else "image files or .npy arrays"
+        raise UserError(f"FILE: must be given: {wanted}")
+
+
+def _documents(files: list[Path] | None, texts: list[str] | None) -> list[tuple[str, str]]:
+    """Return names and texts: of files, without the line feed at their ends, and as given."""
+    found = [(str(path), read_text(path).removesuffix("\n")) for path in files or ()]
+    return found + [(quoted(text), text) for text in texts or ()]
+
+
+def _answer_texts(
+    answerer: TextAnswerer, targets: str, documents: list[tuple[str, str]], as_json: bool
+) -> None:
+    for name, text in documents:
+        answer = answerer(text)
+        if as_json:
+            console.print_json({"text": name} | answer.as_json)
+        elif targets == "class":
+            likely = ", ".join(f"{each} {format_percent(share)} %" for each, share in answer.likely)
+            typer.echo(f"{name}: {likely or 'no answer: its numbers are not finite'}")
+        else:
+            told = answer.outputs
+            if targets == "labels":
+                told = tuple(float(value > 0) for value in told)
+            typer.echo(f"{name}: {' '.join(f'{value:.6g}' for value in told)}")
+
+
 @dataclass(frozen=True)
 class _SavedModel:
-    """Where a model lies, how it is meant to be certified, names of its classes, and the model."""
+    """Where a model lies, how it is meant to be certified, names of its classes, what its outputs
+    are, whether it reads texts, and the model."""
 
     path: Path
     certificate: Certificate | None
     classes: tuple[str, ...]
+    targets: str
+    tokens: bool
+    scale: Callable[[Any], Any]
     load_model: Callable[[], nn.Module]
+    fit: Callable[[Any], Any] = lambda pixels: pixels
+
+
+def _saved_release(release: Release) -> _SavedModel:
+    about = release.description
+    return _SavedModel(
+        release.path, about.certificate, about.classes, about.data.targets, about.tokens,
+        about.data.columns.scale, lambda: release.model,
+    )  # fmt: skip
+
+
+def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
+    from dpdist.evaluation import load_model  # only now: what is refused needs no data
+
+    data = recipe.data
+    return _SavedModel(
+        folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
+        data.text is not None, data.columns.scale, lambda: load_model(recipe, folder),
+        _picture_fit(folder, recipe),
+    )  # fmt: skip
+
+
+def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
+    """Return how pictures are brought to the input of a model from elsewhere, as its test inputs
+    were; of other runs, and where nothing was done, they stay as they are."""
+    if recipe.method.trained_elsewhere is None or not recipe.method.inputs:
+        return lambda pixels: pixels
+    from dpdist import models
+    from dpdist.core.files import read_json
+    from dpdist.data.test_inputs import fit_picture
+
+    size = models.read_spec(folder.model_folder).input_shape
+    resize = read_json(folder.imported, {"data": dict})["data"]["resize"]
+    console.log(f"pictures: {recipe.method.inputs}, as the test inputs of the run")
+    return lambda pixels: fit_picture(pixels, size, resize)
 
 
 def _predict_smoothed(
@@ -685,7 +792,9 @@ def _predict_smoothed(
     from dpdist import models
 
     spec = models.read_spec(saved_model.path)
-    inputs = [_read_image(path, spec.input_shape) for path in images]
+    inputs = [
+        _read_image(path, spec.input_shape, saved_model.scale, saved_model.fit) for path in images
+    ]
     console.log(f"{saved_model.path}: loading the model")
     from dpdist.certification.predict import Predictor
     from dpdist.certification.registry import settings_of
@@ -725,7 +834,7 @@ def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: 
     from dpdist import models
 
     shape = models.read_spec(saved.path).input_shape
-    inputs = torch.stack([_read_image(path, shape) for path in images])
+    inputs = torch.stack([_read_image(path, shape, saved.scale) for path in images])
     with torch.inference_mode():
         outputs = saved.load_model()(inputs).double().tolist()
     for path, values in zip(images, outputs, strict=True):
@@ -737,12 +846,13 @@ def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: 
 
 
 def _predict_with_paid_answers(
-    oracle: QueryOracle, images: list[Path], classes: tuple[str, ...], as_json: bool
-) -> None:
+    oracle: QueryOracle, images: list[Path], classes: tuple[str, ...],
+    scale: Callable[[Any], Any], as_json: bool,
+) -> None:  # fmt: skip
     """Answers that are paid for, each counted; an image answered before is answered so again."""
     import torch
 
-    inputs = torch.stack([_read_image(path, oracle.input_shape) for path in images])
+    inputs = torch.stack([_read_image(path, oracle.input_shape, scale) for path in images])
     for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
         label = scores.index(max(scores))
         if as_json:
@@ -778,7 +888,16 @@ def _print_answer(
         typer.echo(f"{path}: {named} (L2 radius {format_radius(radius)})")
 
 
-def _read_image(path: Path, input_shape: tuple[int, ...]) -> Any:
+def _read_image(
+    path: Path,
+    input_shape: tuple[int, ...],
+    scale: Callable[[Any], Any] = lambda values: values,
+    fit: Callable[[Any], Any] = lambda pixels: pixels,
+) -> Any:
+    """Return the input of a file.
+
+    scale: maps raw features of an array to those of the model. fit: brings a picture to its size.
+    """
     import numpy as np
 
     from dpdist.certification.predict import to_model_input
@@ -787,8 +906,10 @@ def _read_image(path: Path, input_shape: tuple[int, ...]) -> Any:
     try:
         if path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
+            if values.shape == input_shape and len(input_shape) == 1:
+                values = scale(values)
         else:
-            values = decode_picture(read_bytes(path, MAX_JSON_BYTES))
+            values = fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
         return to_model_input(values, input_shape)
     except UnreadableImage as error:
         raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
@@ -811,7 +932,8 @@ _Replicas = Annotated[int, option("Processes that answer, one CPU each.", Proces
 _ServeSigma = Annotated[
     float | None, option("Noise, in input units (default: the release's).", Positive)
 ]
-_ServeDraws = Annotated[int, option("Draws per answer.", DrawCount)]
+_ServeDraws = Annotated[int | None, option("Draws per answer (1,000).", DrawCount)]
+_ServeAlpha = Annotated[float | None, option("Error of each answer (0.001).", Probability)]
 _Rate = Annotated[float, option("Requests per second, on average.", Positive)]
 _Bytes = Annotated[int, RejectBool, Field(ge=1, le=2**30)]
 _MaxBytes = Annotated[int, option("Largest body of a request.", _Bytes)]
@@ -823,8 +945,8 @@ def serve_command(
     port: _Port = 8000,
     replicas: _Replicas = 1,
     sigma: _ServeSigma = None,
-    n: _ServeDraws = 1_000,
-    alpha: AnswerError = 0.001,
+    n: _ServeDraws = None,
+    alpha: _ServeAlpha = None,
     rate: _Rate = 20.0,
     max_bytes: _MaxBytes = 2**20,
     trust_factory: TrustFactory = None,
@@ -832,8 +954,9 @@ def serve_command(
 ) -> None:
     """Answer POST /predict with class and certified radius, or ABSTAIN, until Ctrl-C.
 
-    A body is an image file, or {"input": [...]} as application/json. GET / describes the model,
-    /health and /metrics the server. No encryption and no passwords: listen on another address than
+    A body is an image file, or {"input": [...]} as application/json; {"text": "..."} of a model of
+    texts, which answers without a radius. GET / describes the model, /health and /metrics the
+    server. No encryption and no passwords: listen on another address than
     this machine's own only behind something that has both.
     """
     from dpdist import pipeline
@@ -846,7 +969,12 @@ def serve_command(
     if not _is_loopback(host):
         console.log(f"serve: {host} is not this machine's own: whoever reaches it can ask")
     found = load(release, trusted_factory=trust_factory, signer=signer)
-    found.certificate_settings(sigma, n, alpha)  # complaints come before Ray starts
+    if found.description.tokens:
+        _refuse_smoothing({"sigma": sigma, "n": n, "alpha": alpha}, "texts")
+        _ = found.text_answerer  # complaints come before Ray starts
+    n, alpha = n or 1_000, alpha or DEFAULT_ALPHA
+    if not found.description.tokens:
+        found.certificate_settings(sigma, n, alpha)
     limits = RequestLimits(
         max_body_bytes=max_bytes, requests_per_second=rate, burst_size=max(1, round(2 * rate))
     )

@@ -16,6 +16,7 @@ import typer
 from dpdist.cli.options import (
     DEFAULT_RUNS,
     Changes,
+    GroupedCommands,
     RecipeArgument,
     field_callback,
     flag,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
 
 cluster_app = typer.Typer(
+    cls=GroupedCommands,
     help="Run on a Ray cluster: check its file, submit recipes, follow, fetch.",
     no_args_is_help=True,
 )

@@ -5,8 +5,10 @@ data: list, check and fetch data sets.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.cli.options import Changes, DataRoot, RecipeArgument, field_callback, path_callback
+from dpdist.cli.options import (
+    Changes,
+    DataRoot,
+    GroupedCommands,
+    RecipeArgument,
+    option,
+    parse_numbers,
+    path_callback,
+    path_option,
+)
 from dpdist.core.errors import UserError
-from dpdist.core.fields import RunName
+from dpdist.core.fields import Finite, RunName
 
 if TYPE_CHECKING:
     from dpdist.data.discovery import DiscoveredDataset
@@ -25,55 +36,147 @@ if TYPE_CHECKING:
 # --- dpdist init ------------------------------------------------------------------------------
 
 
+_Folder = Annotated[
+    Path,
+    typer.Argument(
+        callback=path_callback(),
+        help="Of the data: train.parquet and test.parquet, train.csv and test.csv, or "
+        "train/CLASS/*.png and test/CLASS/*.png.",
+    ),
+]
+_RecipeFile = Annotated[
+    Path | None,
+    path_option(
+        "Default: FOLDER's name, here.", "--output", callback=path_callback(".yaml", ".yml")
+    ),
+]
+_RecipeName = Annotated[
+    str | None, option("Of the recipe (default: its file's).", RunName, "--name")
+]
+_Label = Annotated[str | None, option("The column of labels.", None, "--label")]
+_Features = Annotated[
+    str | None, option("Columns of numbers: a,b,c; or one column of texts.", None, "--features")
+]
+_Group = Annotated[
+    str | None, option("Column that says whom a record belongs to; no feature.", None, "--group")
+]
+_Ranges = Annotated[
+    list[str] | None,
+    option(
+        "Public range of a feature, which becomes [0, 1]; '*=0,1' for all. May be repeated.",
+        None,
+        "--range",
+        metavar="COLUMN=LOW,HIGH",
+    ),
+]
+
+
 def init_command(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            callback=path_callback(),
-            help="Of the data: train.parquet and test.parquet, or train/CLASS/*.png and "
-            "test/CLASS/*.png.",
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            callback=path_callback(".yaml", ".yml"),
-            help="Default: FOLDER's name, here.",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--name", callback=field_callback(RunName), help="Of the recipe (default: its file's)."
-        ),
-    ] = None,
+    folder: _Folder,
+    output: _RecipeFile = None,
+    name: _RecipeName = None,
+    label: _Label = None,
+    features: _Features = None,
+    group: _Group = None,
+    ranges: _Ranges = None,
 ) -> None:
     """Write a starter recipe, with comments, for your own data.
 
     Splits, columns, classes, their names and the size of an input are found out from the files.
-    Pictures in folders are first written as Parquet beside them.
+    Pictures in folders, and CSV files, are first written as Parquet beside them. Columns that are
+    no input are named and left out: texts beside numbers, identifiers. On a terminal, public
+    ranges of the features are asked for.
     """
-    from dpdist.data.discovery import has_pictures, inspect_folder, inspect_picture_folder
+    from dpdist.data import discovery
 
     output = output or Path(f"{folder.resolve().name}.yaml")
     if output.exists():  # before pictures are written for nothing
         raise UserError(f"{output}: exists already; name another --output")
-    if has_pictures(folder):
+    names = tuple(name.strip() for name in features.split(",")) if features else ()
+    chosen = discovery.ChosenColumns(label, names, group)
+    by_csv = discovery.csv_splits(folder)
+    if by_csv or discovery.has_pictures(folder):
         # Aside until nothing can be refused any more: what is left would be taken for the data.
         with tempfile.TemporaryDirectory(prefix=".dpdist-init-", dir=folder) as aside:
-            found = inspect_picture_folder(folder, Path(aside))
-            _write_recipe(found, name, output, sorted(Path(aside).glob("*.parquet")))
+            if by_csv:
+                found = discovery.inspect_csv_folder(folder, Path(aside), chosen)
+            elif chosen == discovery.ChosenColumns():
+                found = discovery.inspect_picture_folder(folder, Path(aside))
+            else:
+                raise UserError("--label, --features, --group: must be left out with pictures")
+            scaled = _public_ranges(found, ranges)
+            _write_recipe(found, name, output, scaled, sorted(Path(aside).glob("*.parquet")))
     else:
-        found = inspect_folder(folder)
-        _write_recipe(found, name, output)
+        found = discovery.inspect_folder(folder, chosen)
+        scaled = _public_ranges(found, ranges)
+        _write_recipe(found, name, output, scaled)
     typer.echo(f"wrote {output}: {describe_data(found)}")
+    _tell_left_out(found, scaled)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
 
+Ranges = dict[str, tuple[float, float]]
+
+
+def _tell_left_out(found: DiscoveredDataset, scaled: Ranges) -> None:
+    """Print the columns that are no input, and that features lack public ranges."""
+    for column, why in found.left_out:
+        typer.echo(f"left out: {column}: {why}")
+    if found.feature_columns and not scaled:
+        typer.echo(
+            "no public ranges: sigma and radii mean little unless the features lie in about [0, 1];"
+            " --range COLUMN=LOW,HIGH"
+        )
+
+
+def _public_ranges(dataset: DiscoveredDataset, given: Sequence[str] | None) -> Ranges:
+    """Return the public ranges of features by column: as given, or as somebody at a terminal says.
+
+    They are never taken from the records, whose extremes are private. Raises UserError.
+    """
+    if not dataset.feature_columns:
+        if given:
+            raise UserError("--range: must be left out, as the inputs are no features")
+        return {}
+    found: Ranges = {}
+    for text in given or ():
+        pattern, _, numbers = text.rpartition("=")
+        fit = [name for name in dataset.feature_columns if fnmatch.fnmatchcase(name, pattern)]
+        if not fit:
+            raise UserError(
+                f"--range: must be COLUMN=LOW,HIGH of one of {', '.join(dataset.feature_columns)}"
+                f" (or a pattern, '*=0,1'), got {text}"
+            )
+        found |= dict.fromkeys(fit, _parse_range(numbers))
+    if given or not _at_terminal():
+        return found
+    typer.echo("Public ranges of the features, which become [0, 1]: what anybody knows of such")
+    typer.echo("columns, and nothing read from these records. LOW,HIGH, or Enter for none.")
+    for name in dataset.feature_columns[:_MOST_ASKED]:
+        said = typer.prompt(f"  {name}", default="", show_default=False)
+        if said:
+            found[name] = _parse_range(said)
+    return found
+
+
+def _at_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+_MOST_ASKED = 30  # columns; more are given by a pattern
+
+
+def _parse_range(text: str) -> tuple[float, float]:
+    numbers = parse_numbers(text, "--range", Finite)
+    if numbers is None or len(numbers) != 2 or not numbers[0] < numbers[1]:
+        raise UserError(f"--range: must be LOW,HIGH, such as 0,120, got {text}")
+    return numbers[0], numbers[1]
+
+
 def _write_recipe(
-    dataset: DiscoveredDataset, name: str | None, output: Path, files: Sequence[Path] = ()
-) -> None:
+    dataset: DiscoveredDataset, name: str | None, output: Path, ranges: Ranges,
+    files: Sequence[Path] = (),
+) -> None:  # fmt: skip
     """Write the recipe, and move the files that it reads to their places; all or nothing.
 
     Raises UserError for a recipe that nobody could run.
@@ -81,7 +184,7 @@ def _write_recipe(
     from dpdist.core.files import move_files, parse_yaml, write_atomic
     from dpdist.runs.recipe import parse_recipe
 
-    text = starter_recipe(dataset, name or output.stem)
+    text = starter_recipe(dataset, name or output.stem, ranges)
     parse_recipe(parse_yaml(text, str(output))[0], str(output))
     moved = move_files(files, dataset.root / dataset.name)
     try:
@@ -98,56 +201,92 @@ def describe_data(dataset: DiscoveredDataset) -> str:
     """Return the findings in one line, for a reader of the recipe."""
     what = "x".join(map(str, dataset.input_shape))
     inputs = f"images {what}" if dataset.image_column is not None else f"{what} features"
+    if dataset.text_column is not None:
+        inputs = f"texts of column {dataset.text_column}"
     return (
         f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
         f"{dataset.classes} classes"
     )
 
 
-def starter_recipe(dataset: DiscoveredDataset, name: str) -> str:
-    """The recipe of a first run: DP-SGD on noisy copies, certified."""
+def starter_recipe(dataset: DiscoveredDataset, name: str, ranges: Ranges) -> str:
+    """The recipe of a first run: DP-SGD on noisy copies, certified; of texts, on adapters."""
     batch, epochs = _default_batch_size(dataset.train_records), 20
+    texts = dataset.text_column is not None
+    group = "" if dataset.group_column is None else f" of the same {dataset.group_column}"
     lines = [
         f"# Starter recipe for {dataset.name}: {describe_data(dataset)}.",
         "# Column names, classes, sizes and the number of records were read from the files, and",
         "# are public with this recipe. Chosen without looking at a record: all the rest.",
+        *(f"# Left out: {column}: {why}." for column, why in dataset.left_out),
         f"name: {_json_text(name)}",
         "data:",
         f"  name: {_json_text(dataset.name)}               # the folder below root",
         f"  root: {_json_text(str(dataset.root))}",
-        *_data_lines(dataset),
-        f"model: {_default_model(dataset)}              # or your own: package.module:factory; "
-        "no BatchNorm",
-        "method:",
-        "  name: input-noise            # trains on noisy copies, as the certificate draws them",
-        "  sigma: 0.25                  # noise; inputs lie in [0, 1]",
-        "  draws: 4                     # copies of each record, averaged before the clip",
+        *_data_lines(dataset, ranges),
+        *(_TEXT_MODEL if texts else _numeric_model(dataset, ranges)),
         "privacy:",
         "  epsilon: 3.0                 # the noise is calibrated to it, never above",
         f"  delta: {_default_delta(dataset.train_records):.1e}               # below 1 / "
         f"{dataset.train_records:,} records",
         "  clip_norm: 1.0",
-        "  # group_size: 5              # also for a person with up to so many records; or the",
-        "  # unit: group                # person itself is sampled, clipped and protected",
+        f"  # group_size: 5              # also for a person with up to so many records{group}; or",
+        "  # unit: group                # the person itself is sampled, clipped and protected",
         "  # budget: budgets            # charge all runs on these records to one budget",
         "training:",
         f"  batch_size: {batch}             # expected; large batches need less noise for each",
         f"  epochs: {epochs}",
-        "  learning_rate: 0.5           # try others with `dpdist tune`: looking at results costs",
-        "  momentum: 0.9",
-        "certify:",
-        "  sigma: 0.25",
-        "  n: 10000                     # draws for each input",
-        f"  max_inputs: {min(500, dataset.test_records)}           # of the test split; leave "
-        "out for all",
-        "  radii: [0.1, 0.25, 0.5]      # L2, in input units; reported, all are certified",
+        *(_TEXT_OPTIMIZER if texts else _OPTIMIZER),
+        *([] if texts else _certify_lines(dataset)),
         "resources:",
         "  workers: 1                   # of Ray Train; the result is the same on any number",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _data_lines(dataset: DiscoveredDataset) -> list[str]:
+_OPTIMIZER = [
+    "  learning_rate: 0.5           # try others with `dpdist tune`: looking at results costs",
+    "  momentum: 0.9",
+]
+_TEXT_OPTIMIZER = [
+    "  optimizer: adam",
+    "  learning_rate: 0.003         # try others with `dpdist tune`: looking at results costs",
+]
+_TEXT_MODEL = [
+    "model:",
+    "  name: transformer            # needs dpdist[hf]; tokens are bytes",
+    "  options:                     # or weights of yours: model.initial (docs/how-to/adapters.md)",
+    "    config: {model_type: bert, vocab_size: 258, hidden_size: 128, num_hidden_layers: 2,",
+    "      num_attention_heads: 4, intermediate_size: 256, max_position_embeddings: 128}",
+    "    adapter: {kind: lora, r: 8, lora_alpha: 16, target_modules: [query, value]}",
+]
+
+
+def _numeric_model(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
+    scaled = dataset.image_column is not None or ranges.keys() == set(dataset.feature_columns)
+    units = "inputs lie in [0, 1]" if scaled else "in units of the inputs: give columns.ranges"
+    return [
+        f"model: {_default_model(dataset)}              # or your own: package.module:factory; "
+        "no BatchNorm",
+        "method:",
+        "  name: input-noise            # trains on noisy copies, as the certificate draws them",
+        f"  sigma: 0.25                  # noise; {units}",
+        "  draws: 4                     # copies of each record, averaged before the clip",
+    ]
+
+
+def _certify_lines(dataset: DiscoveredDataset) -> list[str]:
+    return [
+        "certify:",
+        "  sigma: 0.25",
+        "  n: 10000                     # draws for each input",
+        f"  max_inputs: {min(500, dataset.test_records)}           # of the test split; leave "
+        "out for all",
+        "  radii: [0.1, 0.25, 0.5]      # L2, in input units; reported, all are certified",
+    ]
+
+
+def _data_lines(dataset: DiscoveredDataset, ranges: Ranges) -> list[str]:
     lines = [f"  classes: {dataset.classes}"]
     if dataset.class_names:
         lines.append(f"  names: {_json_text(list(dataset.class_names))}")
@@ -158,12 +297,22 @@ def _data_lines(dataset: DiscoveredDataset) -> list[str]:
         if value != usual:
             lines.append(f"  {key}: {_json_text(value)}")
     columns: list[str] = []
-    if dataset.image_column is None:
+    if dataset.text_column is not None:
+        lines.append(f"  text: {{column: {_json_text(dataset.text_column)}, length: 128}}")
+    elif dataset.image_column is None:
         columns.append(f"features: {_json_text(list(dataset.feature_columns))}")
     elif dataset.image_column != "image":
         columns.append(f"image: {_json_text(dataset.image_column)}")
     if dataset.label_column != "label":
         columns.append(f"label: {_json_text(dataset.label_column)}")
+    if dataset.group_column is not None:
+        columns.append(
+            f"group: {_json_text(dataset.group_column)}   # privacy.group_size speaks of it"
+        )
+    if ranges:
+        columns.append("ranges:    # public: LOW and HIGH become 0 and 1; what lies beyond is cut")
+        for name, ends in ranges.items():
+            columns.append(f"  {_json_text(name)}: {_json_text(list(ends))}")
     return lines + (["  columns:"] + [f"    {line}" for line in columns] if columns else [])
 
 
@@ -192,7 +341,9 @@ def _default_batch_size(records: int) -> int:
 # --- dpdist data ------------------------------------------------------------------------------
 
 
-data_app = typer.Typer(help="List, check and fetch data sets.", no_args_is_help=True)
+data_app = typer.Typer(
+    cls=GroupedCommands, help="List, check and fetch data sets.", no_args_is_help=True
+)
 
 
 @data_app.command("list")
@@ -215,6 +366,7 @@ def list_data(data_root: DataRoot = None) -> None:
 @data_app.command("check")
 def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row, or say what was found."""
+    from dpdist.evaluation import data_units_row
     from dpdist.runs.recipe import check_against_data, parse_changes, resolve_recipe
     from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
@@ -237,6 +389,8 @@ def check_data(recipe: RecipeArgument, changes: Changes = None, data_root: DataR
         inputs = ", ".join(source.columns.input_columns)
         label = "" if following else f"; label {columns.label}"
         typer.echo(f"columns: inputs {inputs}{label}")
+    for _, said in data_units_row(resolved, test):
+        typer.echo(f"units: {said}")
     typer.echo(f"no private record is in {test.name}: compared by content")
     delta, batch = resolved.privacy.delta, resolved.training.batch_size
     typer.echo(f"privacy.delta {delta:g}: must be below 1 / {len(train):,}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Any
 
 import typer
 
 from dpdist.cli import account, audit, certify, cluster, importing, init, report, run
+from dpdist.cli.options import GroupedCommands
 from dpdist.core.errors import (
     ClusterError,
     Interrupted,
@@ -24,37 +26,58 @@ _INTERRUPTED = 130  # exit code of Ctrl-C and SIGTERM
 
 app = typer.Typer(
     name="dpdist",
+    cls=GroupedCommands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Differentially private training and certified robustness on Ray clusters.",
     epilog="A first run on built-in data: dpdist run digits. Recipes: dpdist recipes.",
 )
-app.command("init")(init.init_command)
-app.command("run")(run.run_command)
-app.command("train")(run.train_command)
-app.command("tune")(run.tune_command)
-app.command("pretrain")(run.pretrain_command)
-app.command("denoise")(run.denoise_command)
-app.command("import")(importing.import_command)
-app.command("certify")(certify.certify_command)
-app.command("attack")(audit.attack_command)
-app.command("audit")(audit.audit_command)
-app.command("predict")(certify.predict_command)
-app.command("report")(report.report_command)
-app.command("compare")(report.compare_command)
-app.command("release")(report.release_command)
-app.command("verify")(report.verify_command)
-app.command("serve")(certify.serve_command)
-app.command("log")(report.log_command)
-app.command("membership")(audit.membership_command)
-app.command("poison")(audit.poison_command)
-app.add_typer(account.account_app, name="account")
-app.add_typer(account.budget_app, name="budget")
-app.command("radius")(certify.radius_command)
-app.add_typer(run.recipes_app, name="recipes")
-app.add_typer(init.data_app, name="data")
-app.add_typer(cluster.cluster_app, name="cluster")
+_COMMANDS: dict[str, dict[str, Any]] = {
+    "Start": {
+        "init": init.init_command,
+        "run": run.run_command,
+        "recipes": run.recipes_app,
+        "data": init.data_app,
+    },
+    "Train": {
+        "train": run.train_command,
+        "tune": run.tune_command,
+        "pretrain": run.pretrain_command,
+        "denoise": run.denoise_command,
+    },
+    "Certify, attack and audit": {
+        "import": importing.import_command,
+        "certify": certify.certify_command,
+        "attack": audit.attack_command,
+        "audit": audit.audit_command,
+        "membership": audit.membership_command,
+        "poison": audit.poison_command,
+    },
+    "Look at runs, and publish": {
+        "report": report.report_command,
+        "compare": report.compare_command,
+        "log": report.log_command,
+        "release": report.release_command,
+        "verify": report.verify_command,
+        "predict": certify.predict_command,
+        "serve": certify.serve_command,
+    },
+    "Calculate": {
+        "radius": certify.radius_command,
+        "account": account.account_app,
+        "budget": account.budget_app,
+    },
+    "Clusters": {
+        "cluster": cluster.cluster_app,
+    },
+}
+for _panel, _commands in _COMMANDS.items():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(_name, rich_help_panel=_panel)(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
+from typer.core import TyperGroup
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
@@ -26,6 +27,24 @@ if TYPE_CHECKING:
     from dpdist.release.bundle import Release
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
+
+
+class GroupedCommands(TyperGroup):
+    """A group of commands whose help has them in panels, each summary whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands of each panel, in the order in which they were added."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.commands:
+            command = self.commands[name]
+            panel = getattr(command, "rich_help_panel", None)
+            panel = panel if isinstance(panel, str) else "Commands"
+            summary = " ".join((command.help or "").partition("\n\n")[0].split())
+            panels.setdefault(panel, []).append((name, summary))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
 
 OptionCallback = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
 
@@ -249,11 +268,12 @@ def load_trained_recipe(folder: RunFolder, data_root: Path | None, command: str)
 
 
 def open_release_if_any(
-    name: str, trusted_factory: str | None, signer: Path | None = None, *, labelled: bool = True
-) -> Release | None:
+    name: str, trusted_factory: str | None, signer: Path | None = None, *, labelled: bool = True,
+    numeric: bool = True,
+) -> Release | None:  # fmt: skip
     """The release that lies at a path; None where the name of a run is meant, which nobody signs.
-    labelled: refuse one whose outputs are no classes. Raises UserError, ReleaseError where `signer`
-    is given and did not sign it."""
+    labelled: refuse one whose outputs are no classes. numeric: refuse one of texts. Raises
+    UserError, ReleaseError where `signer` is given and did not sign it."""
     from dpdist.release.bundle import is_release, load
 
     path = validate_path(name)
@@ -262,7 +282,8 @@ def open_release_if_any(
             raise UserError(f"--signer: of a release, and {name} is none")
         return None
     found = load(path, trusted_factory=trusted_factory, signer=signer)
-    found.require_numeric_inputs()
+    if numeric:
+        found.require_numeric_inputs()
     if labelled:
         found.need_label()
     return found

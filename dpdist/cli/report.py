@@ -171,6 +171,7 @@ def compare_command(
         return
     grids = [compare.privacy_rows(facts)]
     grids += [compare.certified_accuracy_rows(facts, norm, sizes[norm]) for norm in compare.NORMS]
+    grids.append(compare.population_rows(facts))
     grids += [compare.attacked_accuracy_rows(facts, norm) for norm in compare.NORMS]
     typer.echo("\n\n".join(compare.markdown_table(grid) for grid in grids if len(grid) > 1))
     for part in differences.differences_section(facts, sizes):
@@ -229,6 +230,12 @@ def release_command(
         return
     for path in files:
         typer.echo(str(path))
+    from dpdist.reports import compare
+    from dpdist.reports.facts import read_facts
+
+    (_, _, name), *rows = compare.population_rows([read_facts(folder)])
+    for _, title, stated in rows:
+        typer.echo(f"{title}: {name}: {stated}")
 
 
 # --- dpdist verify ----------------------------------------------------------------------------

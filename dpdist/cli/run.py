@@ -20,6 +20,7 @@ from dpdist.cli.options import (
     ArchivePrivate,
     Changes,
     DataRoot,
+    GroupedCommands,
     Name,
     PublishableJson,
     RecipeArgument,
@@ -341,6 +342,7 @@ def denoise_command(
 
 
 recipes_app = typer.Typer(
+    cls=GroupedCommands,
     help="List the recipes that come with dpdist; `show NAME` prints one with all defaults.",
     invoke_without_command=True,
 )

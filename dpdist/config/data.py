@@ -10,6 +10,7 @@ from dpdist.core.fields import (
     Count,
     CountOrZero,
     FilePath,
+    Finite,
     FractionBelowOne,
     OptionCondition,
     PositiveFraction,
@@ -18,6 +19,7 @@ from dpdist.core.fields import (
     SingleLine,
     Text,
     key_error,
+    scale_to_unit,
     vocabulary_size,
 )
 
@@ -38,7 +40,7 @@ class ColumnNames(Section):
     """Names of the Parquet columns that hold a record.
 
     `features` replaces the image column, and may say mean_* for all columns that the pattern
-    fits.
+    fits. `ranges` are public constants, not taken from the records.
     """
 
     image: Text = "image"
@@ -49,6 +51,37 @@ class ColumnNames(Section):
         description="whom the record belongs to; checked against privacy.group_size, or the unit "
         "with privacy.unit: group",
     )
+
+    # Not written where there are none: files and digests made before there was a choice stay.
+    ranges: dict[Text, tuple[Finite, Finite]] = Field(
+        default={}, max_length=10_000, exclude_if=lambda ranges: not ranges,
+        description="of features, LOW and HIGH, which become 0 and 1; what lies beyond is cut",
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check_ranges(self) -> ColumnNames:
+        for name, (low, high) in self.ranges.items():
+            if not low < high:
+                raise key_error(f"ranges.{name}", f"must be LOW, HIGH, got {low:g}, {high:g}")
+            if name not in self.features:
+                raise key_error(f"ranges.{name}", "must be one of the features, by its own name")
+        if self.ranges and any(set(name) & set("*?[") for name in self.features):
+            raise key_error("features", "must be names, not patterns, beside ranges")
+        return self
+
+    def scale(self, values: Any) -> Any:
+        """Return features of raw inputs (..., features) as the model sees them."""
+        import numpy as np
+
+        if not self.ranges:
+            return values
+        if len(self.features) == 1:
+            return scale_to_unit(values, *self.ranges[self.features[0]])
+        found = np.array(values, dtype=np.float64)
+        for place, name in enumerate(self.features):
+            if name in self.ranges:
+                found[..., place] = scale_to_unit(found[..., place], *self.ranges[name])
+        return found
 
     @field_validator("features", mode="before")
     @classmethod

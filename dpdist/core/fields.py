@@ -301,6 +301,14 @@ BYTES = 256 + FIRST_BYTE
 PADDING = -1  # is no token, whatever the tokenizer
 
 
+def scale_to_unit(values: Any, low: Any, high: Any) -> Any:
+    """Return numbers with their public ranges mapped to [0, 1]; what lies beyond is cut.
+
+    values: an array (..., features). low, high: a number, or an array (features,).
+    """
+    return ((values - low) / (high - low)).clip(0, 1)
+
+
 def vocabulary_size(num_words: int | None) -> int:
     """Return the number of tokens: begin, end, unknown and so many words; None means bytes."""
     return BYTES if num_words is None else num_words + FIRST_WORD

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow import csv
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
@@ -32,6 +34,8 @@ from dpdist.data.parquet import decode_picture, image_bytes, is_list, read_rows,
 TRAIN = ("train", "training")
 TEST = ("test", "testing", "validation", "valid", "val", "dev")
 LABELS = ("label", "labels", "class", "target", "y", "fine_label")
+TEXTS = ("text", "sentence", "document", "review", "content", "body", "message")
+_FEW_ROWS = 100  # of fewer records, whole numbers may all differ by chance
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _MOST_CLASSES = 1000  # of a label column that was not named
 _AT_ONCE = 500  # pictures in memory, of
@@ -42,7 +46,9 @@ _MOST_BYTES = 2**28  # of one picture
 @dataclass(frozen=True)
 class DiscoveredDataset:
     """A data set in root/name. feature_columns: numeric columns, where there is no image column.
-    class_names: of the classes, by number; () where nobody says. input_shape: of one input."""
+    class_names: of the classes, by number; () where nobody says. input_shape: of one input.
+    text_column: of texts, in place of pictures and features. group_column: says whom a record
+    belongs to. left_out: columns that are no input, and why."""
 
     root: Path
     name: str
@@ -56,10 +62,43 @@ class DiscoveredDataset:
     classes: int
     class_names: tuple[str, ...]
     input_shape: tuple[int, ...]
+    text_column: str | None = None
+    group_column: str | None = None
+    left_out: tuple[tuple[str, str], ...] = ()
 
 
-def inspect_folder(folder: Path) -> DiscoveredDataset:
-    """What lies in a data set's folder. Raises UserError for what could not be trained on."""
+@dataclass(frozen=True)
+class ChosenColumns:
+    """Columns that a user names: the label, the features (or the text), and the group."""
+
+    label: str | None = None
+    features: tuple[str, ...] = ()
+    group: str | None = None
+
+    def check(self, names: Sequence[str], file: Path) -> None:
+        """Raise UserError for a column that is not there, or that is named twice."""
+        asked = {"--label": (self.label,), "--features": self.features, "--group": (self.group,)}
+        for option, columns in asked.items():
+            for column in columns:
+                if column is not None and column not in names:
+                    raise UserError(
+                        f"{option}: must be a column of {file}, which has {', '.join(names)}; "
+                        f"got {column}"
+                    )
+        named = [name for name in (self.label, *self.features, self.group) if name is not None]
+        twice = sorted({name for name in named if named.count(name) > 1})
+        if twice:
+            raise UserError(f"--label, --features, --group: name {twice[0]} once")
+
+
+_ANY = ChosenColumns()
+
+
+def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredDataset:
+    """What lies in a data set's folder. Raises UserError for what could not be trained on.
+
+    chosen: columns that the user names; the others are found out.
+    """
     folder = folder.resolve()
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the one with the training and test files")
@@ -71,16 +110,78 @@ def inspect_folder(folder: Path) -> DiscoveredDataset:
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
         raise UserError(f"{files[0]}: has more than one column {twice[0]!r}; rename the others")
-    label, image = label_column(schema, files), image_column(schema)
-    features = () if image is not None else feature_columns(schema, label, files[0])
+    chosen.check(schema.names, files[0])
+    label, image = chosen.label or label_column(schema, files), image_column(schema)
+    image = None if chosen.features else image
+    features, text, left_out = _find_inputs(schema, files, (label, image), chosen)
     records, tested = (
         sum(map(_count_rows, each)) for each in (files, split_files(root, name, test))
     )
     classes, names = classes_of_column(schema, files, label)
-    shape = _find_input_shape(files[0], image, features)
+    shape = () if text is not None else _find_input_shape(files[0], image, features)
     return DiscoveredDataset(
-        root, name, train, test, records, tested, image, features, label, classes, names, shape
-    )
+        root, name, train, test, records, tested, image, features, label, classes, names, shape,
+        text, chosen.group, left_out,
+    )  # fmt: skip
+
+
+def _find_inputs(
+    schema: pa.Schema,
+    files: Sequence[Path],
+    used: tuple[str, str | None],
+    chosen: ChosenColumns,
+) -> tuple[tuple[str, ...], str | None, tuple[tuple[str, str], ...]]:
+    """Return the feature columns, or the column of texts, and what is left out and why.
+
+    used: the columns of labels, and of pictures where there are any.
+    """
+    label, image = used
+    others = [name for name in schema.names if name not in (*used, chosen.group)]
+    if image is not None:
+        return (), None, tuple((name, "beside pictures") for name in others)
+    texts = [name for name in others if _is_text(schema.field(name).type)]
+    if chosen.features:
+        asked = [name for name in chosen.features if name in texts]
+        if asked and len(chosen.features) > 1:
+            raise UserError(f"--features: must be numbers, or one column of texts, got {asked[0]}")
+        rest = tuple((n, "not among --features") for n in others if n not in chosen.features)
+        return (() if asked else chosen.features), (asked[0] if asked else None), rest
+    reasons = {name: _why_no_feature(schema, files, name) for name in others}
+    numbers = [name for name in others if not reasons[name]]
+    lists = [name for name in numbers if is_list(schema.field(name).type)]
+    numbers = lists[:1] or numbers
+    named = [name for name in texts if name.lower() in TEXTS]
+    text = None if numbers else next(iter([*named, *texts]), None)
+    if not numbers and text is None:
+        found = "".join(f"; {name}: {why}" for name, why in reasons.items())
+        raise UserError(f"{files[0]}: neither pictures nor numeric columns beside {label!r}{found}")
+    left = [n for n in others if n not in (*numbers, text)]
+    return tuple(numbers), text, tuple((n, reasons[n] or "beside a list") for n in left)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _why_no_feature(schema: pa.Schema, files: Sequence[Path], name: str) -> str:
+    """Return why a column is no feature; "" where it is one."""
+    kind = schema.field(name).type
+    if is_list(kind) or pa.types.is_floating(kind):
+        return ""
+    if _is_text(kind):
+        return "text"
+    if not pa.types.is_integer(kind):
+        return f"{kind}, no number"
+    if name.lower() == "id" or name.lower().endswith("_id"):
+        return "an identifier, by its name"
+    rows, seen = 0, set[Any]()
+    for file in files:
+        for _, table in read_rows(file, open_parquet(file), [name]):
+            rows += len(table)
+            seen.update(pc.unique(table[name]).to_pylist())
+            if len(seen) < rows:
+                return ""
+    return "an identifier: whole numbers that all differ" if rows >= _FEW_ROWS else ""
 
 
 def _split(folder: Path, names: Sequence[str], what: str) -> str:
@@ -210,6 +311,59 @@ def _find_input_shape(file: Path, image: str | None, features: tuple[str, ...]) 
         raise UserError(
             f"{file} row 0: the image cannot be decoded: {error_text(error)}"
         ) from error
+
+
+# --- CSV --------------------------------------------------------------------------------------
+
+
+def csv_splits(folder: Path) -> list[Path]:
+    """Return SPLIT.csv of a folder that holds no Parquet files, training first."""
+    if not folder.is_dir() or any(folder.glob("*.parquet")):
+        return []
+    found = [folder / f"{name}.csv" for name in (*TRAIN, *TEST)]
+    return [path for path in found if path.is_file()]
+
+
+def inspect_csv_folder(
+    folder: Path, staging_folder: Path, chosen: ChosenColumns = _ANY
+) -> DiscoveredDataset:
+    """Return what lies in a folder of CSV files once the Parquet files in `staging_folder` lie
+    there too.
+
+    Writes these: SPLIT.parquet for each SPLIT.csv, with the columns and types of the training
+    split. Raises UserError for what could not be trained on; the folder itself is as it was.
+    """
+    types: dict[str, pa.DataType] = {}
+    for path in csv_splits(folder):
+        table = _read_csv(path, types)
+        if types and table.column_names != list(types):
+            raise UserError(
+                f"{path}: must have the columns {', '.join(types)}, as the training split, got "
+                f"{', '.join(table.column_names)}"
+            )
+        types = types or dict(zip(table.column_names, table.schema.types, strict=True))
+        pq.write_table(table, staging_folder / f"{path.stem}.parquet")
+    place, written = f"{folder.resolve()}", f"{staging_folder.resolve()}"
+    try:
+        found = inspect_folder(staging_folder, chosen)
+    except UserError as error:
+        raise UserError(str(error).replace(written, place).replace(".parquet", ".csv")) from error
+    return replace(found, root=folder.resolve().parent, name=folder.resolve().name)
+
+
+def _read_csv(path: Path, types: dict[str, pa.DataType]) -> pa.Table:
+    """Return a CSV file with a line of names; types: of the columns, {} lets the file decide."""
+    check_utf8_name(path)
+    check_regular_file(path)
+    try:
+        found = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=types))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as CSV: {error_text(error)}") from error
+    for name in found.column_names:
+        if found[name].null_count:
+            row = int(np.flatnonzero(found[name].is_null().to_numpy())[0])
+            raise UserError(f"{path}: line {row + 2}: column {name!r} must have a value, got none")
+    return found
 
 
 # --- folders of pictures

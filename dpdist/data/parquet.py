@@ -33,6 +33,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
 from dpdist.core.errors import UserError, is_disk_full
+from dpdist.core.fields import scale_to_unit
 from dpdist.core.files import (
     atomic_folder,
     error_text,
@@ -42,7 +43,13 @@ from dpdist.core.files import (
     quoted,
 )
 from dpdist.data.dataset import Dataset
-from dpdist.data.record_hashes import GROUPS_FILE, hash_groups, write_checksums, write_hashes
+from dpdist.data.record_hashes import (
+    GROUPS_FILE,
+    hash_groups,
+    hash_inputs,
+    write_checksums,
+    write_hashes,
+)  # fmt: skip
 from dpdist.data.text import TextColumn
 
 if TYPE_CHECKING:
@@ -360,8 +367,9 @@ class Columns:
     features: column names, or empty when there is an image column or a text; a pattern (mean_*)
     stands for all columns that it fits but label and group. group: whom a record belongs to; the
     size of the largest group and a hash of each record's value are kept. targets: of a record,
-    "class", one of the classes; "number", a number or a list; "labels", a 0 or 1 or a list. Raises
-    UserError when a column would be read twice.
+    "class", one of the classes; "number", a number or a list; "labels", a 0 or 1 or a list. ranges:
+    of features, name, low and high, which become 0 and 1. Raises UserError when a column would be
+    read twice.
     """
 
     image: str = "image"
@@ -370,6 +378,7 @@ class Columns:
     group: str | None = None
     text: TextColumn | None = None
     targets: str = "class"
+    ranges: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -476,6 +485,8 @@ def _columns_to_dict(columns: Columns) -> dict[str, Any]:
     named = asdict(columns)
     if columns.targets == "class":
         del named["targets"]
+    if not columns.ranges:
+        del named["ranges"]
     if columns.text is None:
         del named["text"]
     else:
@@ -505,7 +516,8 @@ def _decode(
     for file, reader in zip(files, readers, strict=True):
         _check_group(reader.schema_arrow, file, columns.group)
         for first_row, table in read_rows(file, reader, wanted):
-            rows = _inputs(table, file, first_row, columns)
+            raw = _inputs(table, file, first_row, columns)
+            rows = _scaled(raw, columns)
             marks = np.zeros(len(rows), dtype=np.int64)
             if numbers:
                 marks = _numbers(table, file, first_row, columns, classes[0])
@@ -515,6 +527,8 @@ def _decode(
             arrays.append(rows, marks, f"{file} row {first_row}")
             if columns.text is not None:
                 hashes += columns.text.hash_texts(table[columns.text.column])
+            elif columns.ranges:  # what is cut may be alike, and its records are not
+                hashes += hash_inputs(raw).tobytes()
     digest = arrays.finish()
     if hashes:
         write_hashes(out, bytes(hashes))
@@ -524,7 +538,7 @@ def _decode(
         "classes": classes[0],
         "fingerprint": digest,
         "largest_group": max(groups.counts.values(), default=None),
-        "read": "" if columns.text is None else json.dumps(columns.text.content_description),
+        "read": _encoding(columns),
         "following": not columns.has_labels,
         **({"target_kind": columns.targets} if numbers else {}),
     }
@@ -802,6 +816,24 @@ def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np
             f"{file} row {first_row + bad[0]}: a feature is missing or not finite as float32"
         )
     return features
+
+
+def _scaled(features: np.ndarray, columns: Columns) -> np.ndarray:
+    """Return features with their public ranges as [0, 1]."""
+    if not columns.ranges:
+        return features
+    found = features.copy()
+    for name, low, high in columns.ranges:
+        own = slice(None) if len(columns.features) == 1 else columns.features.index(name)
+        found[:, own] = scale_to_unit(features[:, own].astype(np.float64), low, high)
+    return found
+
+
+def _encoding(columns: Columns) -> str:
+    """Return what inputs depend on beside the records that hashes name; "" for inputs as stored."""
+    if columns.text is not None:
+        return json.dumps(columns.text.content_description)
+    return json.dumps({"ranges": columns.ranges}) if columns.ranges else ""
 
 
 def _require_numbers(kind: pa.DataType, file: Path, column: str) -> None:

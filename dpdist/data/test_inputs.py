@@ -256,7 +256,7 @@ def _written(
     size: tuple[int, ...], resize: int | None, where: str,
 ) -> TestInputs:  # fmt: skip
     """Write pictures of the wanted size as PNG in Parquet."""
-    channels, height, width = size
+    height, width = size[1:]
     side = max(height, width) if resize is None else resize
     if side < max(height, width):
         raise UserError(f"--resize: must be at least {max(height, width)}, the larger side of the "
@@ -271,12 +271,9 @@ def _written(
     ):
         for raw, label in pictures:
             pixels = _decoded(raw, f"{where} picture {inputs}")
-            if pixels.shape == size and resize is None:
-                png = _png(Image.fromarray(_channels_last(pixels)))
-            else:
-                changed = True
-                png = _png(resized(pixels, channels, side, (height, width)))
-            rows.append((png, label))
+            brought = fit_picture(pixels, size, resize)
+            changed = changed or brought is not pixels
+            rows.append((_png(Image.fromarray(_channels_last(brought))), label))
             inputs += 1
             if len(rows) == _AT_ONCE:
                 file.write_table(_table(rows, schema))
@@ -304,6 +301,20 @@ def _decoded(raw: bytes, where: object) -> np.ndarray:
     if pixels.dtype != np.uint8:
         raise UserError(f"{where}: must have 8 bits a channel to be resized, got {pixels.dtype}")
     return pixels
+
+
+def fit_picture(pixels: np.ndarray, size: tuple[int, ...], resize: int | None) -> np.ndarray:
+    """Return a picture as an input of `size`, (C, H, W) uint8: itself where it has that size.
+
+    resize: what the shorter side becomes, of every picture; None: the larger side of `size`, of
+    pictures that have another size.
+    """
+    if pixels.shape == size and resize is None:
+        return pixels
+    channels, height, width = size
+    side = max(height, width) if resize is None else resize
+    found = np.asarray(resized(pixels, channels, side, (height, width)))
+    return found[None] if found.ndim == 2 else np.moveaxis(found, -1, 0)
 
 
 def resized(pixels: np.ndarray, channels: int, side: int, crop: tuple[int, int]) -> Image.Image:

@@ -22,7 +22,7 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from dpdist.core.optional_imports import import_extra
 WORDS_FILE = "words.txt"  # beside the Parquet files: a word a line
 _WORD = re.compile(r"\w+|[^\w\s]")
 _MOST_BYTES = 256 * 2**20  # of a tokenizer's file, or a list of words
+_MOST_TOKENS = 2**20  # of a text that is continued, before it is refused
 _KEY = "data.text.tokenizer"
 
 
@@ -80,6 +81,11 @@ class WordList:
         found = [self.token_ids.get(word, UNKNOWN) for word in split_words(text)[: length - 2]]
         return np.array([BEGIN, *found, END])
 
+    @property
+    def text(self) -> str:
+        """The words, one a line: the part of the file that tokens are made by."""
+        return "".join(f"{word}\n" for word in self.token_ids)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"file": self.file, "count": self.count}
 
@@ -116,6 +122,46 @@ class TextColumn:
             return self._tokenizer.get_vocab_size()
         return vocabulary_size(None if self.words is None else self.words.count)
 
+    def tokenize_one(self, text: str) -> np.ndarray:
+        """Return the tokens of a text, float32 (1, length), as a document of a data set is read.
+
+        What does not fit is left out at its end.
+        """
+        found = np.full((1, self.length), PADDING, dtype=np.float32)
+        (tokens,) = self._tokens([text])
+        found[0, : len(tokens)] = tokens
+        return found
+
+    def tokenize_beginning(self, text: str) -> np.ndarray:
+        """Return the tokens of a text that goes on, int64 (tokens,): without those of an end.
+
+        Raises UserError for a text of which the last token does not fit.
+        """
+        whole = replace(self, length=_MOST_TOKENS)
+        if self.tokenizer is None:
+            tokens = np.asarray(whole._tokens([text])[0], dtype=np.int64)[:-1]
+        else:
+            encoded = whole._tokenizer.encode(text)
+            last = len(encoded.ids)
+            while last and encoded.special_tokens_mask[last - 1]:
+                last -= 1
+            tokens = np.asarray(encoded.ids[:last], dtype=np.int64)
+        if not 0 < len(tokens) <= self.length:
+            raise UserError(
+                f"text: must have 1 to {self.length} tokens to be continued, got {len(tokens):,}"
+            )
+        return tokens
+
+    def token_name(self, token: int) -> str:
+        """Return a token as text; the begin, the end and unknown words in angle brackets."""
+        if self.tokenizer is not None:
+            return str(self._tokenizer.id_to_token(token))
+        special = {BEGIN: "<begin>", END: "<end>"}
+        if self.words is not None:
+            words = list(self.words.token_ids)
+            return {**special, UNKNOWN: "<unknown>"}.get(token) or words[token - FIRST_WORD]
+        return special.get(token) or ascii(chr(token - FIRST_BYTE))[1:-1]
+
     def tokenize_rows(self, texts: pa.Array, context_of_row: Callable[[int], str]) -> np.ndarray:
         """float32 (N, length). context_of_row: file and row of a text, for complaints. Raises
         UserError for what is no text."""
@@ -145,6 +191,16 @@ class TextColumn:
         if self.tokenizer is None:
             return [_bytes(text, self.length) for text in texts]
         return [each.ids for each in self._tokenizer.encode_batch(texts)]
+
+    @property
+    def token_file(self) -> str | bytes | None:
+        """Return the content of the file that tokens are made by, None of bytes.
+
+        Raises UserError where it is not there any more.
+        """
+        if self.words is not None:
+            return self.words.text
+        return None if self.tokenizer is None else self._file
 
     @cached_property
     def _file(self) -> bytes:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -33,8 +33,10 @@ from pydantic import Field, ValidationError, model_validator
 from dpdist.certification.predict import Predictor, to_model_input
 from dpdist.certification.registry import AnyCertificate
 from dpdist.config.data import DataRecipe
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
+    PADDING,
     Count,
     JsonObject,
     Licence,
@@ -58,13 +60,15 @@ from dpdist.core.files import (
     validate_path,
 )
 from dpdist.privacy.card import no_epsilon, parse_card_plan
+from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from dpdist.certification.certificate import Certificate, CertificateTable
+    from dpdist.data.text import TextColumn
     from dpdist.models import ModelSpec
 
 
@@ -86,6 +90,8 @@ CHECKSUMMED_FILES = (
 )
 REQUIRED_FILES = (*CHECKSUMMED_FILES, CHECKSUMS)
 """What is in every release; beside it, `table_name(1)`, `table_name(2)`, ... where it certifies."""
+WORDS, TOKENIZER = "words.txt", "tokenizer.json"
+"""What tokens of text are made by: one of them, where inputs are texts and tokens no bytes."""
 
 _TABLE = re.compile(r"certificates-([1-9][0-9]{0,2})\.parquet")
 _MAX_BYTES = 2**20  # bytes of a file of sums, of a key
@@ -102,7 +108,9 @@ def table_name(number: int) -> str:
 
 def is_release_file(name: str) -> bool:
     """Return whether a file of this name may lie in a release."""
-    return name in (*REQUIRED_FILES, SIGNATURE) or _TABLE.fullmatch(name) is not None
+    return (
+        name in (*REQUIRED_FILES, SIGNATURE, WORDS, TOKENIZER) or _TABLE.fullmatch(name) is not None
+    )
 
 
 def list_table_names(names: Iterable[str]) -> list[str]:
@@ -126,8 +134,14 @@ def is_release(folder: Path) -> bool:
 
 def compute_checksums(folder: Path) -> str:
     """Return the text of SHA256SUMS for the files in `folder`."""
-    tables = list_table_names(path.name for path in folder.iterdir())
-    return "".join(f"{_digest(folder / name)}  {name}\n" for name in (*CHECKSUMMED_FILES, *tables))
+    names = _checksummed_names([path.name for path in folder.iterdir()])
+    return "".join(f"{_digest(folder / name)}  {name}\n" for name in names)
+
+
+def _checksummed_names(present: Collection[str]) -> tuple[str, ...]:
+    """Return the names that SHA256SUMS has a line for, where these files lie."""
+    tokens = (name for name in (WORDS, TOKENIZER) if name in present)
+    return (*CHECKSUMMED_FILES, *tokens, *list_table_names(present))
 
 
 def verify_checksums(folder: Path) -> dict[str, str]:
@@ -163,7 +177,7 @@ def _read_checksums(path: Path, present_names: list[str]) -> dict[str, str]:
 
     Every line ends with a line feed alone, as `sha256sum -c` needs it.
     """
-    names = (*CHECKSUMMED_FILES, *list_table_names(present_names))
+    names = _checksummed_names(present_names)
     *lines, rest = read_text(path, _MAX_BYTES).split("\n")
     read = [re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)", line) for line in lines]
     stated = {match[2]: match[1] for match in read if match}
@@ -227,7 +241,7 @@ def verify_signature(folder: Path, public_key: Path) -> None:
 # --- release.json -----------------------------------------------------------------------------
 
 
-FORMAT = 2  # 1 had no tables of certificates
+FORMAT, TEXT_FORMAT = 2, 3  # 1 had no tables of certificates; 3: of texts, with their tokenizer
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
 PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "form"}
 
@@ -294,6 +308,31 @@ def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
     }
 
 
+class ReleasedText(Section):
+    """Settings that make tokens of a text.
+
+    length: tokens that the model reads. tokens: what they are; of words, the first `words` lines of
+    words.txt; of a tokenizer, those of tokenizer.json. predict: the label of a text, or what comes
+    after it.
+    """
+
+    length: Annotated[int, RejectBool, Field(ge=4, le=2**16)]
+    tokens: Literal["bytes", "words", "tokenizer"]
+    words: Annotated[int, RejectBool, Field(ge=1, le=99_000)] | None
+    predict: Literal["label", "next"]
+
+    @model_validator(mode="after")
+    def _check_words(self) -> ReleasedText:
+        if (self.words is None) == (self.tokens == "words"):
+            raise ValueError("words must be given with tokens: words, and only then")
+        return self
+
+    @property
+    def file(self) -> str | None:
+        """Return the name of the file that makes the tokens; None where they are bytes."""
+        return {"words": WORDS, "tokenizer": TOKENIZER}.get(self.tokens)
+
+
 class ReleaseDescription(Section):
     """The content of release.json.
 
@@ -302,10 +341,10 @@ class ReleaseDescription(Section):
     (`NoiseLocation.describe`). certificate: the settings it is meant to be certified with; None
     where nothing was certified. data: of the test split; where it lies is everybody's own.
     licence: an SPDX identifier; None where the publisher gave none. certified: of each table, in
-        their order.
+        their order. text: how tokens are made of texts; format 2 did not say.
     """
 
-    format: Literal[2]
+    format: Literal[2, 3]
     dpdist: Annotated[str, Field(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.+]{0,30}$")]
     name: RunName
     method: SingleLine
@@ -318,9 +357,14 @@ class ReleaseDescription(Section):
     tested: CleanAccuracy | None
     certified: Annotated[tuple[CertifiedAccuracy, ...], Field(max_length=999)]
     licence: Licence | None
+    text: ReleasedText | None = None
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
+        if (self.format == TEXT_FORMAT) != (self.text is not None):
+            raise ValueError(f"text must be given in format {TEXT_FORMAT}, and only there")
+        if self.text is not None and not self.tokens:
+            raise ValueError("text must be left out where inputs are no tokens")
         if self.data.root is not None:
             raise ValueError("data.root must be left out: it is a place of the reader's")
         if list(self.classes) != self.data.class_names:
@@ -340,13 +384,25 @@ class ReleaseDescription(Section):
         return self
 
 
+def text_column(text: ReleasedText, folder: Path) -> TextColumn:
+    """Return how a release in `folder` makes tokens of texts."""
+    from dpdist.data.text import TextColumn, WordList
+
+    return TextColumn(
+        length=text.length,
+        tokenizer=folder / TOKENIZER if text.tokens == "tokenizer" else None,
+        words=None if text.words is None else WordList(folder / WORDS, text.words),
+        predicts_next_token=text.predict == "next",
+    )
+
+
 def parse_description(record: dict[str, Any], context: str) -> ReleaseDescription:
     """Return the checked content of release.json.
 
     Raises UserError, in one line, for invalid content.
     """
     version = record.get("format")
-    if isinstance(version, int) and version > FORMAT:
+    if isinstance(version, int) and version > TEXT_FORMAT:
         raise UserError(
             f"{context}: written by a newer dpdist (format {version}); upgrade to read it"
         )
@@ -417,7 +473,10 @@ class Answerer:
         image: of the model's input shape, uint8 or numbers in [0, 1]. Raises ValueError for
         anything else.
         """
-        verdict = self._predictor.certify(to_model_input(image, self._release.spec.input_shape))
+        shape = self._release.spec.input_shape
+        if image.shape == shape and len(shape) == 1:  # raw features, as their files hold them
+            image = self._release.description.data.columns.scale(image)
+        verdict = self._predictor.certify(to_model_input(image, shape))
         label = int(verdict.prediction)
         settings = self._settings
         return Answer(
@@ -427,6 +486,123 @@ class Answerer:
             getattr(settings, "norm", "l2"),
             settings.sigma,
             settings.alpha,
+        )
+
+
+# --- answers to texts -------------------------------------------------------------------------
+
+
+_SHOWN = 5  # continuations, of all tokens
+_DRAWS = 16  # of a model with noise of its own
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    """The answer to one text.
+
+    label, name: the class and its name; -1 and None where the model says none, or where outputs are
+    no classes. likely: of the classes, or of the next tokens, names and probabilities by softmax,
+    the most probable first. outputs: where they are no classes, the numbers; else ().
+    """
+
+    label: int
+    name: str | None
+    likely: tuple[tuple[str, float], ...]
+    outputs: tuple[float, ...] = ()
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """Return the answer as JSON types."""
+        if self.outputs:
+            return {"outputs": list(self.outputs)}
+        likely = [{"name": name, "probability": share} for name, share in self.likely]
+        return {"label": self.label, "name": self.name, "likely": likely}
+
+
+class TextAnswerer:
+    """Answers to texts, by a model in evaluation mode.
+
+    A model with noise of its own answers by its mean scores over 16 fresh draws, as its clean
+    accuracy is measured.
+
+    Args:
+        model: float32 tokens (B, length) to logits (B, classes), or (B, length, tokens) of what
+            comes next.
+        column: makes tokens of texts.
+        classes: names, in the order of the logits; those of next tokens are `column`'s.
+        targets: data.targets of the recipe.
+    """
+
+    def __init__(
+        self, model: nn.Module, column: TextColumn, classes: Sequence[str], targets: str
+    ) -> None:
+        self._model, self._column = model, column
+        self._classes, self._targets = tuple(classes), targets
+
+    def __call__(self, text: str) -> TextAnswer:
+        """Return the answer to one text. Raises UserError for a text that cannot be continued."""
+        import torch
+
+        if self._column.predicts_next_token:
+            tokens = self._column.tokenize_beginning(text)
+            row = np.full((1, self._column.length), PADDING, dtype=np.float32)
+            row[0, : len(tokens)] = tokens
+            scores = self._scores(torch.from_numpy(row))[0, len(tokens) - 1]
+            return self._class(scores, self._column.token_name)
+        outputs = self._scores(torch.from_numpy(self._column.tokenize_one(text)))[0]
+        if self._targets != "class":
+            return TextAnswer(-1, None, (), tuple(outputs.tolist()))
+        return self._class(outputs, self._classes.__getitem__)
+
+    def _scores(self, rows: Tensor) -> Tensor:
+        import torch
+
+        from dpdist.certification.worker import expected_log_scores
+        from dpdist.randomness.noise_location import find_noise_location
+
+        with torch.inference_mode():
+            if find_noise_location(self._model).is_random:
+                return expected_log_scores(self._model, rows, _DRAWS)
+            found: Tensor = self._model(rows).double()
+            return found
+
+    def _class(self, scores: Tensor, name: Any) -> TextAnswer:
+        from dpdist import models
+
+        label = int(models.predicted_classes(scores))
+        if label < 0:
+            return TextAnswer(label, None, ())
+        shares, places = scores.softmax(-1).topk(min(_SHOWN, len(scores)))
+        likely = tuple(
+            (name(place), share)
+            for place, share in zip(places.tolist(), shares.tolist(), strict=True)
+        )
+        return TextAnswer(label, name(label), likely)
+
+
+def check_text_column(column: TextColumn, spec: ModelSpec, context: Path) -> None:
+    """Raise UserError unless a model of this description reads the tokens that `column` makes."""
+    if spec.input_shape != (column.length,):
+        raise UserError(
+            f"{context}: text.length must be {spec.input_shape[0]}, the tokens that its model "
+            f"reads, got {column.length}"
+        )
+    if spec.following != column.predicts_next_token:
+        raise UserError(
+            f"{context}: text.predict must be {'next' if spec.following else 'label'}, as its "
+            "model answers"
+        )
+    if column.words is not None:
+        lines = len(read_text(column.words.file).splitlines())
+        if lines != len(column.words.token_ids):
+            raise UserError(
+                f"{context}: text.words must be {lines:,}, the words of {column.words.file.name}, "
+                f"got {column.words.count:,}"
+            )
+    if spec.following and column.vocabulary_size > spec.classes:
+        raise UserError(
+            f"{context}: its tokenizer must have at most {spec.classes:,} tokens, those that its "
+            f"model tells, got {column.vocabulary_size:,}"
         )
 
 
@@ -462,6 +638,45 @@ class Release:
     plan: PrivacyPlan
     checksums: dict[str, str]
     trusted_factory: str | None = None
+
+    def __repr__(self) -> str:
+        """Return what a reader asks first, in about ten lines; all of it is in the files."""
+        about = self.description
+        rows = [
+            ("files", f"{len(self.checksums)} in {self.path}, each with its sum"),
+            ("model", f"{about.model[:12]}, by {about.method}, dpdist {about.dpdist}"),
+            ("privacy", self._privacy_words()),
+            ("test data", about.data.name),
+            ("classes", _format_names(about.classes)),
+        ]
+        if about.tested is not None:
+            share = format_percent(about.tested.accuracy)
+            rows.append(("clean accuracy", f"{share} % of {about.tested.inputs:,} inputs"))
+        for table in about.certified[:3]:
+            shares = ", ".join(
+                f"{format_percent(share)} % at {format_exact(radius)}"
+                for radius, share in list(zip(table.radii, table.accuracy, strict=True))[:5]
+            )
+            rows.append((f"certified, {table.title}", shares))
+        if len(about.certified) > 3:
+            rows.append(("certified", f"{len(about.certified) - 3} more tables"))
+        if about.text is not None:
+            rows.append(("texts", f"{about.text.length} tokens: {about.text.tokens}"))
+        elif about.certificate is not None:
+            rows.append(("meant to be certified as", about.certificate.folder_name))
+        rows.append(("licence", about.licence or "none named: ask the publisher"))
+        call = "text_answerer(text)" if about.tokens else "answerer()(image)"
+        rows.append(("to ask it", f"release.{call}; dpdist verify {self.path}"))
+        return "\n".join([f"release {self.name}", *(f"  {name}: {said}" for name, said in rows)])
+
+    def _privacy_words(self) -> str:
+        """Return the guarantee that the card states, in words."""
+        if self.no_epsilon is not None:
+            return self.no_epsilon
+        if not self.card["private"]:
+            return "NOT private, as its card says"
+        stated = f"epsilon {format_epsilon(self.epsilon)} at delta {format_delta(self.delta)}"
+        return f"{stated}, {self.card['relation']}, as its card says"
 
     @property
     def name(self) -> str:
@@ -524,6 +739,26 @@ class Release:
             raise ReleaseError(f"{self.path}: its model has other noise than {DESCRIPTION} says")
         return module
 
+    @cached_property
+    def text_answerer(self) -> TextAnswerer:
+        """Return the answerer of texts: a label, or what comes next.
+
+        Raises UserError where inputs are no texts, or no tokenizer was released with the model;
+        ReleaseError where it is not that of the model.
+        """
+        text = self.description.text
+        if text is None:
+            why = "takes numbers; call its answerer()"
+            if self.description.tokens:
+                why = "was released without its tokenizer; make it again with `dpdist release`"
+            raise UserError(f"{self.path}: {why}")
+        column = text_column(text, self.path)
+        with as_release_errors():
+            check_text_column(column, self.spec, self.path)
+        return TextAnswerer(
+            self.model, column, self.description.classes, self.description.data.targets
+        )
+
     def require_numeric_inputs(self) -> None:
         """Raise UserError where inputs are tokens, which nothing certifies."""
         if self.description.tokens:
@@ -563,6 +798,11 @@ class Release:
         The noise is fresh and secret. Raises as `certificate_settings`.
         """
         return Answerer(self, self.certificate_settings(sigma, n, alpha))
+
+
+def _format_names(names: Sequence[str], shown: int = 10) -> str:
+    more = f", ... ({len(names):,} in all)" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def load(
@@ -613,6 +853,12 @@ def load(
             raise UserError(
                 f"{path}: has {tables} tables of certificates, {DESCRIPTION} names "
                 f"{len(about.certified)}"
+            )
+        wanted = None if about.text is None else about.text.file
+        if (there := {WORDS, TOKENIZER} & sums.keys()) != ({wanted} - {None}):
+            raise UserError(
+                f"{path}: must hold {wanted or 'no tokenizer'} as {DESCRIPTION} says, got "
+                f"{', '.join(sorted(there)) or 'none'}"
             )
     return Release(path, about, card, plan, sums, trusted_factory)
 

@@ -37,15 +37,17 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
     """Markdown, behind a block of YAML."""
     size = " x ".join(map(str, spec.input_shape))
     kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
-    kind = "tokens" if description.tokens else f"{kind}, in [0, 1]"
+    raw = f"{kind} as they are, whose public ranges `{DESCRIPTION}` names"
+    scaled = raw if description.data.columns.ranges else f"{kind}, in [0, 1]"
+    kind = "tokens" if description.tokens else scaled
     sections = [
         f"---\n{yaml.safe_dump(_metadata(description, card, spec), sort_keys=False)}---",
         f"# {description.name}",
         _origin(description, card, spec),
-        _USAGE,
+        _USAGE if description.text is None else _text_usage(spec),
         f"Inputs: {size} {kind}"
         + (", or of 8 bits. " if len(spec.input_shape) == 3 else ". ")
-        + f"Classes: {_format_classes(description.classes)}.",
+        + _outputs(description),
         "## Privacy",
         _privacy_section(card),
         "## Robustness",
@@ -77,6 +79,41 @@ answer(image)                      # an array of the input's shape
 Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`: weights and network; `{DESCRIPTION}`:
 classes, noise, certificate; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is proved of privacy; `{CHECKSUMS}`: sums
 (`sha256sum -c`)."""  # noqa: E501
+
+
+def _text_usage(spec: ModelSpec) -> str:
+    """Return how a text is answered, in place of images and radii."""
+    said = "the most probable next tokens" if spec.following else "class and probability"
+    return f"""\
+```
+dpdist verify FOLDER                    # sums, and epsilon computed again
+dpdist predict FOLDER --text "a text"   # {said}
+```
+
+```python
+import dpdist
+
+answer = dpdist.load("FOLDER").text_answerer
+answer("a text")                        # no certificate: texts have none
+```
+
+Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`: weights and network; `{DESCRIPTION}`:
+classes and tokens; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is proved of privacy;
+`{CHECKSUMS}`: sums (`sha256sum -c`)."""
+
+
+def _outputs(description: ReleaseDescription) -> str:
+    """Say what the model tells apart, and what makes the tokens of texts."""
+    text = description.text
+    if text is None:
+        return f"Classes: {_format_classes(description.classes)}."
+    made = "bytes, none of a file" if text.file is None else f"by `{text.file}`"
+    if text.words is not None:
+        made += f", {text.words:,} words"
+    if text.predict == "next":
+        return f"Tokens: {made}. It tells {len(description.classes):,} next tokens."
+    return f"Tokens: {made}. Classes: {_format_classes(description.classes)}."
+
 
 _LIMITS = """\
 * The privacy guarantee is about single training records, under the assumptions of the privacy card.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dpdist.certification.statistics import population_summary_row
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
     extract_numbers,
@@ -128,6 +129,10 @@ def verify_release(
     rows.append(
         ("model", f"{release.spec.name}, {parameters:,} parameters; its noise is as described")
     )
+    if release.description.text is not None:
+        _ = release.text_answerer  # raises where the tokens are not those of the model
+        made = release.description.text.file or "none: tokens are bytes"
+        rows.append(("tokenizer", f"{made}; the model reads its tokens"))
     rows.append(("epsilon, computed again", _check_card(release)))
     rows += _check_tables(release, num_redrawn_inputs, load_data)
     rows.append(("pages", _check_pages(release)))
@@ -165,6 +170,7 @@ def _check_tables(
         raise ReleaseError(f"{release.path}: its tables of certificates are of several data sets")
     tables = f"{len(found)} tables" if len(found) > 1 else "1 table"
     rows = [("certified accuracy, computed again", f"from the counts of every input, {tables}")]
+    rows += [population_summary_row(table) for table in found]
     if not num_redrawn_inputs:
         return [*rows, ("counts", "not re-drawn: --redraw K counts K inputs of each table again")]
     if load_data is None:

@@ -23,12 +23,14 @@ from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.noise import norm_name
 from dpdist.certification.statistics import (
     ERROR,
+    POPULATION,
     Comparison,
     CurveDifference,
     compare,
     curve_difference,
     difference_interval,
     holm,
+    population_summary_row,
 )
 from dpdist.core.console import format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
@@ -114,6 +116,15 @@ def certified_accuracy_rows(
             if curve.norm == norm:
                 shares = [format_percent(curve.certified_accuracy(size), 1) for size in sizes]
                 rows.append([curve.run, curve.title, *shares])
+    return rows
+
+
+def population_rows(runs: Sequence[Facts]) -> list[list[str]]:
+    """Header and rows: what each table of certificates says of the population, as a report does."""
+    rows = [["run", "certificate", POPULATION]]
+    for facts in runs:
+        for table in facts.tables:
+            rows.append([facts.folder.name, table.title, population_summary_row(table)[1]])
     return rows
 
 

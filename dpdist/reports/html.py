@@ -623,6 +623,7 @@ def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str
             )
             for r in table.reported_radii
         ],
+        "population": ": ".join(statistics.population_summary_row(table)),
         "file": table.path.relative_to(folder.path),
     }
 

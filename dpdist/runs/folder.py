@@ -561,7 +561,8 @@ def open_run(name: str, runs: Path) -> RunFolder:
             return folder
     if given.exists():
         raise UserError(f"{name}: must be a run folder, got {_described(given)}")
-    raise UserError(f"{name}: no such run under {runs}/")
+    factory = "; a factory is given as --model" if ":" in name else ""
+    raise UserError(f"{name}: no such run under {runs}/{factory}")
 
 
 _WEIGHTS = (".pt", ".pth", ".safetensors", ".ckpt", ".bin")

@@ -8,15 +8,16 @@ training, searches, dry runs and previews all take the cost of a training from h
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ValidationError, field_validator, model_validator
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.config.training import ScriptRecipe, ScriptScore, ScriptTraining
@@ -361,11 +362,57 @@ def _set_key(raw: dict[str, Any], dotted: str, value: Any) -> None:
     raw[last] = value
 
 
-def _format_error(context: str, item: Any) -> str:
-    location = list(item["loc"])
+def _nested_sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections that an annotation names, each kind of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _nested_sections(inner)
+
+
+def _known_keys(location: Sequence[Any]) -> list[str]:
+    """Return the keys of the section that a complaint is about; `location` as pydantic gives it."""
+    sections: list[type[BaseModel]] = [Recipe]
+    for part in location:
+        named = [each.model_fields[part] for each in sections if part in each.model_fields]
+        if named:
+            sections = [one for field in named for one in _nested_sections(field.annotation)]
+        elif isinstance(part, str):  # the tag of a union: its kind
+            sections = [each for each in sections if _is_of_kind(each, part)] or sections
+    return sorted({name for each in sections for name in each.model_fields})
+
+
+def _is_of_kind(section: type[BaseModel], tag: str) -> bool:
+    fields = section.model_fields
+    kind = fields.get("name", fields.get("kind", fields.get("mode")))
+    return kind is None or tag in get_args(kind.annotation)
+
+
+_MAIN_SECTIONS = ("data", "model", "privacy", "training", "certify", "resources")
+
+
+def _did_you_mean(location: Sequence[Any]) -> str:
+    """Return a guess at what an unknown key was meant to be, dotted; "" where none is near."""
+    *section, key = location
+    near = difflib.get_close_matches(str(key), _known_keys(section), 1)
+    if near:
+        return ".".join(map(str, [*_without_tags(section), near[0]]))
+    elsewhere = [name for name in _MAIN_SECTIONS if key in _known_keys([name])]
+    return f"{elsewhere[0]}.{key}" if len(elsewhere) == 1 else ""
+
+
+def _without_tags(location: Sequence[Any]) -> list[Any]:
+    """Return a location without the tags of unions, which pydantic repeats there."""
+    found = list(location)
     for union in (["method"], ["certify"], ["audit"], ["resources", "workers"]):
-        if location[: len(union)] == union and len(location) > len(union):
-            del location[len(union)]  # pydantic repeats the union's tag there
+        if found[: len(union)] == union and len(found) > len(union):
+            del found[len(union)]
+    return found
+
+
+def _format_error(context: str, item: Any) -> str:
+    guess = _did_you_mean(item["loc"]) if item["type"] == "extra_forbidden" else ""
+    location = _without_tags(item["loc"])
     if item["type"] == "of_key":
         location.append(item["ctx"]["key"])
     key = ".".join(str(part) for part in location)
@@ -375,7 +422,7 @@ def _format_error(context: str, item: Any) -> str:
         return f"{context}: {key}.{named}: {rule}, got {quoted(item['ctx']['tag'])}"
     prefix = f"{context}: {key}: " if key else f"{context}: "
     if kind in ("extra_forbidden", "missing") or isinstance(item["input"], dict):
-        return prefix + rule
+        return prefix + rule + (f"; did you mean {guess}?" if guess else "")
     return f"{prefix}{rule}, got {quoted(item['input'])}"
 
 

@@ -32,7 +32,7 @@ from dpdist.data.parquet import UnreadableImage, decode_picture
 _HEALTH_CHECK_SECONDS = 5.0  # seconds
 _BODY_SECONDS = 10.0  # for a body, which holds a place meanwhile
 
-AnswerFunction = Callable[[np.ndarray], Awaitable[dict[str, Any]]]
+AnswerFunction = Callable[[Any], Awaitable[dict[str, Any]]]  # of an image, or of a text
 
 
 class ReplicaLostError(Exception):
@@ -76,13 +76,14 @@ class _RequestError(Exception):
 
 
 class RequestHandler:
-    """description: what GET / says. input_shape: of the model's input. answer_image: one image to
-    its answer; raises Lost where it may be asked again. clock: seconds, for the rate."""
+    """description: what GET / says. input_shape: of the model's input; None where it is a text.
+    answer_image: one image or text to its answer; raises Lost where it may be asked again. clock:
+    seconds, for the rate."""
 
     def __init__(
         self,
         description: dict[str, Any],
-        input_shape: tuple[int, ...],
+        input_shape: tuple[int, ...] | None,
         answer_image: AnswerFunction,
         limits: RequestLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -134,9 +135,11 @@ class RequestHandler:
         self._check_limits()
         self._in_progress += 1
         try:
-            image = self._parse_image(await self._read_body(headers, body), headers)
+            image = self._parse_input(await self._read_body(headers, body), headers)
             answer = await self._answer_with_retry(image)
-            self._abstention_count += answer["abstain"]
+            if "error" in answer:  # of a text that the model cannot continue
+                raise _RequestError(400, answer["error"])
+            self._abstention_count += answer.get("abstain", False)
             return Reply(200, answer)
         finally:
             self._in_progress -= 1
@@ -174,10 +177,16 @@ class RequestHandler:
             raise _RequestError(408, "the body did not come in time") from None
         return bytes(read)
 
-    def _parse_image(self, raw: bytes, headers: Mapping[str, str]) -> np.ndarray:
-        """JSON {"input": numbers in lists}, else an encoded picture; of the model's shape."""
+    def _parse_input(self, raw: bytes, headers: Mapping[str, str]) -> np.ndarray | str:
+        """Return the image of JSON {"input": numbers in lists}, or of an encoded picture, in the
+        model's shape; of a model of texts that of JSON {"text": ...}."""
+        is_json = headers.get("content-type", "").split(";")[0].strip() == "application/json"
         try:
-            if headers.get("content-type", "").split(";")[0].strip() == "application/json":
+            if self._input_shape is None:
+                if not is_json:
+                    raise ValueError('send JSON, {"text": "..."}, as application/json')
+                return str(parse_json(raw, "body", {"text": str})["text"])
+            if is_json:
                 numbers = parse_json(raw, "body", {"input": list})["input"]
                 image = np.asarray(numbers, dtype=np.float64)
             elif len(self._input_shape) == 3:
@@ -191,7 +200,7 @@ class RequestHandler:
             raise _RequestError(400, error_text(error)) from None
         return image
 
-    async def _answer_with_retry(self, image: np.ndarray) -> dict[str, Any]:
+    async def _answer_with_retry(self, image: np.ndarray | str) -> dict[str, Any]:
         """Asked once more where whoever worked on it was lost."""
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
@@ -215,8 +224,9 @@ class RequestHandler:
         is. Looking costs an answer, so it is not done for everybody who asks."""
         if not self._in_progress and self._clock() - self._last_check >= _HEALTH_CHECK_SECONDS:
             self._last_check = self._clock()  # who asks meanwhile does not look too
+            shape = self._input_shape
             try:
-                await self._answer_with_retry(np.full(self._input_shape, 0.5))
+                await self._answer_with_retry("a" if shape is None else np.full(shape, 0.5))
             except _RequestError:
                 pass  # told below
             except Exception:

@@ -34,14 +34,14 @@ from dpdist.serving.app import (
 )
 
 if TYPE_CHECKING:
-    from dpdist.release.bundle import Release
+    from dpdist.release.bundle import Answer, Release, TextAnswer
 
 
 # --- batches of requests ----------------------------------------------------------------------
 
 
 # Answers, None for a fault that the replica's log has; and the seconds that they took.
-BatchCall = Callable[[list[np.ndarray]], Awaitable[tuple[list[dict[str, Any] | None], float]]]
+BatchCall = Callable[[list[Any]], Awaitable[tuple[list[dict[str, Any] | None], float]]]
 
 # images of a call; seconds of work in one, where an image takes less
 _MAX_BATCH_SIZE, _BATCH_SECONDS = 64, 0.1
@@ -53,12 +53,12 @@ class RequestBatcher:
 
     def __init__(self, call: BatchCall, max_calls: int, timeout_seconds: float) -> None:
         self._call, self._free_calls, self._timeout_seconds = call, max_calls, timeout_seconds
-        self._queue: deque[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]] = deque()
+        self._queue: deque[tuple[Any, asyncio.Future[dict[str, Any]]]] = deque()
         self._running_tasks: set[asyncio.Task[None]] = set()
         # seconds of an image; before anything is known, one at a time
         self._seconds_per_image = _BATCH_SECONDS
 
-    async def __call__(self, image: np.ndarray) -> dict[str, Any]:
+    async def __call__(self, image: Any) -> dict[str, Any]:
         """Its answer. Raises what the call raised, TimeoutError after so many seconds."""
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._queue.append((image, answer))
@@ -72,7 +72,7 @@ class RequestBatcher:
             self._running_tasks.add(task)  # the loop itself would let go of it
             task.add_done_callback(self._on_task_done)
 
-    def _next_batch(self) -> list[tuple[np.ndarray, asyncio.Future[dict[str, Any]]]]:
+    def _next_batch(self) -> list[tuple[Any, asyncio.Future[dict[str, Any]]]]:
         """Return the requests that wait longest, as many as are shared out to the free lanes.
 
         Those whose sender left are dropped.
@@ -145,19 +145,25 @@ class Classifier:
         release = load(settings.folder, trusted_factory=settings.trusted_factory)
         if release.checksums != checksums:
             raise ReleaseError(f"{settings.folder}: changed since it is served; start serve again")
-        self._answerer = release.answerer(settings.sigma, settings.n, settings.alpha)
+        self._answerer: Callable[[Any], Answer | TextAnswer]
+        if release.description.tokens:
+            self._answerer = release.text_answerer
+        else:
+            self._answerer = release.answerer(settings.sigma, settings.n, settings.alpha)
 
     def ready(self) -> None:
         """Return once the model is there."""
 
-    def answer(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
+    def answer(self, images: list[Any]) -> tuple[list[dict[str, Any] | None], float]:
         """Return an answer to each, None for a fault of ours, and the seconds that all took."""
         began = time.perf_counter()
         return [self._answer_one(image) for image in images], time.perf_counter() - began
 
-    def _answer_one(self, image: np.ndarray) -> dict[str, Any] | None:
+    def _answer_one(self, image: np.ndarray | str) -> dict[str, Any] | None:
         try:
             return self._answerer(image).as_json
+        except UserError as error:  # of a text that cannot be continued
+            return {"error": str(error)}
         except Exception:  # the others of its call are not to suffer
             logging.getLogger(__name__).exception("an image ended in a fault")
             return None
@@ -174,7 +180,7 @@ class ReplicaPool:
         self._calls_in_progress = [0] * len(actors)  # calls under way
         self._last_lost = [-_COOLDOWN_SECONDS] * len(actors)  # when it was lost last
 
-    async def __call__(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
+    async def __call__(self, images: list[Any]) -> tuple[list[dict[str, Any] | None], float]:
         """Return the answers of the replica with the fewest calls. Raises Lost if it dies."""
         from ray.exceptions import RayActorError
 
@@ -203,6 +209,8 @@ def require_server() -> Any:
 
 def _service_description(release: Release, settings: ServingSettings) -> dict[str, Any]:
     """Return the answer to GET /."""
+    texts = release.description.tokens
+    answers = {} if texts else {"alpha": settings.alpha, "draws": settings.n}
     return {
         "name": release.name,
         "classes": list(release.description.classes),
@@ -211,8 +219,7 @@ def _service_description(release: Release, settings: ServingSettings) -> dict[st
         "delta": release.delta,
         "private": release.card["private"],
         **({} if release.no_epsilon is None else {"privacy": release.no_epsilon}),
-        "alpha": settings.alpha,
-        "draws": settings.n,
+        **answers,
     }
 
 
@@ -241,7 +248,8 @@ def deploy_release(
             raise ClusterError(f"no replica could start: {error.cause}") from error
         except ray.exceptions.RayActorError as error:
             raise ClusterError(f"no replica could start: {_error_message(error)}") from error
-        limits, shape = settings.limits, tuple(release.spec.input_shape)
+        limits = settings.limits
+        shape = None if release.description.tokens else tuple(release.spec.input_shape)
         batches = RequestBatcher(
             ReplicaPool(actors), _CALLS * settings.replicas, limits.timeout_seconds
         )

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpdist.cluster.session import WORKER_MIB
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import as_records
@@ -32,7 +33,6 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, parse_recipe, resolve_plan
 from dpdist.training.collectives import ReplicatedUpdate
 from dpdist.training.model_setup import (
-    BASE_MIB,
     PROBE_EXAMPLES,
     bytes_per_example,
     examples_per_second,
@@ -182,7 +182,7 @@ def estimate(
         return found
     slots, objective = _slots(optimizer), objective_of(loss)
     seconds, size = _measured(model, shaped, recipe, plan, objective)
-    size += ReplicatedUpdate().memory_bytes(_trained(model), slots, 1, 1) + BASE_MIB * 2**20
+    size += ReplicatedUpdate().memory_bytes(_trained(model), slots, 1, 1) + WORKER_MIB * 2**20
     return replace(found, seconds_per_step=seconds, memory_bytes=size)
 
 

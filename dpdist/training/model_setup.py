@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import data, models
+from dpdist.cluster.session import WORKER_MIB
 from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import weakest
@@ -329,7 +330,6 @@ def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
 
 PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)
-BASE_MIB = 400  # MiB: Python, its libraries and what Ray keeps in a worker
 
 
 def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
@@ -415,7 +415,7 @@ def _memory(
     def mebibytes(release: ReplicatedUpdate, count: int) -> float:
         return (
             extra_bytes + release.memory_bytes(engine.size, slots, rows, count)
-        ) / 2**20 + BASE_MIB
+        ) / 2**20 + WORKER_MIB
 
     def stated(release: ReplicatedUpdate) -> str:
         found = [f"{mebibytes(release, count):,.0f} MiB" for count in _counts(recipe)]

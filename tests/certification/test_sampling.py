@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from torch import nn
 
-from dpdist.certification import inference
+from dpdist.certification import inference, job, worker
 from dpdist.certification.certificate import FormName
 from dpdist.certification.inference import (
     ExecutedClassifier,
@@ -21,6 +21,7 @@ from dpdist.certification.noise import NOISES, Noise
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.worker import HiddenNoiseCounter, InputNoiseCounter
+from dpdist.certifying import test_inputs as inputs_with_labels
 from dpdist.core.errors import UserError
 from dpdist.randomness import keys as units
 from dpdist.randomness.keys import AesWords, StreamKeys
@@ -275,6 +276,53 @@ def test_forms_that_would_cost_more_than_the_probe_may_are_not_tried() -> None:
     model, batch = nn.Linear(5, 3), torch.randn(16, 5)
     assert choose_inference_form(model, batch, seconds=0.0)[0].form == "eager"
     assert choose_inference_form(model, batch, "frozen", seconds=0.0)[0].form == "frozen"
+
+
+class Slow(nn.Module):
+    """Takes a second of a made-up clock for each row, and two in float64."""
+
+    now = 0.0
+    rows: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+
+    @classmethod
+    def clock(cls) -> float:
+        cls.now += 1e-6
+        return cls.now
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Slow.now += len(x) * (2 if x.dtype == torch.float64 else 1)
+        Slow.rows.append(len(x))
+        return self.linear(x.flatten(1))
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(30.0, False), (10_000.0, True)])
+def test_the_first_pass_says_what_else_may_be_tried(monkeypatch, seconds, tried) -> None:
+    monkeypatch.setattr(inference.time, "perf_counter", Slow.clock)
+    Slow.rows.clear()
+    choose_inference_form(Slow(), torch.rand(4, 3, 2, 2), None, (100,), seconds)
+    if tried:
+        assert 100 in Slow.rows and len(Slow.rows) > 4
+    else:  # not even the other batch size, which only a rival is compared on
+        assert Slow.rows == [4]
+
+
+@pytest.mark.parametrize(("n", "batch"), [(100, 2), (1_000, 2), (10_000, 8), (100_000, 16)])
+def test_checks_of_a_network_that_is_slow_for_one_input_take_a_twentieth(monkeypatch, n, batch):
+    """Its batch follows from the draws of one input; below two inputs there is no check."""
+    monkeypatch.setattr(worker, "_FLOPS", 0)
+    monkeypatch.setattr(inference.time, "perf_counter", Slow.clock)
+    data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
+    settings = settings_of({"sigma": 0.25, "n": n})
+    subject = job.Subject(Slow(), "0" * 32, "slow")
+    work = job.CertificationJob(subject, inputs_with_labels(data), settings, here=True)
+    Slow.now = 0.0
+    spec = worker.probe(work._assignment)
+    assert spec.batch == batch
+    assert Slow.now <= max(0.05 * (n + settings.n0), 60 * 2)
 
 
 def test_a_form_that_cannot_be_built_is_skipped() -> None:

@@ -480,7 +480,7 @@ FAULTS: list[Fault] = [
         ("_TIE, _MANY = 1e-5, 0.01", "_TIE, _MANY = 1e-5, 1.0", "all answers may be others"),
         ("(~near | (first == NO_CLASS) | (other == NO_CLASS))", "(~near)",
          "what is no number is a tie"),
-        ("digest_classes(answers[best])", 'digest_classes(answers["eager"])',
+        ("device, answers[best], times[best]", 'device, answers["eager"], times[best]',
          "workers are held to answers of a form they do not execute"),
         ("requested if requested in candidates else", "requested if False else",
          "the form that was asked for is one among others"),
@@ -742,7 +742,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/inference.py", "certification/test_sampling",
-        ("others = [size for size in dict.fromkeys(rows) if size != batch]", "others: list[int] = []",
+        ("    batches = [check_batch, *(check_batch[other] for other in others)]\n", "    batches = [check_batch]\n",
          "a trace of one batch size is chosen for several"),
         ("    if classes.shape != own.shape:\n", "    if False:\n", "answers to other rows are compared"),
     ),
@@ -817,8 +817,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certifying.py", "test_certifying",
-        ("    copied = models.fresh_copy(module).eval()", "    copied = models.fresh_copy(module).train()",
-         "BatchNorm is certified with the statistics of the batch"),
+        ("    copied = models.fresh_copy(module).eval()", "    copied = module.eval()",
+         "the caller's own module is put into evaluation mode"),
         ("object_digest(classifier) or secrets.token_hex(16)", "object_digest() or ''",
          "another classifier gets the finished table of this one"),
         ("or secrets.token_hex(16)", "or '00'", "states that cannot be read are taken for one another"),
@@ -842,6 +842,8 @@ FAULTS: list[Fault] = [
         "dpdist/core/binomial.py", "certification/test_hoeffding_votes",
         ("np.sqrt(-np.log(a) / (2 * n))", "np.sqrt(-np.log(2 * a) / (2 * n))",
          "Hoeffding's bound is wrong twice as often as it says"),
+        ("(k / n - width) * (1 - RELATIVE_MARGIN) - RELATIVE_MARGIN, 0.0)", "(k / n - width), 0.0)",
+         "Hoeffding's bound is not rounded down"),
     ),
     *group(
         "dpdist/certification/cohen.py", "certification/test_hoeffding_votes",
@@ -853,9 +855,29 @@ FAULTS: list[Fault] = [
         "dpdist/certification/inference.py", "certification/test_sampling",
         ("+ passes * one > seconds\n", "+ passes * one > math.inf\n",
          "the probe tries forms for longer than the job takes"),
+        ("    if not any(map(is_tried, forms)):\n", "    if False:\n",
+         "a batch of n0 is passed through a slow network where nothing is compared"),
+    ),
+    *group(
+        "dpdist/certification/worker.py", "certification/test_sampling",
+        ("    checked = int(_PROBE_SHARE * (settings.n0 + settings.n) / _CHECKED_ROWS)\n",
+         "    checked = _MOST_LEAST_BATCH\n",
+         "the checks of a slow network go through more rows than the job"),
+    ),
+    *group(
+        "dpdist/certification/table.py", "reports/test_doubts",
+        ("low, high = min(low, float(batch.min())), max(high, float(batch.max()))", "low, high = float(batch.min()), float(batch.max())",
+         "the range is that of the last inputs"),
+        ("100 * sigma / (high - low)", "100 * sigma / high", "sigma is compared with the largest number"),
+    ),
+    *group(
+        "dpdist/evaluation.py", "reports/test_doubts",
+        ("    if dataset.fingerprint != table.job_record[\"data\"]:\n", "    if False:\n",
+         "the range of other inputs stands beside a table"),
     ),
     *group(
         "dpdist/certification/statistics.py", "reports/test_doubts",
         ("    if found.abstention_rate == 1:\n", "    if False:\n", "nothing but abstentions is no reservation"),
+        ("and len(set(shares)) == 1 and", "and len(set(shares)) == 0 and", "radii that mean nothing are no reservation"),
     ),
 ]  # fmt: skip

@@ -49,8 +49,7 @@ def test_an_unscaled_table_is_doubted_and_a_scaled_one_is_not(tmp_path: Path) ->
     odd = certified(3000.0, tmp_path / "odd")
     (text,) = statistics.doubts(odd)
     assert "the same at all radii up to 0.1" in text
-    low, high = input_range(odd.path) or (0.0, 0.0)
-    assert (low, high) == (points(3000.0)[0].min(), points(3000.0)[0].max())
+    assert not (odd.path.parent / "range.json").exists()  # held by nothing, so nowhere
     assert statistics.doubts(certified(1.0, tmp_path / "fine", 0.1)) == []
 
 
@@ -60,8 +59,19 @@ def test_an_abstention_on_everything_is_doubted(tmp_path: Path) -> None:
     assert "abstained on all 30 inputs" in text and "sigma 5" in text
 
 
+class _Inputs:
+    def batch(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.arange(4000.0).reshape(2000, 2)[torch.from_numpy(rows)]
+
+
+def test_the_range_is_that_of_the_chosen_inputs() -> None:
+    assert input_range(_Inputs(), range(100, 200)) == (200.0, 399.0)
+    assert input_range(_Inputs(), range(2000)) == (0.0, 3999.0)  # the last of many is looked at
+
+
 def test_the_range_stands_beside_sigma() -> None:
     assert range_words(0, 1, 0.25) == "inputs lie in 0 to 1; sigma 0.25 is 25 % of that range"
+    assert range_words(-1, 3, 1) == "inputs lie in -1 to 3; sigma 1 is 25 % of that range"
     assert range_words(0, 3234, None) == "inputs lie in 0 to 3234"
 
 
@@ -78,7 +88,12 @@ def test_a_report_begins_with_them(here: None, tmp_path: Path, monkeypatch) -> N
     assert done.exit_code == 0, (done.output, done.exception)
     done = call("certify", "odd", "--n", "2000")
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "WARNING" in done.stdout and "of that range" in done.stdout
+    assert "WARNING" in done.stdout
+    words = range_words(float(x.min()), float(x.max()), 0.25)
+    assert words in done.stdout and words in call("report", "odd").stdout
+    pq.write_table(pa.table({"a": x[:, 0] + 7, "b": x[:, 1], "label": y}), "rows/test.parquet")
+    again = call("report", "odd")  # other inputs lie there now: nothing is said of these
+    assert again.exit_code == 0 and "units" not in again.stdout
     found = make_verdict(dpdist.read_facts(RunFolder(tmp_path / "runs" / "odd")))
     assert found.severity == "caution"
     assert found.sentence.startswith("Certified accuracy is the same at all radii")

@@ -35,8 +35,7 @@ RELEASE = {
     "release/privacy_card.md", "release/release.json", "release/README.md", "release/SHA256SUMS",
 }  # fmt: skip
 CERTIFIED = {
-    "certificates.parquet", "journal.jsonl", "range.json", "rate.json", "settings.json",
-    "timings.csv",
+    "certificates.parquet", "journal.jsonl", "rate.json", "settings.json", "timings.csv",
 }  # fmt: skip
 REPORT = {"report/index.html"}
 PRIVATE = {

@@ -1,0 +1,209 @@
+"""`dpdist init` on tables: CSV, texts, columns that are named or left out, and public ranges."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.datasets import write_split
+from support.training import train
+from typer.testing import CliRunner
+
+import dpdist
+from dpdist import models
+from dpdist.cli.main import app
+from dpdist.core.errors import UserError
+from dpdist.data.discovery import ChosenColumns, inspect_folder
+from dpdist.publishing import write_release
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import load_recipe, parse_recipe, resolve_recipe
+from dpdist.training.records import data_source, load_test_records, records_with_canaries
+
+pytestmark = pytest.mark.whole
+ROWS = 200
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def table(seed: int, rows: int = ROWS) -> dict[str, list]:
+    rng = np.random.default_rng(seed)
+    return {
+        "patient_id": [f"p{i % 50}" for i in range(rows)], "number": list(range(rows)),
+        "visit_id": [i % 7 for i in range(rows)], "age": rng.uniform(20, 90, rows).tolist(),
+        "pulse": rng.integers(40, 180, rows).tolist(),
+        "ward": rng.choice(["a", "b", "c"], rows).tolist(),
+        "ill": [i % 2 for i in range(rows)],
+    }  # fmt: skip
+
+
+def write_csv(name: str = "scans") -> Path:
+    Path(name).mkdir()
+    for split, seed, rows in (("train", 0, ROWS), ("test", 1, 40)):
+        columns = table(seed, rows)
+        lines = [
+            ",".join(columns),
+            *(",".join(map(str, r)) for r in zip(*columns.values(), strict=True)),
+        ]
+        Path(name, f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return Path(name)
+
+
+def said(*options: str, code: int = 0, given: str | None = None) -> str:
+    done = CliRunner().invoke(app, ["init", *options], input=given)
+    if code == 0 and done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def test_csv_becomes_parquet_and_what_is_left_out_is_named():
+    write_csv()
+    out = said("scans", "--label", "ill")
+    assert "left out: patient_id: text" in out and "left out: ward: text" in out
+    assert "left out: visit_id: an identifier, by its name" in out
+    assert "left out: number: an identifier: whole numbers that all differ" in out
+    assert "no public ranges" in out
+    recipe = load_recipe(Path("scans.yaml"))
+    assert recipe.data.columns.features == ["age", "pulse"] and recipe.data.columns.ranges == {}
+    records = records_with_canaries(recipe, data_source(recipe))
+    wanted = np.array([table(0)["age"], table(0)["pulse"]], dtype=np.float32).T
+    assert np.array_equal(np.asarray(records.inputs), wanted)
+    assert "# Left out: ward: text." in Path("scans.yaml").read_text()
+
+
+def test_public_ranges_scale_features_and_cut_what_lies_beyond():
+    write_csv()
+    said("scans", "--label", "ill", "--range", "age=30,80", "--range", "pu*=40,180")
+    recipe = load_recipe(Path("scans.yaml"))
+    assert recipe.data.columns.ranges == {"age": (30, 80), "pulse": (40, 180)}
+    records = records_with_canaries(recipe, data_source(recipe))
+    age, pulse = np.array(table(0)["age"], np.float32), np.array(table(0)["pulse"], np.float32)
+    wanted = np.stack([np.clip((age - 30) / 50, 0, 1), (pulse - 40) / 140], 1)
+    found = np.asarray(records.inputs)
+    assert np.allclose(found, wanted, atol=1e-6) and found.min() == 0 and found.max() == 1
+    checked = CliRunner().invoke(app, ["data", "check", "scans.yaml"])
+    assert "inputs lie in 0 to 1; sigma 0.25 is 25 % of that range (declared: " in checked.stdout
+    plain = resolve_recipe(recipe, changes={"data.columns.ranges": {}})
+    assert np.asarray(records_with_canaries(plain, data_source(plain)).inputs).max() > 100
+
+
+def test_a_recipe_without_ranges_is_written_as_before():
+    raw = {"name": "x", "data": {"name": "digits"}, "model": {"name": "linear"},
+           "privacy": {"epsilon": 3, "delta": 1e-4},
+           "training": {"batch_size": 5, "steps": 1, "learning_rate": 1}}  # fmt: skip
+    assert "ranges" not in parse_recipe(raw, "x").to_yaml()
+
+
+def test_ranges_are_asked_for_at_a_terminal(monkeypatch):
+    write_csv()
+    monkeypatch.setattr("dpdist.cli.init._at_terminal", lambda: True)
+    out = said("scans", "--label", "ill", given="0,120\n\n")
+    assert "nothing read from these records" in out
+    assert load_recipe(Path("scans.yaml")).data.columns.ranges == {"age": (0, 120)}
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["--label", "nothing"], "--label: must be a column of .*; got nothing"),
+        (["--label", "ill", "--features", "age,ill"], "name ill once"),
+        (["--label", "ill", "--features", "age,ward"], "must be numbers, or one column of texts"),
+        (["--label", "ill", "--group", "age", "--features", "age"], "name age once"),
+        (["--label", "ill", "--range", "age=5,5"], "--range: must be LOW,HIGH"),
+        (["--label", "ill", "--range", "agee=0,5"], "COLUMN=LOW,HIGH of one of age, pulse"),
+    ],
+)
+def test_what_is_not_there_is_refused_and_nothing_is_written(options, refusal):
+    write_csv()
+    with pytest.raises(UserError, match=refusal):
+        said("scans", *options)
+    assert not Path("scans.yaml").exists() and not list(Path("scans").glob("*.parquet"))
+
+
+def test_named_features_and_a_group():
+    write_csv()
+    said("scans", "--label", "ill", "--features", "number,pulse", "--group", "patient_id")
+    recipe = load_recipe(Path("scans.yaml"))
+    columns = recipe.data.columns
+    assert (columns.features, columns.group) == (["number", "pulse"], "patient_id")
+    assert records_with_canaries(recipe, data_source(recipe)).largest_group == 4
+
+
+def test_a_csv_with_holes_or_other_columns_is_refused():
+    write_csv()
+    Path("scans/test.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match=r"test\.csv: must have the columns patient_id, number"):
+        said("scans", "--label", "ill")
+    Path("scans/train.csv").write_text("a,ill\n1,0\n,1\n")
+    with pytest.raises(UserError, match=r"train\.csv: line 3: column 'a' must have a value"):
+        said("scans")
+
+
+def test_texts_become_a_recipe_of_texts():
+    for split, rows in (("train", 120), ("test", 20)):
+        write_split(Path("films"), split, review=[f"{split} {i} good" for i in range(rows)],
+                    film_id=list(range(rows)), label=["bad", "good"] * (rows // 2))  # fmt: skip
+    out = said("films")
+    assert "texts of column review, 2 classes" in out and "left out: film_id" in out
+    recipe = load_recipe(Path("films.yaml"))
+    assert recipe.data.text.column == "review" and recipe.data.names == ["bad", "good"]
+    assert recipe.model.name == "transformer" and recipe.certify is None
+    assert len(load_test_records(recipe, data_source(recipe))) == 20
+
+
+def test_unique_numbers_of_few_records_may_be_features():
+    write_split(Path("few"), "train", x=list(range(90)), label=[0, 1] * 45)
+    write_split(Path("few"), "test", x=list(range(100, 110)), label=[0, 1] * 5)
+    assert inspect_folder(Path("few")).feature_columns == ("x",)
+    write_split(Path("few"), "train", x=list(range(100)), label=[0, 1] * 50)
+    with pytest.raises(UserError, match="x: an identifier: whole numbers that all differ"):
+        inspect_folder(Path("few"))
+    assert inspect_folder(Path("few"), ChosenColumns(features=("x",))).feature_columns == ("x",)
+
+
+def test_ranges_are_checked():
+    base = {"name": "x", "data": {"name": "own", "root": "."}, "model": {"name": "linear"},
+            "privacy": {"epsilon": 3, "delta": 1e-4},
+            "training": {"batch_size": 5, "steps": 1, "learning_rate": 1}}  # fmt: skip
+    for columns, refusal in (
+        ({"features": ["a"], "ranges": {"a": [1, 1]}}, "must be LOW, HIGH, got 1, 1"),
+        ({"features": ["a"], "ranges": {"b": [0, 1]}}, "must be one of the features"),
+        ({"features": ["*"], "ranges": {"*": [0, 1]}}, "must be names, not patterns"),
+        ({"ranges": {"b": [0, 1]}}, "must be one of the features"),
+    ):
+        with pytest.raises(UserError, match=refusal):
+            resolve_recipe(base, changes={"data.columns": columns})
+
+
+def test_predict_and_a_release_take_raw_features():
+    write_csv()
+    said("scans", "--label", "ill", "--range", "age=30,80", "--range", "pulse=40,180")
+    from support.training import make
+
+    raw = load_recipe(Path("scans.yaml")).data.model_dump(mode="json")
+    recipe, folder = make(Path("runs"), "scans", data=raw, model={"name": "linear"},
+                          training__steps=5)  # fmt: skip
+    train(recipe, folder)
+    write_release(folder, not_private=True)
+    (row,) = np.array([[55.0, 110.0]])
+    np.save("row.npy", row)
+    sys.path.insert(0, ".")
+    seen: list[torch.Tensor] = []
+    release = dpdist.load(RunFolder(folder.path).release_folder)
+    release.model.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    release.answerer(sigma=1e-6, n=100)(row)
+    assert torch.allclose(seen[-1].mean(0), torch.tensor([0.5, 0.5]), atol=1e-3)
+    for where in (folder.path, folder.release_folder):
+        done = CliRunner().invoke(app, ["predict", str(where), "row.npy", "--sigma", "1e-6",
+                                        "--n", "200", "--json"])  # fmt: skip
+        assert done.exception is None, done.exception
+        with torch.no_grad():
+            best = int(models.load(folder.model_folder)(torch.tensor([[0.5, 0.5]])).argmax())
+        assert f'"label": {best}' in done.stdout
+    page = (folder.release_folder / "README.md").read_text()
+    assert "numbers as they are, whose public ranges `release.json` names" in page

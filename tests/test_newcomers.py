@@ -1,0 +1,154 @@
+"""The first words that somebody new reads: help, near misses, a release printed, room for workers,
+and one statement of a table on every page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.local_execution import run_without_ray
+from typer.testing import CliRunner
+
+import dpdist
+from dpdist import pipeline
+from dpdist.certification.statistics import population_summary_row
+from dpdist.cli.main import app
+from dpdist.cluster import session
+from dpdist.core.errors import UserError
+from dpdist.runs.recipe import parse_recipe, resolve_recipe
+
+pytestmark = pytest.mark.whole
+BASE = {
+    "name": "small",
+    "data": {"name": "digits", "max_train": 200},
+    "model": {"name": "linear"},
+    "privacy": {"epsilon": 3, "delta": 1e-4},
+    "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
+    "certify": {"sigma": 0.25, "n": 200, "max_inputs": 20},
+}
+
+
+# --- help -------------------------------------------------------------------------------------
+
+
+def test_help_is_in_groups_and_cuts_no_summary():
+    said = CliRunner().invoke(app, ["--help"]).stdout
+    assert said.count("...") == 1  # of the usage
+    panels = re.findall(r"^(\w[\w, ]+):$", said, re.MULTILINE)
+    assert panels == [
+        "Options", "Start", "Train", "Certify, attack and audit", "Look at runs, and publish",
+        "Calculate", "Clusters",
+    ]  # fmt: skip
+    from typer.main import get_command
+
+    commands = get_command(app).commands
+    words = " ".join(said.split())
+    for name, found in commands.items():
+        first = " ".join(found.help.partition("\n\n")[0].split())
+        assert f"{name} {first}" in words
+    assert CliRunner().invoke(app, ["account", "--help"]).stdout.count("...") == 1
+
+
+# --- near misses ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training.batchsize", "training.batch_size"),
+        ("method.raduis", "method.radius"),
+        ("certify.max_input", "certify.max_inputs"),
+        ("data.text.lenght", "data.text.length"),
+        ("training.epsilon", "privacy.epsilon"),
+        ("resources.workers.maxx", "resources.workers.max"),
+        ("resource", "resources"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_near_one(key, meant):
+    changes = {key: 3}
+    if key.startswith("method"):
+        changes["method.name"] = "dplis"
+    if key.startswith("resources.workers"):
+        changes |= {"resources.workers.min": 1, "resources.workers.max": 2}
+    with pytest.raises(UserError) as refused:
+        resolve_recipe(BASE, changes=changes)
+    assert f"recipe: {key}: unknown key; did you mean {meant}?" in str(refused.value).splitlines()
+
+
+def test_what_is_near_nothing_gets_no_guess():
+    with pytest.raises(UserError, match=r"unknown key$"):
+        resolve_recipe(BASE, changes={"training.zzz": 3})
+
+
+# --- room for workers -------------------------------------------------------------------------
+
+
+def test_workers_that_the_machine_cannot_hold_are_refused_with_the_sum(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    have = session.count_local_cpus()
+    recipe = parse_recipe(BASE | {"resources": {"workers": have + 6}}, "test")
+    with pytest.raises(UserError) as refused:
+        pipeline.run(recipe, runs=tmp_path)
+    said = str(refused.value)
+    assert said.startswith(f"resources.workers: must be at most {have}, got {have + 6}: ")
+    assert f"{have + 6} x 1 CPUs are {have + 6}, this machine has {have}" in said
+    assert list(tmp_path.iterdir()) == []
+    share = float(re.search(r"cpus_per_worker: (\S+) would", said).group(1))
+    session.require_workers(have + 6, share)  # as it says, they fit
+
+
+def test_workers_need_memory_too(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    room = int(session.local_memory_mebibytes() / session.WORKER_MIB)
+    with pytest.raises(UserError, match=f"must be at most {room}, got {room + 1}: .* MiB are"):
+        session.require_workers(room + 1, 1e-4)
+    session.require_workers(room, 1e-4)
+
+
+def test_a_cluster_is_asked_when_it_is_there(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    session.require_workers(10_000, 1)
+
+
+# --- one statement ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        run_without_ray(patch)
+        folder = pipeline.run(parse_recipe(BASE, "test"), runs=tmp_path_factory.mktemp("runs"))
+    dpdist.write_release(folder)
+    return folder.path
+
+
+def test_a_table_has_one_population_statement_whoever_prints_it(run):
+    (table,) = dpdist.read_facts(run).tables
+    name, stated = population_summary_row(table)
+    again = {"report": ["report", run], "compare": ["compare", run, run],
+             "release": ["release", run], "verify": ["verify", run / "release"]}  # fmt: skip
+    for what, arguments in again.items():
+        done = CliRunner().invoke(app, list(map(str, arguments)))
+        assert done.exception is None, (what, done.exception)
+        assert name in done.stdout and stated in done.stdout, what
+    assert stated in (run / "report" / "index.html").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        run_without_ray(patch)
+        done = CliRunner().invoke(app, ["certify", str(run)])
+    assert done.exception is None and stated in done.stdout
+
+
+# --- a release --------------------------------------------------------------------------------
+
+
+def test_a_release_prints_itself_in_about_ten_lines(run):
+    release = dpdist.load(run / "release")
+    lines = repr(release).splitlines()
+    assert 8 <= len(lines) <= 12 and max(map(len, lines)) < 200
+    assert lines[0] == "release small"
+    said = dict(line.strip().split(": ", 1) for line in lines[1:])
+    assert said["privacy"].startswith("epsilon 3.0") or "epsilon 2.9" in said["privacy"]
+    assert said["test data"] == "digits"
+    (table,) = release.description.certified
+    assert f"{100 * table.accuracy[0]:.2f} % at 0" in said[f"certified, {table.title}"]

@@ -1,0 +1,224 @@
+"""Texts are answered by predict and serve, of runs and of releases, by the tokens of training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.datasets import write_split
+from support.training import make, train
+from typer.testing import CliRunner
+
+import dpdist
+from dpdist import models
+from dpdist.cli.main import app
+from dpdist.core.errors import UserError
+from dpdist.core.fields import BEGIN
+from dpdist.data.text import TextColumn, WordList
+from dpdist.evaluation import load_model
+from dpdist.publishing import write_release
+from dpdist.release.bundle import CHECKSUMS, DESCRIPTION, TOKENIZER, WORDS, compute_checksums
+from dpdist.release.verify import verify_release
+from dpdist.runs.folder import RunFolder
+from dpdist.serving.app import RequestHandler
+from dpdist.serving.deployment import Classifier, ServingSettings, _service_description
+
+pytestmark = pytest.mark.whole
+WORDS_OF = ("the", "cat", "sat", "mat", "dog", "ran")
+LENGTH = 8
+
+
+def made(tmp: Path, name: str, predict: str, text: dict[str, Any], model: Any) -> RunFolder:
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        texts = [f"{split} {k} " + " ".join(rng.choice(WORDS_OF, 5)) for k in range(40)]
+        write_split(tmp / "data" / "own", split, text=texts, label=np.arange(40) % 2)
+    (tmp / "data" / "own" / "words.txt").write_text("".join(f"{word}\n" for word in WORDS_OF))
+    data: dict[str, Any] = {"name": "own", "root": str(tmp / "data")}
+    data["text"] = {"length": LENGTH, "predict": predict, **text}
+    if predict == "label":
+        data |= {"classes": 2, "names": ["good", "bad"]}
+    recipe, folder = make(tmp / "runs", name, data=data, model=model, training__steps=3)
+    train(recipe, folder)
+    write_release(folder, not_private=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def following(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    model = {"name": "next-word-mlp", "options": {}}
+    return made(tmp_path_factory.mktemp("next"), "next", "next", {"words": 4}, model)
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "bert", "vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 64,
+    }  # fmt: skip
+    adapter = {"kind": "lora", "r": 2, "lora_alpha": 4, "target_modules": ["query", "value"]}
+    model = {"name": "transformer", "options": {"config": config, "adapter": adapter}}
+    return made(tmp_path_factory.mktemp("label"), "label", "label", {}, model)
+
+
+def said(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(each) for each in arguments])
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
+    recipe = following.read_recipe()
+    row = torch.full((1, LENGTH), -1.0)
+    row[0, :3] = torch.tensor([BEGIN, 3.0, 4.0])  # begin, the, cat: no end
+    with torch.no_grad():
+        wanted = load_model(recipe, following)(row)[0, 2].double().softmax(0)
+    names = ["<begin>", "<end>", "<unknown>", "the", "cat", "sat", "mat"]
+    answers = [
+        json.loads(said("predict", where, "--text", "The cat", "--json"))
+        for where in (following.path, following.release_folder)
+    ]
+    assert answers[0] == answers[1] and answers[0]["text"] == "'The cat'"
+    best = int(wanted.argmax())
+    assert (answers[0]["label"], answers[0]["name"]) == (best, names[best])
+    order = wanted.argsort(descending=True)[:5].tolist()
+    assert [each["name"] for each in answers[0]["likely"]] == [names[place] for place in order]
+    shares = [each["probability"] for each in answers[0]["likely"]]
+    assert shares == pytest.approx([float(wanted[place]) for place in order])
+
+
+def test_files_of_texts_are_answered_too(following, tmp_path):
+    (tmp_path / "one.txt").write_text("the cat\n")
+    of_file = said("predict", following.path, tmp_path / "one.txt")
+    of_text = said("predict", following.path, "--text", "the cat")
+    assert of_file.partition(": ")[2] == of_text.partition(": ")[2] and " %" in of_text
+
+
+def test_a_label_is_that_of_the_bytes(labelled):
+    answer = json.loads(said("predict", labelled.release_folder, "--text", "cat", "--json"))
+    row = torch.full((1, LENGTH), -1.0)
+    row[0, :5] = torch.tensor([0.0, *(byte + 2 for byte in b"cat"), 1.0])
+    with torch.no_grad():
+        shares = load_model(labelled.read_recipe(), labelled)(row)[0].double().softmax(0)
+    assert answer["name"] == ("good", "bad")[int(shares.argmax())]
+    assert answer["likely"][0]["probability"] == pytest.approx(float(shares.max()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["--text", "a", "--sigma", "0.1"], "--sigma: must be left out: texts are not smoothed"),
+        (["--text", "a", "--label-only"], "--label-only: must be left out: texts"),
+        ([], "FILE: must be given: a text by --text, or files of texts"),
+        (["--text", "the " * 8], "text: must have 1 to 8 tokens to be continued, got 9"),
+    ],
+)
+def test_what_texts_do_not_have_is_refused(following, options, refusal):
+    with pytest.raises(UserError, match=refusal):
+        said("predict", following.path, *options)
+
+
+def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_path):
+    words = (following.release_folder / WORDS).read_text()
+    assert words.split() == list(WORDS_OF[:4])
+    rows = dict(verify_release(following.release_folder))
+    assert rows["tokenizer"] == f"{WORDS}; the model reads its tokens"
+    about = json.loads((following.release_folder / DESCRIPTION).read_text())
+    assert about["text"] == {"length": LENGTH, "tokens": "words", "words": 4, "predict": "next"}
+    assert about["format"] == 3 and str(tmp_path.parent) not in json.dumps(about)
+    assert "`words.txt`, 4 words" in (following.release_folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"length": 9}, r"text\.length must be 8, the tokens that its model reads, got 9"),
+        ({"predict": "label"}, r"text\.predict must be next, as its model answers"),
+        ({"words": 3}, r"text\.words must be 4, the words of words\.txt, got 3"),
+        ({"words": 5}, r"must be <= the 4 different words"),
+        ({"tokens": "tokenizer", "words": None}, f"must hold {TOKENIZER} as .* got {WORDS}"),
+        ({"tokens": "bytes", "words": None}, f"must hold no tokenizer as .* got {WORDS}"),
+        ({"tokens": "bytes"}, "words must be given with tokens: words, and only then"),
+        (None, "text must be given in format 3"),
+    ],
+)
+def test_an_edited_tokenizer_is_refused(following, tmp_path, change, refusal):
+    folder = tmp_path / "release"
+    folder.mkdir()
+    for path in following.release_folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    about = json.loads((folder / DESCRIPTION).read_text())
+    about["text"] = None if change is None else about["text"] | change
+    (folder / DESCRIPTION).write_text(json.dumps(about))
+    (folder / CHECKSUMS).write_text(compute_checksums(folder))
+    with pytest.raises(UserError, match=refusal):
+        verify_release(folder)
+
+
+def test_a_text_is_served(following):
+    release = dpdist.load(following.release_folder)
+    settings = ServingSettings(following.release_folder, None, None, 10, 0.001, 1, None)
+    replica = Classifier(settings, release.checksums)
+
+    async def asked(text: str) -> dict[str, Any]:
+        (answer,), _ = replica.answer([text])
+        return answer
+
+    about = _service_description(release, settings)
+    assert "draws" not in about
+    gate = RequestHandler(about, None, asked)
+
+    def post(body: bytes, kind: str = "application/json") -> Any:
+        async def chunks():
+            yield body
+
+        return asyncio.run(gate.handle("POST", "/predict", {"content-type": kind}, chunks()))
+
+    reply = post(json.dumps({"text": "the cat"}).encode())
+    assert reply.status == 200 and reply.body == release.text_answerer("the cat").as_json
+    for body, kind in (
+        (b'{"text": 3}', "application/json"), (b'{"input": [1]}', "application/json"),
+        (b"the cat", "text/plain"),
+    ):  # fmt: skip
+        assert post(body, kind).status == 400
+    reply = post(json.dumps({"text": "the " * 9}).encode())
+    assert reply.status == 400 and "1 to 8 tokens" in reply.body["error"]
+
+
+def test_images_have_no_text(tmp_path):
+    recipe, folder = make(tmp_path, "digits", training__steps=1)
+    train(recipe, folder)
+    with pytest.raises(UserError, match="--text: must be left out"):
+        said("predict", folder.path, "--text", "a")
+    write_release(folder, not_private=True)
+    with pytest.raises(UserError, match=r"takes numbers; call its answerer\(\)"):
+        _ = dpdist.load(folder.release_folder).text_answerer
+
+
+def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[CLS]": 0, "[SEP]": 1, "the": 2, "cat": 3, "[UNK]": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    made.save(str(tmp_path / TOKENIZER))
+    column = TextColumn(length=6, tokenizer=tmp_path / TOKENIZER, predicts_next_token=True)
+    assert column.tokenize_beginning("the cat").tolist() == [0, 2, 3]
+    assert column.tokenize_one("the cat").tolist() == [[0, 2, 3, 1, -1, -1]]
+    assert column.token_name(3) == "cat"
+    assert TextColumn(length=6).token_name(ord("a") + 2) == "a"
+    (tmp_path / WORDS).write_text("the\ncat\nsat\n")
+    words = TextColumn(length=6, words=WordList(tmp_path / WORDS, 2))
+    assert [words.token_name(token) for token in range(5)] == [
+        "<begin>", "<end>", "<unknown>", "the", "cat",
+    ]  # fmt: skip
+    assert models.NO_CLASS == -1
