@@ -551,7 +551,13 @@ class PrivateTraining:
              "reproducible": reproducible},
         )  # fmt: skip
         self._records = _by_unit(self._recipe, self._records)
-        self._objective = objective_of(loss)
+        self._set_up(recipe, examples)
+
+    # --- start-up
+
+    def _set_up(self, recipe: Recipe, examples: tuple[Any, Tensor]) -> None:
+        """Make the engine and the plan; begin where a run goes on or several workers begin."""
+        self._objective = objective_of(self._loss)
         self._engine = self._engine_of(examples)
         self._check_form()
         self._done = 0
@@ -566,8 +572,6 @@ class PrivateTraining:
         self._planned(recipe)
         if self._continued or self._workers.count > 1:  # workers agree on all at once
             self._begin(examples)
-
-    # --- start-up
 
     def _refuse_workers(self) -> None:
         """Raise UserError for scores in a script of several processes, which cannot share one."""
@@ -1201,7 +1205,7 @@ def _warn_of_fixed_key(recipe: Recipe) -> None:
         warnings.warn(
             "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
             "subtract the noise); leave it out outside of tests",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

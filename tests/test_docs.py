@@ -129,7 +129,8 @@ def test_a_notebook_runs(path, here, tmp_path, monkeypatch):
             for most, few in (('epochs": 10', 'epochs": 1'), ('inputs": 60', 'inputs": 5')):
                 text = text.replace(most, few)
             exec(text, names)
+    certified = {"own_loop": 60, "own_data": 50, "certify_any_model": 40}
     if path.stem == "first_run":
         assert names["facts"].guarantee.epsilon <= 3  # type: ignore[attr-defined]
     else:
-        assert len(names["table"].radius) == 40  # type: ignore[attr-defined]
+        assert len(names["table"].radius) == certified[path.stem]  # type: ignore[attr-defined]

@@ -430,6 +430,7 @@ def busy(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
     held = begin(tmp_path / "own")
+    held.step()  # begins the run
     try:
         for line in both(pair.do(busy, tmp_path / "own")):
             assert "another process trains this run" in line
