@@ -770,7 +770,8 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
 def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
     """Return how pictures are brought to the input of a model from elsewhere, as its test inputs
     were; of other runs, and where nothing was done, they stay as they are."""
-    if recipe.method.trained_elsewhere is None or not recipe.method.inputs:
+    prepared = recipe.method.picture_preparation
+    if not prepared:
         return lambda pixels: pixels
     from dpdist import models
     from dpdist.core.files import read_json
@@ -778,7 +779,7 @@ def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
 
     size = models.read_spec(folder.model_folder).input_shape
     resize = read_json(folder.imported, {"data": dict})["data"]["resize"]
-    console.log(f"pictures: {recipe.method.inputs}, as the test inputs of the run")
+    console.log(f"pictures: {prepared}, as the test inputs of the run")
     return lambda pixels: fit_picture(pixels, size, resize)
 
 

@@ -388,6 +388,11 @@ class Method(Section):
         return None
 
     @property
+    def picture_preparation(self) -> str:
+        """Return how pictures were brought to the input, in words; empty where none were."""
+        return ""
+
+    @property
     def max_evaluation_queries(self) -> int | None:
         """Return the number of test inputs to ask about, where asking is paid; None: all."""
         return None

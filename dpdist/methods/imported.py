@@ -65,6 +65,10 @@ class Imported(Method):
         return (TrainedElsewhere(),)
 
     @property
+    def picture_preparation(self) -> str:
+        return self.inputs
+
+    @property
     def trained_elsewhere(self) -> str:
         """Return why no training of this run can be executed, audited or priced."""
         return (

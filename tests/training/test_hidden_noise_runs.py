@@ -166,8 +166,9 @@ def test_without_privacy_the_update_is_plain_sgd(tmp_path):
     seen: list[tuple[Tensor, Tensor, bytes, Tensor]] = []
     real = GradientEngine.clipped_sum
 
-    def spy(self, inputs, targets, *, draw_key, record_ids, out):
+    def spy(self, inputs, targets, *, draw_key, record_ids, out, members):
         seen.append((inputs, targets, draw_key, record_ids))
+        assert members is None
         return real(self, inputs, targets, draw_key=draw_key, record_ids=record_ids, out=out)
 
     with pytest.MonkeyPatch.context() as patch:

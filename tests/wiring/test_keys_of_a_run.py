@@ -243,7 +243,7 @@ def test_a_paid_redistribution_has_keys_of_its_own(tmp_path, monkeypatch):
     secret = job_of(tmp_path, "secret", method=method, model=NET, privacy__run_key=None)
     again = recorded(secret, monkeypatch)
     run_key = read_run_key(secret.folder)
-    assert sum(run_key not in again.ancestors(k) for k in again.of(NOISE)) == 1
+    assert sum(run_key not in again.ancestors(k) for k in again.keys_opened_by(NOISE)) == 1
 
 
 def test_a_released_sum_is_named_by_its_bits(tmp_path, monkeypatch):

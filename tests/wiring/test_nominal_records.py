@@ -65,7 +65,9 @@ def test_one_record_more_changes_nothing_that_is_published(tmp_path):
         # The released weights, noise and all, are another draw in each run; the card names them.
         weights = json.loads((folder.release_folder / "privacy_card.json").read_text())["extra"]
         own = weights["model hash"].encode()
-        files = {n: (folder.release / n).read_bytes().replace(own, b"its own") for n in names}
+        files = {
+            n: (folder.release_folder / n).read_bytes().replace(own, b"its own") for n in names
+        }
         summary = [row for row in read_facts(folder).summary() if row[0] != "report"]
         published.append((folder.plan.read_bytes(), files, summary))
         ledger = Ledger.read(folder.ledger)

@@ -235,7 +235,7 @@ def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
     job = job_of(tmp_path, **described)
     frozen = load_file(tmp_path / "classifier" / "model.safetensors")
     follow(job, monkeypatch)
-    saved = load_file(job.folder.model / "model.safetensors")
+    saved = load_file(job.folder.model_folder / "model.safetensors")
     for name, value in frozen.items():
         assert torch.equal(saved[f"classifier.{name}"], value), "the frozen part stays as it is"
 

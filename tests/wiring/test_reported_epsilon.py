@@ -192,7 +192,7 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
     assert facts.privacy_card()["private"] is False
     with pytest.raises(UserError, match="its run key is fixed"):
         write_release(folder)
-    assert not folder.release.exists()
+    assert not folder.release_folder.exists()
     write_release(folder, not_private=True)
     assert "NOT private" in (folder.release / "privacy_card.md").read_text()
 
@@ -214,7 +214,9 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     evaluate_stage(job.recipe, folder)
     write_release(folder)
     for name in ("model.safetensors", "model.json"):
-        assert (folder.release_folder / name).read_bytes() == (folder.model / name).read_bytes()
+        assert (folder.release_folder / name).read_bytes() == (
+            folder.model_folder / name
+        ).read_bytes()
     dataset, model = load_test_records(job.recipe, job.source), load_model(job.recipe, folder)
     right = 0
     for i in range(len(dataset)):
