@@ -66,6 +66,7 @@ class Imported(Method):
 
     @property
     def picture_preparation(self) -> str:
+        """Return how pictures were brought to the input, in words; empty where none were."""
         return self.inputs
 
     @property
