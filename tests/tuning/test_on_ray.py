@@ -78,7 +78,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
     expected = run_trials(here)
     for number, report in enumerate(expected):
         assert read_scores(folder, number)["scores"] == pytest.approx([s for _, s in report])
-        releases = Ledger.read(folder.trial_folder(number).ledger).releases
+        releases = Ledger.read(folder.trial_folder(number).ledger).release_counts
         assert releases == dict.fromkeys(range(400), 1)
     here._choose_winner()
     winner = json.loads(here.folder.outcome.read_text())["winner"]

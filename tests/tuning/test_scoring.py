@@ -64,8 +64,8 @@ def test_removing_one_record_moves_no_other_across_the_split(records):
         less = np.delete(np.arange(120), removed)
         smaller = stored(root / f"without-{removed}", inputs[less], labels[less])
         gone_held = contents(held) - contents(smaller.select_by_hash(0.0, 0.3))
-        gone_kept = contents(kept) - contents(smaller.part(0.3, 1.0))
-        assert contents(smaller.part(0.0, 0.3)) < contents(held) or not gone_held
+        gone_kept = contents(kept) - contents(smaller.select_by_hash(0.3, 1.0))
+        assert contents(smaller.select_by_hash(0.0, 0.3)) < contents(held) or not gone_held
         assert len(gone_held) + len(gone_kept) == 1
     by_position = np.arange(120) < 36  # the split that would not do: a removal moves another one
     shifted = np.delete(np.arange(120), 3)[:36]
@@ -80,7 +80,7 @@ def test_parts_are_cut_in_every_view(records):
     assert np.array_equal(part.targets(np.array([2, 7])).numpy(), part.labels[[2, 7]])
     assert part.fingerprint != whole.fingerprint and whole.select_by_hash(0.0, 1.0) is whole
     limited = whole.first(50)
-    assert len(limited.part(0.0, 0.3)) + len(limited.part(0.3, 1.0)) == 50
+    assert len(limited.select_by_hash(0.0, 0.3)) + len(limited.select_by_hash(0.3, 1.0)) == 50
 
 
 OBJECTIVES = [

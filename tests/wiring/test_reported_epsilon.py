@@ -194,7 +194,7 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
         write_release(folder)
     assert not folder.release_folder.exists()
     write_release(folder, not_private=True)
-    assert "NOT private" in (folder.release / "privacy_card.md").read_text()
+    assert "NOT private" in (folder.release_folder / "privacy_card.md").read_text()
 
 
 def test_a_run_without_noise_proves_nothing(tmp_path):
