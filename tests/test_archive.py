@@ -169,6 +169,7 @@ def lose(recipe: Recipe, folder: RunFolder, steps: int) -> RunFolder:
     return RunFolder(lost)
 
 
+@pytest.mark.long
 def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
     recipe, folder = make(tmp_path, archive=url, archive_private=True)
     with training(recipe, folder) as thread:
@@ -218,6 +219,7 @@ def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url) -> None:
         Archive.find(lost).update()
 
 
+@pytest.mark.long
 def test_without_the_permit_releases_would_be_forgotten(tmp_path, url, monkeypatch) -> None:
     """The check above can fail: a gate that lets everything pass loses releases."""
     recipe, folder = make(tmp_path, steps=5_000, archive=url, archive_private=True)
@@ -305,6 +307,7 @@ def replace(store: ObjectStore, path: str, content: bytes) -> None:
     forge_manifest(store, change)
 
 
+@pytest.mark.long
 def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
     """Cut at a line, so that its chain holds, and with digests that fit: header and attempt."""
     folder, store = archived
@@ -349,6 +352,7 @@ def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch)
     assert len(reports) == 2 and len(set(reports) & kept) == 1  # the torn one is left over
 
 
+@pytest.mark.long
 def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
     recipe, folder = make(tmp_path, steps=3, archive=url)
     with training(recipe, folder) as thread:
@@ -473,6 +477,7 @@ def test_a_permit_ends_after_it_begins(step, steps) -> None:
         Permit(0, step, steps)
 
 
+@pytest.mark.long
 def test_two_that_restore_at_once_both_give_way(archived, monkeypatch) -> None:
     """Somebody's claim comes between the look at the claims and the own one."""
     folder, store = archived

@@ -65,6 +65,7 @@ def test_radii_are_those_of_cohens_own_formula() -> None:
     assert table.to_arrow().num_rows == 6 and isinstance(table, dpdist.CertificateTable)
 
 
+@pytest.mark.long
 def test_a_callable_counts_as_the_module_in_it() -> None:
     module = network()
     by_module = dpdist.certify(module, points(), SETTINGS, here=True)
@@ -252,7 +253,7 @@ def test_a_classifier_with_a_hidden_state_is_never_taken_for_another(tmp_path: P
         dpdist.certify(answer, points(), SETTINGS, folder=tmp_path / "certs", here=True)
 
 
-@pytest.mark.whole
+@pytest.mark.long
 def test_a_script_s_own_function_is_continued_by_another_process(tmp_path: Path) -> None:
     """The order of a set in its code was in the digest: each process had another."""
     script = tmp_path / "script.py"

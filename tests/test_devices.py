@@ -19,6 +19,7 @@ pytestmark = pytest.mark.whole
 HERE = Path(__file__).parent
 
 
+@pytest.mark.long
 def test_all_that_runs_on_a_device() -> None:
     files = sorted(
         str(path) for path in HERE.rglob(f"test_*{hypothesis_settings.DEVICE_TEST_SUFFIX}")

@@ -118,7 +118,7 @@ def test_a_notebook_shows_what_is_public(path):
             assert node.attr in dpdist.__all__
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

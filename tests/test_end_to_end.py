@@ -67,6 +67,7 @@ def dpdist(monkeypatch, capsys):
         yield run
 
 
+@pytest.mark.long
 def test_run_report_release_and_ports(tmp_path, dpdist):
     """One command does all, on loopback ports, quietly, with a method of one's own from the working
     directory; a second call does nothing."""

@@ -33,7 +33,7 @@ def execute(name: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_our_script_runs_as_printed(tmp_path):
     guarantee, accuracy = execute("after.py", tmp_path)
     facts = dpdist.read_facts(tmp_path / "runs" / "digits")
@@ -42,7 +42,7 @@ def test_our_script_runs_as_printed(tmp_path):
     assert any("RandomSampler" in note for note in facts.privacy_card()["notes"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_script_for_opacus_runs_as_printed(tmp_path):
     pytest.importorskip("opacus")
     epsilon, accuracy = execute("before.py", tmp_path)

@@ -260,7 +260,7 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     assert torch.equal(seen[1], raw) == (not options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_timm_name_is_made_by_timm(tmp_path: Path) -> None:
     """A module stands in for timm that imports torchvision first, as it does, in a new process:
     torchvision fails there without CUDA unless it is mended before."""

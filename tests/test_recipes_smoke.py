@@ -72,6 +72,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", PATHS)
 def test_recipe_trains(path, tmp_path, monkeypatch):
     recipe = load_recipe(path)

@@ -182,6 +182,7 @@ BUDGETED = [  # a run costs 0.60, two 0.81, a search 0.91, it and a run 1.09
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("earlier", ["first", "second"])
 @pytest.mark.parametrize(("first", "second", "ceiling"), BUDGETED)
 def test_a_budget_with_room_for_one_lets_one_in(

@@ -10,6 +10,7 @@ import pytest
 pytestmark = pytest.mark.whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "code",
     [

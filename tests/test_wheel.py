@@ -109,6 +109,7 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dpdist"}
 
 
+@pytest.mark.long
 def test_the_command_line(run):
     """Recipes and packages are found, and none of them is the user's."""
     assert len(run("-m", "dpdist", "recipes").splitlines()) >= len(list(ROOT.glob("recipes/*")))

@@ -123,6 +123,7 @@ def noisy(here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 10.0)])
 def test_certificates_of_expected_scores_are_checked_too(
     noisy, tmp_path: Path, norm: str, factor: float

@@ -71,6 +71,7 @@ def believed(path: Path, to: Path, column: str, rows: slice, value: Any) -> bool
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SECTIONS)
 def test_an_edit_of_any_column_is_refused_or_listed(
     made: dict[str, Path], tmp_path: Path, name: str

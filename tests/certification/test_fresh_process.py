@@ -33,6 +33,7 @@ class Counts(nn.Module):
 """
 
 
+@pytest.mark.long
 def test_neither_globals_nor_attributes_of_classes_are_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,7 +188,7 @@ def test_other_data_and_models_are_not_mixed(
         job.certify(tmp_path, FakeData(), SETTINGS, reference, actors=1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_certifications_of_one_folder_are_refused(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:

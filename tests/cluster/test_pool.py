@@ -28,6 +28,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             yield log
 
 
+@pytest.mark.long
 def test_what_ray_says_goes_to_the_file_and_nowhere_else(
     session: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +258,7 @@ def test_a_hanging_actor_does_not_stall_the_rest(tmp_path: Path) -> None:
     assert time.monotonic() - start < 300, "it waited for the one that hangs"
 
 
+@pytest.mark.long
 def test_the_only_actor_is_replaced_when_it_hangs(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:

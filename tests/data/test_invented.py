@@ -56,6 +56,7 @@ def test_scenes_have_colours_and_use_the_whole_range():
     assert 0.02 < np.abs(np.diff(values, axis=3)).mean() < 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "least"), [("strokes", 0.5), pytest.param("scenes", 0.12, marks=pytest.mark.slow)]
 )

@@ -288,7 +288,7 @@ def test_the_benchmark_counts_images_and_compares_them_seed_by_seed(bench) -> No
     assert bench["interval"]([1.0, 2.0, 6.0]) == "+3.0 ± 6.6"  # 4.303 * 2.646 / sqrt(3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_makes_its_lines_and_continues(
     bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -221,7 +221,7 @@ def one_line(done: Done, said: str) -> None:
     assert done.code == 2 and said in done.err and len(lines) == 1, done.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     done = here("run", "x.yaml")
     assert done.code == 0, done.err

@@ -249,6 +249,7 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     assert "assumed by the claim, measured" in (run / "report/index.html").read_text()
 
 
+@pytest.mark.long
 def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, capsys) -> None:
     """Through all of its noise: certified at sigma = pi, predicted, attacked, released."""
     run_without_ray(monkeypatch)
@@ -293,6 +294,7 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
     assert find_noise_location(released) == ModuleNoise(stds, input_std=0.25)
 
 
+@pytest.mark.long
 def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
     tmp_path, monkeypatch
 ) -> None:

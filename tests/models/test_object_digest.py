@@ -80,7 +80,7 @@ def test_every_change_of_a_script_s_objects_is_another_digest(change: tuple[str,
     assert digests_of("# moved\n" + SCRIPT.replace("Words.", "Other words.")) == before
 
 
-@pytest.mark.whole
+@pytest.mark.long
 def test_every_process_has_the_same_digests(tmp_path: Path) -> None:
     found = set()
     for seed in ("0", "7", "8"):  # each another order of sets of texts

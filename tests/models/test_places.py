@@ -291,7 +291,7 @@ def asked(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nobody_asks_where_the_noise_is() -> None:
     for path in sources.product_files():
         assert not asked(sources.tree_of(path)), path

@@ -462,6 +462,7 @@ def write_points(folder: Path, copied: int) -> None:
         pq.write_table(table, folder / f"{name}.parquet")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", [(), ("--partitions",), ("--bag", 10)], ids=["private", "partitions", "bags"]
 )
@@ -507,6 +508,7 @@ def test_a_training_that_one_record_stops_withstands_nothing() -> None:
 # ---- and poisoned records do not
 
 
+@pytest.mark.long
 def test_poisoned_records_do_not_change_a_certified_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,6 +529,7 @@ def test_poisoned_records_do_not_change_a_certified_answer(
     assert attack.refutes(flipped, 120)[sure].any()  # so many changes do
 
 
+@pytest.mark.long
 def test_poisoned_records_do_not_change_what_bags_certify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,6 +547,7 @@ def test_poisoned_records_do_not_change_what_bags_certify(
     assert attack.refutes(swapped, len(found.prediction))[sure].any()
 
 
+@pytest.mark.long
 def test_poisoned_records_and_a_moved_input_together_do_not_change_a_certified_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def beside(bench: ModuleType, code: str, *arguments: object) -> SimpleNamespace:
     return process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [["--quick"], ["--start"]])
 def test_rates_and_seconds_are_printed(monkeypatch, capsys, options):
     bench = load("training_ray", monkeypatch)

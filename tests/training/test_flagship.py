@@ -53,6 +53,7 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
     assert found["no-public"].model.initial is None and found["no-public"].public is None
 
 
+@pytest.mark.long
 def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
     run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
@@ -63,6 +64,7 @@ def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
     assert described["denoiser"]["name"] == "unet"
 
 
+@pytest.mark.long
 def test_a_row_of_another_network_runs(flagship, tmp_path, monkeypatch):
     run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
@@ -75,6 +77,7 @@ def test_a_row_of_another_network_runs(flagship, tmp_path, monkeypatch):
     assert all(line["certified"].keys() == {"0", "0.5", "1", "1.5"} for line in lines)
 
 
+@pytest.mark.long
 def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, monkeypatch):
     run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
@@ -107,6 +110,7 @@ def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, m
     assert (tmp_path / "table.md").read_text() == text
 
 
+@pytest.mark.long
 def test_all_images_are_of_every_run_that_is_named(flagship, tmp_path, monkeypatch):
     run_without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)

@@ -68,7 +68,7 @@ def test_any_number_of_workers_gives_the_same_parameters(tmp_path, method, steps
     assert relative(*results) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reproducible_runs_are_bit_identical(tmp_path):
     results = [
         train(

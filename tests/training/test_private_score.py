@@ -174,6 +174,7 @@ def test_a_record_leaves_nothing_to_the_next_one(tmp_path):
     assert t._scored._sum(model, 0) == float(wanted) and float(model.largest) == 0
 
 
+@pytest.mark.long
 def test_noise_has_its_scale(tmp_path, monkeypatch):
     """False failure: 1e-6 for each of the two quantiles of chi-square (400 draws)."""
     t = training(tmp_path / "own", privacy=FRESH, steps=400, batch_size=1)
@@ -349,7 +350,7 @@ while training.steps_left:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_after_a_kill_scores_are_the_same_to_the_bit(tmp_path):
     """The process ends within a score, among its records, twice."""
     (tmp_path / "mine.py").write_text(SCRIPT)
@@ -600,6 +601,7 @@ def test_it_stands_on_the_card_in_the_facts_and_in_the_report(tmp_path):
     assert "score" not in (plain.run.recipe_file.read_text().partition("script:")[2])
 
 
+@pytest.mark.long
 def test_commands_work_on_a_run_with_scores(tmp_path, monkeypatch, capsys):
     (tmp_path / "nets_of_scores.py").write_text(
         "from torch import nn\n\n\ndef net(input_shape, classes):\n"

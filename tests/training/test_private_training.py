@@ -190,6 +190,7 @@ def test_an_automatic_clip_has_no_other_rule():
 # --- an ordinary run folder
 
 
+@pytest.mark.long
 def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "nets_of_a_test.py").write_text(
         "from torch import nn\n\n\ndef net(input_shape, classes):\n"
@@ -393,6 +394,7 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "optimizer", "options", "said"),
     [
@@ -535,7 +537,7 @@ def test_nothing_released_costs_nothing(tmp_path):
     assert t.guarantee.epsilon == 0 and t.steps_left == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_notebook_s_model_has_no_file(tmp_path):
     """Typed in, and typed in again after the process ended."""
     text = SCRIPT.replace("training.step()\n", "training.step()\n    break\n", 1)
@@ -737,6 +739,7 @@ def test_the_fingerprint_is_keyed(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.long
 def test_units_of_several_records_need_their_size(tmp_path):
     data = dpdist.as_records(records(), unit=[index // 4 for index in range(RECORDS)])
     with pytest.raises(UserError, match=r"privacy\.group_size: must be >= 4, .* got 1"):
@@ -833,7 +836,7 @@ def script(
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("each", [1e-6, 1e6])
 def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
     """Also where it builds other initial weights than before, and whatever was not yet saved."""
@@ -850,7 +853,7 @@ def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
     assert Ledger.read(other.ledger).release_counts == dict.fromkeys(range(12), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_fixed_key_the_ledger_is_complete(tmp_path):
     assert script(tmp_path, tmp_path / "own", 5, key="-", each=1e6).returncode == -signal.SIGKILL
     assert script(tmp_path, tmp_path / "own", key="-", each=1e6).returncode == 0
@@ -978,7 +981,7 @@ def test_its_example_runs(thing):
     assert failed and not any(failed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_runs_as_it_is_printed(tmp_path):
     page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "own-loop.md"
     script, nets = re.findall(r"(?s)```python\n(.*?)```", page.read_text())

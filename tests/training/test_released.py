@@ -145,6 +145,7 @@ def test_an_undamaged_run_is_read_by_all(run):
     assert charge.status == "settled" and charge.phases[0].steps == STEPS + 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("anchored", [False, True], ids=["", "with-a-fitting-anchor"])
 def test_a_finished_run_whose_ledger_was_cut(run, anchored):
     """At every line boundary, to the header and to nothing; beside it an anchor that agrees."""
@@ -206,6 +207,7 @@ def test_what_does_not_name_its_ledger_is_damaged(run, value):
         path.write_text(kept)
 
 
+@pytest.mark.long
 def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
     """A checkpoint newer than its ledger; a ledger cut behind the checkpoint."""
     recipe, folder = make(

@@ -181,6 +181,7 @@ def test_two_workers_are_one(tmp_path, pair, reproducible):
     assert b.read_recipe().resources.workers == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_another_number_of_workers_goes_on(tmp_path, pair, alone, reproducible):
     given = {"reproducible": reproducible, "resources": {"checkpoint_seconds": 1e6}}
@@ -427,7 +428,7 @@ def busy(rank: int, folder: Path) -> None:
     begin(folder).close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
     held = begin(tmp_path / "own")
     held.step()  # begins the run

@@ -133,6 +133,7 @@ def measured_epsilon(law: LawRecipe, searches: int, search=search_many) -> float
     return math.log(max(float(hits) - DELTA, 1e-12) / float(false))
 
 
+@pytest.mark.long
 def test_measured_distinguishability_stays_within_the_stated_epsilon():
     """4,000 searches on each of two neighbours, drawn and decided by the real code. The bound is
     wrong with probability at most 0.001; the same measurement exceeds what a search accounted at

@@ -51,6 +51,7 @@ def files_of(search: Search) -> list[Path]:
     return [run.search_record, run.search_recipe_file, run.start_record, run.search_terms, *trials]
 
 
+@pytest.mark.long
 def test_every_edit_of_what_a_search_wrote_is_refused_or_shows_nothing(searched):
     run, passed, refused = searched.run_folder, {}, set()
     before = everything(run)
