@@ -71,7 +71,7 @@ def test_one_record_more_changes_nothing_that_is_published(tmp_path):
         summary = [row for row in read_facts(folder).summary() if row[0] != "report"]
         published.append((folder.plan.read_bytes(), files, summary))
         ledger = Ledger.read(folder.ledger)
-        assert ledger.releases == dict.fromkeys(range(8), 1)  # 128 // 16 steps, whatever N is
+        assert ledger.release_counts == dict.fromkeys(range(8), 1)  # 128 // 16 steps, whatever N is
     assert published[0] == published[1]
     card = json.loads(published[0][1]["privacy_card.json"])
     assert card["relation"] == card["guarantee"]["relation"] == "add-or-remove-one"
