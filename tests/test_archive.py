@@ -292,7 +292,7 @@ def test_torn_and_damaged_archives_are_refused(archived) -> None:
     store.delete("00000001/manifest.json")
     refused(folder, "no upload was ever finished")
     store.put("00000001/manifest.json", good)
-    assert len(store.names("claims")) == 1  # no refused restore has taken it over
+    assert len(store.list_names("claims")) == 1  # no refused restore has taken it over
     assert archives.restore(store.url, folder.path.parent)[1] > 0
 
 
