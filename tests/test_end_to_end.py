@@ -169,7 +169,7 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     assert "NOT PRIVATE: fixed run key" in out
     assert torch.equal(parameters(run), parameters(undisturbed))
     ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
-    assert ours.releases == theirs.releases == dict.fromkeys(range(STEPS), 1)
+    assert ours.release_counts == theirs.release_counts == dict.fromkeys(range(STEPS), 1)
     assert ours.num_superseded == 0
 
 
@@ -217,7 +217,7 @@ def test_stochastic_batch_training_on_two_workers(tmp_path, dpdist):
         dpdist("train", asked, cwd=tmp_path / str(workers))
     on_ray, alone, two = (tmp_path / name / "runs" / "small" for name in ("ray", "1", "2"))
     ledger = Ledger.read(on_ray / "private" / "ledger.jsonl")
-    assert ledger.releases == dict.fromkeys(range(steps), 1)
+    assert ledger.release_counts == dict.fromkeys(range(steps), 1)
     assert torch.equal(parameters(on_ray), parameters(two))
     assert torch.allclose(parameters(on_ray), parameters(alone), atol=1e-4)
     (table,) = on_ray.glob("certificates/*/certificates.parquet")

@@ -253,7 +253,9 @@ def test_lost_workers_and_a_lost_node_change_nothing(nodes, gated, tmp_path, mon
     assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 2, 1)]
     assert 0 < groups[1].step < groups[2].step < 300
     assert "goes on with 1 worker (before: 2)" in err and "nothing is charged again" in err
-    assert Ledger.read(run / "private" / "ledger.jsonl").releases == dict.fromkeys(range(300), 1)
+    assert Ledger.read(run / "private" / "ledger.jsonl").release_counts == dict.fromkeys(
+        range(300), 1
+    )
 
     gated.write_text(yaml.safe_dump(ELASTIC | ALONE))
     alone(gated, tmp_path, monkeypatch, capsys)
@@ -303,7 +305,9 @@ def test_a_group_shrinks_and_grows_again(nodes, gated, tmp_path, monkeypatch, ca
     assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 1, 2)]
     assert 0 < groups[1].step < groups[2].step < 300
     assert "goes on with 2 workers (before: 1)" in err and "charged again" in err
-    assert Ledger.read(run / "private" / "ledger.jsonl").releases == dict.fromkeys(range(300), 1)
+    assert Ledger.read(run / "private" / "ledger.jsonl").release_counts == dict.fromkeys(
+        range(300), 1
+    )
     raw["resources"] = raw["resources"] | {"workers": 1}
     gated.write_text(yaml.safe_dump(raw))
     alone(gated, tmp_path, monkeypatch, capsys)

@@ -55,10 +55,10 @@ def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
     pretrain(recipe, "test")
     folder = pipeline.run(recipe, runs=tmp_path / "runs")
     facts = read_facts(folder)
-    assert facts.trained["steps"] == 3 and facts.guarantee.epsilon <= 3.0
+    assert facts.training_summary["steps"] == 3 and facts.guarantee.epsilon <= 3.0
     assert len(facts.tables[0].index) == 2 and folder.report_file.exists()
-    assert facts.trained["fallback_layers"] == []
-    model = models.load(folder.model)
+    assert facts.training_summary["fallback_layers"] == []
+    model = models.load(folder.model_folder)
     classifier = models.load(tmp_path / "classifier").state_dict()
     behind = model.get_submodule("classifier")
     assert any(isinstance(module, FixedBatchNorm) for module in behind.modules())

@@ -68,7 +68,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
     wait_for(in_the_middle, process=process)
     kill(process, list(descendants(process.pid)))
     manifest = folder.manifest.read_bytes()
-    assert not run.trained.exists() and len(read_trials(folder)) == 3
+    assert not run.training_summary.exists() and len(read_trials(folder)) == 3
     done = request.getfixturevalue("tune")(path, "--resume")
     assert folder.manifest.read_bytes() == manifest
     assert "NOT PRIVATE: fixed run key" in done.out and "private search" in done.out
