@@ -71,8 +71,8 @@ def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[st
     }
     spreading = recipe.method.spreading
     if spreading is not None:
-        told, graph = labels[answered].astype(int), spreading.graph(public)
-        every = spreading.labels(graph, answered, told, public.classes)
+        told, graph = labels[answered].astype(int), spreading.build_graph(public)
+        every = spreading.spread_labels(graph, answered, told, public.classes)
         found["spread labels right"] = float((every == true).mean())
     return found
 

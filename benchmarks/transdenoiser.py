@@ -529,8 +529,10 @@ def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
     sizes = (0.0, *SIZES)
     for colour, (_, found) in _curves(bench, chosen, 0.25):
         heights = np.array(
-            [[100 * m.attacks.shares("none", 0.0).right, *(100 * m.attacked(s) for s in SIZES)]
-             for m in found]
+            [
+                [100 * share for share in (m.attacked(0.0, "none"), *map(m.attacked, SIZES))]
+                for m in found
+            ]
         )  # fmt: skip
         panels[-1].plot(sizes, heights.mean(0), "o-", markersize=3, color=colour)
     panels[-1].set_title("under attack (input noise 0.25)")
