@@ -320,6 +320,7 @@ def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
     refused(folder, "ledger.jsonl lacks releases that the checkpoint of step")
 
 
+@pytest.mark.long
 def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch) -> None:
     recipe, folder = make(tmp_path, archive=url)
     prepare(recipe, folder, "test")

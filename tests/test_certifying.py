@@ -111,6 +111,7 @@ def test_batchnorm_and_dropout_are_in_evaluation_mode_and_the_module_stays_as_it
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+@pytest.mark.long
 def test_runs_releases_paths_and_names(tmp_path: Path, here: None) -> None:
     torch.save(foreign.trained().state_dict(), tmp_path / "net.pt")
     folder = RunFolder(tmp_path / "mine")

@@ -138,6 +138,7 @@ def test_certificates_of_expected_scores_are_checked_too(
     assert (verdict.contradictions == 0) == (factor == 1.0)
 
 
+@pytest.mark.long
 def test_a_claimed_column_is_attacked_in_place_of_the_radius(noisy, tmp_path: Path) -> None:
     model, table = noisy["l2"]
     # A column far too large beside a radius that holds.
@@ -186,6 +187,7 @@ def test_a_claim_is_held_against_its_own_classifier(
     assert ("answers" in about) == other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bound", "claim"), [("hoeffding", "cohen_l2"), ("counts", "exact_l2")])
 def test_false_claims_of_votes_are_caught(
     split: Path, tmp_path: Path, bound: str, claim: str

@@ -54,6 +54,7 @@ def chunks_of(count: int) -> list[Chunk]:
     return [Chunk(f"c{i}", i, i) for i in range(count)]
 
 
+@pytest.mark.long
 def test_every_chunk_once_with_the_shared_value() -> None:
     def factory(shared: int) -> Any:
         return lambda payload: payload * shared
@@ -295,6 +296,7 @@ def test_a_factory_that_fails_says_why() -> None:
         collect(factory, None, chunks_of(2), actors=1)
 
 
+@pytest.mark.long
 def test_actors_that_cannot_start_are_reported() -> None:
     def factory(_: None) -> Any:
         return lambda payload: payload
@@ -303,6 +305,7 @@ def test_actors_that_cannot_start_are_reported() -> None:
         collect(factory, None, chunks_of(2), actors=1, num_gpus=1, start_timeout=1.0)
 
 
+@pytest.mark.long
 def test_results_that_do_not_hold_are_not_tried_again() -> None:
     """Whoever tried once more might be lucky, and the results would pass for sound ones."""
     tried: list[int] = []

@@ -59,6 +59,7 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(tm
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["file"]
 
 
+@pytest.mark.long
 def test_what_nothing_rests_on_does_not_wait_for_the_disk(tmp_path, disk):
     """Whole all the same. Of a training that is its progress and nothing else."""
     write_json(tmp_path / "file", {"done": 1}, durable=False)

@@ -44,6 +44,7 @@ def beside(tmp_path, monkeypatch) -> Path:
     sys.modules.pop("varied", None)
 
 
+@pytest.mark.long
 def test_it_is_trained_certified_reported_and_released(beside, monkeypatch, capsys):
     """Without Ray; on it: tests/test_end_to_end.py."""
     run_without_ray(monkeypatch)

@@ -479,7 +479,7 @@ def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
             assert path.is_dir() or votes not in path.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_splits_are_searched_at_one_price(here: Any, tmp_path: Path) -> None:
     raw = RAW | {
         "privacy": {"epsilon": 8.0, "delta": 1e-4, "clipping": "none", "run_key": KEY},

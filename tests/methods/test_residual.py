@@ -213,6 +213,7 @@ RECIPE = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     tmp_path, monkeypatch, capsys
 ) -> None:

@@ -230,6 +230,7 @@ def test_denoisers_that_do_not_fit_are_refused(public, tmp_path):
 # ---- finished parts put together ---------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_path):
     """pretrain, denoise both ways, certify, release: by the command, on real runs."""
     private_denoiser, private_classifier = RunFolder(tmp_path / "d"), RunFolder(tmp_path / "c")

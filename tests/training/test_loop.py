@@ -240,6 +240,7 @@ def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monk
         raise AssertionError("must not start")
 
 
+@pytest.mark.long
 def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
     """One record more is the same data to the ceiling of the first run."""
     from dpdist.privacy.budget import DataBudget, read_budgets

@@ -235,6 +235,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     assert again.code == 2 and "script" in again.err and again.err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_model_of_the_script_itself_needs_its_script(tmp_path):
     t = training(tmp_path / "own", held_out=records(20, 2))
     t.run_all()

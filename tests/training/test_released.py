@@ -179,6 +179,7 @@ def rewritten(kept: list[bytes], path: Path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("anchored", [False, True], ids=["", "with-a-fitting-anchor"])
 def test_a_ledger_with_another_past(run, tmp_path, anchored):
     """Another run's of the same plan; the superseded attempt left out, every step still there once;

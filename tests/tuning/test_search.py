@@ -47,6 +47,7 @@ def finish(search) -> None:
     search.run(SESSION)
 
 
+@pytest.mark.long
 def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     recipe, begin, run_trials, tmp_path
 ):
@@ -409,6 +410,7 @@ def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
     assert stated >= max(spent) > 5 * untuned
 
 
+@pytest.mark.long
 def test_noise_splits_are_searched_and_each_is_paid_for(recipe, begin, run_trials):
     """Functional's sums share one budget differently: each trial has noise of its own on each,
     none costs more than was accounted, and with less of it no trial would begin."""
