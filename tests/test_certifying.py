@@ -99,6 +99,7 @@ def test_pictures_of_bytes_lie_between_0_and_1() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_batchnorm_and_dropout_are_in_evaluation_mode_and_the_module_stays_as_it_was() -> None:
     module = foreign.Net().train()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -228,6 +229,7 @@ class Scaled(nn.Module):
         return self.scale * self.inner(x)
 
 
+@pytest.mark.slow
 def test_another_attribute_or_forward_is_another_classifier(tmp_path: Path) -> None:
     """The same weights and the same words of the module: what it does was not in its digest."""
     given, folder = points(), tmp_path / "certs"

@@ -23,6 +23,7 @@ def test_every_fault_can_be_planted(file):
             compile(text.replace(fault.old, fault.new), file, "exec")
 
 
+@pytest.mark.slow
 def test_every_test_named_is_there():
     for name in sorted({test for fault in FAULTS for test in fault.tests}):
         path, _, test = name.partition("::")

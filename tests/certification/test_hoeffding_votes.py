@@ -149,6 +149,7 @@ def test_the_command(here: None, tmp_path: Path) -> None:
     assert table_reader.read(path).certificate_class is HoeffdingVotes
 
 
+@pytest.mark.slow
 def test_the_picture_s_results_are_computed_again_and_its_table_says_them():
     root = Path(__file__).resolve().parents[2]
     script = load_script("bounds")

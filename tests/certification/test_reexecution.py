@@ -127,6 +127,7 @@ def test_copies_have_the_noise_that_is_executed(
 # ---- while it is counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [*((kind, "fixed") for kind in LOOKS), ("Merged", "target"), ("EarlyExit", "anytime"),
@@ -147,6 +148,7 @@ def test_what_no_check_input_shows_stops_the_counting(
     assert not (tmp_path / "out" / job.TABLE).exists()
 
 
+@pytest.mark.slow
 def test_without_it_each_of_them_is_certified(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +209,8 @@ def test_a_prediction_is_looked_at_and_so_are_all_later_ones(
 ) -> None:
     monkeypatch.setattr(reexecution, "EXPECTED_ROWS", 10**6)
     image, quiet = (Inputs(70, marked=True).batch(slice(i, i + 1))[0] for i in (65, 3))
-    for kind in LOOKS:
+    # What Cached kept first may be of the class that the image has: once in twenty it is no fault.
+    for kind in sorted({*LOOKS} - {"Cached"}):
         model = MODELS[kind]().eval()
         predictor = Predictor(model, settings_of({"sigma": 0.1, "n": 500}), CLASSES, SHAPE)
         for ask, x in ((predictor.certify, image), (predictor.predict, image),
@@ -238,6 +241,7 @@ def test_the_chosen_rows_follow_from_the_key_alone_and_from_nothing_that_a_model
     )
 
 
+@pytest.mark.slow
 def test_rows_are_chosen_alike_from_all_blocks_and_as_many_as_are_stated() -> None:
     # 100 keys: the mean of a sum of independent roundings, variance at most LEAST_ROWS; 5 standard
     # deviations are wrong with probability 6e-7. Each place: Poisson, 5 of its deviations, 1e-4 for
@@ -278,6 +282,7 @@ class Changes(nn.Module):
         return torch.cat([score, -score], 1)
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_a_twentieth_of_its_answers_is_found_as_often_as_stated() -> None:
     # 300 jobs: stated 1 - exp(-3.3) = 0.963. Fewer than 270 are found with probability 5e-7.
     generator, found = torch.Generator().manual_seed(0), 0

@@ -252,6 +252,7 @@ def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
     assert other["sums"] != table.read(reference / job.TABLE)["sums"]
 
 
+@pytest.mark.slow
 def test_another_certification_in_the_folder_is_refused(
     reference: Path, model_folder: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
     )  # of one class
 
 
+@pytest.mark.slow
 def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     save_small_cnn(tmp_path / "model")
     section = {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "form": "eager"}

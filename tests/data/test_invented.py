@@ -16,6 +16,7 @@ from dpdist.data.registry import SYNTHETIC
 BOTH = pytest.mark.parametrize("name", sorted(SYNTHETIC))
 
 
+@pytest.mark.slow
 @BOTH
 def test_they_follow_from_the_seed_alone(name, monkeypatch):
     made = SYNTHETIC[name]

@@ -330,6 +330,7 @@ def test_parameters_in_a_dictionary_are_those_of_its_module():
     check(nn.Sequential(_ScaledBy(), nn.Tanh(), nn.Linear(4, 3)), torch.randn(5, 4), ["0"])
 
 
+@pytest.mark.slow
 def test_attention_falls_back_with_its_submodules():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)

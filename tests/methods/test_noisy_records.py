@@ -199,6 +199,7 @@ def test_the_steps_see_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.allclose(found, two, atol=1e-5)  # the same noise on any worker
 
 
+@pytest.mark.slow
 def test_copies_of_a_run_noise_another_release_of_the_records_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -374,6 +374,7 @@ def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) ->
     assert Ledger.read(other.ledger).num_queries == 5  # nothing was asked
 
 
+@pytest.mark.slow
 def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_composing_n_times_is_composing_one_by_one(event, neighbours):
         )
 
 
+@pytest.mark.slow
 @hypothesis_settings(20, derandomize=False)
 @given(
     kind=st.sampled_from(["gauss", "sampled", "laplace"]),

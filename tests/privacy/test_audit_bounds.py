@@ -187,6 +187,7 @@ def test_one_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_st
         assert binomtest(exceeded, times, ALPHA, alternative="greater").pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_many_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_stated():
     rng, mu, times = np.random.default_rng(20), 1.0, 400
     inside, outside = mu + rng.standard_normal((times, 400)), rng.standard_normal((times, 400))

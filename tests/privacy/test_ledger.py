@@ -259,6 +259,7 @@ def refused(ledger, match: str) -> None:
             look(ledger.path)
 
 
+@pytest.mark.slow
 def test_a_ledger_cut_at_any_line_is_refused(ledger):
     lines = whole(ledger)
     for kept in range(len(lines)):

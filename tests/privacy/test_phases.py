@@ -232,6 +232,7 @@ def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
     assert group_guarantee(alone, 2).epsilon > 2 * exact  # by the lemma: it names no exact loss
 
 
+@pytest.mark.slow
 def test_scores_beside_a_training_are_charged_from_the_beginning():
     steps, looks = GaussianSteps(6, 1.0, 0.2), GaussianScores(3.0, 3, records=40)
     scored = ScoredTraining(((steps,), (looks,)))

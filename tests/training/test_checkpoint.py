@@ -115,6 +115,7 @@ def test_the_digest_sees_every_bit_and_every_place():
     assert not torch.equal(checkpoint.bits_fingerprint(flat.flip(0)), reference)
 
 
+@pytest.mark.slow
 def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatch):
     """Two workers, one of which sees an older folder: nothing is released."""
     recipe, folder = make(tmp_path, training__steps=3)
@@ -134,6 +135,7 @@ def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatc
         execute(job, 2)
 
 
+@pytest.mark.slow
 def test_the_run_key_is_secret_fresh_and_durable(tmp_path, monkeypatch):
     synced: list[str] = []
     real = os.fsync

@@ -74,6 +74,7 @@ def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
     assert 1 <= len(Ledger.read(folder.ledger).release_counts) <= 12  # what it cost stays on record
 
 
+@pytest.mark.slow
 def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, monkeypatch):
     job, charged = diverging(tmp_path), []
 

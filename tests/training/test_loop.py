@@ -86,6 +86,7 @@ def test_reproducible_refuses_more_workers_than_shards(tmp_path):
     assert not folder.path.exists()
 
 
+@pytest.mark.slow
 def test_an_undisturbed_run_costs_what_the_plan_says(tmp_path):
     """The ledger holds each step once, and batches are Poisson. What is sampled, clipped, noised
     and divided is compared entry by entry in tests/wiring/test_one_step.py."""
@@ -99,6 +100,7 @@ def test_an_undisturbed_run_costs_what_the_plan_says(tmp_path):
     assert len(set(batches)) > 1, "Poisson batches vary"
 
 
+@pytest.mark.slow
 def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
     undisturbed = train(*make(tmp_path, "a"))
     recipe, folder = make(tmp_path, "b", resources__checkpoint_seconds=1e9)
@@ -121,6 +123,7 @@ def test_resume_from_a_checkpoint_equals_the_undisturbed_run(tmp_path, monkeypat
         assert torch.equal(train(recipe, folder), undisturbed)
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_is_a_new_attempt_and_is_charged(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
     train_and_crash(recipe, folder, monkeypatch, 5)
@@ -132,6 +135,7 @@ def test_another_number_of_workers_is_a_new_attempt_and_is_charged(tmp_path, mon
     assert [attempt["epoch"] for attempt in ledger.attempts] == [0, 1]
 
 
+@pytest.mark.slow
 def test_same_noise_is_never_added_to_another_sum(tmp_path, monkeypatch):
     """A replay whose sum differs in one bit is refused; the next start takes a new epoch."""
     recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
@@ -182,12 +186,14 @@ def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
         train(*make(tmp_path), 2)
 
 
+@pytest.mark.slow
 def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path):
     first, second = train(*make(tmp_path, "a")), train(*make(tmp_path, "b"))
     assert torch.equal(first, second)
     assert not torch.equal(first, train(*make(tmp_path, "c", privacy__run_key=None)))
 
 
+@pytest.mark.slow
 def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     """A copied folder that goes on separately takes the same epoch: the label keeps them apart."""
     keys: list[bytes] = []
@@ -211,6 +217,7 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     assert epochs == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monkeypatch):
     """Charged before the run, settled after it, also when the driver died in between."""
     from dpdist.privacy.budget import read_budgets
@@ -282,6 +289,7 @@ def test_nothing_private_lies_outside_private(tmp_path):
     assert folder.run_key.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -303,6 +311,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, method, workers):
             assert difference == 0.0
 
 
+@pytest.mark.slow
 def test_neighbour_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
     """Clipping the batch's mean gradient instead of each record's moves the sum by more than C."""
 
@@ -353,6 +362,7 @@ def _replay(tmp_path, monkeypatch, method, workers):
     return [float(np.linalg.norm(a - b)) for a, b in pairs], list(drawn.values())
 
 
+@pytest.mark.slow
 def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
     """Without the entries of the checkpointed steps, epsilon would be understated."""
     recipe, folder = make(tmp_path)

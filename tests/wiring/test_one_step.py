@@ -121,6 +121,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(tmp_path, monkeypatch, name):
     follow(job_of(tmp_path, **OPTIMIZERS[name]), monkeypatch)
@@ -136,6 +137,7 @@ TARGETS: dict[str, tuple[str, int, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_loss(tmp_path, monkeypatch, name):
     targets, count, loss = TARGETS[name]
@@ -270,6 +272,7 @@ def test_an_empty_batch_is_a_step_like_any_other(tmp_path, monkeypatch):
     assert 0 in follow(job, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_several_workers(tmp_path, monkeypatch, workers):
     """Expected batch 2 over 3 workers: some shares are empty."""
@@ -277,6 +280,7 @@ def test_several_workers(tmp_path, monkeypatch, workers):
     follow(job, monkeypatch, workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -109,6 +109,7 @@ def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
     assert card["mechanism"][0].startswith("18 Gaussian steps")
 
 
+@pytest.mark.slow
 def test_an_exact_replay_is_charged_once(tmp_path, monkeypatch):
     job = job_of(tmp_path)
     for at in (3, 8):
@@ -141,6 +142,7 @@ def test_superseded_steps_are_charged_at_the_noise_of_their_phase(tmp_path, monk
     covers(stated(other.folder), exact((11, RATE, DEAR), (6, RATE, CHEAP)))
 
 
+@pytest.mark.slow
 def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
     job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
     with trainer._budget_charged(job):
@@ -153,6 +155,7 @@ def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
     assert facts.data_set_guarantee.epsilon >= exact((STEPS + 6, RATE, NOISE)) * (1 - 1e-6)
 
 
+@pytest.mark.slow
 def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
     """Before it goes on: a ceiling below plan and repeated steps must refuse it then."""
     job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
