@@ -75,7 +75,6 @@ def call(*arguments: object) -> Result:
     return result
 
 
-@pytest.mark.long
 def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> None:
     shown = call("certify", "noisy", "--runs", runs, "--csv", tmp_path / "all.csv").output
     assert "as printed (claimed, does not hold)" in shown and "l2 exact" in shown
