@@ -1432,6 +1432,20 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/private_training.py",
+        f"{SCRIPT_WORKERS}::test_scores_are_refused_in_several_processes",
+        (
+            "        self._refuse_workers()\n        records, begun",
+            "        records, begun",
+            "several processes score at once",
+        ),
+        (
+            "            self._refuse_workers()\n        self._planned",
+            "            pass\n        self._planned",
+            "a run with scores goes on in several processes",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
         f"{OWN}::test_what_was_checked_holds_before_the_first_step_too",
         (
             "        self._modes = {name: module.training for name, module in self.model.named_modules()}\n",

@@ -424,6 +424,23 @@ def test_no_worker_goes_on_where_the_first_cannot_write(tmp_path, pair, what):
     assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
 
 
+def scored(rank: int, folder: Path) -> None:
+    with begin(folder) as t:
+        t.score(records(), every=2, noise=5.0)
+
+
+def test_scores_are_refused_in_several_processes(tmp_path, pair):
+    """Each would draw noise, or a sum, of its own."""
+    refused = "score: must be used in one process, got 2 workers; train without it, or in one"
+    assert both(pair.do(scored, tmp_path / "new")) == [refused] * 2
+    alone = begin(tmp_path / "own")
+    inputs, labels = records()
+    alone.score((inputs + 1, labels), every=2, noise=5.0)
+    alone.step()
+    alone.close()
+    assert both(pair.do(busy, tmp_path / "own")) == [refused] * 2
+
+
 def busy(rank: int, folder: Path) -> None:
     begin(folder).close()
 
