@@ -147,7 +147,7 @@ class PoolSettings:
         if self.actors is not None and self.actors < 1:
             raise ClusterError(f"actors: must be at least 1, got {self.actors}")
         if self.calls_per_actor < 1:
-            raise ClusterError(f"in_flight: must be at least 1, got {self.calls_per_actor}")
+            raise ClusterError(f"calls_per_actor: must be at least 1, got {self.calls_per_actor}")
 
 
 def run_chunks(

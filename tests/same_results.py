@@ -635,9 +635,8 @@ def _pin(old: Path, new: Path) -> None:
         if begun and not (place / settings.name).exists():
             place.mkdir(parents=True, exist_ok=True)
             shutil.copy(settings, place)
-            for beside in map(settings.with_name, ("rate.json", "range.json")):
-                if beside.exists():
-                    shutil.copy(beside, place)
+            if (rate := settings.with_name("rate.json")).exists():
+                shutil.copy(rate, place)
 
 
 def interrupt(folder: Path, words: str, reached: Callable[[], bool]) -> None:
