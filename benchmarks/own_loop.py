@@ -1,4 +1,4 @@
-"""What a script's own loop costs beside a recipe's, and beside Opacus.
+"""Measure a script's own loop beside a recipe's, and beside Opacus.
 
     OMP_NUM_THREADS=1 python benchmarks/own_loop.py [--records 60000] [--batch 256] [--quick]
 

@@ -68,7 +68,7 @@ def engine(count: int, batch: int, **options: object) -> tuple[object, object, o
 
 
 def test_what_is_said_of_opacus_holds():
-    """Of the version that is installed, which pyproject.toml bounds."""
+    """The page's claims hold of the installed Opacus, whose version pyproject.toml bounds."""
     pytest.importorskip("opacus")
     from opacus.accountants import RDPAccountant
     from opacus.data_loader import DPDataLoader

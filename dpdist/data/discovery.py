@@ -95,7 +95,7 @@ _ANY = ChosenColumns()
 
 
 def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredDataset:
-    """What lies in a data set's folder. Raises UserError for what could not be trained on.
+    """Describe the data set of a folder. Raises UserError for one that cannot be trained on.
 
     chosen: columns that the user names; the others are found out.
     """

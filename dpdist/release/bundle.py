@@ -91,7 +91,7 @@ CHECKSUMMED_FILES = (
 REQUIRED_FILES = (*CHECKSUMMED_FILES, CHECKSUMS)
 """What is in every release; beside it, `table_name(1)`, `table_name(2)`, ... where it certifies."""
 WORDS, TOKENIZER = "words.txt", "tokenizer.json"
-"""What tokens of text are made by: one of them, where inputs are texts and tokens no bytes."""
+"""A release of a text model whose tokens are no bytes has one of these, to make them by."""
 
 _TABLE = re.compile(r"certificates-([1-9][0-9]{0,2})\.parquet")
 _MAX_BYTES = 2**20  # bytes of a file of sums, of a key

@@ -31,7 +31,7 @@ ALPHA = 0.05
 
 
 def leads_of(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `LeadTest.update` takes, of leads in [0, 1], (n, K)."""
+    """Return the arguments of `LeadTest.update` for leads (n, K) in [0, 1]."""
     return score_bounds.bin_scores(np.round(scores * SCORE_UNIT).astype(np.int64))
 
 

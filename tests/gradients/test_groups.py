@@ -141,7 +141,7 @@ def noise_of(step: int, size: int) -> np.ndarray:
 
 
 def sampled_by_record(step: int) -> list[list[int]]:
-    """What a fault would take: each record joins by a coin of its own."""
+    """Draw each record by a coin of its own, as a faulty sampler would."""
     words = stream_words(derive_key(KEY, "sample", "7/nonce", step), 0, sum(SIZES))
     joined = np.flatnonzero(words < np.uint64(2**63))
     own = np.array(units())[joined]
