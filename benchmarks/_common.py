@@ -115,22 +115,15 @@ def train_small_run(name: str, changes: dict[str, Any]) -> Path:
         name: of a recipe that comes along, or the path of one.
         changes: fields of it, by dotted key.
     """
-    import torch
-
+    from dpdist.cluster.executor import LocalExecutor
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import find_recipe, load_recipe
-    from dpdist.training.collectives import Reducer
     from dpdist.training.job import prepare
     from dpdist.training.trainer import fit
-    from dpdist.training.worker import run_training
 
     folder = scratch_folder() / "runs" / Path(name).stem
     job = prepare(load_recipe(find_recipe(name), changes), RunFolder(folder), name)
-    fit(
-        job,
-        start_workers=lambda it: run_training(it, Reducer(0, 1, torch.device("cpu"))),
-        in_process=True,
-    )
+    fit(job, LocalExecutor())
     return folder
 
 

@@ -221,7 +221,8 @@ def actors_against_processes(
 ) -> None:
     import ray
 
-    from dpdist.cluster.actor_pool import Chunk, PoolSettings, run_chunks
+    from dpdist.cluster.actor_pool import run_chunks
+    from dpdist.cluster.work import Chunk, PoolSettings
 
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

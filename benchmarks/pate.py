@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from _common import end_script, parse_arguments, train_small_run
 
+from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.files import make_private_folder, write_atomic
 from dpdist.evaluation import evaluate_stage
 from dpdist.methods.pate import UNANSWERED, VOTES
@@ -33,10 +34,8 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
 from dpdist.training.trainer import fit
-from dpdist.training.worker import run_training
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SMALL = {
@@ -52,11 +51,7 @@ def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[st
     write_atomic(folder.run_key, key.hex())
     shutil.copy(votes, make_private_folder(folder.private) / VOTES)
     job = prepare(recipe, folder, "benchmark")
-    fit(
-        job,
-        start_workers=lambda it: run_training(it, Reducer(0, 1, torch.device("cpu"))),
-        in_process=True,
-    )
+    fit(job, LocalExecutor())
     evaluate_stage(recipe, folder)
     labels = np.array(Ledger.read(folder.ledger).recorded_answers[0])
     answered = np.flatnonzero(labels != UNANSWERED)

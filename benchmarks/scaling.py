@@ -345,7 +345,8 @@ def driver(chunks: int, actors: int) -> dict[str, float]:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
 
-    from dpdist.cluster.actor_pool import Chunk, PoolSettings, run_chunks
+    from dpdist.cluster.actor_pool import run_chunks
+    from dpdist.cluster.work import Chunk, PoolSettings
 
     ray.init(
         "local", num_cpus=actors, include_dashboard=False, configure_logging=False,

@@ -11,7 +11,6 @@ up with a million; an actor that is slower than it was gives the rest back.
 from __future__ import annotations
 
 import heapq
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dpdist.core.errors import ClusterError, InvalidResultsError, UserError
+from dpdist.cluster.work import Chunk, PoolSettings
+from dpdist.core.errors import ClusterError, InvalidResultsError
 
 # --- the actor and its calls ------------------------------------------------------------------
 
@@ -80,30 +80,6 @@ def fetch_results(refs: list[Any]) -> dict[Any, Any]:
     return values
 
 
-def cluster_gpus() -> float:
-    """Return the number of GPUs of the whole cluster."""
-    return float(ray.cluster_resources().get("GPU", 0.0)) if ray.is_initialized() else 0.0
-
-
-def is_elastic() -> bool:
-    """Whether hosts may join: not in a session on this machine alone."""
-    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
-
-
-def run_once(
-    function: Callable[[Any], Any], argument: Any, error_prefix: str, num_gpus: float = 0.0
-) -> Any:
-    """function(argument) on one of the machines that actors run on.
-
-    Raises UserError "{failed}: why" when it raises anything.
-    """
-    try:
-        once = ray.remote(function).options(num_cpus=1, num_gpus=num_gpus)
-        return ray.get(once.remote(argument))
-    except RayTaskError as error:
-        raise UserError(f"{error_prefix}: {error.cause}") from error.cause
-
-
 # --- the pool ---------------------------------------------------------------------------------
 
 
@@ -116,38 +92,6 @@ _CALL_SECONDS = 0.1  # how long a call should take
 _CALLS_PER_SECOND = 500  # of all actors: one driver handles a few thousand, at most
 _MAX_CHUNKS_PER_CALL = 64  # chunks
 _DRAIN_SECONDS = 2.0  # for calls under way when the caller is interrupted
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of work. Lower ``priority`` first; ``key`` is unique and names it in messages."""
-
-    key: str
-    payload: Any
-    priority: float = 0.0
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """actors: None uses the whole cluster and grows with it. Times in seconds.
-
-    stall_seconds: an actor that has returned nothing for this long, and for 20 median chunks, is
-    replaced. start_timeout: how long to wait for the first actor to start.
-    """
-
-    actors: int | None = None
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    calls_per_actor: int = 2
-    stall_seconds: float = 60.0
-    start_timeout: float = 600.0
-    poll_seconds: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.actors is not None and self.actors < 1:
-            raise ClusterError(f"actors: must be at least 1, got {self.actors}")
-        if self.calls_per_actor < 1:
-            raise ClusterError(f"calls_per_actor: must be at least 1, got {self.calls_per_actor}")
 
 
 def run_chunks(
@@ -177,19 +121,6 @@ def run_chunks(
         raise
     finally:
         pool.stop()
-
-
-def run_in_process(
-    factory: Callable[..., Callable[[Any], Any]],
-    shared: Any,
-    chunks: Iterable[Chunk],
-    on_result: Callable[[str, Any], None],
-    settings: PoolSettings | None = None,
-) -> None:
-    """Run chunks as `run_chunks`, in this process, for a caller that holds all resources."""
-    work = factory(shared)
-    for chunk in chunks:
-        on_result(chunk.key, work(chunk.payload))
 
 
 @dataclass(eq=False)

@@ -1,40 +1,40 @@
-"""Run a resumable job on a Ray cluster: the same table to the byte, however it was computed.
+"""Run a resumable job on Ray or in this process: the same table to the byte, however computed.
 
 `run_job` pins all that is executed, keeps a journal, cuts the missing work into chunks, gives them
-to a pool of actors that may die, and writes the table last. A kind of work brings two descriptions:
+to the workers of an executor (`dpdist.cluster.executor`), which may die, and writes the table last.
+A kind of work brings two descriptions:
 
-* `JobSpec`: its words (`kind`), its table (`file`, `key`, `schema`, `columns`), all that its
-results
-  depend on (`identity`, with the `seed` that was asked for), and the choices fixed once before the
-  first result (`begin`: a seed, an executed classifier found by
-  `dpdist.cluster.actor_pool.run_once`);
+* `JobSpec`: its words (`kind`), its table (`table_file`, `metadata_key`, `schema`, `columns`), all
+  that its results depend on (`identity`, with the `seed` that was asked for), and the choices that
+  are fixed once before the first result (`initial_record`: a seed, an executed classifier found by
+  `Executor.run_once`);
 * `WorkItems`, from `JobSpec.work_items`: the items to do, once that is pinned. Named `items`, each
-with the
-  payload that a worker is called with, and the `worker`: called once per actor with `shared`, it
-  returns the function from a payload to the item's rows of the table, as JSON.
+  with the payload that a worker is called with, and `make_worker`: called once per worker with
+  `shared`, it returns the function from a payload to the item's rows of the table, as JSON.
 
 So an audit of a thousand trainings, or a teacher for each shard, is
 
-    class Audit(resumable_job.Work):
-        kind = job_folder.Kind("audit", "auditing")
-        file, key, schema = "audit.parquet", b"dpdist.audit", SCHEMA
+    class Audit(resumable_job.JobSpec):
+        kind = job_folder.JobKind("audit", "auditing")
+        table_file, metadata_key, schema = "audit.parquet", b"dpdist.audit", SCHEMA
 
         def identity(self):
             return {"model": ..., "settings": ...}
 
-        def begin(self, output):
+        def initial_record(self, output):
             return {"seed": secrets.token_hex(16)}
 
-        def open(self, about, output):
+        def work_items(self, job_record, output):
             trials = {f"trial {i}": i for i in range(1000)}
-            return Task(trials, Trainer, Shared(about["seed"], ...))
+            return WorkItems(trials, Trainer, Shared(job_record["seed"], ...))
 
-    table = run(Audit(), output, actors=None, progress=show)
+    table = run_job(Audit(), output, actors=None, progress=show)
 
 A payload's rows must be a pure function of payload, `shared` and pinned seed: a chunk of a dead or
-slow actor is done again elsewhere. A task whose items are long overrides `units`, `cut`, `chunk`,
-`read` and `join`, and is then done in pieces anywhere (`dpdist.certification.job` does so). Work
-that may be asked for more in the same folder sets `grows`: its table holds all that is there.
+slow actor is done again elsewhere. A task whose items are long overrides `units_per_item`,
+`chunk_plan`, `make_chunk`, `parse_entry` and `merge_partials`, and is then done in pieces anywhere
+(`dpdist.certification.job` does so). Work that may be asked for more in the same folder sets
+`is_extensible`: its table holds all that is there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,10 +50,9 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from dpdist.cluster import job_folder
-from dpdist.cluster.actor_pool import Chunk, PoolSettings, run_chunks, run_in_process
+from dpdist.cluster.executor import Executor, open_executor, use_executor
 from dpdist.cluster.job_folder import JobKind, Journal, Progress
-from dpdist.cluster.session import connect
-from dpdist.core import optional_imports
+from dpdist.cluster.work import Chunk, PoolSettings
 from dpdist.core.errors import InvalidResultsError
 from dpdist.core.files import ColumnSpec
 
@@ -141,6 +140,13 @@ class WorkItems:
         rows: list[Row] = partial
         return rows
 
+    def is_small(self, state: JobState) -> bool:
+        """Return whether what is missing takes one process no longer than a session takes to start.
+
+        `dpdist.cluster.executor` gives the rule. No result may depend on it.
+        """
+        return False
+
     def weight(self, item: Item) -> int:
         """Return the weight of a finished item in the progress."""
         return self._weights.get(item, 1)
@@ -196,16 +202,15 @@ def run_job(
     actors: int | None = None,
     progress: Progress | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
-    in_process: bool = False,
+    executor: Executor | None = None,
 ) -> pa.Table:
     """Do what is missing of the work in the folder `output`; return the table.
 
     ``output`` receives the table (written last), settings.json (what was executed) and, while it
     runs, journal.jsonl and parts/. Called again after any interruption it computes what is missing
     and gives the identical table. actors: None uses the whole cluster and grows with it.
-    progress(done, in all, per second). in_process: in this process, without Ray.
-
-    Without an enclosing `dpdist.connect` a session of its own is started, on loopback. Raises
+    progress(done, in all, per second). executor: where the work runs; None for the enclosing
+    `open_executor` or `dpdist.connect`, else one is opened for this job and closed after it. Raises
     UserError when ``output`` holds other work (naming what differs) or another process is working
     in it, ClusterError when the cluster cannot do it; InvalidResults when a worker found that none
     of the results hold, then and whenever it is called again.
@@ -216,12 +221,9 @@ def run_job(
         found = job_folder.read_job_record(table, spec.metadata_key)
         job_folder.refuse_difference(output, spec.kind, found, wanted, spec.seed)
         return table
-    session = (
-        nullcontext()
-        if in_process
-        else connect(worker_setup=optional_imports.install_torchvision_hook)
-    )
-    with session, job_folder.open_job_folder(output, spec.kind) as journal:
+    with ExitStack() as stack:
+        where = stack.enter_context(use_executor(executor) if executor else open_executor())
+        journal = stack.enter_context(job_folder.open_job_folder(output, spec.kind))
         about = job_folder.pin_settings(
             journal, spec.kind, wanted, spec.seed, lambda: spec.initial_record(output)
         )
@@ -241,9 +243,9 @@ def run_job(
         pool = PoolSettings(
             actors=actors, num_gpus=task.gpus_per_actor, stall_seconds=cut.stall_seconds
         )
-        execute = run_in_process if in_process else run_chunks
+        place = where.place(actors is None and task.is_small(book))
         with _record_invalid_results(journal, parts, output):
-            execute(task.make_worker, task.shared, iter_chunks(book, cut), on_result, pool)
+            place.run_chunks(task.make_worker, task.shared, iter_chunks(book, cut), on_result, pool)
     job_folder.write_table(spec.build_table(spec.finish(book, output), about), finished)
     parts.remove()
     return spec.load_table(finished)

@@ -178,7 +178,7 @@ def connect(
     import ray
 
     if ray.is_initialized():
-        yield _describe(address)
+        yield describe_session(address)
         return
     before: dict[str, str | None] = {}
     if address is None:
@@ -197,7 +197,7 @@ def connect(
                 options["_temp_dir"] = str(folder / "ray")  # which Ray opens to all users
             _start(address, options)
             handler = _add_log_handler(log_file)
-            yield _describe(address)
+            yield describe_session(address)
         finally:
             ray.shutdown()
             _set_environment(before)
@@ -243,8 +243,6 @@ def require_gpus(key: str, purpose: str, needed: float) -> None:
         return
     import ray
 
-    from dpdist.cluster.actor_pool import is_elastic
-
     if is_elastic() or ray.is_initialized() or needed <= (have := count_local_gpus()):
         return
     raise UserError(
@@ -269,8 +267,6 @@ def require_workers(workers: int, cpus_each: float) -> None:
     if workers == 1:
         return
     import ray
-
-    from dpdist.cluster.actor_pool import is_elastic
 
     if is_elastic() or ray.is_initialized():
         return
@@ -414,8 +410,17 @@ def reload_ray_environment() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _describe(address: str | None) -> Session:
+def is_elastic() -> bool:
+    """Return whether hosts may join: not in a session on this machine alone."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+
+
+def describe_session(address: str | None = None) -> Session:
+    """Return the open session. address: of its cluster; None for the one that RAY_ADDRESS names."""
     import ray
+
+    if address is None and is_elastic():
+        address = os.environ["RAY_ADDRESS"]
 
     total = ray.cluster_resources()
     alive = [node for node in ray.nodes() if node["Alive"]]

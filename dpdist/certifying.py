@@ -21,6 +21,7 @@ from dpdist import models
 from dpdist.certification import certificate, job, statistics, table_reader
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.job import DatasetLike, Subject
+from dpdist.cluster.executor import ExecutorName, check_executor_name, open_executor
 from dpdist.cluster.resumable_job import CHUNK_SECONDS, run_job
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
@@ -70,7 +71,7 @@ class CertificateTable(certificate.CertificateTable):
         >>> model = torch.nn.Linear(2, 2, bias=False)
         >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
         >>> settings = dpdist.Cohen(sigma=0.25, n=1000)
-        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, executor="local")
         >>> table.certified_accuracy(0.25), table.to_arrow().num_rows, table.norm
         (1.0, 2, 'l2')
         >>> [bound.radius for bound in table.population_bounds([0.25])]
@@ -96,7 +97,7 @@ def certify(
     *,
     folder: str | Path | None = None,
     resources: Mapping[str, Any] | None = None,
-    here: bool = False,
+    executor: ExecutorName | None = None,
     progress: Progress | None = None,
     trusted_factory: str | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
@@ -107,8 +108,8 @@ def certify(
 
     Guarantee: each certificate is wrong with probability at most `settings.alpha`, over the noise.
     The table is the same to the byte on any number of actors. The same call with the same folder
-    continues an interrupted certification, or returns the finished one. Outside of
-    `dpdist.connect()` a session of Ray is started and ended.
+    continues an interrupted certification, or returns the finished one. Small work is done in this
+    process; other work starts and ends a session of Ray, unless `dpdist.connect()` holds one.
 
     Args:
         what: the classifier: float32 inputs (B, ...) to logits (B, classes), each row by itself. A
@@ -126,7 +127,8 @@ def certify(
         folder: receives certificates.parquet, timings.csv, settings and the journal. None: a
             temporary folder, so that nothing can be continued.
         resources: keys of the recipe's section: certify_actors and certify_gpus.
-        here: count in this process, without Ray; for small work.
+        executor: where the draws are counted: "local" in this process, "ray" on actors, None by the
+            size of the work (`dpdist.cluster.executor`). No bit of the result depends on it.
         progress: called with inputs done, inputs in all, and draws per second.
         trusted_factory: "package.module:factory" that may be imported for a model folder.
         chunk_seconds: the work that an actor gets at a time.
@@ -151,7 +153,7 @@ def certify(
         >>> inputs = np.random.default_rng(0).random((6, 4), dtype=np.float32)
         >>> labels = model(torch.from_numpy(inputs)).argmax(1)
         >>> settings = dpdist.Cohen(sigma=0.1, n=100)
-        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, executor="local")
         >>> len(table.radius), table.certified_accuracy(0.0) <= 1
         (6, True)
     """
@@ -167,27 +169,33 @@ def certify(
             Path(what), data, _required(settings), Path(output), progress=progress,
             trusted_factory=trusted_factory, chunk_seconds=chunk_seconds, log=say, **old,
         )  # fmt: skip
+    if old.pop("here", False):
+        warnings.warn(
+            "certify(here=True) is deprecated and goes with the next minor version: call "
+            'certify(executor="local")',
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        executor = "local"
     if old:
         raise TypeError(f"certify() got an unexpected keyword argument {min(old)!r}")
+    check_executor_name(executor)
     asked = _resources(resources or {})
     inputs, chosen, subject = _resolved(what, data, settings, trusted_factory)
-    work = job.CertificationJob(
-        subject, inputs, chosen, gpus=asked.certify_gpus, log=say, here=here
-    )
+    work = job.CertificationJob(subject, inputs, chosen, gpus=asked.certify_gpus, log=say)
     workers = asked.certify_actors
-    if folder is not None:
-        return _done(work, Path(folder), workers, progress, chunk_seconds, here)
-    with tempfile.TemporaryDirectory(prefix="dpdist-certify-") as temporary:
-        return _done(work, Path(temporary), workers, progress, chunk_seconds, here)
+    with open_executor(executor):
+        if folder is not None:
+            return _done(work, Path(folder), workers, progress, chunk_seconds)
+        with tempfile.TemporaryDirectory(prefix="dpdist-certify-") as temporary:
+            return _done(work, Path(temporary), workers, progress, chunk_seconds)
 
 
 def _done(
     work: job.CertificationJob, folder: Path, actors: int | None, progress: Progress | None,
-    chunk_seconds: float, here: bool,
+    chunk_seconds: float,
 ) -> CertificateTable:  # fmt: skip
-    run_job(
-        work, folder, actors=actors, progress=progress, chunk_seconds=chunk_seconds, in_process=here
-    )
+    run_job(work, folder, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
     found = table_reader.read(folder / job.TABLE)
     return CertificateTable(
         **{each.name: getattr(found, each.name) for each in dataclasses.fields(found)}

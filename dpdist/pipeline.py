@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
-from dpdist.cluster.session import Session, connect, count_local_cpus, require_gpus, require_workers
-from dpdist.cluster.versions import check_nodes
-from dpdist.core import console, optional_imports
+from dpdist.cluster.executor import (
+    Executor,
+    ExecutorName,
+    check_executor_name,
+    current_executor,
+    open_executor,
+)
+from dpdist.cluster.session import count_local_cpus, require_gpus, require_workers
+from dpdist.core import console
 from dpdist.core.errors import Interrupted, UserError
 from dpdist.evaluation import (
     data_units_row,
@@ -31,7 +37,7 @@ from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.runs.recipe import Recipe, field_error, refuse_unused, resolve_recipe
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, check_training
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
-from dpdist.training.trainer import train
+from dpdist.training.trainer import place_training, train
 from dpdist.tuning.search import Search, check_search
 
 if TYPE_CHECKING:
@@ -46,6 +52,7 @@ def run(
     data_root: str | Path | None = None,
     changes: Mapping[str, Any] | None = None,
     context: str | None = None,
+    executor: ExecutorName | None = None,
 ) -> RunFolder:
     """Run every stage that a recipe asks for: train, evaluate, certify, report.
 
@@ -59,6 +66,8 @@ def run(
         data_root: the folder of data sets that the recipe names.
         changes: new values by dotted key, as in {"training.batch_size": 512}.
         context: begins complaints; None for the recipe's path.
+        executor: where it runs: "local" in this process, "ray" in a session of Ray, None by the
+            size of each stage (`dpdist.cluster.executor`). No bit of the results depends on it.
 
     Returns:
         The run's folder.
@@ -86,43 +95,67 @@ def run(
     context = context or (str(recipe) if isinstance(recipe, str | Path) else "recipe")
     recipe = resolve_recipe(recipe, changes=changes, name=name, data_root=data_root)
     searching = recipe.tune is not None
-    with _train_and_evaluate(recipe, Path(runs), context, search=searching) as (recipe, folder):
+    trained = _train_and_evaluate(recipe, Path(runs), context, search=searching, executor=executor)
+    with trained as (recipe, folder):
         if recipe.certify is not None:
             certify_stage(recipe, folder, recipe.certify)
         report_stage(folder)
     return folder
 
 
-def train_only(recipe: Recipe, *, runs: str | Path = "runs", context: str = "recipe") -> RunFolder:
+def train_only(
+    recipe: Recipe,
+    *,
+    runs: str | Path = "runs",
+    context: str = "recipe",
+    executor: ExecutorName | None = None,
+) -> RunFolder:
     """Train a recipe as it stands, without a search, and measure its accuracy. Raises as `run`."""
-    with _train_and_evaluate(recipe, Path(runs), context, search=False) as (_, folder):
+    trained = _train_and_evaluate(recipe, Path(runs), context, search=False, executor=executor)
+    with trained as (_, folder):
         return folder
 
 
 def tune(
-    recipe: Recipe, *, runs: str | Path = "runs", context: str = "recipe", only_resume: bool = False
+    recipe: Recipe,
+    *,
+    runs: str | Path = "runs",
+    context: str = "recipe",
+    only_resume: bool = False,
+    executor: ExecutorName | None = None,
 ) -> RunFolder:
     """Run the private search of a recipe alone, and measure the best trial's accuracy.
 
-    only_resume: refuse to begin a new search. Raises as `run`, and
+    only_resume: refuse to begin a new search. executor: as in `run`. Raises as `run`, and
         dpdist.tuning.search.NoModelError.
     """
     if recipe.tune is None:
         raise UserError(f"{context}: tune: is required to search: the space and the law of trials")
-    trained = _train_and_evaluate(recipe, Path(runs), context, search=True, only_resume=only_resume)
+    trained = _train_and_evaluate(
+        recipe, Path(runs), context, search=True, only_resume=only_resume, executor=executor
+    )
     with trained as (_, folder):
         return folder
 
 
 @contextmanager
 def _train_and_evaluate(
-    recipe: Recipe, runs: Path, context: str, *, search: bool, only_resume: bool = False
+    recipe: Recipe,
+    runs: Path,
+    context: str,
+    *,
+    search: bool,
+    only_resume: bool = False,
+    executor: ExecutorName | None = None,
 ) -> Iterator[tuple[Recipe, RunFolder]]:
-    """Yield the recipe and the trained run with its Ray session open; then update its archive.
+    """Yield the recipe and the trained run with its executor open; then update its archive.
 
     The recipe it gives has the values that a search chose.
     """
     folder = RunFolder(runs / recipe.name)
+    check_executor_name(executor)
+    if executor == "local":
+        _require_one_process(recipe, search)
     # Complaints come before anything is written, the archive is claimed and Ray started.
     checked = _check_run(recipe, folder, context, search=search, only_resume=only_resume)
     Archive.check_writable(folder, recipe.resources.archive)
@@ -131,12 +164,12 @@ def _train_and_evaluate(
         _require_gpus(recipe)
     work = checked.begin()
     claim_archive(recipe, folder)
-    with run_session(folder, recipe.resources.min_cpus) as ray_session:
+    with run_session(folder, recipe.resources.min_cpus, executor) as opened:
         if isinstance(work, Search):
-            search_stage(work, ray_session)
+            search_stage(work, opened)
             recipe = folder.read_recipe()
         else:
-            train_stage(work, ray_session)
+            train_stage(work, opened)
         evaluate_stage(recipe, folder)
         yield recipe, folder
     archive_stage(folder)
@@ -225,26 +258,45 @@ def require_certifying_gpus(recipe: Recipe) -> None:
     require_gpus("resources.certify_gpus", "each certifying actor", need)
 
 
+def _require_one_process(recipe: Recipe, search: bool) -> None:
+    """Raise UserError for a recipe that one process cannot execute."""
+    workers = recipe.resources.max_workers
+    if workers > 1:
+        raise UserError(
+            f"resources.workers: must be 1 in one process (--local), got {workers}; leave --local "
+            "out to train on Ray"
+        )
+    if search and recipe.tune is not None and recipe.tune.asha is not None:
+        raise UserError(
+            "tune.asha: must be left out in one process (--local), where no trial runs beside "
+            "another that it could be compared with; leave --local out"
+        )
+
+
 @contextmanager
-def run_session(folder: RunFolder | Path | None, training_cpus: float = 0) -> Iterator[Session]:
-    """Yield the Ray session of a command about this run.
+def run_session(
+    folder: RunFolder | Path | None,
+    training_cpus: float = 0,
+    executor: ExecutorName | None = None,
+) -> Iterator[Executor]:
+    """Yield the executor of a command about this run.
 
-    Ray's messages go into the run's log file, or into the file named; None: nowhere.
-
-    training_cpus: CPUs that processes ask for. A local session claims to have them even when the
-    machine has fewer: replicas of a server then share, which is slower and changes nothing else.
-    Training workers that the machine has no room for were refused before.
+    Args:
+        folder: the run, in whose log file Ray's messages go, or that file; None drops them.
+        training_cpus: CPUs that processes ask for. A session on this machine claims to have them
+            even when the machine has fewer: replicas of a server then share, which is slower and
+            changes nothing else. Training workers that the machine has no room for were refused
+            before.
+        executor: as in `run`.
     """
     here = count_local_cpus()
     cpus = max(here, math.ceil(training_cpus))
     try:
         log = folder.log if isinstance(folder, RunFolder) else folder
-        with connect(
-            log, cpus=cpus, worker_setup=optional_imports.install_torchvision_hook
-        ) as ray_session:
-            if ray_session.local and cpus > here:
+        with open_executor(executor, log_file=log, cpus=cpus) as opened:
+            if cpus > here and opened.is_local:
                 console.log(f"{cpus} CPUs asked for, this machine has {here}: slower")
-            yield ray_session
+            yield opened
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the same command continues where it stopped") from None
 
@@ -278,18 +330,17 @@ def pretrain_stage(recipe: Recipe, context: str) -> None:
     console.log(f"pretraining: {path}")
 
 
-def train_stage(job: TrainJob, ray_session: Session) -> None:
-    """Train with differential privacy on Ray Train."""
+def train_stage(job: TrainJob, executor: Executor) -> None:
+    """Train with differential privacy."""
     folder = job.folder
     if folder.training_summary.exists():
-        train(job, ray_session)  # settles a budget that a crash left open
+        train(job, executor)  # settles a budget that a crash left open
         console.log(f"training: finished before ({folder.training_summary})")
         return
-    console.log(
-        f"training: {_describe_work(job)}, {ray_session}; when done: {job.plan.guarantee()}"
-    )
+    place = place_training(job, executor)
+    console.log(f"training: {_describe_work(job)}, {place}; when done: {job.plan.guarantee()}")
     with console.progress("training", "steps" if job.plan.steps else "models") as show:
-        train(job, ray_session, show, console.log)
+        train(job, place, show, console.log)
 
 
 def _describe_work(job: TrainJob) -> str:
@@ -298,20 +349,20 @@ def _describe_work(job: TrainJob) -> str:
     return f"{job.plan.steps:,} steps on {job.recipe.resources.worker_count_text} workers"
 
 
-def search_stage(search: Search, ray_session: Session) -> None:
-    """Run a private search on Ray Tune; the folder then holds its best trial."""
+def search_stage(search: Search, executor: Executor) -> None:
+    """Run a private search; the folder then holds its best trial."""
     if search.run_folder.training_summary.exists():
-        search.run(ray_session)
+        search.run(executor)
         console.log(f"search: finished before ({search.run_folder.model_folder})")
         return
+    place = executor.place(False)
     console.log(
-        f"search: {search.tune.law.full_description}, {ray_session}; when done: "
-        f"{search.cost.guarantee}"
+        f"search: {search.tune.law.full_description}, {place}; when done: {search.cost.guarantee}"
     )
     if search.tune.law.name != "fixed":
         console.log("search: the number of trials is secret: what follows is for your eyes only")
     with console.progress("search", "trials") as show:
-        search.run(ray_session, show)
+        search.run(place, show)
 
 
 def check_evaluations(recipe: Recipe, context: str) -> None:
@@ -330,7 +381,7 @@ def check_evaluations(recipe: Recipe, context: str) -> None:
 def _prepare_certification(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, Any]:
     """Return the arguments that certification and attacks share, after the checks before them."""
     require_model(recipe, folder)
-    check_nodes(PACKAGES, folder.private.resolve())
+    current_executor().check_nodes(PACKAGES, folder.private.resolve())
     return {
         "actors": actors or recipe.resources.certify_actors,
         "trusted_factory": recipe.model.name,
@@ -345,7 +396,7 @@ def certify_stage(
     actors: int | None = None,
     inputs: DatasetLike | None = None,
 ) -> Path:
-    """Certify the test split on Ray actors; return the table's path.
+    """Certify the test split; return the table's path.
 
     output: its folder; by default one in the run folder, named by the settings. inputs: certified
     in place of the test split's.
@@ -379,14 +430,14 @@ def evaluation_stage(
     output: Path | None = None,
     actors: int | None = None,
 ) -> Path:
-    """Evaluate the model on Ray actors; return the file of the results.
+    """Evaluate the model; return the file of the results.
 
     output: its folder; by default one in the run folder, private for private results. Raises
     UserError for another one in which they would not stay so.
     """
     if evaluation.needs_trained_model:
         require_model(recipe, folder)
-    check_nodes(PACKAGES, folder.private.resolve())
+    current_executor().check_nodes(PACKAGES, folder.private.resolve())
     output, recipe = evaluation.output_folder(folder, output), evaluation.data_recipe(recipe)
     source = data_source(recipe)
     from dpdist.cluster.resumable_job import run_job

@@ -40,7 +40,7 @@ WALKS = {
         write_cohen_tsv
     """,
     "a search trial": """
-        Search _check_scoring draw_trials apply_values TrialLimit trial_resources run_tune_pass
+        Search _check_scoring draw_trials apply_values TrialLimit trial_resources make_tune_pass
         ManifestSearcher run_trial certified_radii
     """,
     "an epsilon from recipe to report": """

@@ -53,7 +53,7 @@ class Wrapped:
 
 
 def test_radii_are_those_of_cohens_own_formula() -> None:
-    table = dpdist.certify(network(), points(), SETTINGS, here=True)
+    table = dpdist.certify(network(), points(), SETTINGS, executor="local")
     for row in table.to_pandas().to_dict("records"):
         p = float(beta.ppf(0.001, row["k"], 600 - row["k"] + 1))
         radius = 0.2 * norm.ppf(p) if p > 0.5 else 0.0
@@ -68,9 +68,9 @@ def test_radii_are_those_of_cohens_own_formula() -> None:
 @pytest.mark.long
 def test_a_callable_counts_as_the_module_in_it() -> None:
     module = network()
-    by_module = dpdist.certify(module, points(), SETTINGS, here=True)
+    by_module = dpdist.certify(module, points(), SETTINGS, executor="local")
     for what in (Wrapped(module), lambda x: module(x), module.forward):
-        found = dpdist.certify(what, points(), SETTINGS, here=True)
+        found = dpdist.certify(what, points(), SETTINGS, executor="local")
         assert found.job_record["classifier"]["form"] == "eager"
         # Another digest draws other noise: shares of 600 draws of one probability differ by 0.2 or
         # more with probability below 4 exp(-2 600 0.1^2) = 2.5e-5 for each of 18 inputs.
@@ -87,7 +87,7 @@ def test_data_of_every_kind_are_the_same_inputs(tmp_path: Path) -> None:
         torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
         [(torch.from_numpy(each), int(label)) for each, label in zip(x, y, strict=True)],
     ]
-    tables = [dpdist.certify(module, each, SETTINGS, here=True).to_arrow() for each in given]
+    tables = [dpdist.certify(module, each, SETTINGS, executor="local").to_arrow() for each in given]
     assert all(table.equals(tables[0], check_metadata=False) for table in tables[1:3])
     assert [table["label"].to_pylist() for table in tables] == 4 * [y[:6].tolist()]
 
@@ -104,9 +104,9 @@ def test_batchnorm_and_dropout_are_in_evaluation_mode_and_the_module_stays_as_it
     module = foreign.Net().train()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     settings = dpdist.Cohen(sigma=0.1, n=200, seed="a", max_inputs=2)
-    found = dpdist.certify(module, "digits", settings, here=True)
+    found = dpdist.certify(module, "digits", settings, executor="local")
     assert module.training
-    other = dpdist.certify(module.eval(), "digits", settings, here=True)
+    other = dpdist.certify(module.eval(), "digits", settings, executor="local")
     assert found.to_arrow().equals(other.to_arrow())
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert all(parameter.requires_grad for parameter in module.parameters())
@@ -133,10 +133,10 @@ def test_runs_releases_paths_and_names(tmp_path: Path, here: None) -> None:
     ]
     assert all(table.to_arrow().equals(tables[0].to_arrow()) for table in tables[1:])
     own = dpdist.certify(
-        folder, data.load(data.DataSource("digits", 10), "test").first(4), here=True
+        folder, data.load(data.DataSource("digits", 10), "test").first(4), executor="local"
     )
     assert (own.sigma, own.n, len(own.index)) == (0.2, 200, 4)
-    assert len(dpdist.certify("linear", "digits", few, here=True).index) == 3
+    assert len(dpdist.certify("linear", "digits", few, executor="local").index) == 3
 
 
 @pytest.mark.parametrize("actors", [1, 3])
@@ -162,18 +162,18 @@ def test_the_same_bytes_on_any_number_of_actors_and_after_an_interruption(
 
 def test_another_model_or_other_data_in_the_folder_are_refused(tmp_path: Path) -> None:
     x, y = points()
-    certify(network(), (x, y), SETTINGS, folder=tmp_path / "c", here=True)
+    certify(network(), (x, y), SETTINGS, folder=tmp_path / "c", executor="local")
     other = network()
     with torch.no_grad():
         next(other.parameters()).add_(1e-3)
     for what, inputs in ((other, (x, y)), (network(), (x + 1e-3, y)), (network(), (x, 2 - y))):
         with pytest.raises(UserError, match=r"model|data"):
-            certify(what, inputs, SETTINGS, folder=tmp_path / "c", here=True)
+            certify(what, inputs, SETTINGS, folder=tmp_path / "c", executor="local")
 
 
 def test_a_model_that_looks_at_its_batch_is_refused() -> None:
     with pytest.raises(UserError, match="looks at its batch"):
-        dpdist.certify(lambda x: x[:, :3] - x[:, :3].mean(0), points(), SETTINGS, here=True)
+        dpdist.certify(lambda x: x[:, :3] - x[:, :3].mean(0), points(), SETTINGS, executor="local")
 
 
 @pytest.mark.parametrize(
@@ -191,16 +191,18 @@ def test_a_model_that_looks_at_its_batch_is_refused() -> None:
 )
 def test_what_does_not_fit_is_refused(what: object, inputs: object, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        dpdist.certify(what, inputs, SETTINGS, here=True)
+        dpdist.certify(what, inputs, SETTINGS, executor="local")
 
 
 def test_settings_and_resources_are_checked() -> None:
     with pytest.raises(UserError, match="settings: must be a certificate"):
-        dpdist.certify(network(), points(), {"sigma": 0.25}, here=True)
+        dpdist.certify(network(), points(), {"sigma": 0.25}, executor="local")
     with pytest.raises(UserError, match=r"resources\.certify_actors: must be"):
-        dpdist.certify(network(), points(), SETTINGS, resources={"certify_actors": 0}, here=True)
+        dpdist.certify(
+            network(), points(), SETTINGS, resources={"certify_actors": 0}, executor="local"
+        )
     with pytest.raises(TypeError, match="actors"):
-        dpdist.certify(network(), points(), SETTINGS, actors=2, here=True)
+        dpdist.certify(network(), points(), SETTINGS, actors=2, executor="local")
 
 
 def test_the_call_of_the_version_before_works_and_warns(here: None, tmp_path: Path) -> None:
@@ -233,15 +235,15 @@ class Scaled(nn.Module):
 def test_another_attribute_or_forward_is_another_classifier(tmp_path: Path) -> None:
     """The same weights and the same words of the module: what it does was not in its digest."""
     given, folder = points(), tmp_path / "certs"
-    before = dpdist.certify(Scaled(1.0), given, SETTINGS, folder=folder, here=True)
-    again = dpdist.certify(Scaled(1.0), given, SETTINGS, folder=folder, here=True)
+    before = dpdist.certify(Scaled(1.0), given, SETTINGS, folder=folder, executor="local")
+    again = dpdist.certify(Scaled(1.0), given, SETTINGS, folder=folder, executor="local")
     assert again.to_arrow() == before.to_arrow() and before.certified_accuracy(0.0) > 0.5
     turned = Scaled(1.0)
     turned.forward = lambda x: -turned.inner(x)  # type: ignore[method-assign]
     for other in (Scaled(-1.0), turned):
         with pytest.raises(UserError, match=r"holds another certification \(model was"):
-            dpdist.certify(other, given, SETTINGS, folder=folder, here=True)
-        found = dpdist.certify(other, given, SETTINGS, here=True)
+            dpdist.certify(other, given, SETTINGS, folder=folder, executor="local")
+        found = dpdist.certify(other, given, SETTINGS, executor="local")
         assert found.certified_accuracy(0.0) < 0.5
 
 
@@ -251,9 +253,9 @@ def test_a_classifier_with_a_hidden_state_is_never_taken_for_another(tmp_path: P
     def answer(x: torch.Tensor, kept: torch.Generator = random) -> torch.Tensor:
         return module(x)
 
-    dpdist.certify(answer, points(), SETTINGS, folder=tmp_path / "certs", here=True)
+    dpdist.certify(answer, points(), SETTINGS, folder=tmp_path / "certs", executor="local")
     with pytest.raises(UserError, match=r"holds another certification \(model was"):
-        dpdist.certify(answer, points(), SETTINGS, folder=tmp_path / "certs", here=True)
+        dpdist.certify(answer, points(), SETTINGS, folder=tmp_path / "certs", executor="local")
 
 
 @pytest.mark.long
@@ -267,7 +269,7 @@ def test_a_script_s_own_function_is_continued_by_another_process(tmp_path: Path)
         "    return x @ W if 'a' in {'a', 'b', 'c'} else x\n"
         "x = np.random.default_rng(0).random((6, 3), dtype=np.float32)\n"
         "settings = dpdist.Cohen(sigma=0.1, n=100)\n"
-        "t = dpdist.certify(answer, (x, x.argmax(1)), settings, folder='certs', here=True)\n"
+        "t = dpdist.certify(answer, (x, x.argmax(1)), settings, folder='certs')\n"
         "print(t.to_arrow().to_pylist())\n"
     )
     printed = {

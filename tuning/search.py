@@ -20,8 +20,7 @@ from functools import cache
 from typing import Any
 
 from dpdist.certification.noise import gaussian_l2_radius
-from dpdist.cluster.session import Session
-from dpdist.cluster.versions import check_nodes
+from dpdist.cluster.executor import Executor
 from dpdist.config.search import ScoreRecipe, TuneRecipe
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import DiskFullError, UserError
@@ -60,9 +59,7 @@ from dpdist.tuning.space import (
 )
 from dpdist.tuning.trial import (
     count_concurrent_trials,
-    live_nodes,
-    run_in_background,
-    run_tune_pass,
+    make_tune_pass,
     scoring_data,
     trial_recipe,
 )
@@ -94,7 +91,7 @@ class Search:
         self._since = time.monotonic()
         self._noise_by_values: dict[str, float] = {}
 
-    def run(self, session: Session, progress: Progress = lambda done, total, rate: None) -> None:
+    def run(self, executor: Executor, progress: Progress = lambda done, total, rate: None) -> None:
         """Run what is left of the search; afterwards the run folder holds the winner.
 
         Raises NoModel when there is none, UserError and ClusterError for what the user can mend.
@@ -105,11 +102,12 @@ class Search:
         if not self.folder.outcome.exists():
             self._charge_budget()
             concurrent = count_concurrent_trials(
-                self.recipe.resources, self.tune.concurrent, live_nodes()
+                self.recipe.resources, self.tune.concurrent, executor.hosts()
             )
-            check_nodes(PACKAGES, self.folder.path)
-            run_in_background(
-                lambda: self._run_trials(concurrent), lambda: self._report_progress(progress)
+            executor.check_nodes(PACKAGES, self.folder.path)
+            executor.supervise(
+                lambda: self._run_trials(executor, concurrent),
+                lambda: self._report_progress(progress),
             )
             self._choose_winner()
         self._check_trials()
@@ -181,14 +179,14 @@ class Search:
 
     # --- the trials
 
-    def _run_trials(self, concurrent: int) -> None:
+    def _run_trials(self, executor: Executor, concurrent: int) -> None:
         """All trials to their end; those whose worker was lost are repeated, with the same keys."""
         for _ in range(self.recipe.resources.max_failures + 1):
             if not self._unfinished_trials():
                 return
             self.folder.disk_full_marker.unlink(missing_ok=True)
             try:
-                self._run_pass(concurrent)
+                self._run_pass(executor, concurrent)
             finally:
                 # not the trial's fault: it must not count as failed
                 if self.folder.disk_full_marker.exists():
@@ -205,8 +203,10 @@ class Search:
         trials = read_trials(self.folder)
         return [t.number for t in trials if not read_scores(self.folder, t.number)["done"]]
 
-    def _run_pass(self, concurrent: int) -> None:
-        run_tune_pass(self.folder, self.recipe, concurrent, self.trial_noise_multiplier)
+    def _run_pass(self, executor: Executor, concurrent: int) -> None:
+        executor.run_trials(
+            make_tune_pass(self.folder, self.recipe, concurrent, self.trial_noise_multiplier)
+        )
 
     def plan_trial(self, values: TrialValues) -> tuple[Recipe, PrivacyPlan]:
         """The recipe of a trial and the plan that it executes.

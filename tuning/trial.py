@@ -1,4 +1,4 @@
-"""Run the trials of a search on Ray Tune: train under its own key, score, write the score down.
+"""Run the trials of a search: train under its own key, score, write the score down.
 
 A trial reads everything from the search's private folder, so that nothing secret travels through
 Ray, and does each part once: a trial that is repeated after a crash replays its training exactly,
@@ -13,18 +13,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dpdist import data, models
-from dpdist.cluster.session import secure_staging_folder
+from dpdist.cluster.executor import LocalExecutor, RayExecutor
+from dpdist.cluster.session import describe_session
 from dpdist.cluster.versions import check_same_versions, code_digest, package_fingerprints
+from dpdist.cluster.work import Host, ReportMetrics, TrialPass, WorkerGroup
 from dpdist.config.search import PublicData, TuneRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
@@ -58,42 +57,21 @@ HEAD_NODE_RESOURCE = "node:__internal_head__"
 _SLOT_SHARE = 0.001
 
 
-@dataclass(frozen=True)
-class Node:
-    """Resources of one live node."""
-
-    cpus: float
-    gpus: float
-
-
-def live_nodes() -> list[Node]:
-    """The nodes of the connected cluster."""
-    import ray
-
-    return [
-        Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def trial_resources(resources: ResourcesRecipe) -> Any:
-    """Return the resources that Ray Tune reserves for one trial.
+def trial_resources(resources: ResourcesRecipe) -> dict[str, float]:
+    """Return the resources of Ray that one trial holds.
 
     They are its only worker, or a slot beside Ray Train's.
     """
-    from ray import tune
-
     if resources.max_workers > 1:
-        return tune.PlacementGroupFactory([{HEAD_NODE_RESOURCE: _SLOT_SHARE}])
+        return {HEAD_NODE_RESOURCE: _SLOT_SHARE}
     bundle = {"CPU": resources.cpus_per_worker}
     if resources.gpus_per_worker:
         bundle["GPU"] = resources.gpus_per_worker
-    return tune.PlacementGroupFactory([bundle])
+    return bundle
 
 
 def count_concurrent_trials(
-    resources: ResourcesRecipe, requested: int | None, nodes: list[Node]
+    resources: ResourcesRecipe, requested: int | None, nodes: list[Host]
 ) -> int:
     """How many trials run at the same time: as many as fit, or as many as wanted.
 
@@ -124,7 +102,7 @@ def count_concurrent_trials(
     return min(requested or fitting, math.floor(0.9 / _SLOT_SHARE))
 
 
-def _workers_that_fit(node: Node, resources: ResourcesRecipe) -> int:
+def _workers_that_fit(node: Host, resources: ResourcesRecipe) -> int:
     tiny = 1e-9
     places = math.floor(node.cpus / resources.cpus_per_worker + tiny)
     if resources.gpus_per_worker:
@@ -305,65 +283,56 @@ def prepare_trial(folder: SearchFolder, search_recipe: Recipe, trial: Trial) -> 
     return prepare(recipe, own, where)
 
 
+class _TrialExecutor(LocalExecutor):
+    """Do the work of a trial in its own process; train several workers on Ray Train."""
+
+    def run_workers(self, group: WorkerGroup) -> None:
+        """Run a single worker here, which saves the 15 seconds that Ray Train takes to start."""
+        if group.max_workers == 1:
+            super().run_workers(group)
+            return
+        from ray.tune.integration.ray_train import TuneReportCallback
+
+        RayExecutor(describe_session()).run_workers(
+            replace(group, callbacks=[TuneReportCallback()])
+        )
+
+
 def _train_until(job: TrainJob, last_step: int) -> None:
     if job.folder.training_summary.exists():
         return
-    resources = job.recipe.resources
-    if resources.max_workers > 1:
-        _train_on_ray_train(job, last_step)
-        return
-    import torch
-
-    from dpdist.training.collectives import Reducer
-    from dpdist.training.worker import run_training
-
-    # A single worker needs no process group: this process is the worker, and saves the 15 seconds
-    # that starting and stopping Ray Train takes.
-    torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
-    on_gpu = resources.gpus_per_worker > 0 and torch.cuda.is_available()
-    reducer = Reducer(0, 1, torch.device("cuda" if on_gpu else "cpu"))
-    fit(job, start_workers=lambda it: run_training(it, reducer, last_step), in_process=True)
+    # A repetition of the trial comes in the next pass.
+    fit(job, _TrialExecutor(), max_failures=0, stop_after=last_step)
 
 
-def _train_on_ray_train(job: TrainJob, last_step: int) -> None:
-    from ray.tune.integration.ray_train import TuneReportCallback
-
-    fit(
-        job, max_failures=0, stop_after=last_step, callbacks=[TuneReportCallback()], in_process=True
-    )
+# --- all trials -------------------------------------------------------------------
 
 
-# --- all trials on Ray Tune -------------------------------------------------------------------
-
-
-def run_tune_pass(
+def make_tune_pass(
     folder: SearchFolder,
     recipe: Recipe,
     concurrent: int,
     noise_multiplier_of: Callable[[TrialValues], float],
-) -> None:
-    """One pass of Ray Tune over all K trials; finished ones only report again."""
-    # Ray must not print trial tables, and writes them to the private folder only.
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    from ray import tune
-    from ray.tune.logger import JsonLoggerCallback
-
-    from dpdist.tuning.searchers import METRIC, ManifestSearcher
-
+) -> TrialPass:
+    """Return one pass over all K trials; finished ones only report again."""
     section = recipe.tune
     assert section is not None
     trials = read_trials(folder)
-    adaptive = _make_suggester(folder, section) if section.searcher != "random" else None
-    searcher = ManifestSearcher(
-        folder, trials, noise_multiplier_of, adaptive, stops_early=section.asha is not None
-    )
-    scheduler, factor = None, 1
-    if section.asha is not None:
+
+    def make_searcher() -> Any:
+        from dpdist.tuning.searchers import ManifestSearcher
+
+        adaptive = _make_suggester(folder, section) if section.searcher != "random" else None
+        return ManifestSearcher(
+            folder, trials, noise_multiplier_of, adaptive, stops_early=section.asha is not None
+        )
+
+    def make_scheduler() -> Any:
         from ray.tune.schedulers import ASHAScheduler
 
-        factor = section.asha.reduction_factor
-        scheduler = ASHAScheduler(
+        from dpdist.tuning.searchers import METRIC
+
+        return ASHAScheduler(
             time_attr="reached",
             metric=METRIC,
             mode="max",
@@ -371,38 +340,18 @@ def run_tune_pass(
             reduction_factor=factor,
             max_t=factor ** (section.scores_per_trial - 1),
         )
-    name = f"search-{time.time_ns()}"
-    tuner = tune.Tuner(
-        tune.with_resources(
-            _make_trainable(folder.run.path, factor), trial_resources(recipe.resources)
-        ),
-        tune_config=tune.TuneConfig(
-            num_samples=len(trials),
-            search_alg=searcher,
-            scheduler=scheduler,
-            max_concurrent_trials=concurrent,
-            reuse_actors=scheduler is None,
-        ),
-        run_config=tune.RunConfig(
-            name=name,
-            storage_path=str(make_private_folder(folder.ray_folder)),
-            failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
-            callbacks=[JsonLoggerCallback()],
-            verbose=0,
-        ),
+
+    factor = section.asha.reduction_factor if section.asha else 1
+    return TrialPass(
+        _make_trial_runner(folder.run.path, factor),
+        len(trials),
+        make_searcher,
+        make_scheduler if section.asha else None,
+        concurrent,
+        trial_resources(recipe.resources),
+        make_private_folder(folder.ray_folder),
+        f"search-{time.time_ns()}",
     )
-    with _remove_staged_files(secure_staging_folder(), name):
-        tuner.fit()
-
-
-@contextmanager
-def _remove_staged_files(staging_folder: Path, name: str) -> Iterator[None]:
-    """Remove at the end what Tune staged of an experiment: K and every score."""
-    try:
-        yield
-    finally:
-        for left in staging_folder.glob(f"*/{name}"):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _make_suggester(folder: SearchFolder, section: TuneRecipe) -> Any:
@@ -419,35 +368,13 @@ def _make_suggester(folder: SearchFolder, section: TuneRecipe) -> Any:
     return OptunaSuggester(section, seed, known)
 
 
-def _make_trainable(path: Path, factor: int) -> Callable[[dict[str, Any]], None]:
+def _make_trial_runner(path: Path, factor: int) -> Callable[[int, ReportMetrics], None]:
     packages = package_fingerprints(PACKAGES)
 
-    def trial(config: dict[str, Any]) -> None:
-        from ray import tune
+    def run(number: int, report: ReportMetrics) -> None:
+        def report_score(rung: int, value: float) -> None:
+            report({"score": value, "reached": factor ** (rung - 1)})
 
-        def report(rung: int, value: float) -> None:
-            tune.report({"score": value, "reached": factor ** (rung - 1)})
+        run_trial(path, packages, number, report_score)
 
-        secure_staging_folder()  # of a node without the driver
-        run_trial(path, packages, config["trial"], report)
-
-    return trial
-
-
-def run_in_background(work: Callable[[], None], show_progress: Callable[[], None]) -> None:
-    """Work in a thread and show progress meanwhile: Ray would take Ctrl-C from the main thread."""
-    errors: list[BaseException] = []
-
-    def keep_errors() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=keep_errors, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-        show_progress()
-    if errors:
-        raise errors[0]
+    return run

@@ -61,7 +61,7 @@ from dpdist.certification.inference import ClassifierSpec, read_classifier_spec,
 from dpdist.certification.reexecution import Reexecution, RowChoice, isolated_executor
 from dpdist.certification.worker import KeyedGenerator
 from dpdist.cluster import job_folder
-from dpdist.cluster.actor_pool import run_once
+from dpdist.cluster.executor import SMALL_TRAINING, current_executor
 from dpdist.cluster.job_folder import Progress
 from dpdist.cluster.resumable_job import Item, JobSpec, JobState, Row, WorkItems, run_job
 from dpdist.core.errors import UserError
@@ -267,6 +267,19 @@ def attack_model(
     return run_job(work, output, actors=actors, progress=progress)
 
 
+class _AttackItems(WorkItems):
+    """Blocks of attacked inputs. passes: of the model for each input, at most."""
+
+    def __init__(self, *work: Any, passes: int, **more: Any) -> None:
+        super().__init__(*work, **more)
+        self._passes = passes
+
+    def is_small(self, state: JobState) -> bool:
+        """Return whether all that is missing passes the model as often as a small training."""
+        left = sum(self.weight(i) for i in self.items if i not in state.finished_rows)
+        return left * self._passes <= SMALL_TRAINING
+
+
 class BaseAttackJob(JobSpec):
     """Base of attacks on inputs and of attacks on certificates, as resumable jobs.
 
@@ -332,7 +345,11 @@ class BaseAttackJob(JobSpec):
     def initial_record(self, output: Path) -> dict[str, Any]:
         form = None
         if self.assignment.classifier.location.is_random:
-            form = run_once(_form, self.assignment, "the model cannot be attacked").pinned_fields
+            form = (
+                current_executor()
+                .run_once(_form, self.assignment, "the model cannot be attacked")
+                .pinned_fields
+            )
         return {"seed": self.assignment.stream_keys.seed, "classifier": form}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
@@ -350,12 +367,13 @@ class BaseAttackJob(JobSpec):
         # Ten times the longest honest block.
         draws = it.settings.draws if it.classifier.location.is_random else 1
         passes = 3 * it.settings.steps * it.settings.restarts * draws + self.draws_per_point
-        return WorkItems(
+        return _AttackItems(
             blocks,
             self.worker,
             self.worker_setup(),
             stall_seconds=max(120.0, 10 * size * passes / _SLOW),
             weights={key: len(block.sizes) for key, block in blocks.items()},
+            passes=passes,
         )
 
     def batches(self, rows: list[slice]) -> dict[Item, AttackBatch]:

@@ -277,13 +277,12 @@ def audit_many_runs(
 ) -> AuditFinding:
     """Raises UserError for a method whose step is more than clipped gradients and noise."""
     from dpdist.audits.trainings import ManyRunsJob
+    from dpdist.cluster.executor import open_executor
     from dpdist.cluster.resumable_job import run_job
-    from dpdist.cluster.session import connect
-    from dpdist.core import optional_imports
 
     work = ManyRunsJob(options, target)
     private = make_private_folder(output)  # wherever it was asked for: models of private records
-    with connect(private / "ray.log", worker_setup=optional_imports.install_torchvision_hook):
+    with open_executor(log_file=private / "ray.log"):
         table = run_job(
             work, private, progress=lambda done, total, rate: report_progress(done, total)
         )

@@ -361,7 +361,7 @@ class Cohen(Smoothing):
         >>> model = torch.nn.Linear(2, 2, bias=False)
         >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
         >>> settings = dpdist.Cohen(sigma=0.25, n=1000)
-        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, executor="local")
         >>> table.prediction.tolist(), bool((table.radius > 0.25).all())
         ([0, 1], True)
     """
@@ -576,7 +576,7 @@ class TwoClass(Cohen):
         >>> model = torch.nn.Linear(2, 2, bias=False)
         >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
         >>> settings = dpdist.TwoClass(sigma=0.25, n=1000)
-        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, executor="local")
         >>> table.prediction.tolist(), bool((table.radius > 0.25).all())
         ([0, 1], True)
     """

@@ -131,7 +131,7 @@ class ExpectedScores(HiddenNoiseCertificate):
         >>> model = torch.nn.Sequential(*layers)
         >>> models.attach_noise(model, torch.full((2,), 0.25))  # behind the first layer
         >>> settings = dpdist.ExpectedScores(n=1000)
-        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, executor="local")
         >>> table.prediction.tolist(), table.certified_accuracy(0.1)
         ([0, 1], 1.0)
     """

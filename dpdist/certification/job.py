@@ -25,8 +25,8 @@ from dpdist.certification.worker import (
     Worker,
     probe,
 )
-from dpdist.cluster import actor_pool, job_folder
-from dpdist.cluster.actor_pool import run_once
+from dpdist.cluster import job_folder
+from dpdist.cluster.executor import SMALL_JOB_SECONDS, LocalExecutor, current_executor
 from dpdist.cluster.job_folder import Progress
 from dpdist.cluster.resumable_job import (
     CHUNK_SECONDS,
@@ -42,6 +42,7 @@ from dpdist.cluster.resumable_job import (
 from dpdist.cluster.resumable_job import (
     WorkUnit as Interval,
 )
+from dpdist.cluster.session import is_elastic
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
     error_text,
@@ -94,7 +95,7 @@ def certify(
     gpus: float | None = None,
     log: Callable[[str], None] | None = None,
 ) -> pa.Table:
-    """Certify inputs with an existing model on Ray actors; return the table, sorted by index.
+    """Certify inputs with an existing model; return the table, sorted by index.
 
     The table is the same to the byte on any number of actors, and the same call continues an
     interrupted certification. A certification stays on the kind of device that it began on.
@@ -184,7 +185,6 @@ class CertificationJob(JobSpec):
         *,
         gpus: float | None = None,
         log: Callable[[str], None] | None = None,
-        here: bool = False,
     ) -> None:
         """Check that a place for the noise exists.
 
@@ -194,9 +194,8 @@ class CertificationJob(JobSpec):
             settings: the certificate, and which inputs are certified.
             gpus: of each actor, as in `certify`.
             log: is told of GPUs.
-            here: whether all is done in this process, on its CPU and without Ray.
         """
-        self._gpus, self._log, self._here = 0.0 if here else gpus, log, here
+        self._gpus, self._log = gpus, log
         count = len(dataset.labels)
         self._indices = settings.indices(count)
         if not self._indices:
@@ -221,9 +220,9 @@ class CertificationJob(JobSpec):
 
     def initial_record(self, output: Path) -> dict[str, Any]:
         """Choose device and executed classifier; return the entries that settings.json pins."""
-        gpus = self._gpus
+        executor, gpus = current_executor(), self._gpus
         if gpus is None:
-            gpus = 1.0 if actor_pool.cluster_gpus() >= 1 else 0.0
+            gpus = 1.0 if executor.gpus >= 1 else 0.0
         _require_gpus(gpus)
         device = inference.GPU if gpus else CPU.type
         assignment = replace(self._assignment, device=device, gpus=gpus)
@@ -232,11 +231,7 @@ class CertificationJob(JobSpec):
                 "certifying: checking the model and choosing how it is executed (seconds, or at "
                 "most a twentieth of the whole)"
             )
-        failed = "the model cannot be certified"
-        if self._here:
-            spec = _probed(assignment, failed)
-        else:
-            spec = run_once(probe, assignment, failed, num_gpus=gpus)
+        spec = executor.run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
         if self._log is not None:
             low, high = tables.input_range(self._dataset, self._indices)
@@ -301,18 +296,17 @@ class CertificationJob(JobSpec):
         return rows
 
 
-def _probed(assignment: Assignment, failed: str) -> ClassifierSpec:
-    """Probe in this process. Raises UserError for whatever a user's model does."""
-    try:
-        return probe(assignment)
-    except Exception as error:
-        raise UserError(f"{failed}: {error}") from error
-
-
 def _require_gpus(gpus: float) -> None:
     """Raise UserError where an actor with so many GPUs could never start."""
-    have = actor_pool.cluster_gpus()
-    if gpus > have and not actor_pool.is_elastic():
+    executor = current_executor()
+    if not gpus or gpus <= (have := executor.gpus):
+        return
+    if isinstance(executor, LocalExecutor):
+        raise UserError(
+            f"resources.certify_gpus: must be 0 in one process (--local), got {gpus:g}; leave "
+            "--local out to count on GPUs"
+        )
+    if not is_elastic():
         raise UserError(
             f"resources.certify_gpus: each actor needs {gpus:g} GPUs, this machine has {have:g}; "
             "leave it out or set 0 to count on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
@@ -368,10 +362,8 @@ class CertificationWorkItems(WorkItems):
         spec, settings = self._assignment.executed_spec, self._settings
         # A sequential test usually needs a small part of its cap; counting it as a twentieth keeps
         # chunks near the wanted size. Its silence counts the whole, on a slower machine.
-        usual, most = max(spec.batch, settings.n // 20), settings.n
-        if self.units_per_item > 1:
-            usual = most = spec.batch
-        budget = max(1, int(seconds * spec.rate / usual))
+        most = spec.batch if self.units_per_item > 1 else settings.n
+        budget = max(1, int(seconds * spec.rate / self._usual_draws))
         # With a noise bank the same few blocks are counted for many inputs in turn.
         bank = settings.noise_bank
         longest = min(budget, len(self.items) * self.units_per_item)
@@ -382,6 +374,19 @@ class CertificationWorkItems(WorkItems):
             silence,
             interleave_items=bank,
         )
+
+    def is_small(self, state: JobState) -> bool:
+        """Return whether one process draws what is missing within `SMALL_JOB_SECONDS`."""
+        left = sum(high - low for i in self.items for low, high in state.missing_intervals(i))
+        on_cpu = self._assignment.device == CPU.type
+        draws = left * self._usual_draws
+        return on_cpu and draws <= SMALL_JOB_SECONDS * self._assignment.executed_spec.rate
+
+    @property
+    def _usual_draws(self) -> int:
+        """Return the usual number of draws of a unit: of a sequential test a small part of n."""
+        batch, n = self._assignment.executed_spec.batch, self._settings.n
+        return batch if self.units_per_item > 1 else max(batch, n // 20)
 
     def make_chunk(self, work_units: list[Interval]) -> tuple[str, list[InputWorkUnit]]:
         """Return name and payload of a chunk of intervals."""

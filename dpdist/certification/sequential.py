@@ -299,7 +299,7 @@ class TargetRadius(_SequentialSmoothing):
         >>> model = torch.nn.Linear(2, 2, bias=False)
         >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
         >>> settings = dpdist.TargetRadius(sigma=0.25, radii=(0.25,), n=10_000, batch=100)
-        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, executor="local")
         >>> table.radius.tolist(), max(table.to_arrow()["n"].to_pylist()) < 10_000
         ([0.25, 0.25], True)
     """
@@ -521,7 +521,7 @@ class Anytime(_SequentialSmoothing):
         >>> model = torch.nn.Linear(2, 2, bias=False)
         >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
         >>> settings = dpdist.Anytime(sigma=0.25, radii=(0.25,), n=10_000, batch=100)
-        >>> table = dpdist.certify(model, (inputs, labels), settings, here=True)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, executor="local")
         >>> table.certified_accuracy(0.25), max(table.to_arrow()["n"].to_pylist()) < 10_000
         (1.0, True)
     """

@@ -23,6 +23,7 @@ from dpdist.cli.options import (
     Changes,
     DataRoot,
     Every,
+    Local,
     MaxInputs,
     Name,
     Output,
@@ -31,6 +32,7 @@ from dpdist.cli.options import (
     RunArgument,
     Runs,
     Start,
+    executor_name,
     flag,
     load_trained_recipe,
     option,
@@ -110,6 +112,7 @@ def attack_command(
     max_inputs: MaxInputs = None,
     seed: _Seed = None,
     actors: Actors = None,
+    local: Local = None,
     output: Output = None,
     check_certificates: _Check = False,
     certificates: _Table = None,
@@ -136,9 +139,9 @@ def attack_command(
     about = {"certificates": certificates, "claim": claim}
     _refuse_unrelated_options(check_certificates, own, about)
     if check_certificates:
-        _attack_certificates(recipe, folder, given, certificates, claim, output, actors)
+        _attack_certificates(recipe, folder, given, certificates, claim, output, actors, local)
     else:
-        _run_attack(recipe, folder, given | own, output, actors)
+        _run_attack(recipe, folder, given | own, output, actors, local)
 
 
 def _refuse_unrelated_options(
@@ -161,6 +164,7 @@ def _run_attack(
     options: dict[str, Any],
     output: Path | None,
     actors: int | None,
+    local: bool | None,
 ) -> None:
     from dpdist import pipeline
     from dpdist.core import console
@@ -169,7 +173,7 @@ def _run_attack(
 
     settings = _attack_settings(options)
     _refuse_noise_options(recipe, folder, settings, options)
-    with pipeline.run_session(folder):
+    with pipeline.run_session(folder, executor=executor_name(local)):
         path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
     table = settings.read(path)
     shown = attack_outcome_table(table, read_facts(folder).tables)
@@ -227,6 +231,7 @@ def _attack_certificates(
     claim: str | None,
     output: Path | None,
     actors: int | None,
+    local: bool | None,
 ) -> None:
     from dpdist import pipeline
     from dpdist.attacks.settings import CheckSettings
@@ -243,7 +248,7 @@ def _attack_certificates(
         names = ", ".join(path.parent.name for path in tables)
         raise UserError(f"--output: holds one check; name one with --certificates: {names}")
     rows, held = [], True
-    with pipeline.run_session(folder):
+    with pipeline.run_session(folder, executor=executor_name(local)):
         for path in tables:
             check = CheckSettings(path, settings, claim)
             found = check.read(pipeline.evaluation_stage(recipe, folder, check, output, actors))
@@ -328,6 +333,7 @@ def poison_command(
     every: Every = None,
     max_inputs: MaxInputs = None,
     actors: Actors = None,
+    local: Local = None,
     output: Output = None,
 ) -> None:
     """Certify answers against poisoned training records: trains many models, resumable.
@@ -363,7 +369,7 @@ def poison_command(
     _, plan = settings.training_plan(trained, records)
     poisoned = None if partitions else rule.poisoning_effect(settings, plan, records)
     folder.create_or_open(resolved)
-    with pipeline.run_session(folder):
+    with pipeline.run_session(folder, executor=executor_name(local)):
         path = pipeline.evaluation_stage(resolved, folder, settings, output, actors)
     votes = settings.read(path)
     found = rule.certify_votes(votes, poisoned)
@@ -674,6 +680,7 @@ def membership_command(
     runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     actors: Actors = None,
+    local: Local = None,
     output: Output = None,
 ) -> None:
     """Membership inference: trains a bank of shadow models, resumable, and attacks all of them.
@@ -699,7 +706,7 @@ def membership_command(
         banks.append((Membership(game, models, averaged, seed=seed), others))
     _check_banks(resolved, folder, banks, [output, picture], recipe)
     folder.create_or_open(resolved)
-    with pipeline.run_session(folder):
+    with pipeline.run_session(folder, executor=executor_name(local)):
         found = [_run_membership_attacks(resolved, folder, *bank, output, actors) for bank in banks]
     if picture is not None:
         from dpdist.reports.figures import plot_roc_curves

@@ -25,6 +25,7 @@ from dpdist.cli.options import (
     Actors,
     DataRoot,
     Every,
+    Local,
     MaxInputs,
     ModelArgument,
     Name,
@@ -35,6 +36,7 @@ from dpdist.cli.options import (
     Signer,
     Start,
     TrustFactory,
+    executor_name,
     field_callback,
     flag,
     load_trained_recipe,
@@ -103,12 +105,12 @@ def certify_release(
     data_root: Path | None,
     output: Path | None,
     actors: int | None,
+    local: bool | None = None,
 ) -> tuple[pa.Table, Path]:
     """Certify the test split that a release names, with its settings where nothing else is asked
     for."""
     from dpdist import data, pipeline
     from dpdist.certification.job import TABLE, certify
-    from dpdist.cluster.versions import check_nodes
     from dpdist.core import console
     from dpdist.training.job import PACKAGES
     from dpdist.training.records import data_source_under
@@ -119,8 +121,9 @@ def certify_release(
     if release.path.resolve() in (output.resolve(), *output.resolve().parents):
         raise UserError(f"--output: {output} lies in the release, which stays as it was published")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with pipeline.run_session(output.parent / "ray.log"):
-        check_nodes(PACKAGES, output.parent.resolve())
+    log_file = output.parent / "ray.log"
+    with pipeline.run_session(log_file, executor=executor_name(local)) as executor:
+        executor.check_nodes(PACKAGES, output.parent.resolve())
         with console.progress(f"certifying, {chosen.folder_name}", "inputs", "draws") as show:
             table = certify(
                 release.path,
@@ -206,6 +209,7 @@ def certify_command(
     every: Every = None,
     max_inputs: MaxInputs = None,
     actors: Actors = None,
+    local: Local = None,
     output: Output = None,
     at: _AttackedCopies = None,
     rebound: _Recertify = None,
@@ -261,11 +265,12 @@ def certify_command(
         if merge or rebound is not None or at is not None:
             raise UserError("--merge, --rebound, --at: of a run, not of a release")
 
-        table, path = certify_release(release, given, data_root, output, actors)
+        table, path = certify_release(release, given, data_root, output, actors, local)
         _export_table(table, path, tsv, csv)
         _print_tables(release.name, [path], [], as_json)
         return
-    _refuse_certify_options(given | {"data_root": data_root, "actors": actors}, merge, rebound)
+    chosen = given | {"data_root": data_root, "actors": actors}
+    _refuse_certify_options(chosen | {executor_name(local) or "local": local}, merge, rebound)
     folder = open_run_or_archive(run, runs)
     if not merge and rebound is None:
         folder.require_trained()
@@ -277,14 +282,15 @@ def certify_command(
         if merge or rebound is not None:
             raise UserError("--at: certifies; it does not go with --merge or --rebound")
         made, measured = _certify_attacked_copies(
-            at, folder, output, _resolve_request(folder, given, data_root), actors
+            at, folder, output, _resolve_request(folder, given, data_root), actors, local
         )
     elif merge:
         made = _merge_run_tables(folder, output)
     elif rebound is not None:
         made = [_recertify_table(folder, output, rebound)]
     else:
-        made = [_certify_run(folder, output, _resolve_request(folder, given, data_root), actors)]
+        request = _resolve_request(folder, given, data_root)
+        made = [_certify_run(folder, output, request, actors, local)]
     if len(made) > 1 and (tsv or csv):
         names = ", ".join(path.parent.name for _, path in made)
         raise UserError(f"--tsv, --csv: hold one table, these are several: {names}")
@@ -357,20 +363,29 @@ def _export_table(table: pa.Table, path: Path, tsv: Path | None, csv: Path | Non
 
 
 def _certify_run(
-    folder: RunFolder, output: Path | None, request: _CertifyRequest, actors: int | None
+    folder: RunFolder,
+    output: Path | None,
+    request: _CertifyRequest,
+    actors: int | None,
+    local: bool | None,
 ) -> tuple[pa.Table, Path]:
     from dpdist import pipeline
     from dpdist.certification import table as tables
 
     recipe, _, chosen = request
     pipeline.require_certifying_gpus(recipe)
-    with pipeline.run_session(folder):
+    with pipeline.run_session(folder, executor=executor_name(local)):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
     return tables.read(path), path
 
 
 def _certify_attacked_copies(
-    text: str, folder: RunFolder, output: Path | None, request: _CertifyRequest, actors: int | None
+    text: str,
+    folder: RunFolder,
+    output: Path | None,
+    request: _CertifyRequest,
+    actors: int | None,
+    local: bool | None,
 ) -> tuple[list[tuple[pa.Table, Path]], list[tuple[str, str]]]:
     """The table, and what is shown of it."""
     from dpdist import pipeline
@@ -384,7 +399,7 @@ def _certify_attacked_copies(
     copies = AttackedCopies(at, load_test_records(recipe, data_source(recipe)), model, chosen)
     beside = folder.certificates / chosen.folder_name / "certificates.parquet"
     output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
-    with pipeline.run_session(folder):
+    with pipeline.run_session(folder, executor=executor_name(local)):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors, copies)
     found = table_reader.read(path)
     clean = table_reader.read(beside) if beside.is_file() else None
@@ -983,7 +998,7 @@ def serve_command(
     console.log(f"serve: starting {replicas} of {found.name}")
     with (
         suppress(Interrupted),
-        pipeline.run_session(None, replicas),
+        pipeline.run_session(None, replicas, "ray"),
         deploy_release(found, serving, host, port) as address,
     ):
         console.log(f"serve: {found.name} at {address}/predict; Ctrl-C ends it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -152,6 +152,11 @@ def flag(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
+def executor_name(local: bool | None) -> Literal["local", "ray"] | None:
+    """Return the name of the executor that --local or --ray asks for; None without either."""
+    return None if local is None else "local" if local else "ray"
+
+
 FIGURE_PATH = path_callback(".png", ".pdf", ".svg")
 DEFAULT_RUNS = Path("runs")
 
@@ -237,6 +242,10 @@ Output = Annotated[Path | None, path_option("Folder of the table (default: in th
 
 Workers = Annotated[
     int | None, option("Training workers (resources.workers).", ProcessCount, "--workers")
+]
+Local = Annotated[
+    bool | None,
+    flag("--local/--ray", "In this process, or on Ray (default: by the size of the work)."),
 ]
 PrivateSeed = Annotated[str | None, option("64 hex digits (default: secret, stored in private/).")]
 AnswerError = Annotated[float, option("Error of each answer.", Probability)]

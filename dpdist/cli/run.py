@@ -21,12 +21,14 @@ from dpdist.cli.options import (
     Changes,
     DataRoot,
     GroupedCommands,
+    Local,
     Name,
     PublishableJson,
     RecipeArgument,
     RunArgument,
     Runs,
     Workers,
+    executor_name,
     flag,
     option,
     parse_numbers,
@@ -65,6 +67,7 @@ def run_command(
     workers: Workers = None,
     archive: Archive = None,
     archive_private: ArchivePrivate = False,
+    local: Local = None,
     dry_run: _DryRun = False,
     as_json: PublishableJson = False,
     log: _Log = None,
@@ -91,7 +94,7 @@ def run_command(
         else:
             typer.echo(console.format_table(rows, title=f"plan of {resolved.name}"))
         return
-    folder = pipeline.run(resolved, runs=runs, context=recipe)
+    folder = pipeline.run(resolved, runs=runs, context=recipe, executor=executor_name(local))
     if log:
         from dpdist.reports.tracking import track_run
 
@@ -117,6 +120,7 @@ def train_command(
     workers: Workers = None,
     archive: Archive = None,
     archive_private: ArchivePrivate = False,
+    local: Local = None,
 ) -> None:
     """Train privately and evaluate on the test split. Continues an interrupted training."""
     from dpdist.core import console
@@ -128,7 +132,7 @@ def train_command(
     )  # fmt: skip
     from dpdist import pipeline
 
-    folder = pipeline.train_only(resolved, runs=runs, context=recipe)
+    folder = pipeline.train_only(resolved, runs=runs, context=recipe, executor=executor_name(local))
     print(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 
@@ -157,6 +161,7 @@ def tune_command(
     runs: Runs = DEFAULT_RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
+    local: Local = None,
     plan: _Plan = False,
     trials: _Trials = None,
     records: _Records = None,
@@ -188,7 +193,9 @@ def tune_command(
     )
     from dpdist import pipeline
 
-    folder = pipeline.tune(resolved, runs=runs, context=recipe, only_resume=resume)
+    folder = pipeline.tune(
+        resolved, runs=runs, context=recipe, only_resume=resume, executor=executor_name(local)
+    )
     typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 

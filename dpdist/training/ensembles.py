@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 
 from dpdist.cluster import job_folder
-from dpdist.cluster.resumable_job import Item, JobSpec, Partial, Row, WorkItems, WorkUnit, run_job
+from dpdist.cluster.executor import SMALL_TRAINING, Executor
+from dpdist.cluster.resumable_job import (
+    Item,
+    JobSpec,
+    JobState,
+    Partial,
+    Row,
+    WorkItems,
+    WorkUnit,
+    run_job,
+)
 from dpdist.cluster.versions import code_digest
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Section
@@ -82,7 +92,12 @@ class TrainingItems(WorkItems):
             shared,
             stall_seconds=max(600.0, 10 * examples / _MIN_RECORDS_PER_SECOND),
         )
-        self._numbers, self._folder = numbers, folder
+        self._numbers, self._folder, self._examples = numbers, folder, examples
+
+    def is_small(self, state: JobState) -> bool:
+        """Return whether the missing trainings together are a small one."""
+        left = sum(item not in state.finished_rows for item in self.items)
+        return left * self._examples <= SMALL_TRAINING
 
     def read_result(self, raw: bytes, folder: Path) -> dict[str, Any]:
         """What the witness says, for the row of its training. Raises UserError when damaged."""
@@ -343,13 +358,12 @@ def train_teachers(
     count: int,
     sections: Mapping[str, Section] | None = None,
     *,
-    in_process: bool = False,
+    executor: Executor | None = None,
 ) -> TeacherEnsemble:
-    """Train the teachers of a run, or those that are missing, on the pool of actors.
+    """Train the teachers of a run, or those that are missing.
 
-    sections: of the recipe, in place of its own. in_process: in this process instead.
+    sections: of the recipe, in place of its own. executor: where, as in `run_job`.
     """
-    import torch
 
     def show(done: int, total: int, rate: float) -> None:
         write_json(job.folder.progress, {"done": done, "steps": total, "rate": rate})
@@ -357,11 +371,8 @@ def train_teachers(
     work, output = TeacherJob(job, count, sections), job.folder.private / FOLDER
     if sections:  # the recipe's own was checked before the run
         check_model(work.recipe, job.records_without_canaries())
-    actors, threads = job.recipe.resources.certify_actors, torch.get_num_threads()
-    try:
-        run_job(work, output, actors=actors, progress=show, in_process=in_process)
-    finally:
-        torch.set_num_threads(threads)  # a teacher in this process took one
+    actors = job.recipe.resources.certify_actors
+    run_job(work, output, actors=actors, progress=show, executor=executor)
     return TeacherEnsemble(job.folder, work.recipe.model.name)
 
 

@@ -1,24 +1,37 @@
-"""Start the training of a run on Ray Train, or continue it, and wait for its end."""
+"""Start the training of a run, or continue it, where its executor says; wait for its end."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dpdist.cluster.executor import (
+    SMALL_TRAINING,
+    Executor,
+    LocalExecutor,
+    RayExecutor,
+    open_executor,
+)
 from dpdist.cluster.session import CapacityMonitor, Session
-from dpdist.cluster.versions import check_nodes
-from dpdist.core.errors import ClusterError, DiskFullError, UserError
+from dpdist.cluster.work import WorkerGroup, WorkersFailedError
+from dpdist.core.errors import ClusterError, DiskFullError, UserError, is_disk_full
 from dpdist.core.fields import Section
 from dpdist.core.files import make_private_folder, remove_leftovers, write_atomic
-from dpdist.privacy.ledger import JournalBusy, Ledger, wait_until_unlocked
+from dpdist.privacy.ledger import (
+    JournalBusy,
+    Ledger,
+    LedgerError,
+    ReplayConflict,
+    wait_until_unlocked,
+)
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder, verify_ledger
 from dpdist.runs.recipe import Recipe
@@ -37,18 +50,19 @@ class RunBusy(ClusterError):
 
 def train(
     job: TrainJob,
-    session: Session,
+    session: Session | Executor | None = None,
     progress: ProgressCallback = lambda done, total, rate: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Train a prepared job to the end of its plan; a finished run returns at once.
 
-    Worker failures are retried by Ray Train up to resources.max_failures times, each from the
-    newest checkpoint as an exact replay.
+    Failures of workers are retried up to resources.max_failures times, each from the newest
+    checkpoint as an exact replay.
 
     Args:
         job: from `dpdist.training.job.prepare`.
-        session: the session of Ray that trains it, from `dpdist.connect`.
+        session: where it is trained: a session of Ray from `dpdist.connect`, or an executor; None
+            for the enclosing one, else this process if the training is small, or a new session.
         progress: called with steps done, steps in all, and steps per second.
         log: hears of an archive that cannot be written, and of a cluster that has become too small.
 
@@ -72,26 +86,42 @@ def train(
         ...     "training": {"batch_size": 50, "steps": 3, "learning_rate": 0.5},
         ... })
         >>> job = prepare(recipe, dpdist.RunFolder(Path("runs/trained")), "recipe")
-        >>> with dpdist.connect(cpus=2) as session:
-        ...     dpdist.train(job, session)["steps"]
+        >>> dpdist.train(job)["steps"]
         3
     """
-    folder = job.folder
+    if isinstance(session, Session):
+        session = RayExecutor(session)
+    if session is None:
+        with open_executor(log_file=job.folder.log) as executor:
+            return train(job, executor, progress, log)
+    folder, executor = job.folder, place_training(job, session)
     if not folder.training_summary.exists():
         _check_not_running(folder)
         remove_leftovers(folder.path, folder.private, folder.model_folder, folder.checkpoints)
         remove_leftovers(*folder.checkpoints.glob("step-*"))
     with _budget_charged(job):
         if not folder.training_summary.exists():
-            _check_capacity(job.recipe, session)
-            check_nodes(PACKAGES, folder.private)
+            _check_capacity(job.recipe, executor)
+            executor.check_nodes(PACKAGES, folder.private)
             archive = Archive.find(folder)
             looks = [WorkerChangeReporter(folder, log).poll]
             if archive:
                 looks.append(archive.make_updater(log))
-            if not session.local:
+            if not executor.is_local:
                 looks.append(_capacity_monitor(job.recipe, log).poll)
-            _fit_and_poll(job, progress, looks)
+
+            def poll() -> None:
+                _report_progress(folder.progress, progress)
+                for look in looks:
+                    look()
+
+            def work() -> None:
+                if isinstance(executor, LocalExecutor):
+                    _fit_in_process(job, executor)
+                else:
+                    fit(job, executor)
+
+            executor.supervise(work, poll)
     return folder.require_trained()
 
 
@@ -123,24 +153,32 @@ def _budget_charged(job: TrainJob) -> Iterator[None]:
             charging.reserve_charge(recipe, records, charge, where, enforce=False)
 
 
+def place_training(job: TrainJob, executor: Executor) -> Executor:
+    """Return where a training runs: a small one of one worker, without GPUs, in this process."""
+    plan, resources = job.plan, job.recipe.resources
+    examples = plan.steps * plan.max_expected_batch if plan.steps else 0.0
+    alone = resources.max_workers == 1 and not resources.gpus_per_worker
+    return executor.place(alone and examples <= SMALL_TRAINING)
+
+
 @dataclass(frozen=True)
 class _TrainingDriver:
     """A training in the hands of the driver (`dpdist.methods.base.TrainingDriver`)."""
 
     job: TrainJob
-    start_workers: Callable[[TrainJob], None]  # training workers
-    in_process: bool = False
+    executor: Executor
+    max_restarts: int
+    stop_after: int | None
     started_at: float = field(default_factory=time.monotonic)
 
     def run_workers(self, records: Any = None) -> None:
-        self.start_workers(
-            self.job if records is None else replace(self.job, replacement_records=records)
-        )
+        job = self.job if records is None else replace(self.job, replacement_records=records)
+        _run_workers(job, self.executor, self.max_restarts, self.stop_after)
 
     def train_teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Any:
         from dpdist.training.ensembles import train_teachers
 
-        return train_teachers(self.job, count, sections, in_process=self.in_process)
+        return train_teachers(self.job, count, sections, executor=self.executor)
 
     def release_once(
         self, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
@@ -161,69 +199,81 @@ class _TrainingDriver:
 
 def fit(
     job: TrainJob,
+    executor: Executor,
     *,
     max_failures: int | None = None,
     stop_after: int | None = None,
-    callbacks: Sequence[Any] = (),
-    start_workers: Callable[[TrainJob], None] | None = None,
-    in_process: bool = False,
 ) -> None:
-    """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if any.
+    """Train a prepared job as its method does, from its newest checkpoint if any.
 
-    max_failures: restarts by Ray (default: resources.max_failures). stop_after: pause after so many
-    steps. callbacks: for Ray's run configuration. start_workers: in place of Ray Train. in_process:
-    teachers are trained in this process, as in a search's trial, which holds what it needs. Raises
-    UserError, ClusterError.
+    Args:
+        job: from `dpdist.training.job.prepare`.
+        executor: where its workers and teachers run.
+        max_failures: restarts by Ray; None for resources.max_failures.
+        stop_after: pause after so many steps.
+
+    Raises:
+        UserError: the run cannot be trained here. In this process other errors are raised as they
+            are.
+        ClusterError: the workers failed for good.
     """
     restarts = job.recipe.resources.max_failures if max_failures is None else max_failures
-    on_ray = lambda it: _fit_on_ray(it, restarts, stop_after, callbacks)  # noqa: E731
-    job.recipe.method.train(_TrainingDriver(job, start_workers or on_ray, in_process))
+    job.recipe.method.train(_TrainingDriver(job, executor, restarts, stop_after))
 
 
-def _fit_on_ray(
-    job: TrainJob, restarts: int, stop_after: int | None, callbacks: Sequence[Any]
-) -> None:
-    import ray.train
-    from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.exceptions import TrainingFailedError
-
-    from dpdist.training.rendezvous import ManualProcessGroupConfig
+def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: int | None) -> None:
     from dpdist.training.worker import train_worker
 
     resources = job.recipe.resources
-    count = (
+    group = WorkerGroup(
+        train_worker,
+        {"job": job, "until": stop_after},
         (resources.min_workers, resources.max_workers)
         if resources.is_elastic
-        else resources.max_workers
-    )
-    per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker}
-    if resources.gpus_per_worker:
-        per_worker["GPU"] = resources.gpus_per_worker
-    trainer = TorchTrainer(
-        train_worker,
-        train_loop_config={"job": job, "until": stop_after},
-        torch_config=ManualProcessGroupConfig(),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=count,  # type: ignore[arg-type]  # its base class's type
-            use_gpu=resources.gpus_per_worker > 0,
-            resources_per_worker=per_worker,
-        ),
-        run_config=ray.train.RunConfig(
-            # Checkpoints are ours (private/checkpoints); Ray's own folder holds no state we read.
-            name=f"train-{time.time_ns()}",
-            storage_path=str(make_private_folder(job.folder.private / "ray")),
-            failure_config=ray.train.FailureConfig(max_failures=restarts),
-            callbacks=list(callbacks),
-        ),
+        else resources.max_workers,
+        resources.cpus_per_worker,
+        resources.gpus_per_worker,
+        make_private_folder(job.folder.private / "ray"),
+        _torch_config,
+        restarts,
     )
     job.folder.failure.unlink(missing_ok=True)
     try:
-        trainer.fit()
-    except TrainingFailedError as error:
+        executor.run_workers(group)
+    except WorkersFailedError as error:
         raise _training_error(job.folder, str(error), restarts) from error
     finally:
         if job.folder.failure.exists():
             raise _worker_error(job.folder)
+
+
+def _torch_config() -> Any:
+    from dpdist.training.rendezvous import ManualProcessGroupConfig
+
+    return ManualProcessGroupConfig()
+
+
+def _fit_in_process(job: TrainJob, executor: Executor) -> None:
+    """Fit in this process, with the restarts and the errors that a group on Ray has."""
+    restarts = job.recipe.resources.max_failures
+    for left in reversed(range(restarts + 1)):
+        try:
+            return fit(job, executor)
+        except (UserError, ClusterError):
+            raise
+        except LedgerError as error:
+            # A restart mends the first: it takes the new epoch.
+            if not isinstance(error, ReplayConflict):
+                raise UserError(str(error)) from error
+            if not left:
+                raise _training_error(job.folder, traceback.format_exc(), restarts) from error
+        except Exception as error:
+            if is_disk_full(error):
+                raise DiskFullError(
+                    f"{error}; make room, and the same command continues"
+                ) from error
+            if not left:
+                raise _training_error(job.folder, traceback.format_exc(), restarts) from error
 
 
 def _check_not_running(folder: RunFolder) -> None:
@@ -259,16 +309,18 @@ def _worker_error(folder: RunFolder) -> UserError:
     return DiskFullError(f"{what}; make room, and the same command continues")
 
 
-def _check_capacity(recipe: Recipe, session: Session) -> None:
-    """Refuse at once a training that waits forever, since a local session never grows."""
-    resources = recipe.resources
+def _check_capacity(recipe: Recipe, executor: Executor) -> None:
+    """Refuse at once a training that waits forever, since a session on this machine never grows."""
+    if isinstance(executor, LocalExecutor) or not executor.is_local:
+        return
+    resources, hosts = recipe.resources, executor.hosts()
     cpus = resources.min_cpus
     gpus = resources.min_workers * resources.gpus_per_worker
-    if session.local and (cpus > session.cpus or gpus > session.gpus):
+    have = sum(host.cpus for host in hosts), sum(host.gpus for host in hosts)
+    if cpus > have[0] or gpus > have[1]:
         raise ClusterError(
             f"resources: {resources.min_workers} workers need {cpus:g} CPUs and {gpus:g} GPUs, "
-            f"{session} has "
-            f"{session.cpus:g} and {session.gpus:g}"
+            f"{executor} has {have[0]:g} and {have[1]:g}"
         )
 
 
@@ -276,33 +328,6 @@ def _capacity_monitor(recipe: Recipe, log: Callable[[str], None]) -> CapacityMon
     resources = recipe.resources
     need = {"CPU": resources.min_cpus, "GPU": resources.min_workers * resources.gpus_per_worker}
     return CapacityMonitor("training", need, log)
-
-
-def _fit_and_poll(
-    job: TrainJob, progress: ProgressCallback, polls: Sequence[Callable[[], None]]
-) -> None:
-    """Fit in a thread, show progress and call `polls` meanwhile.
-
-    Ray would take Ctrl-C from the main thread.
-    """
-    errors: list[BaseException] = []
-
-    def fit_and_keep_errors() -> None:
-        try:
-            fit(job)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=fit_and_keep_errors, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-        _report_progress(job.folder.progress, progress)
-        for look in polls:
-            look()
-    polls[0]()  # nobody may have looked since the last change
-    if errors:
-        raise errors[0]
 
 
 def _report_progress(path: Path, progress: ProgressCallback) -> None:

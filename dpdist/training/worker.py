@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from dpdist import data, models
 from dpdist.cluster.versions import check_same_versions, code_digest
+from dpdist.cluster.work import WorkerPlace
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
 from dpdist.core.fields import SCREENED
 from dpdist.core.files import read_bytes, read_json, write_atomic, write_json
@@ -404,23 +405,28 @@ def _check_ceiling(job: TrainJob, ledger: Ledger, newest: int, mine: dict[str, s
 # --- the loop ---------------------------------------------------------------------------------
 
 
-def train_worker(config: dict[str, Any]) -> None:
-    """Entry point for Ray Train: rank and world size from its context, the rest from
-    config["job"] and config["until"], a step to pause at."""
-    import ray.train
-    import ray.train.torch
+def train_worker(config: dict[str, Any], place: WorkerPlace) -> None:
+    """Train as one worker of a group.
 
+    Args:
+        config: "job", and "until", a step to pause at or None.
+        place: rank, world size and device. In the driver's process errors are raised; elsewhere
+            those that a restart would only repeat are left for the driver, which stops.
+    """
+    job: TrainJob = config["job"]
+    if place.in_process:
+        torch.set_num_threads(max(1, int(job.recipe.resources.cpus_per_worker)))
+        run_training(job, Reducer(0, 1, torch.device(place.device)), config.get("until"))
+        return
     from dpdist.training.rendezvous import destroy_process_group, init_process_group
 
-    context = ray.train.get_context()
-    job: TrainJob = config["job"]
-    rank, world_size = context.get_world_rank(), context.get_world_size()
+    rank = place.rank
     if job.folder.failure.exists():
         return
     try:
         check_same_versions(job.packages, PACKAGES, f"training worker {rank} on {platform.node()}")
         torch.set_num_threads(max(1, int(job.recipe.resources.cpus_per_worker)))
-        reducer = Reducer(rank, world_size, ray.train.torch.get_device())
+        reducer = Reducer(rank, place.world_size, torch.device(place.device))
         init_process_group(reducer)
         run_training(job, reducer, config.get("until"))
     except (ReplayConflict, JournalBusy):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 from support.certificates import with_changes
-from support.local_execution import run_without_ray
+from support.local_execution import TestExecutor, run_without_ray
 from support.simulated_device import NAME, count_transfers, simulated_device
 from torch import nn
 
@@ -321,7 +321,7 @@ def certify(tmp_path, monkeypatch):
     settings = Cohen(sigma=0.5, n0=10, n=90, batch=50, seed="5", form="eager")
 
     def run(name: str, have: float = 0.0, **options: Any) -> tuple[list[dict[str, Any]], Path]:
-        monkeypatch.setattr(job.actor_pool, "cluster_gpus", lambda: have)
+        monkeypatch.setattr(TestExecutor, "gpus", have)
         own = with_changes(settings, **options.pop("settings", {}))
         found = job.certify(tmp_path / "model", Images(), own, tmp_path / name, **options)
         return found.to_pylist(), tmp_path / name

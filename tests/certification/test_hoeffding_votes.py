@@ -68,7 +68,7 @@ def test_a_certification_is_wrong_no_more_often_than_alpha() -> None:
         model.bias.zero_()
     x = np.stack([np.full(400, distance), np.linspace(0, 1, 400)], 1).astype(np.float32)
     settings = HoeffdingVotes(sigma=sigma, n=200, n0=20, alpha=0.1)
-    found = dpdist.certify(model, (x, np.zeros(400, dtype=int)), settings, here=True)
+    found = dpdist.certify(model, (x, np.zeros(400, dtype=int)), settings, executor="local")
     assert (found.radius > distance).sum() <= 80
     assert (found.radius > 0).sum() > 100  # and it certifies
 
@@ -109,9 +109,13 @@ def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path:
     x = np.random.default_rng(0).random((5, 4), dtype=np.float32)
     y = model(torch.from_numpy(x)).argmax(1).numpy()
     settings = HoeffdingVotes(sigma=0.05, n=500, n0=20, seed="a")
-    found = dpdist.certify(model, (x, y), settings, folder=tmp_path / "h", here=True)
+    found = dpdist.certify(model, (x, y), settings, folder=tmp_path / "h", executor="local")
     other = dpdist.certify(
-        model, (x, y), Cohen(sigma=0.05, n=500, n0=20, seed="a"), folder=tmp_path / "c", here=True
+        model,
+        (x, y),
+        Cohen(sigma=0.05, n=500, n0=20, seed="a"),
+        folder=tmp_path / "c",
+        executor="local",
     )
     assert found.table["k"].to_pylist() == other.table["k"].to_pylist()  # the same draws
     p = [float(exact(k, 500, 0.001)) for k in found.table["k"].to_pylist()]

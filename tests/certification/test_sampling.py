@@ -318,7 +318,7 @@ def test_checks_of_a_network_that_is_slow_for_one_input_take_a_twentieth(monkeyp
     data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
     settings = settings_of({"sigma": 0.25, "n": n})
     subject = job.Subject(Slow(), "0" * 32, "slow")
-    work = job.CertificationJob(subject, inputs_with_labels(data), settings, here=True)
+    work = job.CertificationJob(subject, inputs_with_labels(data), settings)
     Slow.now = 0.0
     spec = worker.probe(work._assignment)
     assert spec.batch == batch

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from dpdist.cluster.actor_pool import Chunk, PoolActor, PoolSettings, run_chunks
+from dpdist.cluster.actor_pool import PoolActor, run_chunks
 from dpdist.cluster.session import connect
+from dpdist.cluster.work import Chunk, PoolSettings
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
 pytestmark = pytest.mark.whole

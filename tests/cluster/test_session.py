@@ -40,7 +40,7 @@ def no_ray(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: logging.getLogger("ray").handlers.clear())
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(module, "_describe", lambda address: Session(address, 1, 0, 1))
+    monkeypatch.setattr(module, "describe_session", lambda address: Session(address, 1, 0, 1))
 
 
 def test_after_the_session_nothing_more_is_written(no_ray, tmp_path, capfd):
@@ -224,8 +224,7 @@ def test_gpus_that_are_not_there_are_refused_before_ray_starts(key, no_ray, monk
     def started(*_, **__):
         pytest.fail("Ray was started")
 
-    monkeypatch.setattr(module, "connect", started)
-    monkeypatch.setattr(pipeline, "connect", started)
+    monkeypatch.setattr(executor, "connect", started)
     monkeypatch.setattr(module, "count_local_gpus", lambda: 1.0)
     recipe = parse_recipe(
         {
@@ -259,7 +258,7 @@ def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     monkeypatch.setattr(ray, "init", starts)
     try:
-        with pytest.raises(Interrupted, match="the same command continues"), run_session(None):
+        with pytest.raises(Interrupted, match="the same command continues"), run_session(None, executor="ray"):
             pass
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:

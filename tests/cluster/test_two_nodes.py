@@ -58,7 +58,8 @@ cluster.shutdown()
 POOL = """
 import os, sys, time
 import ray
-from dpdist.cluster.actor_pool import Chunk, run_chunks
+from dpdist.cluster.actor_pool import run_chunks
+from dpdist.cluster.work import Chunk
 
 ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.training import make
 
+from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.methods.private_prediction import PrivatePrediction
@@ -34,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         method={"name": "private-prediction", "teachers": 2, "logit_bound": 2.0, "queries": 6},
         training={"batch_size": 20, "steps": 2, "learning_rate": 0.5},
     )  # fmt: skip
-    fit(prepare(recipe, folder, "test"), in_process=True)
+    fit(prepare(recipe, folder, "test"), LocalExecutor())
     yield folder.path
     torch.set_num_threads(before)
 

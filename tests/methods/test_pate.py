@@ -16,7 +16,7 @@ import pytest
 import torch
 from scipy.stats import binom, norm
 from support.datasets import write_split
-from support.local_execution import command, run_without_ray
+from support.local_execution import JobRecorder, ThreadExecutor, command, run_without_ray
 from support.recipes import write_recipe
 from support.training import execute, parameters
 
@@ -148,7 +148,7 @@ def job_of(home: Path, keep: np.ndarray | slice = slice(None), **more: Any) -> T
 
 
 def votes_of(job: TrainJob) -> np.ndarray:
-    fit(job, start_workers=lambda _: None, in_process=True)
+    fit(job, JobRecorder())
     return np.load(job.folder.private / VOTES)
 
 
@@ -344,8 +344,9 @@ def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a")
     with pytest.raises(UserError, match="never from records"):
         execute(job_of(tmp_path / "refused"))
-    given: list[Any] = []
-    fit(job, start_workers=given.append, in_process=True)
+    recorder = JobRecorder()
+    fit(job, recorder)
+    given = recorder.jobs
     (told,) = Ledger.read(job.folder.ledger).recorded_answers
     labels = np.array(told)
     public = job.public_records()
@@ -362,7 +363,7 @@ def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     execute(given[0])
     alone = parameters(job.folder)
     other = job_of(tmp_path / "b")
-    fit(other, start_workers=lambda it: execute(it, 2), in_process=True)
+    fit(other, ThreadExecutor(2))
     assert torch.allclose(alone, parameters(other.folder), atol=1e-5)
 
 
@@ -371,14 +372,14 @@ def test_the_student_tells_the_records_classes_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever classes the public records have, whose labels nobody reads."""
-    public, given = TrainJob.public_records, []
+    public, recorder = TrainJob.public_records, JobRecorder()
     monkeypatch.setattr(TrainJob, "public_records", lambda job: replace(public(job), classes=2))
     job = job_of(tmp_path)
     np.save(job.folder.private / VOTES, np.tile([0, 0, 4], (20, 1)))
-    fit(job, start_workers=given.append, in_process=True)
-    student = given[0].records()
+    fit(job, recorder)
+    student = recorder.jobs[0].records()
     assert student.classes == 3 and student.targets(slice(0, 60)).max() == 2
-    execute(given[0])
+    execute(recorder.jobs[0])
 
 
 def test_a_teacher_s_network_may_be_another_where_the_student_s_is_pretrained() -> None:

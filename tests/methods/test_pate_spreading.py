@@ -16,7 +16,7 @@ from methods.test_pate import METHOD, RAW, job_of, plan_of, votes_of
 from scipy import sparse
 from sklearn.semi_supervised import LabelSpreading
 from support.benchmarks import load as load_benchmark
-from support.local_execution import run_without_ray
+from support.local_execution import JobRecorder, run_without_ray
 from support.training import execute, parameters
 
 from dpdist.core.errors import UserError
@@ -138,9 +138,9 @@ def test_equal_classes_helps_where_classes_are_somewhat_unequal_and_not_where_th
 
 
 def given_to(job: TrainJob) -> Any:
-    found: list[TrainJob] = []
-    fit(job, start_workers=found.append, in_process=True)
-    return found[0].records()
+    recorder = JobRecorder()
+    fit(job, recorder)
+    return recorder.jobs[0].records()
 
 
 def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(

@@ -40,7 +40,9 @@ def points(scale: float) -> tuple[np.ndarray, np.ndarray]:
 def certified(scale: float, tmp_path: Path, sigma: float = 0.25) -> dpdist.CertificateTable:
     # Of 30 fair coins one is certified by chance once in 30,000 times.
     settings = dpdist.Cohen(sigma=sigma, n=200, n0=20, alpha=1e-6, radii=(0.05, 0.1), seed="a")
-    found = dpdist.certify(Scaled(scale), points(scale), settings, folder=tmp_path, here=True)
+    found = dpdist.certify(
+        Scaled(scale), points(scale), settings, folder=tmp_path, executor="local"
+    )
     assert isinstance(found, dpdist.CertificateTable)
     return found
 

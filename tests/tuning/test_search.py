@@ -13,7 +13,8 @@ from support.folder_contents import contents
 from support.training import parameters
 
 from dpdist import models
-from dpdist.cluster.session import Session
+from dpdist.cluster.executor import LocalExecutor
+from dpdist.cluster.work import Host
 from dpdist.config.search import Domain
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import ClusterError, UserError
@@ -33,18 +34,18 @@ from dpdist.tuning import trial as trial_module
 from dpdist.tuning.manifest import draw_number_of_trials, draw_trials, read_scores, read_trials
 from dpdist.tuning.search import NoModelError
 from dpdist.tuning.space import TrialLimit
-from dpdist.tuning.trial import Node, count_concurrent_trials, rung_steps
+from dpdist.tuning.trial import count_concurrent_trials, rung_steps
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
-SESSION = Session(None, 2, 0, 1)
+EXECUTOR = LocalExecutor()
 POISSON = {"name": "poisson", "mean": 3.0}
 
 
 def finish(search) -> None:
     """What `Search.run` does after the trials."""
     search._choose_winner()
-    search.run(SESSION)
+    search.run(EXECUTOR)
 
 
 @pytest.mark.long
@@ -197,13 +198,13 @@ def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_tri
     search._choose_winner()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(search, "_publish_trials", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
-        search.run(SESSION)
+        search.run(EXECUTOR)
     with pytest.raises(UserError, match=r"never finished training; continue it with `dpdist tune"):
         read_facts(search.run_folder)
     again = begin(search.recipe)
-    again.run(SESSION)
+    again.run(EXECUTOR)
     assert read_facts(again.run_folder).guarantee.epsilon > 0
-    begin(search.recipe).run(SESSION)  # a finished search does nothing
+    begin(search.recipe).run(EXECUTOR)  # a finished search does nothing
 
 
 def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials):
@@ -214,10 +215,10 @@ def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials
     whole = winner.ledger.read_bytes()
     winner.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
     with pytest.raises(UserError, match="lacks records that were written to it"):
-        search.run(SESSION)
+        search.run(EXECUTOR)
     assert not search.run_folder.training_summary.exists() and not search.run_folder.ledger.exists()
     winner.ledger.write_bytes(whole)
-    search.run(SESSION)
+    search.run(EXECUTOR)
     cut = search.run_folder
     cut.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
     with pytest.raises(UserError, match="lacks records that were written to it"):
@@ -278,17 +279,17 @@ def test_a_full_disk_is_not_a_failed_trial(recipe, begin, monkeypatch):
     search = begin(recipe(resources={"max_failures": 1}))
     rounds = []
 
-    def meets_a_full_disk(concurrent):
+    def meets_a_full_disk(executor, concurrent):
         rounds.append(concurrent)
         search.folder.disk_full_marker.touch()
 
     monkeypatch.setattr(search, "_run_pass", meets_a_full_disk)
     with pytest.raises(UserError, match="No space left on device; make room"):
-        search._run_trials(1)
+        search._run_trials(EXECUTOR, 1)
     assert len(rounds) == 1 and not any(search.folder.path.glob("scores/*"))
 
-    monkeypatch.setattr(search, "_run_pass", rounds.append)
-    search._run_trials(1)  # with room again, workers that are lost each time are given up
+    monkeypatch.setattr(search, "_run_pass", lambda *asked: rounds.append(asked))
+    search._run_trials(EXECUTOR, 1)  # with room again, workers that are lost each time are given up
     assert len(rounds) == 3 and not search.folder.disk_full_marker.exists()
     assert all(read_scores(search.folder, t.number)["failed"] for t in read_trials(search.folder))
 
@@ -304,7 +305,7 @@ def test_no_model_is_an_outcome(recipe, begin, run_trials):
     search._choose_winner()
     for attempt in (search, begin(asked)):
         with pytest.raises(NoModelError, match="ended without a model") as error:
-            attempt.run(SESSION)
+            attempt.run(EXECUTOR)
         assert "DP" in str(error.value)
     assert not search.run_folder.training_summary.exists()
 
@@ -363,7 +364,7 @@ def test_what_cannot_be_searched_leaves_nothing_behind(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=re.escape(message)):
-        begin(recipe(**sections)).run(SESSION)
+        begin(recipe(**sections)).run(EXECUTOR)
     assert "budget" in sections.get("privacy", {}) or not (tmp_path / "small").exists()
 
 
@@ -539,7 +540,7 @@ def resources(**given) -> ResourcesRecipe:
 
 
 def test_what_does_not_fit_is_refused_at_once():
-    two = [Node(2, 0)]
+    two = [Host(2, 0)]
     assert count_concurrent_trials(resources(), None, two) == 2
     assert count_concurrent_trials(resources(workers=2), None, two) == 1
     assert count_concurrent_trials(resources(cpus_per_worker=0.5), None, two) == 4
@@ -549,10 +550,10 @@ def test_what_does_not_fit_is_refused_at_once():
         count_concurrent_trials(resources(), 4, two)
     # A worker does not spread over nodes, nor a fraction over GPUs.
     with pytest.raises(ClusterError, match="room for 0"):
-        count_concurrent_trials(resources(cpus_per_worker=3), None, [Node(2, 0), Node(2, 0)])
+        count_concurrent_trials(resources(cpus_per_worker=3), None, [Host(2, 0), Host(2, 0)])
     quarter = resources(gpus_per_worker=0.25)
-    assert count_concurrent_trials(quarter, None, [Node(16, 1)]) == 4
-    assert count_concurrent_trials(resources(gpus_per_worker=0.4), None, [Node(16, 2)]) == 4
+    assert count_concurrent_trials(quarter, None, [Host(16, 1)]) == 4
+    assert count_concurrent_trials(resources(gpus_per_worker=0.4), None, [Host(16, 2)]) == 4
     with pytest.raises(ClusterError, match="0 GPUs"):
         count_concurrent_trials(quarter, None, two)
 

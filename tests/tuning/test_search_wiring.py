@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support.key_recorder import NOISE, SAMPLING, KeyRecorder, record_keys
 
 from dpdist import models
-from dpdist.cluster.session import Session
+from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.gradients.noise import standard_normal
@@ -37,7 +37,7 @@ from dpdist.tuning.trial import prepare_trial, score_key, scoring_data
 
 pytestmark = pytest.mark.whole
 
-SESSION = Session(None, 2, 0, 1)
+EXECUTOR = LocalExecutor()
 RUNS = 3
 FIXED = {"run_key": "7f" * 32}
 ASHA = {"law": {"name": "fixed", "runs": RUNS, "mean": None}, "asha": {"rungs": 2}}
@@ -46,7 +46,7 @@ ASHA = {"law": {"name": "fixed", "runs": RUNS, "mean": None}, "asha": {"rungs": 
 def finish(search) -> None:
     """What `Search.run` does after the trials."""
     search._choose_winner()
-    search.run(SESSION)
+    search.run(EXECUTOR)
 
 
 def searched(asked, begin, run_trials, patch) -> tuple[Any, KeyRecorder]:

@@ -1,0 +1,686 @@
+"""Decide where work runs: in this process, or on Ray.
+
+Everything that dpdist executes in bulk goes through an `Executor`: the chunks of a job, single
+calls, a group of training workers, the trials of a search. `RayExecutor` gives them to a session of
+Ray, `LocalExecutor` does them in this process, and `AutoExecutor` does small work in this process
+and opens a session for the first work that is not small. The same functions run with the same keys
+and shards under all of them, so that the choice is no part of a run's identity and changes no bit
+of a result.
+
+Small work is, on this machine without GPUs:
+
+* a training on one worker, or attacks or several trainings together, of at most `SMALL_TRAINING`
+  passes of an example;
+* a certification whose draws take one process at most `SMALL_JOB_SECONDS`, by the rate that was
+  measured before its first draw;
+* unless a number of actors is asked for. What is left of a job after `SMALL_JOB_SECONDS` goes to
+  Ray.
+
+A search goes to Ray, as does all work where RAY_ADDRESS names a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dpdist.cluster.session import (
+    Session,
+    connect,
+    count_local_cpus,
+    describe_session,
+    is_elastic,
+    secure_staging_folder,
+)
+from dpdist.cluster.versions import check_nodes
+from dpdist.cluster.work import (
+    Chunk,
+    Host,
+    PoolSettings,
+    TrialPass,
+    WorkerGroup,
+    WorkerPlace,
+    WorkersFailedError,
+)
+from dpdist.core import optional_imports
+from dpdist.core.console import log
+from dpdist.core.errors import UserError
+
+ExecutorName = Literal["auto", "local", "ray"]
+SMALL_TRAINING = 200_000  # passes of an example in all steps
+SMALL_JOB_SECONDS = 20.0  # about what a session and its actors take to start, and a second process
+
+MakeWorker = Callable[..., Callable[[Any], Any]]
+OnResult = Callable[[str, Any], None]
+
+
+class Executor:
+    """A place where work runs; the methods of this class do it in this process."""
+
+    @property
+    def gpus(self) -> float:
+        """Return the number of GPUs that jobs may hold."""
+        return 0.0
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether nothing runs outside this machine."""
+        return True
+
+    def place(self, small: bool) -> Executor:
+        """Return the executor for a piece of work, which is small or not."""
+        return self
+
+    def hosts(self) -> list[Host]:
+        """Return the resources of the live hosts."""
+        return [Host(float(count_local_cpus()), self.gpus)]
+
+    def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
+        """Raise ClusterError where a host has other packages, or does not see the folder."""
+
+    def run_once(
+        self,
+        function: Callable[[Any], Any],
+        argument: Any,
+        error_prefix: str,
+        num_gpus: float = 0.0,
+    ) -> Any:
+        """Return function(argument), computed where workers are.
+
+        Raises UserError "{error_prefix}: why" for whatever the function raises.
+        """
+        raise NotImplementedError
+
+    def run_chunks(
+        self,
+        make_worker: MakeWorker,
+        shared: Any,
+        chunks: Iterable[Chunk],
+        on_result: OnResult,
+        settings: PoolSettings | None = None,
+    ) -> None:
+        """Run every chunk by workers; call ``on_result(key, result)`` here, once per chunk.
+
+        Args:
+            make_worker: called as make_worker(shared), once in each worker; returns the function
+                of a payload, whose result depends on shared and payload alone.
+            shared: given to every worker.
+            chunks: read only a little ahead.
+            on_result: keeps a result.
+            settings: the number of workers and what each holds.
+
+        Raises:
+            InvalidResultsError: a worker found that none of the results hold.
+            ClusterError: the workers failed for good.
+        """
+        raise NotImplementedError
+
+    def run_workers(self, group: WorkerGroup) -> None:
+        """Run a group of training workers to their end. Raises WorkersFailedError."""
+        raise NotImplementedError
+
+    def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
+        """Run `work`, and call `poll` twice a second meanwhile and once after it."""
+        raise NotImplementedError
+
+    def run_trials(self, trials: TrialPass) -> None:
+        """Make one pass over the trials of a search."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "this process"
+
+
+# --- in this process --------------------------------------------------------------------------
+
+
+class LocalExecutor(Executor):
+    """Do all work in this process, one piece after the other; open no port and no session.
+
+    Jobs count on the CPU. A training takes the GPU that its recipe asks for.
+
+    Args:
+        shuffle: for tests: answer in another order than asked, as actors may, with as many workers
+            as there would be actors.
+
+    Example:
+        >>> from dpdist.cluster.executor import LocalExecutor
+        >>> LocalExecutor().run_once(abs, -1, "no result")
+        1
+    """
+
+    def __init__(self, *, shuffle: bool = False) -> None:
+        self._shuffle = shuffle
+
+    def transfer(self, value: Any) -> Any:
+        """Return what a worker receives of a value that is sent to it: here the value itself."""
+        return value
+
+    def run_once(
+        self,
+        function: Callable[[Any], Any],
+        argument: Any,
+        error_prefix: str,
+        num_gpus: float = 0.0,
+    ) -> Any:
+        """Call the function."""
+        try:
+            with _torch_threads_restored():
+                return self.transfer(function(self.transfer(argument)))
+        except Exception as error:
+            raise UserError(f"{error_prefix}: {error}") from error
+
+    def run_chunks(
+        self,
+        make_worker: MakeWorker,
+        shared: Any,
+        chunks: Iterable[Chunk],
+        on_result: OnResult,
+        settings: PoolSettings | None = None,
+    ) -> None:
+        """Run the chunks in turn; with `shuffle` the last one asked answers first."""
+        asked_at_once = (settings and settings.actors) or 1 if self._shuffle else 1
+        ordered = (
+            sorted(chunks, key=lambda chunk: chunk.priority)
+            if isinstance(chunks, Sequence)
+            else chunks
+        )
+        waiting, workers = iter(ordered), list[Callable[[Any], Any]]()
+        with _torch_threads_restored():
+            while asked := list(itertools.islice(waiting, asked_at_once)):
+                while len(workers) < len(asked):
+                    make, own = self.transfer((make_worker, shared))
+                    workers.append(make(own))
+                answers = [
+                    (chunk.key, self.transfer(worker(self.transfer(chunk.payload))))
+                    for worker, chunk in zip(workers, asked, strict=False)
+                ]
+                for key, answer in reversed(answers):
+                    on_result(key, answer)
+
+    def run_workers(self, group: WorkerGroup) -> None:
+        """Run the group's only worker, whose errors are raised as they are."""
+        if group.max_workers > 1:
+            raise UserError(
+                f"resources.workers: must be 1 in one process (--local), got {group.max_workers}; "
+                "leave --local out to train on Ray"
+            )
+        import torch
+
+        on_gpu = group.gpus > 0 and torch.cuda.is_available()
+        with _torch_threads_restored():
+            group.work(
+                group.argument, WorkerPlace(0, 1, "cuda" if on_gpu else "cpu", in_process=True)
+            )
+
+    def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
+        """Run `work` in this thread, which Ctrl-C ends, and poll in another one."""
+        ended, errors = threading.Event(), list[BaseException]()
+
+        def poll_until_end() -> None:
+            try:
+                while not ended.wait(0.5):
+                    poll()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=poll_until_end, daemon=True)
+        thread.start()
+        try:
+            work()
+        finally:
+            ended.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+        poll()
+
+    def run_trials(self, trials: TrialPass) -> None:
+        """Run the trials one after another, each to its end."""
+        if trials.make_scheduler is not None:
+            raise UserError(
+                "tune.asha: must be left out in one process (--local), where no trial runs beside "
+                "another that it could be compared with; leave --local out"
+            )
+        searcher = trials.make_searcher()
+        for place in range(trials.count):
+            name, last = f"trial-{place}", dict[str, Any]()
+            config = searcher.suggest(name)
+            try:
+                trials.run(config["trial"], last.update)
+            except Exception as error:  # the next pass repeats the trial, as on Ray
+                log(f"search: a trial was interrupted by {type(error).__name__}")
+                searcher.on_trial_complete(name, error=True)
+            else:
+                searcher.on_trial_complete(name, last)
+
+
+@contextlib.contextmanager
+def _torch_threads_restored() -> Iterator[None]:
+    """Restore at the end the number of torch's threads, which workers set for themselves."""
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- on Ray -----------------------------------------------------------------------------------
+
+
+class RayExecutor(Executor):
+    """Do all work in a session of Ray, on this machine or a cluster.
+
+    Args:
+        session: an open one, from `connect`.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def gpus(self) -> float:
+        """Return the number of GPUs of the whole cluster, which may have grown."""
+        import ray
+
+        return float(ray.cluster_resources().get("GPU", 0.0))
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether this is a session of our own, on this machine."""
+        return self._session.local
+
+    def hosts(self) -> list[Host]:
+        """Return the resources of the live hosts of the cluster."""
+        import ray
+
+        return [
+            Host(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
+        """Check every live host."""
+        check_nodes(packages, shared_folder)
+
+    def run_once(
+        self,
+        function: Callable[[Any], Any],
+        argument: Any,
+        error_prefix: str,
+        num_gpus: float = 0.0,
+    ) -> Any:
+        """Call the function in a task of Ray, on one of the machines that actors run on."""
+        import ray
+
+        try:
+            task = ray.remote(function).options(num_cpus=1, num_gpus=num_gpus)
+            return ray.get(task.remote(argument))
+        except ray.exceptions.RayTaskError as error:
+            raise UserError(f"{error_prefix}: {error.cause}") from error.cause
+
+    def run_chunks(
+        self,
+        make_worker: MakeWorker,
+        shared: Any,
+        chunks: Iterable[Chunk],
+        on_result: OnResult,
+        settings: PoolSettings | None = None,
+    ) -> None:
+        """Run the chunks on a pool of actors (`dpdist.cluster.actor_pool`)."""
+        from dpdist.cluster.actor_pool import run_chunks
+
+        run_chunks(make_worker, shared, chunks, on_result, settings)
+
+    def run_workers(self, group: WorkerGroup) -> None:
+        """Run the group on Ray Train, which restarts it up to `max_restarts` times."""
+        import ray.train
+        from ray.train.torch import TorchTrainer
+        from ray.train.v2.api.exceptions import TrainingFailedError
+
+        per_worker = {"CPU": group.cpus} | ({"GPU": group.gpus} if group.gpus else {})
+        trainer = TorchTrainer(
+            _work_in_ray_worker,
+            train_loop_config={"work": group.work, "argument": group.argument},
+            torch_config=group.torch_config(),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=group.workers,  # type: ignore[arg-type]  # its base class's type
+                use_gpu=group.gpus > 0,
+                resources_per_worker=per_worker,
+            ),
+            run_config=ray.train.RunConfig(
+                # Checkpoints are the run's own; Ray's folder holds no state that is read.
+                name=f"train-{time.time_ns()}",
+                storage_path=str(group.storage),
+                failure_config=ray.train.FailureConfig(max_failures=group.max_restarts),
+                callbacks=list(group.callbacks),
+            ),
+        )
+        try:
+            trainer.fit()
+        except TrainingFailedError as error:
+            raise WorkersFailedError(str(error)) from error
+
+    def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
+        """Run `work` in a thread and poll in this one: Ray would take Ctrl-C from it."""
+        errors: list[BaseException] = []
+
+        def work_and_keep_errors() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work_and_keep_errors, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.5)
+            poll()
+        poll()  # nobody may have looked since the last change
+        if errors:
+            raise errors[0]
+
+    def run_trials(self, trials: TrialPass) -> None:
+        """Run the trials on Ray Tune, several at a time."""
+        # Ray must not print trial tables, and writes them to the private folder only.
+        os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+        from ray import tune
+        from ray.tune.logger import JsonLoggerCallback
+
+        scheduler = trials.make_scheduler() if trials.make_scheduler else None
+        run = trials.run  # the trials' processes get nothing else
+
+        def trial(config: dict[str, Any]) -> None:
+            secure_staging_folder()  # of a host without the driver
+            run(config["trial"], tune.report)
+
+        tuner = tune.Tuner(
+            tune.with_resources(trial, tune.PlacementGroupFactory([dict(trials.resources)])),
+            tune_config=tune.TuneConfig(
+                num_samples=trials.count,
+                search_alg=trials.make_searcher(),
+                scheduler=scheduler,
+                max_concurrent_trials=trials.concurrent,
+                reuse_actors=scheduler is None,
+            ),
+            run_config=tune.RunConfig(
+                name=trials.name,
+                storage_path=str(trials.storage),
+                failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
+                callbacks=[JsonLoggerCallback()],
+                verbose=0,
+            ),
+        )
+        with _staged_files_removed(secure_staging_folder(), trials.name):
+            tuner.fit()
+
+    def __str__(self) -> str:
+        return str(self._session)
+
+
+def _work_in_ray_worker(config: dict[str, Any]) -> None:
+    """Enter one worker of Ray Train."""
+    import ray.train
+    import ray.train.torch
+
+    context = ray.train.get_context()
+    device = str(ray.train.torch.get_device())
+    place = WorkerPlace(context.get_world_rank(), context.get_world_size(), device)
+    config["work"](config["argument"], place)
+
+
+@contextlib.contextmanager
+def _staged_files_removed(staging_folder: Path, name: str) -> Iterator[None]:
+    """Remove at the end what Tune staged of an experiment: K and every score."""
+    try:
+        yield
+    finally:
+        for left in staging_folder.glob(f"*/{name}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+# --- by the size of the work ------------------------------------------------------------------
+
+
+class AutoExecutor(Executor):
+    """Do small work in this process, and open a session of Ray for the first work that is not.
+
+    Args:
+        open_session: returns a context manager that yields a session of Ray.
+    """
+
+    def __init__(
+        self, open_session: Callable[[], contextlib.AbstractContextManager[Session]]
+    ) -> None:
+        self._open_session = open_session
+        self._ray: RayExecutor | None = None
+        self._after = contextlib.ExitStack()
+        self._checks: list[tuple[Sequence[str], Path]] = []
+
+    def ray(self) -> RayExecutor:
+        """Return the executor on Ray, after opening the session if that was not done yet."""
+        if self._ray is None:
+            self._ray = RayExecutor(self._after.enter_context(self._open_session()))
+            for check in self._checks:
+                self._ray.check_nodes(*check)
+        return self._ray
+
+    def close(self) -> None:
+        """End the session, if one was opened."""
+        self._after.close()
+
+    @property
+    def gpus(self) -> float:
+        """Return the number of GPUs; a machine that has some is asked through Ray."""
+        return self.ray().gpus if self._ray is not None or _has_gpus() else 0.0
+
+    def place(self, small: bool) -> Executor:
+        """Return this process for small work, unless a session is open or there are GPUs."""
+        alone = small and self._ray is None and not _has_gpus()
+        return _LocalAtFirst(self) if alone else self.ray()
+
+    def hosts(self) -> list[Host]:
+        """Return the resources of this machine, as Ray counts them."""
+        return self.ray().hosts()
+
+    def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
+        """Check the hosts now, or as soon as there is a session."""
+        if self._ray is not None:
+            self._ray.check_nodes(packages, shared_folder)
+        self._checks.append((packages, shared_folder))
+
+    def run_once(
+        self,
+        function: Callable[[Any], Any],
+        argument: Any,
+        error_prefix: str,
+        num_gpus: float = 0.0,
+    ) -> Any:
+        """Call the function in this process, or on Ray where it is open or a GPU is needed."""
+        return self.place(not num_gpus).run_once(function, argument, error_prefix, num_gpus)
+
+    def run_chunks(
+        self,
+        make_worker: MakeWorker,
+        shared: Any,
+        chunks: Iterable[Chunk],
+        on_result: OnResult,
+        settings: PoolSettings | None = None,
+    ) -> None:
+        """Run the chunks on Ray; small jobs ask `place` first."""
+        self.ray().run_chunks(make_worker, shared, chunks, on_result, settings)
+
+    def run_workers(self, group: WorkerGroup) -> None:
+        """Run the group on Ray; small trainings ask `place` first."""
+        self.ray().run_workers(group)
+
+    def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
+        """Run `work`, which may use Ray, as `RayExecutor` does."""
+        self.ray().supervise(work, poll)
+
+    def run_trials(self, trials: TrialPass) -> None:
+        """Run the trials on Ray."""
+        self.ray().run_trials(trials)
+
+    def __str__(self) -> str:
+        return str(self._ray or _LocalAtFirst(self))
+
+
+class _LocalAtFirst(LocalExecutor):
+    """Do work that seems small in this process; give what is left of a long job to Ray."""
+
+    def __init__(self, whole: AutoExecutor) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def place(self, small: bool) -> Executor:
+        """Return the executor for a piece of work within this one."""
+        return self._whole.place(small)
+
+    def run_chunks(
+        self,
+        make_worker: MakeWorker,
+        shared: Any,
+        chunks: Iterable[Chunk],
+        on_result: OnResult,
+        settings: PoolSettings | None = None,
+    ) -> None:
+        """Run the chunks in turn for `SMALL_JOB_SECONDS`, and the others on Ray."""
+        waiting, end = iter(chunks), time.monotonic() + SMALL_JOB_SECONDS
+        left: list[Chunk] = []
+
+        def at_first() -> Iterator[Chunk]:
+            for chunk in waiting:
+                if time.monotonic() > end:
+                    left.append(chunk)
+                    return
+                yield chunk
+
+        super().run_chunks(make_worker, shared, at_first(), on_result, settings)
+        if left:
+            rest = itertools.chain(left, waiting)
+            self._whole.ray().run_chunks(make_worker, shared, rest, on_result, settings)
+
+
+def _has_gpus() -> bool:
+    """Return whether torch sees a GPU; what asks has loaded it."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# --- the executor in use ----------------------------------------------------------------------
+
+
+_open_executors: list[Executor] = []  # of enclosing blocks, the innermost last
+
+
+def current_executor() -> Executor:
+    """Return the executor that the work of the enclosing `open_executor` or `run_job` goes to.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    executor = _enclosing_executor()
+    if executor is None:
+        raise RuntimeError("no executor is open: work runs within open_executor()")
+    return executor
+
+
+def _enclosing_executor() -> Executor | None:
+    """Return the innermost open executor, an open session of Ray included; None without one."""
+    if _open_executors:
+        return _open_executors[-1]
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return RayExecutor(describe_session())
+    return None
+
+
+@contextlib.contextmanager
+def use_executor(executor: Executor) -> Iterator[Executor]:
+    """Give all work inside the block to `executor`.
+
+    Example:
+        >>> from dpdist.cluster.executor import LocalExecutor, use_executor
+        >>> with use_executor(LocalExecutor()) as executor:
+        ...     str(executor)
+        'this process'
+    """
+    _open_executors.append(executor)
+    try:
+        yield executor
+    finally:
+        _open_executors.remove(executor)
+
+
+@contextlib.contextmanager
+def open_executor(
+    name: ExecutorName | None = None, *, log_file: Path | None = None, cpus: int | None = None
+) -> Iterator[Executor]:
+    """Yield the executor for a whole command, and close at the end what it opened.
+
+    Args:
+        name: "local": this process. "ray": a session of Ray. None, or "auto": the executor of an
+            enclosing block or an open session; else a cluster that RAY_ADDRESS names; else this
+            process for small work and a session on this machine for all other.
+        log_file: takes Ray's messages; None drops them.
+        cpus: of a session on this machine; None for the CPUs that this process may use.
+
+    Raises:
+        UserError: the name is none of these.
+        ClusterError: no session could be opened.
+
+    Example:
+        >>> from dpdist.cluster.executor import open_executor
+        >>> with open_executor("local") as executor:
+        ...     executor.run_once(len, [1, 2], "no result")
+        2
+    """
+    check_executor_name(name)
+    enclosing = _enclosing_executor()
+    with contextlib.ExitStack() as after:
+        session = functools.partial(
+            connect, log_file, cpus=cpus,
+            worker_setup=optional_imports.install_torchvision_hook,
+        )  # fmt: skip
+        executor: Executor
+        if enclosing is not None and _serves(enclosing, name):
+            executor = enclosing
+        elif isinstance(enclosing, AutoExecutor):  # asked for Ray
+            executor = enclosing.ray()
+        elif name == "local":
+            executor = LocalExecutor()
+        elif name == "ray" or is_elastic():
+            executor = RayExecutor(after.enter_context(session()))
+        else:
+            executor = AutoExecutor(session)
+            after.callback(executor.close)
+        yield after.enter_context(use_executor(executor))
+
+
+def _serves(executor: Executor, name: ExecutorName | None) -> bool:
+    """Return whether an enclosing executor is what is asked for."""
+    if name == "local":
+        return isinstance(executor, LocalExecutor)
+    return name != "ray" or isinstance(executor, RayExecutor)
+
+
+def check_executor_name(name: str | None, key: str = "executor") -> None:
+    """Raise UserError for a name that no executor has."""
+    names = get_args(ExecutorName)
+    if name is not None and name not in names:
+        raise UserError(f"{key}: must be {', '.join(names[:-1])} or {names[-1]}, got {name!r}")
