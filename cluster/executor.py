@@ -660,10 +660,10 @@ def open_executor(
         executor: Executor
         if enclosing is not None and _serves(enclosing, name):
             executor = enclosing
-        elif isinstance(enclosing, AutoExecutor):  # asked for Ray
-            executor = enclosing.ray()
         elif name == "local":
             executor = LocalExecutor()
+        elif isinstance(enclosing, AutoExecutor):  # of which Ray is asked
+            executor = enclosing.ray()
         elif name == "ray" or is_elastic():
             executor = RayExecutor(after.enter_context(session()))
         else:

@@ -310,7 +310,7 @@ def _of_module(module: nn.Module) -> Subject:
 
 def _of_callable(function: Callable[..., Any]) -> Subject:
     """Return a callable as a module. Raises UserError where workers could not receive it."""
-    from ray import cloudpickle
+    import cloudpickle
 
     from dpdist.models.outputs import Answers
 

@@ -95,7 +95,7 @@ class FreshProcess:
     """
 
     def __init__(self, network: nn.Module, form: str, code: FactoryCode) -> None:
-        from ray import cloudpickle  # what workers receive models by
+        import cloudpickle
 
         try:  # at once: a model may change its own parameters when it is executed
             self._raw = cloudpickle.dumps((network, form, code))

@@ -18,6 +18,7 @@ import ray
 from ray._private import ray_constants
 
 from dpdist import pipeline
+from dpdist.cluster import executor
 from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
 from dpdist.core.errors import Interrupted, UserError
@@ -258,7 +259,10 @@ def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     monkeypatch.setattr(ray, "init", starts)
     try:
-        with pytest.raises(Interrupted, match="the same command continues"), run_session(None, executor="ray"):
+        with (
+            pytest.raises(Interrupted, match="the same command continues"),
+            run_session(None, executor="ray"),
+        ):
             pass
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:

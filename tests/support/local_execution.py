@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
-from ray import cloudpickle
 from typer.testing import CliRunner, Result
 
 import dpdist.certification.reexecution

@@ -1,0 +1,568 @@
+"""Where work runs: the same results in this process and on Ray, small work without Ray, and errors
+that are the same under both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support.training import KEY, parameters, release_ids
+from support.training import prepare_job as job_of
+
+import dpdist
+from dpdist.cluster import executor as module
+from dpdist.cluster.executor import (
+    SMALL_TRAINING,
+    AutoExecutor,
+    Executor,
+    LocalExecutor,
+    RayExecutor,
+    current_executor,
+    open_executor,
+)
+from dpdist.cluster.session import Session
+from dpdist.cluster.work import Chunk, PoolSettings, TrialPass, WorkerGroup, WorkerPlace
+from dpdist.core.errors import ClusterError, DiskFullError, InvalidResultsError, UserError
+from dpdist.privacy.ledger import LedgerError, ReplayConflict
+from dpdist.runs.folder import RunFolder
+from dpdist.training import trainer, worker
+from dpdist.training.job import prepare
+
+SEED = "5b" * 32
+
+
+def doubler(shared: int) -> Callable[[int], int]:
+    return lambda payload: shared * payload
+
+
+def chunks(count: int) -> list[Chunk]:
+    return [Chunk(f"c{i}", i, float(-i)) for i in range(count)]
+
+
+def done_by(executor: Executor, work: Any = None, **settings: Any) -> list[tuple[str, Any]]:
+    """Keys and results in the order in which they came."""
+    found: list[tuple[str, Any]] = []
+    executor.run_chunks(
+        doubler, 2, chunks(5) if work is None else work, lambda *one: found.append(one),
+        PoolSettings(**settings),
+    )  # fmt: skip
+    return found
+
+
+class Remote(LocalExecutor):
+    """In place of a session of Ray."""
+
+    gpus = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked: list[Any] = []
+        self.chunks: list[str] = []
+
+    def check_nodes(self, *asked: Any) -> None:
+        self.checked.append(asked)
+
+    def run_chunks(self, make_worker: Any, shared: Any, chunks: Any, on_result: Any, settings: Any = None) -> None:  # fmt: skip  # noqa: E501
+        chunks = list(chunks)
+        self.chunks += [chunk.key for chunk in chunks]
+        super().run_chunks(make_worker, shared, chunks, on_result, settings)
+
+
+@pytest.fixture
+def auto(monkeypatch: pytest.MonkeyPatch) -> Iterator[AutoExecutor]:
+    """An executor whose session counts how often it is opened and closed."""
+    opened = []
+
+    @contextmanager
+    def session() -> Iterator[Session]:
+        opened.append("opened")
+        yield Session(None, 2, 0, 1)
+        opened.append("closed")
+
+    monkeypatch.setattr(module, "RayExecutor", lambda session: Remote())
+    executor = AutoExecutor(session)
+    executor.opened = opened  # type: ignore[attr-defined]
+    yield executor
+    executor.close()
+
+
+# --- in this process --------------------------------------------------------------------------
+
+
+def test_chunks_are_done_by_priority_in_this_process() -> None:
+    assert done_by(LocalExecutor()) == [(f"c{i}", 2 * i) for i in (4, 3, 2, 1, 0)]
+    stream = iter(chunks(3))  # which has its own order
+    assert [key for key, _ in done_by(LocalExecutor(), stream)] == ["c0", "c1", "c2"]
+
+
+def test_shuffled_answers_come_from_several_workers_in_another_order() -> None:
+    asked = done_by(LocalExecutor(shuffle=True), actors=2)
+    assert [key for key, _ in asked] == ["c3", "c4", "c1", "c2", "c0"]
+    assert dict(asked) == dict(done_by(LocalExecutor()))
+    made: list[int] = []
+
+    def make_worker(shared: int) -> Callable[[int], int]:
+        made.append(shared)
+        return lambda payload: payload
+
+    LocalExecutor(shuffle=True).run_chunks(
+        make_worker, 7, chunks(5), lambda *_: None, PoolSettings(actors=3)
+    )
+    assert made == [7, 7, 7]
+    made.clear()
+    LocalExecutor().run_chunks(make_worker, 7, chunks(5), lambda *_: None, PoolSettings(actors=3))
+    assert made == [7]
+
+
+def test_errors_of_chunks_and_calls_are_told() -> None:
+    def fails(shared: Any) -> Any:
+        raise InvalidResultsError("none of them hold")
+
+    with pytest.raises(InvalidResultsError, match="none of them hold"):
+        LocalExecutor().run_chunks(fails, None, chunks(1), lambda *_: None)
+    with pytest.raises(UserError, match=r"^the model cannot be certified: invalid literal"):
+        LocalExecutor().run_once(int, "x", "the model cannot be certified")
+
+
+def test_threads_of_torch_are_as_they_were(tmp_path: Path) -> None:
+    """Workers take one for themselves; what comes after them in the process has its own."""
+
+    def single(_: Any, place: Any = None) -> Any:
+        torch.set_num_threads(1)
+        return lambda payload: torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        found: list[int] = []
+        LocalExecutor().run_chunks(single, None, chunks(1), lambda key, it: found.append(it))
+        assert found == [1] and torch.get_num_threads() == 3
+        LocalExecutor().run_once(single, None, "failed")
+        assert torch.get_num_threads() == 3
+        LocalExecutor().run_workers(group_of(single, tmp_path))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def group_of(work: Callable[[Any, WorkerPlace], Any], storage: Path, **more: Any) -> WorkerGroup:
+    given = {"workers": 1, "cpus": 1, "gpus": 0} | more
+    return WorkerGroup(work, "it", storage=storage, torch_config=lambda: None, **given)
+
+
+def test_the_only_worker_of_a_group_is_this_process(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    LocalExecutor().run_workers(group_of(lambda *one: seen.append(one), tmp_path))
+    assert seen == [("it", WorkerPlace(0, 1, "cpu", in_process=True))]
+    for workers in (2, (1, 2)):
+        with pytest.raises(UserError, match=r"^resources\.workers: must be 1 .*got 2; leave"):
+            LocalExecutor().run_workers(group_of(lambda *_: None, tmp_path, workers=workers))
+
+
+def test_work_is_polled_meanwhile_and_after_it() -> None:
+    main, threads = threading.current_thread(), []
+    polled = threading.Event()
+
+    def poll() -> None:
+        threads.append(threading.current_thread())
+        polled.set()
+
+    def work() -> None:
+        assert threading.current_thread() is main  # Ctrl-C must reach it
+        assert polled.wait(30)
+
+    LocalExecutor().supervise(work, poll)
+    assert threads[0] is not main and threads[-1] is main
+    with pytest.raises(KeyboardInterrupt):
+        LocalExecutor().supervise(raising(KeyboardInterrupt()), poll)
+    with pytest.raises(ZeroDivisionError):  # of a poll: the archive's, for instance
+        LocalExecutor().supervise(lambda: None, raising(ZeroDivisionError()))
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def work(*_: Any, **__: Any) -> None:
+        raise error
+
+    return work
+
+
+def test_trials_are_run_in_turn_and_an_interrupted_one_is_left_for_the_next_pass(
+    tmp_path: Path,
+) -> None:
+    class Searcher:
+        told: ClassVar[list[Any]] = []
+
+        def suggest(self, name: str) -> dict[str, int]:
+            return {"trial": int(name.rpartition("-")[2])}
+
+        def on_trial_complete(self, name: str, result: Any = None, error: bool = False) -> None:
+            self.told.append((name, result, error))
+
+    def run(number: int, report: Any) -> None:
+        report({"score": 0.5 * number, "reached": 1})
+        if number == 1:
+            raise OSError("lost")
+
+    asked = TrialPass(run, 3, Searcher, None, 2, {"CPU": 1.0}, tmp_path, "pass")
+    LocalExecutor().run_trials(asked)
+    assert Searcher.told == [
+        ("trial-0", {"score": 0.0, "reached": 1}, False),
+        ("trial-1", None, True),
+        ("trial-2", {"score": 1.0, "reached": 1}, False),
+    ]
+    asked = TrialPass(run, 3, Searcher, list, 2, {"CPU": 1.0}, tmp_path, "pass")
+    with pytest.raises(UserError, match=r"^tune\.asha: must be left out"):
+        LocalExecutor().run_trials(asked)
+
+
+# --- by the size of the work ------------------------------------------------------------------
+
+
+def test_small_work_opens_no_session(auto: Any) -> None:
+    assert auto.gpus == 0 and auto.run_once(abs, -1, "failed") == 1
+    assert len(done_by(auto.place(True))) == 5
+    assert auto.opened == [] and str(auto) == "this process"
+
+
+def test_other_work_opens_one_session_for_all_that_follows(auto: Any) -> None:
+    auto.check_nodes(["dpdist"], Path("early"))
+    ray = auto.place(False)
+    assert ray is auto.place(True) is auto.ray() and auto.opened == ["opened"]
+    assert ray.checked == [(["dpdist"], Path("early"))]
+    auto.check_nodes(["dpdist"], Path("late"))
+    assert ray.checked[1:] == [(["dpdist"], Path("late"))]
+    auto.close()
+    assert auto.opened == ["opened", "closed"]
+
+
+def test_what_is_left_of_a_long_job_goes_to_ray(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk once, wherever."""
+    now = iter(range(100))
+    monkeypatch.setattr(module.time, "monotonic", lambda: 10 * next(now))
+    found = done_by(auto.place(True), iter(chunks(6)))
+    assert sorted(found) == [(f"c{i}", 2 * i) for i in range(6)]
+    assert auto.ray().chunks == [f"c{i}" for i in range(2, 6)] and auto.opened == ["opened"]
+
+
+def test_work_within_small_work_is_asked_for_its_own_size(auto: Any) -> None:
+    """A training without steps is small, its teachers need not be."""
+    small = auto.place(True)
+    assert auto.opened == [] and small.place(True).place(True) is not auto.place(False)
+    assert small.place(False) is auto.ray()
+
+
+def test_gpus_are_asked_of_ray(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_has_gpus", lambda: True)
+    assert auto.place(True) is auto.ray()
+
+
+def test_only_small_trainings_of_one_worker_stay_here(
+    auto: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stays(**changes: Any) -> bool:
+        job = job_of(tmp_path, f"run {len(list(tmp_path.iterdir()))}", **changes)
+        asked: list[bool] = []
+        monkeypatch.setattr(auto, "place", asked.append)
+        trainer.place_training(job, auto)
+        return asked[0]
+
+    steps = SMALL_TRAINING // 40
+    assert stays() and stays(training__steps=steps)
+    assert not stays(training__steps=steps + 1)
+    assert not stays(resources__workers=2)
+    assert not stays(resources__gpus_per_worker=0.5)
+
+
+# --- the executor in use ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No session of Ray is there; names of what happens to those that are asked for."""
+    seen: list[str] = []
+
+    @contextmanager
+    def connect(*_: Any, **__: Any) -> Iterator[Session]:
+        seen.append("opened")
+        try:
+            yield Session(None, 2, 0, 1)
+        finally:
+            seen.append("closed")
+
+    monkeypatch.setattr(module, "connect", connect)
+    monkeypatch.setattr(module, "_open_executors", [])
+    monkeypatch.setattr(module, "_enclosing_executor", enclosing)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return seen
+
+
+def enclosing() -> Executor | None:
+    return module._open_executors[-1] if module._open_executors else None
+
+
+def test_the_executor_is_chosen_by_name_cluster_and_enclosing_block(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_executor() as outer:
+        assert isinstance(outer, AutoExecutor) and current_executor() is outer
+        with open_executor() as inner, open_executor("auto") as third:
+            assert inner is third is outer
+        with open_executor("local") as inner:
+            assert isinstance(inner, LocalExecutor) and current_executor() is inner
+            with open_executor("local") as third:
+                assert third is inner
+        assert current_executor() is outer and started == []
+        with open_executor("ray") as inner:
+            assert isinstance(inner, RayExecutor) and inner is outer.ray()
+        assert started == ["opened"]  # and stays open for what follows
+    assert started == ["opened", "closed"]
+    with pytest.raises(RuntimeError, match="no executor is open"):
+        current_executor()
+    with open_executor("ray"), pytest.raises(ZeroDivisionError), open_executor("local"):
+        raise ZeroDivisionError
+    assert started[2:] == ["opened", "closed"]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with open_executor() as outer:
+        assert isinstance(outer, RayExecutor)
+    with open_executor("local") as outer:
+        assert isinstance(outer, LocalExecutor)
+    assert started[4:] == ["opened", "closed"]
+
+
+def test_an_open_session_of_ray_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "describe_session", lambda: Session(None, 4, 0, 1))
+    monkeypatch.setitem(sys.modules, "ray", Initialised)
+    with open_executor() as found:
+        assert isinstance(found, RayExecutor) and str(found) == "this machine: 1 node, 4 CPUs"
+    with open_executor("local") as found:
+        assert isinstance(found, LocalExecutor)
+
+
+class Initialised:
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda name: open_executor(name).__enter__(),
+        lambda name: dpdist.run("digits", executor=name),
+        lambda name: dpdist.certify(torch.nn.Linear(2, 2), None, dpdist.Cohen(sigma=1, n=10), executor=name),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_an_unknown_executor_is_refused(
+    call: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^executor: must be auto, local or ray, got 'here'$"):
+        call("here")
+    assert not list(tmp_path.iterdir())
+
+
+# --- errors of a training in this process -----------------------------------------------------
+
+
+def train_with(
+    tmp_path: Path, patch: pytest.MonkeyPatch, *errors: BaseException, **changes: Any
+) -> list[int]:
+    """Attempts of a training whose first ones end with these errors."""
+    job, waiting, attempts = job_of(tmp_path, **changes), list(errors), [0]
+    real = worker.run_training
+
+    def run(*arguments: Any) -> None:
+        attempts[0] += 1
+        if waiting:
+            raise waiting.pop(0)
+        real(*arguments)
+
+    patch.setattr(worker, "run_training", run)
+    try:
+        trainer.train(job, LocalExecutor())
+    finally:
+        assert not job.folder.failure.exists()
+    return attempts
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("training.loss: is no number"), "^training.loss: is no number$"),
+        (worker.TrainingDiverged("it diverged"), "it diverged"),
+        (LedgerError("the ledger lacks records"), "^the ledger lacks records$"),
+    ],
+)
+def test_what_a_restart_would_repeat_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train_with(tmp_path, monkeypatch, error)
+
+
+def test_a_full_disk_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DiskFullError, match=r"No space left.*make room, and the same command"):
+        train_with(tmp_path, monkeypatch, OSError(28, "No space left on device"))
+
+
+@pytest.mark.parametrize("error", [ReplayConflict("other bits"), RuntimeError("a flaky disk")])
+def test_what_a_restart_may_mend_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    assert train_with(tmp_path, monkeypatch, error, error, resources__max_failures=2) == [3]
+
+
+def test_a_training_that_fails_again_and_again_says_where_the_details_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the private folder: a model's own error may quote a record."""
+    errors = [RuntimeError(f"secret {i}") for i in range(2)]
+    with pytest.raises(ClusterError, match=r"^training failed 2 times; ") as told:
+        train_with(tmp_path, monkeypatch, *errors, resources__max_failures=1)
+    assert "secret" not in str(told.value)
+    assert "RuntimeError: secret 1" in RunFolder(tmp_path / "run").errors.read_text()
+
+
+def test_ctrl_c_goes_through_and_the_same_command_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        train_with(tmp_path, patch, KeyboardInterrupt())
+    assert train_with(tmp_path, monkeypatch) == [1]
+
+
+# --- refusals before anything is done ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "digits", "--workers", "2"), "resources.workers: must be 1 in one process"),
+        (("run", "digits", "--set", "resources.workers=2"), "resources.workers: must be 1"),
+        (
+            (
+                "tune",
+                "digits",
+                "--set",
+                "tune.asha={rungs: 2}",
+                "--set",
+                "tune.law={name: fixed, runs: 2}",
+            ),
+            "tune.asha: must be left out in one process",
+        ),
+        (
+            ("run", "digits", "--set", "resources.certify_gpus=1"),
+            "resources.certify_gpus: must be what this machine has",
+        ),
+    ],
+)
+def test_what_one_process_cannot_do_is_refused_before_anything_is_written(
+    dpdist: Any, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    found = dpdist(*arguments, "--local")
+    assert found.code == 2 and found.err.startswith(f"dpdist: {message}"), found.err
+    assert not list(tmp_path.iterdir())
+
+
+# --- the same bits ----------------------------------------------------------------------------
+
+
+RECIPE = {
+    "name": "same",
+    "data": {"name": "digits", "max_train": 400},
+    "model": {"name": "small-cnn", "options": {"width": 4}},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": KEY},
+    "training": {"batch_size": 40, "steps": 4, "learning_rate": 0.5, "momentum": 0.5},
+    "certify": {"sigma": 0.25, "n": 300, "n0": 20, "seed": SEED[:32], "max_inputs": 6,
+                "form": "eager", "batch": 100},
+}  # fmt: skip
+
+
+def results_of(folder: RunFolder) -> dict[str, Any]:
+    """All that a run's results are made of, as bytes where no time is among them."""
+    (table,) = folder.certificates.glob("*/certificates.parquet")
+    raw = table.read_bytes()
+    return {
+        "parameters": parameters(folder).numpy().tobytes(),
+        "releases": release_ids(folder),
+        "identity": pq.read_table(table).schema.metadata,
+        "rows": pq.read_table(table).to_pylist(),
+        "table": raw,
+    }
+
+
+@pytest.mark.long
+def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path: Path) -> None:
+    local = dpdist.run(RECIPE, runs=tmp_path / "local", executor="local")
+    ray = dpdist.run(RECIPE, runs=tmp_path / "ray", executor="ray")
+    free = dpdist.run(RECIPE, runs=tmp_path / "free")
+    first = results_of(local)
+    assert results_of(ray) == first and results_of(free) == first
+    assert len(first["releases"]) == 4 and len(first["rows"]) == 6
+    assert ray.log.exists() and not local.log.exists() and not free.log.exists()
+
+
+@pytest.mark.long
+def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path: Path) -> None:
+    """As an exact replay: the executor is no part of a run's identity."""
+    whole = dpdist.run(RECIPE, runs=tmp_path / "whole", executor="local")
+    recipe = dpdist.Recipe.model_validate(RECIPE)
+    folder = RunFolder(tmp_path / "parts" / "same")
+    job = prepare(recipe, folder, "test")
+    trainer.fit(job, LocalExecutor(), stop_after=2)
+    found = dpdist.run(RECIPE, runs=tmp_path / "parts", executor="ray")
+    assert results_of(found) == results_of(whole)
+
+
+@pytest.mark.long
+def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path: Path) -> None:
+    recipe = {
+        **{key: value for key, value in RECIPE.items() if key != "certify"},
+        "tune": {
+            "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
+            "law": {"name": "fixed", "runs": 2},
+        },
+    }
+    found = []
+    for name in ("local", "ray"):
+        folder = dpdist.run(recipe, runs=tmp_path / name, executor=name)  # type: ignore[arg-type]
+        told = (folder.path / "trials.json").read_text()
+        found.append((told, parameters(folder).numpy().tobytes(), release_ids(folder)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_small_work_by_command_loads_no_ray_and_listens_nowhere(tmp_path: Path) -> None:
+    """Training and certificates: Ray is not even imported."""
+    (tmp_path / "recipe.yaml").write_text(dpdist.Recipe.model_validate(RECIPE).to_yaml())
+    script = textwrap.dedent(
+        """
+        import gc, sys
+        import psutil
+        from dpdist.cli.main import main
+        sys.argv = ["dpdist", "run", "recipe.yaml"]
+        try:
+            main()
+        except SystemExit as stop:
+            assert not stop.code, stop.code
+        gc.collect()
+        process = psutil.Process()
+        assert not [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert not process.children(recursive=True)
+        assert "ray" not in sys.modules
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "this process" in done.stderr
