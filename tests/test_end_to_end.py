@@ -174,12 +174,39 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_training_in_one_process_that_is_ended_goes_on(tmp_path, dpdist, number):
+    """A small training of one worker is the command's own process: killed or interrupted, the same
+    command continues, and the ledger is whole."""
+    faulty = FAULTY | {"resources": {"workers": 1, "checkpoint_seconds": 0.3}}
+    dpdist("train", recipe(tmp_path / "a", **faulty), cwd=tmp_path / "a")
+    undisturbed = tmp_path / "a" / "runs" / "small"
+    asked, run = recipe(tmp_path / "b", **faulty), tmp_path / "b" / "runs" / "small"
+    process = start("train", asked, cwd=tmp_path / "b", **slow_fsync_environment(tmp_path))
+    wait_for(lambda: steps_done(run) >= 60, process=process)
+    assert not descendants(process.pid)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130, out + err
+        assert "interrupted; the same command continues" in err and "Traceback" not in err
+    assert not (run / "private" / "trained.json").exists()
+    finish(start("train", asked, cwd=tmp_path / "b"))
+    assert torch.equal(parameters(run), parameters(undisturbed))
+    ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
+    assert ours.release_counts == theirs.release_counts == dict.fromkeys(range(STEPS), 1)
+    assert ours.num_superseded == 0
+
+
+@pytest.mark.long
 def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     """It is as clean as Ctrl-C: exit code 130, one line, no processes left behind, and the
     same command continues. After kill -9 nothing stays either."""
     asked = recipe(tmp_path, certify={"n": 100_000}, resources={"workers": 1})
     dpdist("train", asked, cwd=tmp_path)
-    process = start("certify", "small", cwd=tmp_path)
+    process = start("certify", "small", "--ray", cwd=tmp_path)
     place = tmp_path / "runs" / "small" / "certificates"
     wait_for(lambda: [p for p in place.rglob("*") if p.is_file()], process=process)
     left = descendants(process.pid)
@@ -189,7 +216,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     assert "interrupted; the same command continues" in err
     assert "Traceback" not in err and "received" not in err
     wait_for(lambda: not running_processes(left))
-    process = start("certify", "small", cwd=tmp_path)
+    process = start("certify", "small", "--ray", cwd=tmp_path)
     wait_for(lambda: [p for p in place.rglob("journal.jsonl") if p.stat().st_size], process=process)
     assert [pid for pid, title in descendants(process.pid).items() if "Agent" in title]
     kill(process)

@@ -43,12 +43,22 @@ def place(tmp_path_factory) -> Path:
 
 
 COMMANDS = {
-    "run": ["run", "new.yaml"],  # what `make demo` does, on a smaller recipe
-    "train": ["train", "new.yaml", "--name", "trained"],
+    "run": ["run", "new.yaml", "--ray"],  # what `make demo` does, on a smaller recipe
+    "train": ["train", "new.yaml", "--name", "trained", "--ray"],
     "tune": ["tune", "searched.yaml"],
-    "certify": ["certify", "x"],
-    "attack": ["attack", "x", "--sizes", "0.1", "--max-inputs", "10"],
-    "poison": ["poison", "new.yaml", "--models", "4", "--select", "1", "--name", "poisoned"],
+    "certify": ["certify", "x", "--ray"],
+    "attack": ["attack", "x", "--sizes", "0.1", "--max-inputs", "10", "--ray"],
+    "poison": [
+        "poison",
+        "new.yaml",
+        "--models",
+        "4",
+        "--select",
+        "1",
+        "--name",
+        "poisoned",
+        "--ray",
+    ],
     "serve": ["serve", "runs/x/release"],
 }
 

@@ -61,7 +61,7 @@ class Images:
 def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """As a command starts it."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    with pipeline.run_session(folder):
+    with pipeline.run_session(folder, executor="ray"):
         yield
     assert folder.log.exists()
 
@@ -93,7 +93,7 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
         from dpdist import pipeline
         from dpdist.certification import job
         from dpdist.runs.folder import RunFolder
-        with pipeline.run_session(RunFolder(Path({str(tmp_path / "run")!r}))):
+        with pipeline.run_session(RunFolder(Path({str(tmp_path / "run")!r})), executor="ray"):
             job.certify(
                 Path({str(model)!r}), Images(), SETTINGS, Path({str(tmp_path)!r}),
                 actors=1, chunk_seconds=1e-3, progress=lambda *_: time.sleep(0.05),
