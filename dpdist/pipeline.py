@@ -346,7 +346,8 @@ def train_stage(job: TrainJob, executor: Executor) -> None:
 def _describe_work(job: TrainJob) -> str:
     if not job.plan.steps:
         return job.recipe.method.describe(job.plan)
-    return f"{job.plan.steps:,} steps on {job.recipe.resources.worker_count_text} workers"
+    count = job.recipe.resources.worker_count_text
+    return f"{job.plan.steps:,} steps on {count} worker{'s' * (count != '1')}"
 
 
 def search_stage(search: Search, executor: Executor) -> None:

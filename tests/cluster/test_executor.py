@@ -3,19 +3,15 @@ that are the same under both."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pyarrow.parquet as pq
 import pytest
 import torch
-from support.training import KEY, parameters, release_ids
 from support.training import prepare_job as job_of
 
 import dpdist
@@ -35,7 +31,6 @@ from dpdist.core.errors import ClusterError, DiskFullError, InvalidResultsError,
 from dpdist.privacy.ledger import LedgerError, ReplayConflict
 from dpdist.runs.folder import RunFolder
 from dpdist.training import trainer, worker
-from dpdist.training.job import prepare
 
 SEED = "5b" * 32
 
@@ -409,6 +404,17 @@ def test_what_a_restart_would_repeat_ends_the_training(
         train_with(tmp_path, monkeypatch, error)
 
 
+def test_a_training_in_this_process_has_the_threads_of_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker on Ray: the last bits of a sum, and so its replay, depend on them."""
+    seen: list[int] = []
+    monkeypatch.setattr(worker, "run_training", lambda *_: seen.append(torch.get_num_threads()))
+    for cpus in (1, 3, 0.5):
+        trainer.fit(job_of(tmp_path, f"{cpus}", resources__cpus_per_worker=cpus), LocalExecutor())
+    assert seen == [1, 3, 1]
+
+
 def test_a_full_disk_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DiskFullError, match=r"No space left.*make room, and the same command"):
         train_with(tmp_path, monkeypatch, OSError(28, "No space left on device"))
@@ -471,98 +477,3 @@ def test_what_one_process_cannot_do_is_refused_before_anything_is_written(
     found = dpdist(*arguments, "--local")
     assert found.code == 2 and found.err.startswith(f"dpdist: {message}"), found.err
     assert not list(tmp_path.iterdir())
-
-
-# --- the same bits ----------------------------------------------------------------------------
-
-
-RECIPE = {
-    "name": "same",
-    "data": {"name": "digits", "max_train": 400},
-    "model": {"name": "small-cnn", "options": {"width": 4}},
-    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": KEY},
-    "training": {"batch_size": 40, "steps": 4, "learning_rate": 0.5, "momentum": 0.5},
-    "certify": {"sigma": 0.25, "n": 300, "n0": 20, "seed": SEED[:32], "max_inputs": 6,
-                "form": "eager", "batch": 100},
-}  # fmt: skip
-
-
-def results_of(folder: RunFolder) -> dict[str, Any]:
-    """All that a run's results are made of, as bytes where no time is among them."""
-    (table,) = folder.certificates.glob("*/certificates.parquet")
-    raw = table.read_bytes()
-    return {
-        "parameters": parameters(folder).numpy().tobytes(),
-        "releases": release_ids(folder),
-        "identity": pq.read_table(table).schema.metadata,
-        "rows": pq.read_table(table).to_pylist(),
-        "table": raw,
-    }
-
-
-@pytest.mark.long
-def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path: Path) -> None:
-    local = dpdist.run(RECIPE, runs=tmp_path / "local", executor="local")
-    ray = dpdist.run(RECIPE, runs=tmp_path / "ray", executor="ray")
-    free = dpdist.run(RECIPE, runs=tmp_path / "free")
-    first = results_of(local)
-    assert results_of(ray) == first and results_of(free) == first
-    assert len(first["releases"]) == 4 and len(first["rows"]) == 6
-    assert ray.log.exists() and not local.log.exists() and not free.log.exists()
-
-
-@pytest.mark.long
-def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path: Path) -> None:
-    """As an exact replay: the executor is no part of a run's identity."""
-    whole = dpdist.run(RECIPE, runs=tmp_path / "whole", executor="local")
-    recipe = dpdist.Recipe.model_validate(RECIPE)
-    folder = RunFolder(tmp_path / "parts" / "same")
-    job = prepare(recipe, folder, "test")
-    trainer.fit(job, LocalExecutor(), stop_after=2)
-    found = dpdist.run(RECIPE, runs=tmp_path / "parts", executor="ray")
-    assert results_of(found) == results_of(whole)
-
-
-@pytest.mark.long
-def test_a_search_has_the_same_trials_in_this_process_and_on_ray(tmp_path: Path) -> None:
-    recipe = {
-        **{key: value for key, value in RECIPE.items() if key != "certify"},
-        "tune": {
-            "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-            "law": {"name": "fixed", "runs": 2},
-        },
-    }
-    found = []
-    for name in ("local", "ray"):
-        folder = dpdist.run(recipe, runs=tmp_path / name, executor=name)  # type: ignore[arg-type]
-        told = (folder.path / "trials.json").read_text()
-        found.append((told, parameters(folder).numpy().tobytes(), release_ids(folder)))
-    assert found[0] == found[1]
-
-
-@pytest.mark.slow
-def test_small_work_by_command_loads_no_ray_and_listens_nowhere(tmp_path: Path) -> None:
-    """Training and certificates: Ray is not even imported."""
-    (tmp_path / "recipe.yaml").write_text(dpdist.Recipe.model_validate(RECIPE).to_yaml())
-    script = textwrap.dedent(
-        """
-        import gc, sys
-        import psutil
-        from dpdist.cli.main import main
-        sys.argv = ["dpdist", "run", "recipe.yaml"]
-        try:
-            main()
-        except SystemExit as stop:
-            assert not stop.code, stop.code
-        gc.collect()
-        process = psutil.Process()
-        assert not [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
-        assert not process.children(recursive=True)
-        assert "ray" not in sys.modules
-        """
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "this process" in done.stderr

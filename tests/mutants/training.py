@@ -14,6 +14,68 @@ SCORE = "training/test_private_score"
 
 FAULTS: list[Fault] = [
     *group(
+        "cluster/executor.py",
+        "cluster/test_executor",
+        (
+            "        alone = small and self._ray is None and not _has_gpus()\n",
+            "        alone = self._ray is None and not _has_gpus()\n",
+            "all work is done in one process",
+        ),
+        (
+            "                    left.append(chunk)\n",
+            "                    pass\n",
+            "a chunk is lost between this process and Ray",
+        ),
+        (
+            "        torch.set_num_threads(threads)\n",
+            "        pass\n",
+            "what comes after a job has one thread",
+        ),
+        (
+            "            for check in self._checks:\n                self._ray.check_nodes(*check)\n",
+            "",
+            "hosts are not checked where a session opens late",
+        ),
+        (
+            "            thread.join()\n        if errors:\n            raise errors[0]\n        poll()\n",
+            "            thread.join()\n        poll()\n",
+            "errors of the archive are dropped in one process",
+        ),
+        (
+            "        return self._whole.place(small)\n",
+            "        return self\n",
+            "large sets of teachers are trained in one process",
+        ),
+    ),
+    *group(
+        "dpdist/training/trainer.py",
+        "cluster/test_executor",
+        (
+            "resources.max_workers == 1 and not resources.gpus_per_worker",
+            "resources.max_workers == 1",
+            "a training that asks for GPUs runs on the CPU",
+        ),
+        (
+            "                raise UserError(str(error)) from error\n",
+            "                raise\n",
+            "a damaged ledger ends in a traceback",
+        ),
+        (
+            "        except (UserError, ClusterError):\n            raise\n        except LedgerError",
+            "        except LedgerError",
+            "a training that diverged is restarted",
+        ),
+    ),
+    *group(
+        "dpdist/training/worker.py",
+        "cluster/test_executor::test_a_training_in_this_process_has_the_threads_of_its_recipe",
+        (
+            "    if place.in_process:\n        torch.set_num_threads(max(1, int(job.recipe.resources.cpus_per_worker)))\n",
+            "    if place.in_process:\n",
+            "a training in one process has the machine's threads",
+        ),
+    ),
+    *group(
         "dpdist/evaluation.py",
         "training/test_targets",
         (
