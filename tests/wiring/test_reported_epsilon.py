@@ -166,6 +166,8 @@ def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
         count - 1 for count in read_verified_ledger(job.folder).ledger.release_counts.values()
     )
     assert twice == 6
+    (budget,) = read_budgets(tmp_path / "budget")  # as it stands until somebody goes on
+    assert sum(phase.steps for phase in budget.charges[0].phases) == STEPS + twice
     asked: list[int] = []
     reserve = trainer.charging.reserve_charge
 
