@@ -43,6 +43,7 @@ from dpdist.certification.worker import (
     expected_log_scores,
     probe,
 )
+from dpdist.cluster.executor import Executor, use_executor
 from dpdist.core.errors import UserError
 from dpdist.core.fields import ATTACKS
 from dpdist.randomness import device_generators
@@ -359,7 +360,12 @@ def test_without_the_device_it_is_said_what_to_do(certify, monkeypatch) -> None:
     monkeypatch.setattr(inference, "GPU", "cuda")
     with pytest.raises(UserError, match=r"torch .* does not see it.*certify_gpus: 0"):
         certify("none", 1.0, gpus=1)
-    with pytest.raises(UserError, match="each actor needs 1 GPUs, this machine has 0"):
+    with (
+        use_executor(Executor()),
+        pytest.raises(UserError, match="needs 1 GPUs, this machine has 0"),
+    ):
+        job._require_gpus(1.0)
+    with pytest.raises(UserError, match=r"certify_gpus: must be 0 in one process .*got 1; leave"):
         certify("none", gpus=1)
 
 
