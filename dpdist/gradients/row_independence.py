@@ -123,7 +123,8 @@ def watch_tensor_reads(
             ):
                 on_untracked_call(name)
 
-    importlib.import_module("torch._dynamo")  # torch would within the block, which is slow there
+    if not hasattr(TorchDispatchMode, "_should_skip_dynamo"):
+        importlib.import_module("torch._dynamo")  # torch would in the block, which is slow there
     before = sys.getprofile()
     sys.setprofile(look)
     try:
@@ -357,6 +358,11 @@ class _RecordTracer(TorchDispatchMode):
 
     reason: why nothing is shown; None as long as something is.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: no compiler is at work, which torch would import only to keep it out."""
+        return False
 
     def __init__(self, model: nn.Module, count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
