@@ -11,7 +11,7 @@ import numpy as np
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import Positive
-from dpdist.methods.base import Method
+from dpdist.methods.base import Capabilities, Execution, Method
 from dpdist.privacy.phases import GaussianSteps, NoisyRecords
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -54,8 +54,8 @@ class NoisyRecordsMethod(Method):
             )
 
     @property
-    def steps_are_post_processing(self) -> bool:
-        return True
+    def capabilities(self) -> Capabilities:
+        return Capabilities(steps_are_post_processing=True)
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         return (
@@ -82,8 +82,18 @@ class NoisyRecordsMethod(Method):
             f"{step.expected_batch:g}"
         )
 
+    def execution(self) -> Execution[Any]:
+        return NoisyRecordsExecution(self)
+
+
+class NoisyRecordsExecution(Execution[NoisyRecordsMethod]):
+    """The usual steps, on records with noise."""
+
     def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> NoisyDataset:
-        return NoisyDataset(records, key, self.input_norm, self.noise_std(plan), self.label_epsilon)
+        method = self.method
+        return NoisyDataset(
+            records, key, method.input_norm, method.noise_std(plan), method.label_epsilon
+        )
 
 
 @dataclass(frozen=True)

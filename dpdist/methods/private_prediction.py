@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import Count, CountOrZero, Positive, RejectBool
-from dpdist.methods.base import Method
+from dpdist.methods.base import Capabilities, Execution, Method
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -77,15 +77,14 @@ class PrivatePrediction(Method):
         return (GaussianAnswers(steps.noise_multiplier, self.queries),)
 
     @property
-    def not_releasable_reason(self) -> str:
-        return (
-            f"the models of method {self.name} are trained without privacy and never leave; ask "
-            "with `dpdist predict`"
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            not_releasable_reason=(
+                f"the models of method {self.name} are trained without privacy and never leave; "
+                "ask with `dpdist predict`"
+            ),
+            max_evaluation_queries=self.evaluate,
         )
-
-    @property
-    def max_evaluation_queries(self) -> int:
-        return self.evaluate
 
     def noise_std(self, plan: PrivacyPlan, teachers: int) -> float:
         """Standard deviation of the noise on each logit of an answer."""
@@ -106,17 +105,22 @@ class PrivatePrediction(Method):
             f"{self.noise_std(plan, self.teachers):.4g} on their mean"
         )
 
-    # --- done in training and after it
+    def execution(self) -> Execution[Any]:
+        return PrivatePredictionExecution(self)
+
+
+class PrivatePredictionExecution(Execution[PrivatePrediction]):
+    """Teachers on disjoint shards, and noisy answers of theirs."""
 
     def train(self, run: TrainingDriver) -> None:
-        run.train_teachers(self.teachers)
+        run.train_teachers(self.method.teachers)
         run.write_summary()
 
     def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
         from dpdist.gradients.noise import add_noise
 
-        mean = clip_logits(scores, self.logit_bound).sum(axis=0) / len(scores)
-        return add_noise(mean, key, self.noise_std(plan, len(scores)))
+        mean = clip_logits(scores, self.method.logit_bound).sum(axis=0) / len(scores)
+        return add_noise(mean, key, self.method.noise_std(plan, len(scores)))
 
 
 def clip_logits(scores: np.ndarray, bound: float) -> np.ndarray:

@@ -19,7 +19,7 @@ from pydantic import model_validator
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.console import format_percent
 from dpdist.core.fields import Positive, PositiveOrZero
-from dpdist.methods.base import DrawCount, Method, MethodState
+from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, MethodState
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -85,12 +85,8 @@ class ResidualPerturbation(Method):
             )
 
     @property
-    def has_prediction_noise(self) -> bool:
-        return True
-
-    @property
-    def needs_batched_passes(self) -> bool:
-        return True
+    def capabilities(self) -> Capabilities:
+        return Capabilities(has_prediction_noise=True, needs_batched_passes=True)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return Theorem 1's claim of a training without DP-SGD; no figure without a formula."""
@@ -134,7 +130,12 @@ class ResidualPerturbation(Method):
             )
         ]
 
-    # --- done in training
+    def execution(self) -> Execution[Any]:
+        return ResidualExecution(self)
+
+
+class ResidualExecution(Execution[ResidualPerturbation]):
+    """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
 
     def noise_location(self, model: nn.Module) -> ModuleNoise:
         """Return the place where a model is random.
@@ -151,8 +152,10 @@ class ResidualPerturbation(Method):
                 "method residual puts noise behind residual blocks, and the model has none: take "
                 "resnet-rp or resnet-gn"
             )
-        mode = "relative" if self.noise_mode == "relative" else self.strategy
-        return ModuleNoise(dict.fromkeys(blocks, self.gamma), mode, self.input_noise_std, self.eta0)
+        method = self.method
+        mode = "relative" if method.noise_mode == "relative" else method.strategy
+        stds = dict.fromkeys(blocks, method.gamma)
+        return ModuleNoise(stds, mode, method.input_noise_std, method.eta0)
 
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
         """None; a model without residual blocks is refused."""
@@ -164,7 +167,7 @@ class ResidualPerturbation(Method):
     ) -> ModulePerturbation:
         from dpdist.gradients.perturbations import ModulePerturbation
 
-        return ModulePerturbation(self.draws, self.noise_location(state.model))
+        return ModulePerturbation(self.method.draws, self.noise_location(state.model))
 
     def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
         from dpdist.models import BlockNoise
@@ -202,7 +205,7 @@ class ResidualPerturbation(Method):
         else:
             for start in range(0, len(test), _BATCH):
                 norms = test.batch(slice(start, start + _BATCH)).flatten(1).norm(dim=1)
-                found["within"] += int((norms <= self.input_norm).sum())
+                found["within"] += int((norms <= self.method.input_norm).sum())
         found[stage] = largest_mean_norm(
             worker.model, self.noise_location(worker.model), images, key
         )

@@ -177,7 +177,7 @@ def fit(
     """
     restarts = job.recipe.resources.max_failures if max_failures is None else max_failures
     on_ray = lambda it: _fit_on_ray(it, restarts, stop_after, callbacks)  # noqa: E731
-    job.recipe.method.train(_TrainingDriver(job, start_workers or on_ray, in_process))
+    job.recipe.method.execution().train(_TrainingDriver(job, start_workers or on_ray, in_process))
 
 
 def _fit_on_ray(
