@@ -147,9 +147,10 @@ class Method(Section):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Raise TypeError for a hook of earlier versions, which nobody would ask any more."""
         super().__pydantic_init_subclass__(**kwargs)
-        for name in (*vars(cls), *vars(cls).get("__annotations__", {})):
-            if place := _moved_hook(name):
-                raise TypeError(f"{cls.__name__}.{name}: {place}")
+        for made in set(cls.__mro__) - set(Method.__mro__):
+            for name in (*vars(made), *vars(made).get("__annotations__", {})):
+                if place := _moved_hook(name):
+                    raise TypeError(f"{made.__name__}.{name}: {place}")
 
     @property
     @final

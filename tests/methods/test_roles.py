@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.methods import every_method
 
+from dpdist.audits.target import AuditResult
+from dpdist.certification.evaluation import Evaluation
 from dpdist.core.errors import UserError
 from dpdist.methods.base import Capabilities, Execution, Method, PublicRecords
 from dpdist.methods.hidden_noise import HiddenNoiseMethod, NonPrivateHiddenNoiseMethod
@@ -20,29 +22,55 @@ MOST_ABSTRACT, MOST_OVERRIDABLE = 4, 12
 
 def overridable(kind: type) -> list[str]:
     """Names that a subclass may define anew, inherited ones counted: functions, properties and
-    attributes of the class that are public, dpdist's own and not final. Options are no members."""
+    attributes of the class (those that are only declared too) that are public, dpdist's own and not
+    final. Options are no members."""
     found: dict[str, object] = {}
     for made in reversed(kind.__mro__):
         if made.__module__.startswith("dpdist."):
-            found |= vars(made)
-    options = getattr(kind, "model_fields", {})
-    options = {*options, *(each.name for each in fields(kind))} if is_dataclass(kind) else options
+            found |= dict.fromkeys(vars(made).get("__annotations__", {})) | vars(made)
+    options = {*getattr(kind, "model_fields", {})}
+    options |= {each.name for each in fields(kind)} if is_dataclass(kind) else set()
     return sorted(
         name
         for name, member in found.items()
         if not name.startswith(("_", "model_"))
         and name not in options
-        and not getattr(getattr(member, "fget", member), "__final__", False)
+        and not getattr(_function(member), "__final__", False)
     )
+
+
+def abstract(kind: type) -> list[str]:
+    """Those of them that a subclass must define: functions that only raise NotImplementedError."""
+    functions = {
+        name: _function(inspect.getattr_static(kind, name, None)) for name in overridable(kind)
+    }
+    return [
+        name
+        for name, made in functions.items()
+        if inspect.isfunction(made) and "raise NotImplementedError\n" in inspect.getsource(made)
+    ]
+
+
+def _function(member: object) -> object:
+    """Return the function behind a property or a class method."""
+    return getattr(member, "fget", None) or getattr(member, "__func__", member)
 
 
 @pytest.mark.parametrize(
     "kind",
-    [Method, Execution, PublicRecords, HiddenNoiseMethod, NonPrivateHiddenNoiseMethod],
+    [
+        Method,
+        Execution,
+        PublicRecords,
+        HiddenNoiseMethod,
+        NonPrivateHiddenNoiseMethod,
+        Evaluation,
+        AuditResult,
+    ],
 )
 def test_no_role_grows(kind):
     assert len(overridable(kind)) <= MOST_OVERRIDABLE, overridable(kind)
-    assert len(getattr(kind, "__abstractmethods__", ())) <= MOST_ABSTRACT
+    assert len(abstract(kind)) <= MOST_ABSTRACT, abstract(kind)
 
 
 def test_members_are_counted():
@@ -124,6 +152,14 @@ def test_a_fact_that_was_given_as_an_attribute_is_refused_too():
             (Method,),
             {"supports_tokens": True, "__annotations__": {"supports_tokens": bool}},
         )
+
+
+def test_a_hook_that_is_inherited_is_refused_too():
+    class Mixin:
+        def perturbation(self, step, learning_rate, state): ...
+
+    with pytest.raises(TypeError, match=r"Mixin\.perturbation: is a hook of Execution now"):
+        type("Old", (Mixin, Method), {})
 
 
 def test_hooks_that_are_there_are_not_refused():

@@ -347,10 +347,11 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/methods/base.py", "methods/test_roles training/test_group_unit",
-        ("raise TypeError(f\"{cls.__name__}.{name}: {place}\")", "pass",
+        ("raise TypeError(f\"{made.__name__}.{name}: {place}\")", "pass",
          "a hook of an earlier version is ignored in silence"),
-        ("(*vars(cls), *vars(cls).get(\"__annotations__\", {}))", "vars(cls)",
+        ("(*vars(made), *vars(made).get(\"__annotations__\", {}))", "vars(made)",
          "a fact that is given as an attribute is ignored in silence"),
+        ("set(cls.__mro__) - set(Method.__mro__)", "{cls}", "a hook that is inherited is ignored in silence"),
         ("supports_groups: bool = False", "supports_groups: bool = True", "every method takes groups unless it says no"),
     ),
     *group(
