@@ -104,10 +104,14 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class PublicRecords:
-    """Public records that a method reads: the training split of the data set `dataset_name` under
-    `root` (default: where the recipe's own data lie). recipe_key: the recipe's key, for complaints.
-    used_for_training: whether a model is trained on them, so that no test record may be among
-    them."""
+    """Public records that a method reads: the training split of a named data set.
+
+    Args:
+        recipe_key: the key of the recipe that names it, for errors.
+        dataset_name: the data set, with so many `classes`.
+        root: its folder; None: where the recipe's own data lie.
+        used_for_training: a model is trained on them, so that no test record may be among them.
+    """
 
     recipe_key: str
     dataset_name: str
@@ -116,8 +120,7 @@ class PublicRecords:
     used_for_training: bool = False
 
     def check(self, public_dataset: Any, private_dataset: Any, context: str) -> None:
-        """Raise UserError for records that the method cannot learn from beside the
-        `private_dataset`."""
+        """Raise UserError for records that do not fit the method beside the private ones."""
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
         """Return the unchecked assumption: no private record is among them in another shape."""
@@ -400,13 +403,16 @@ class Execution(Generic[M]):
 
 @dataclass(frozen=True)
 class MethodSetup:
-    """The inputs from which a method makes something once, before the first step
-    (`Execution.prepare_state`).
+    """The inputs of `Execution.prepare_state`, once before the first step.
 
-    private_records: the private ones; what is made of them costs what `Method.cost` says.
-    public_records: those that the method named. build_initial_model: makes the model as it is
-    before the first step. key: a fresh secret (the run key where the recipe fixes it): of two
-    attempts, no noise is used twice.
+    Args:
+        recipe: the whole recipe.
+        spec: the description of the model.
+        build_initial_model: makes the model as it is before the first step.
+        private_records: the private ones; everything made of them is paid for by `Method.cost`.
+        public_records: those that the method named.
+        key: a fresh secret (the run key where the recipe fixes it): of two attempts, no noise is
+            used twice.
     """
 
     recipe: BaseRecipe
@@ -419,9 +425,12 @@ class MethodSetup:
 
 @dataclass(frozen=True)
 class MethodState:
-    """State that was made once, for one worker: tensors by name, and its copy of the model.
+    """The state that was made once, for one worker.
 
-    key: the same in all steps of a run, for noise that is drawn once.
+    Args:
+        model: the worker's copy of the model.
+        tensors: those of `Execution.prepare_state`, by name.
+        key: the same in all steps of a run, for noise that is drawn once.
     """
 
     model: nn.Module
@@ -432,20 +441,19 @@ class MethodState:
 class Ensemble(Protocol):
     """Models trained on disjoint shards of the records (`dpdist.training.ensembles`)."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of models."""
 
     def class_scores(self, inputs: Tensor) -> np.ndarray:
-        """PRIVATE: the logits of each, float64 (teachers, B, classes)."""
+        """Return the logits of each model, PRIVATE: float64 (teachers, B, classes)."""
 
 
 class TrainingDriver(Protocol):
-    """A training in the hands of the driver, or of a search's trial; Ray is there.
-
-    job: the `dpdist.training.job.TrainJob`. write_summary: sums up a training that had no workers.
-    """
+    """A training in the hands of the driver, or of a search's trial."""
 
     @property
-    def job(self) -> Any: ...
+    def job(self) -> Any:
+        """Return the `dpdist.training.job.TrainJob`."""
 
     def run_workers(self, records: Any = None) -> None:
         """Start the training workers, each of which calls `Execution.learn`, and wait for them.
@@ -455,22 +463,27 @@ class TrainingDriver(Protocol):
         """
 
     def train_teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Ensemble:
-        """Models trained on disjoint shards of the records, in bulk; one record is in one of them.
+        """Train models on disjoint shards of the records, in bulk; one record is in one of them.
 
-        sections: of the recipe, in place of its own, by name ("model", "training").
+        sections: those in place of the recipe's own, by name ("model", "training").
         """
 
     def release_once(
         self, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
     ) -> list[float]:
-        """draw(key): noisy numbers that the plan pays for, on record before they are drawn, and the
-        same ones whenever this is asked again. private_source: PRIVATE, all that they are drawn
-        from.
+        """Return draw(key), noisy numbers that the plan pays for.
+
+        They are on record before they are drawn, and the same ones whenever this is asked again.
+
+        Args:
+            private_source: PRIVATE, all that they are drawn from.
+            draw: makes them from a secret key.
 
         Raises UserError when they were drawn from something else before.
         """
 
-    def write_summary(self) -> None: ...
+    def write_summary(self) -> None:
+        """Sum up a training that had no workers."""
 
 
 class Worker(Protocol):
@@ -491,8 +504,9 @@ _MIN_RECORD_LIMIT = 2**20  # records, where their number is declared
 
 
 def record_limit(recipe: BaseRecipe) -> int | None:
-    """Return how many records a sum may be over where privacy.nominal_records is given; None where
-    their number is public.
+    """Return the most records that a sum may be over; None where their number is public.
+
+    There is a limit where privacy.nominal_records is given.
 
     What rounding adds to a sum grows with the number of records, and room is left for it in the
     clip. A declared number says nothing of how many there are, so the room is for many more.
@@ -502,8 +516,11 @@ def record_limit(recipe: BaseRecipe) -> int | None:
 
 
 def check_record_limit(recipe: BaseRecipe, records: int) -> int:
-    """Return the number of records that a sum over `records` leaves room for. Raises UserError for
-    more than `record_limit`: that there are no more is an assumption of the guarantee."""
+    """Return the number of records that a sum over `records` leaves room for.
+
+    Raises UserError for more than `record_limit`: that there are no more is an assumption of the
+    guarantee.
+    """
     most = record_limit(recipe)
     if most is not None and records > most:
         raise UserError(

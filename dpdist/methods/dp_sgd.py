@@ -49,9 +49,11 @@ class DPSGD(Method):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return that records may be tokens or groups, with any loss."""
         return Capabilities(supports_tokens=True, supports_groups=True, takes_losses=True)
 
     def execution(self) -> Execution[Any]:
+        """Return the usual training."""
         return DPSGDExecution(self)
 
 
@@ -61,6 +63,7 @@ class DPSGDExecution(Execution[DPSGD]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
+        """Return the factor of each gradient before its clip."""
         from dpdist.gradients.perturbations import Perturbation
 
         return Perturbation(gradient_scale=self.method.gradient_scale)
@@ -70,8 +73,7 @@ class DPSGDExecution(Execution[DPSGD]):
 
 
 class InputNoiseMethod(Method):
-    """Each record's gradient averaged over noisy copies of its input before the clip
-    (augmentation).
+    """Augmentation: each record's gradient is averaged over noisy copies before the clip.
 
     consistency: weight of the term that lets a record's copies agree (Jeong & Shin, NeurIPS 2020).
     """
@@ -90,6 +92,7 @@ class InputNoiseMethod(Method):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return what a term between a record's copies rules out."""
         return Capabilities(
             needs_batched_passes=self.consistency > 0,
             supports_groups=not self.consistency,
@@ -97,6 +100,7 @@ class InputNoiseMethod(Method):
         )
 
     def execution(self) -> Execution[Any]:
+        """Return the training on noisy copies."""
         return InputNoiseExecution(self)
 
 
@@ -104,6 +108,7 @@ class InputNoiseExecution(Execution[InputNoiseMethod]):
     """Steps on noisy copies of each record."""
 
     def task(self) -> TrainingObjective:
+        """Return the task of classifying, with the term between copies where it has a weight."""
         from dpdist.gradients.engine import (
             TrainingObjective,
             consistency_targets,
@@ -118,6 +123,7 @@ class InputNoiseExecution(Execution[InputNoiseMethod]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
+        """Return noisy copies of each input."""
         from dpdist.gradients.perturbations import InputPerturbation
 
         return InputPerturbation(self.method.draws, self.method.sigma)
@@ -147,9 +153,11 @@ class DPlis(Method):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return that records may be groups, with any loss; tokens without noise on them."""
         return Capabilities(supports_tokens=not self.sigma, supports_groups=True, takes_losses=True)
 
     def execution(self) -> Execution[Any]:
+        """Return the training on the smoothed loss."""
         return DPlisExecution(self)
 
 
@@ -159,6 +167,7 @@ class DPlisExecution(Execution[DPlis]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
+        """Return draws of parameter noise, as large as Equation 6 says."""
         from dpdist.gradients.perturbations import ParameterPerturbation
 
         method, batch_size = self.method, round(step.expected_batch)
@@ -181,7 +190,7 @@ def dplis_smoothing_std(
     noise_multiplier: float,
     clip_norm: float,
 ) -> float:
-    """Standard deviation of the smoothing noise on every weight.
+    """Return the standard deviation of the smoothing noise on every weight.
 
     radius: R, smoothing in units of one step's noise (10 is the paper's rule without tuning);
     learning_rate: eta, of the averaged gradient; batch_size: the expected batch L. Returns

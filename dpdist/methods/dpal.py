@@ -82,13 +82,13 @@ class DPAL(Method):
     # --- the paper's numbers
 
     def gammas(self, batch: float) -> tuple[float, float]:
-        """gamma and gamma_x of Theorem 4."""
+        """Return gamma and gamma_x of Theorem 4."""
         from dpdist.privacy.claims import dpal_gammas
 
         return dpal_gammas(self.encoder_sensitivity, batch, self.weight_norm)
 
     def encoder_budget(self, batch: float) -> float:
-        """epsilon_1."""
+        """Return epsilon_1."""
         from dpdist.privacy.claims import dpal_encoder_budget
 
         return dpal_encoder_budget(self.epsilon, self.epsilon_2, *self.gammas(batch))
@@ -100,6 +100,7 @@ class DPAL(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for DP-SGD, or for other inputs than images in [-1, 1]."""
         if recipe.privacy.noise_multiplier != 0 or recipe.privacy.clipping != "none":
             raise ValueError(
                 "method dpal is the paper as published, without DP-SGD: give "
@@ -113,15 +114,17 @@ class DPAL(Method):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return that there are no sums of clipped gradients."""
         return Capabilities(
             takes_gradient_steps=False, needs_batched_passes=True, supports_frozen_denoiser=False
         )
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """Return one phase whose cost is infinite: nothing is proved."""
         return (FixedBatches(steps.steps, steps.sample_rate, _NOT_PRIVATE_REASON),)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
-        """Theorem 4: pure epsilon for all steps."""
+        """Return Theorem 4's claim: pure epsilon for all steps."""
         from dpdist.privacy.claims import Claim, dpal_claim
 
         batch = plan.step(0).expected_batch
@@ -134,6 +137,7 @@ class DPAL(Method):
         )  # fmt: skip
 
     def describe(self, plan: PrivacyPlan) -> str:
+        """Return batches and noise in words."""
         batch = plan.step(0).expected_batch
         return (
             f"{plan.steps:,} steps on disjoint batches of {batch:g}, Laplace noise of scale "
@@ -141,6 +145,7 @@ class DPAL(Method):
         )
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
+        """Return the accuracy that worker 0 measured, if the training has ended."""
         path = private_folder / ACCURACY_FILE
         if not path.exists():
             return []
@@ -162,4 +167,5 @@ class DPAL(Method):
         return rows
 
     def execution(self) -> Execution[Any]:
+        """Return the training by Algorithm 1."""
         return load_execution("dpdist.methods.dpal_training:DPALExecution", self)

@@ -147,6 +147,7 @@ class Functional(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for keys that are for steps along gradients."""
         super().check(recipe)
         privacy, planted = recipe.privacy, recipe.canary_audit
         if privacy.clipping != "flat" or privacy.clip_norm != 1 or privacy.batch_cap is not None:
@@ -167,6 +168,7 @@ class Functional(Method):
 
     @property
     def public_records(self) -> PublicRecords | None:
+        """Return the records that the relevance of features is judged by."""
         named = self.relevance
         if named is None:
             return None
@@ -174,6 +176,7 @@ class Functional(Method):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return that there are no sums of clipped gradients."""
         return Capabilities(
             takes_gradient_steps=False,
             needs_batched_passes=True,
@@ -182,7 +185,7 @@ class Functional(Method):
         )
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """Sums over all records, whose mu^2 add up to that of the noise multiplier."""
+        """Return sums over all records, whose mu^2 add up to that of the noise multiplier."""
         rest = 1 - self.centre - (self.refine if self.rounds else 0) - self.encoder
         parts = [(1, self.centre), (1, rest)]
         if self.rounds:
@@ -193,10 +196,12 @@ class Functional(Method):
         return tuple(GaussianSteps(n, noise * math.sqrt(n / part), 1.0) for n, part in parts)
 
     def describe(self, plan: PrivacyPlan) -> str:
+        """Return the number of sums and their noises in words."""
         noises = dict.fromkeys(f"{plan.step(t).noise_multiplier:.4g}" for t in range(plan.steps))
         return f"{plan.steps} sums over all records, noise multipliers {', '.join(noises)}"
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
+        """Return those of the frozen layers, of a declared number of records, of public ones."""
         public = self.public_records
         return [
             "the model's weights before its last layer were made without the private records"
@@ -206,4 +211,5 @@ class Functional(Method):
         ]
 
     def execution(self) -> Execution[Any]:
+        """Return the release of the sums."""
         return load_execution("dpdist.methods.functional_sums:FunctionalExecution", self)

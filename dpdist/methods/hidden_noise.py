@@ -145,12 +145,14 @@ class HiddenNoiseMethod(Method):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return that noise stays behind the first layer, which is the network's own."""
         return Capabilities(
             needs_batched_passes=True, has_prediction_noise=True, supports_frozen_denoiser=False
         )
 
     @property
     def public_records(self) -> PublicRecords | None:
+        """Return the records that shape the noise, with source: public."""
         section = self.redistribution
         if section is None or section.source != "public":
             return None
@@ -168,6 +170,7 @@ class HiddenNoiseMethod(Method):
         return (NonPrivate("the redistribution r is computed from private records"), steps)
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
+        """Return those of the records that the shares r are made of."""
         public, section = self.public_records, self.redistribution
         room = (
             record_limit_assumptions(recipe)
@@ -199,6 +202,7 @@ class HiddenNoiseMethod(Method):
         return unit * reach * self.attack_size
 
     def execution(self) -> Execution[Any]:
+        """Return the training with noise behind the first layer."""
         return load_execution("dpdist.methods.hidden_noise_shares:HiddenNoiseExecution", self)
 
 
@@ -206,6 +210,7 @@ class NonPrivateHiddenNoiseMethod(HiddenNoiseMethod):
     """Trained by ordinary gradients: nothing is proved about training records."""
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for noise on gradients."""
         if recipe.privacy.noise_multiplier != 0:
             raise ValueError(
                 f"method {self.name} trains without gradient privacy: give "

@@ -48,6 +48,7 @@ class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
     """Steps with noise behind the first layer, which is kept within its norm."""
 
     def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
+        """Return the deviation of each component's noise."""
         method, section = self.method, self.method.redistribution
         if section is None:
             return self.placeholder_state(setup.build_initial_model(), setup.spec.input_shape)
@@ -64,6 +65,7 @@ class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
+        """Return draws of the noise behind the first layer, one for all steps as published."""
         module, std = models.require_split(state.model).name, state.tensors[STD]
         if self.method.paper_faithful:
             return FixedHiddenPerturbation(module, std, state.key)
@@ -75,6 +77,7 @@ class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
         return lambda: project_first_layer_norm(split, self.method.sensitivity)
 
     def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
+        """Leave the noise in the model; return its spec with it."""
         models.attach_noise(state.model, state.tensors[STD])
         return dataclasses.replace(spec, hidden_noise=True)
 
@@ -198,8 +201,11 @@ def _passes(
 
 
 def normalised_shares(sensitivities: Tensor, floor: float) -> Tensor:
-    """K r, float64, mean 1, each at least `floor`; sensitivities >= 0 of the hidden shape. Raises
-    UserError where they, or their sum, are not finite."""
+    """Return K r, float64, mean 1, each at least `floor`.
+
+    sensitivities: >= 0, of the hidden shape. Raises UserError where they, or their sum, are not
+    finite.
+    """
     weights = sensitivities.double().flatten()
     if not weights.sum().isfinite():
         raise UserError("beta: powers of the records' gradients are not finite; take a smaller one")

@@ -51,6 +51,7 @@ class PrivatePrediction(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for keys that teachers without privacy have no use for."""
         privacy = recipe.privacy
         refused = {
             "certify": recipe.certify is not None,
@@ -73,11 +74,12 @@ class PrivatePrediction(Method):
                 raise ValueError(f"method {self.name} does not go with {what}")
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """The answers alone: training is not seen by anybody."""
+        """Return the answers alone: training is not seen by anybody."""
         return (GaussianAnswers(steps.noise_multiplier, self.queries),)
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return that the models never leave, and how often the evaluation asks."""
         return Capabilities(
             not_releasable_reason=(
                 f"the models of method {self.name} are trained without privacy and never leave; "
@@ -87,18 +89,20 @@ class PrivatePrediction(Method):
         )
 
     def noise_std(self, plan: PrivacyPlan, teachers: int) -> float:
-        """Standard deviation of the noise on each logit of an answer."""
+        """Return the standard deviation of the noise on each logit of an answer."""
         phase: Any = next(phase for phase in plan.phases if phase.num_queries)
         result: float = phase.noise_multiplier * 2 * self.logit_bound / teachers
         return result
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
+        """Return how many answers were given, by the ledger."""
         from dpdist.privacy.ledger import Ledger
 
         given = Ledger.read(private_folder / "ledger.jsonl").num_queries
         return [("answers", f"{given:,} given of {self.queries:,} that epsilon pays for")]
 
     def describe(self, plan: PrivacyPlan) -> str:
+        """Return teachers, answers and their noise in words."""
         return (
             f"{self.teachers:,} teachers on disjoint shards; at most {plan.num_queries:,} answers, "
             f"logits clipped to {self.logit_bound:g}, noise "
@@ -106,6 +110,7 @@ class PrivatePrediction(Method):
         )
 
     def execution(self) -> Execution[Any]:
+        """Return the training of the teachers, who answer."""
         return PrivatePredictionExecution(self)
 
 
@@ -113,10 +118,12 @@ class PrivatePredictionExecution(Execution[PrivatePrediction]):
     """Teachers on disjoint shards, and noisy answers of theirs."""
 
     def train(self, run: TrainingDriver) -> None:
+        """Train the teachers; no workers follow."""
         run.train_teachers(self.method.teachers)
         run.write_summary()
 
     def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
+        """Return the mean of clipped logits, with noise."""
         from dpdist.gradients.noise import add_noise
 
         mean = clip_logits(scores, self.method.logit_bound).sum(axis=0) / len(scores)
@@ -124,8 +131,10 @@ class PrivatePredictionExecution(Execution[PrivatePrediction]):
 
 
 def clip_logits(scores: np.ndarray, bound: float) -> np.ndarray:
-    """Logits (teachers, classes), each teacher's centred and clipped to an L2 norm: its part in
-    an answer, whatever it says. A teacher that says no numbers has none."""
+    """Return logits (teachers, classes), each teacher's centred and clipped to an L2 norm.
+
+    The norm bounds a teacher's part in an answer. A teacher that says no numbers has none.
+    """
     finite = np.isfinite(scores).all(axis=1, keepdims=True)
     known = np.where(finite, scores, 0.0)
     # Scaled first, so that squares of huge logits stay numbers.

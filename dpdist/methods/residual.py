@@ -71,12 +71,13 @@ class ResidualPerturbation(Method):
 
     @property
     def input_noise_std(self) -> float:
-        """pi, in input units."""
+        """Return pi, in input units."""
         return self.gamma / 2 if self.pi is None else self.pi
 
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a certificate without sigma."""
         super().check(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None:
             raise ValueError(
@@ -86,6 +87,7 @@ class ResidualPerturbation(Method):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return that there is noise at every prediction, and passes of several records."""
         return Capabilities(has_prediction_noise=True, needs_batched_passes=True)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
@@ -113,6 +115,7 @@ class ResidualPerturbation(Method):
         return Claim("Residual I", setting, None, claimed, proved, "not sound", reason)
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
+        """Return the measured assumptions of the claim, where it has any."""
         from dpdist.core.files import read_json
 
         path = private_folder / _ASSUMPTIONS_FILE
@@ -131,6 +134,7 @@ class ResidualPerturbation(Method):
         ]
 
     def execution(self) -> Execution[Any]:
+        """Return the training with noise behind blocks."""
         return ResidualExecution(self)
 
 
@@ -158,18 +162,20 @@ class ResidualExecution(Execution[ResidualPerturbation]):
         return ModuleNoise(stds, mode, method.input_noise_std, method.eta0)
 
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
-        """None; a model without residual blocks is refused."""
+        """Constrain nothing. Raises UserError for a model without residual blocks."""
         self.noise_location(model)
         return lambda: None
 
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> ModulePerturbation:
+        """Return draws of the noise behind blocks and on the input."""
         from dpdist.gradients.perturbations import ModulePerturbation
 
         return ModulePerturbation(self.method.draws, self.noise_location(state.model))
 
     def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
+        """Leave the noise in the model; return its spec with it."""
         from dpdist.models import BlockNoise
 
         place = self.noise_location(state.model)
@@ -177,8 +183,10 @@ class ResidualExecution(Execution[ResidualPerturbation]):
         return replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor))
 
     def learn(self, worker: Any) -> None:
-        """Worker 0 measures the assumptions of the claim before the steps and after them, on test
-        images: how many private inputs are within the norm is a secret of theirs."""
+        """Take the steps; worker 0 measures the assumptions of the claim before and after them.
+
+        It does so on test images: how many private inputs are within the norm is their secret.
+        """
         plan, path = worker.job.plan, worker.job.folder.private / _ASSUMPTIONS_FILE
         here = _steps_have_no_noise(plan) and worker.step.reducer.rank == 0
         if here and worker.start == 0:

@@ -28,8 +28,9 @@ Share = Annotated[float, RejectBool, Field(ge=0, le=1)]
 
 
 class StoBatch(Method):
-    """DP-SGD on records and adversarial examples of them, noise on input and first layer (sound
-    form of DPAL / StoBatch, ICLR and ICML 2020).
+    """DP-SGD on records and adversarial examples of them, with noise on input and first layer.
+
+    It is the sound form of DPAL / StoBatch (ICLR and ICML 2020).
 
     A record's gradient is that of (loss + xi * loss at its adversarial example) / (1 + xi), clipped
     once. The example leads away from the class that the released parameters predict, not from the
@@ -84,6 +85,7 @@ class StoBatch(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a certificate without sigma beside noise on the input."""
         super().check(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None and self.input_noise_std:
             raise ValueError(
@@ -93,6 +95,7 @@ class StoBatch(Method):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return that passes are of several records, and whether there is noise."""
         return Capabilities(
             needs_batched_passes=True,
             has_prediction_noise=self.sigma > 0,
@@ -110,4 +113,5 @@ class StoBatch(Method):
         )  # fmt: skip
 
     def execution(self) -> Execution[Any]:
+        """Return the training on adversarial draws."""
         return load_execution("dpdist.methods.stobatch_draws:StoBatchExecution", self)

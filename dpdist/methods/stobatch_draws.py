@@ -60,6 +60,7 @@ class StoBatchExecution(Execution[StoBatch]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> AdversarialDraws:
+        """Return the record and its adversarial example, at the released parameters."""
         return AdversarialDraws(state.model, self.noise_location(state.model), self.method)
 
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
@@ -70,6 +71,7 @@ class StoBatchExecution(Execution[StoBatch]):
         return lambda: project_first_layer_norm(split, self.method.sensitivity)
 
     def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
+        """Leave the noise in the model; return its spec with it."""
         model = state.model
         if self.method.hidden_noise_std and not self.method.input_noise_std:
             shape = require_split(model).hidden_shape(spec.input_shape)
@@ -102,6 +104,7 @@ class AdversarialDraws(ModulePerturbation):
     def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
+        """Return the inputs, or adversarial examples of them, with noise."""
         if record_ids is None:
             raise UserError("adversarial draws need record_ids: what befalls a record is keyed")
         seen = self.adversarial_examples(inputs, record_ids, draw_key) if draw else inputs
@@ -150,8 +153,10 @@ class AdversarialDraws(ModulePerturbation):
         return torch.empty_like(inputs).copy_(found)  # in the inputs' memory format
 
     def _noise(self, inputs: Tensor, record_ids: Tensor, draw_key: bytes) -> Tensor | None:
-        """The attack's own noise, one for all its steps (Salman et al., NeurIPS 2019): `eot` draws
-        of each record beside one another."""
+        """Return the attack's own noise, one for all its steps (Salman et al., NeurIPS 2019).
+
+        `eot` draws of each record lie beside one another.
+        """
         shape = self.classifier.noise_shape(inputs.shape[1:])
         if shape is None:
             return None

@@ -69,6 +69,7 @@ class TransDenoiser(Method):
         return self
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a recipe without a classifier, or that the variant does not fit."""
         super().check(recipe)
         privacy, resources = recipe.privacy, recipe.resources
         if recipe.model.classifier is None:
@@ -123,4 +124,5 @@ class TransDenoiser(Method):
         )
 
     def execution(self) -> Execution[Any]:
+        """Return the training of the denoiser."""
         return load_execution("dpdist.methods.transdenoiser_split:TransDenoiserExecution", self)

@@ -53,12 +53,14 @@ class TransDenoiserExecution(Execution[TransDenoiser]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
+        """Return noisy copies of each input."""
         return InputPerturbation(self.method.draws, self.method.sigma)
 
     def engine(
         self, model: nn.Module, clipping: Clipping, *, expected_batch: float, steps: int,
         micro_batch: int | None = None, **others: Any,
     ) -> GradientEngine:  # fmt: skip
+        """Return the usual engine, in variant full that of Algorithm 1."""
         if self.method.variant != "full":
             return super().engine(
                 model, clipping, expected_batch=expected_batch, steps=steps,
@@ -402,6 +404,7 @@ class SplitEngine(GradientEngine):
         out: Tensor | None = None,
         members: GroupMembers | None = None,
     ) -> ClippedSum:
+        """Return the clipped sum with the noise of the split in it."""
         if members is not None:
             raise NotImplementedError(
                 "the noise of this method is made for single records, not for groups"
