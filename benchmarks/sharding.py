@@ -114,7 +114,7 @@ def work(job: Any, rank: int, workers: int, folder: str, answers: Any) -> None:
         private_step.add_noise = timed("noise", private_step.add_noise)
         one._step = timed("step", one._step)
         one.step._clipped_sums = timed("sums", one.step._clipped_sums)
-        job.recipe.method.learn(one)
+        job.recipe.method.execution().learn(one)
         one.finish()
         answers.put((took, one.own.stop - one.own.start, len(one.flat), peak()))
     if workers > 1:

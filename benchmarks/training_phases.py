@@ -129,7 +129,7 @@ def make_watched_run(steps: int, answer: Path) -> Any:
         with ExitStack() as stack:
             one = worker.restore(job, reducer, stack, until)
             watch.attach(one)
-            job.recipe.method.learn(one)
+            job.recipe.method.execution().learn(one)
             one.finish()
         (answer / f"{os.getpid()}.json").write_text(json.dumps(watch.to_dict()))
 

@@ -36,8 +36,8 @@ def require_model(recipe: Recipe, folder: RunFolder) -> None:
     """Raise UserError unless the run has finished, with a model that may be used and that is there
     as it was trained."""
     trained = folder.require_trained()
-    if recipe.method.not_releasable_reason is not None:
-        raise UserError(f"{folder.path}: {recipe.method.not_releasable_reason}")
+    if recipe.method.capabilities.not_releasable_reason is not None:
+        raise UserError(f"{folder.path}: {recipe.method.capabilities.not_releasable_reason}")
     own = check_shape(trained, str(folder.training_summary), {"model": str})["model"]
     if models.model_hash(folder.model_folder) != own:
         raise UserError(
@@ -60,12 +60,12 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     A model with noise of its own answers by its mean scores over a few fresh draws of it. Where
     answers are paid for, the first few test inputs are asked about, or none.
     """
-    if folder.evaluation.exists() or recipe.method.max_evaluation_queries == 0:
+    if folder.evaluation.exists() or recipe.method.capabilities.max_evaluation_queries == 0:
         return
     import torch
 
     dataset = load_test_records(recipe, data_source(recipe)).first(
-        recipe.method.max_evaluation_queries
+        recipe.method.capabilities.max_evaluation_queries
     )
     asked, answer, about = _scoring_function(recipe, folder, dataset)
     dataset = dataset.first(asked)
@@ -173,7 +173,7 @@ def _scoring_function(
 ) -> tuple[int, _ScoreFunction, dict[str, Any]]:
     """How many of the inputs may be asked about, from the first on; scores of inputs that begin at
     a place in the data; and what the evaluation says of them."""
-    if recipe.method.not_releasable_reason is not None:
+    if recipe.method.capabilities.not_releasable_reason is not None:
         from dpdist.training.ensembles import QueryOracle
 
         oracle = QueryOracle(recipe, folder)

@@ -202,7 +202,7 @@ def _check_run(
 
 def refuse_elsewhere(recipe: Recipe, where: str) -> None:
     """Raise UserError for work on the training of a model that was trained elsewhere."""
-    if (why := recipe.method.trained_elsewhere) is not None:
+    if (why := recipe.method.capabilities.trained_elsewhere) is not None:
         raise UserError(f"{where}: method.name: must be one that trains, got imported: {why}")
 
 

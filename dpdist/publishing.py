@@ -84,8 +84,8 @@ def write_release(
     facts = read_facts(folder)
     if facts.canary_notice is not None:
         raise UserError(f"{folder.path}: an audited run is {facts.canary_notice}")
-    if facts.recipe.method.not_releasable_reason is not None:
-        raise UserError(f"{folder.path}: {facts.recipe.method.not_releasable_reason}")
+    if facts.recipe.method.capabilities.not_releasable_reason is not None:
+        raise UserError(f"{folder.path}: {facts.recipe.method.capabilities.not_releasable_reason}")
     described = facts.privacy_card()
     if not described["private"] and not not_private:
         reason = "its run key is fixed" if facts.has_fixed_key else "its proved epsilon is infinite"

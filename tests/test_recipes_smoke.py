@@ -136,7 +136,7 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         assert len(scores) == 2 and np.isfinite(scores).all()
     else:
         run_training(job, Reducer(0, 1, torch.device("cpu")))
-    if recipe.method.not_releasable_reason is not None:
+    if recipe.method.capabilities.not_releasable_reason is not None:
         return
     trained = models.load(folder.model_folder)
     values = torch.cat([p.flatten() for p in trained.parameters()])

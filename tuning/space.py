@@ -546,11 +546,12 @@ class SearchCost:
             if not self.trial_limit.allows(
                 self._recipe_plan(trial, self._training_records, _MAX_NOISE_MULTIPLIER)
             ):
+                besides = tuple(it for it in one_step_cost(method) if it.training_steps is None)
                 raise UserError(
                     f"{self.context}: tune.space: what method {method.name} reads besides its "
                     "steps "
                     "costs more than the recipe's own setting allows: "
-                    f"{method.extra_cost or method}"
+                    f"{besides or method}"
                 )
 
     def trial_noise_multiplier(self, trial: Recipe) -> float:

@@ -184,7 +184,7 @@ def _scores_of_final_model(options: CanaryAudit, recipe: Recipe, folder: RunFold
         return result
     inputs, labels = dataset.canary_records  # type: ignore[attr-defined]
     if options.replaces_record:
-        recipe.method.project_parameters(before)()
+        recipe.method.execution().project_parameters(before)()
         own, labels = dataset.batch(slice(0, dataset.num_records)), dataset.labels  # type: ignore[attr-defined]
         others = [own[torch.from_numpy(labels == label)] for label in range(dataset.classes)]
         return _movement_towards_first_label(before, after, inputs, others)

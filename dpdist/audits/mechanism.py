@@ -333,7 +333,7 @@ def _noise(target: Target) -> float:
             f"{target.recipe.name}: its steps add no noise, so their mechanism promises nothing "
             "that releases could break"
         )
-    if not target.recipe.method.takes_gradient_steps:
+    if not target.recipe.method.capabilities.takes_gradient_steps:
         raise UserError(
             f"{target.recipe.name}: method {target.recipe.method.name} releases no sums of clipped "
             "gradients, which are what this audit drives"

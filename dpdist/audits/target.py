@@ -37,7 +37,7 @@ class Target:
     def __post_init__(self) -> None:
         refuse_not_releasable(self.recipe)
         refuse_groups(self.recipe)
-        if self.recipe.method.steps_are_post_processing:
+        if self.recipe.method.capabilities.steps_are_post_processing:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit: what is private was noised before the "
                 "steps, and steps are what audits drive"
@@ -95,8 +95,8 @@ def refuse_planted(recipe: Recipe, what: str) -> None:
 
 def refuse_not_releasable(recipe: Recipe) -> None:
     """Raise UserError for a recipe whose models never leave: nobody sees a step or a model."""
-    if recipe.method.not_releasable_reason is not None:
-        raise UserError(f"{recipe.name}: nothing to audit: {recipe.method.not_releasable_reason}")
+    if (why := recipe.method.capabilities.not_releasable_reason) is not None:
+        raise UserError(f"{recipe.name}: nothing to audit: {why}")
 
 
 def refuse_groups(recipe: Recipe) -> None:

@@ -121,20 +121,20 @@ class VectorizedTrainings:
     def __init__(self, recipe: Recipe, plan: PrivacyPlan, dataset: data.Dataset) -> None:
         self._recipe, self._plan = recipe, plan
         model = initial_model(recipe, model_spec(recipe, dataset))
-        self._model, self._losses = model, recipe.method.task().loss_function
+        self._model, self._losses = model, recipe.method.execution().task().loss_function
         self._named = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         self._sizes = [p.numel() for p in self._named.values()]
         self._clipping = make_clipping(recipe.privacy.clipping, recipe.privacy.clip_norm)
         rate = recipe.training.learning_rate
         draws = (
-            recipe.method.perturbation(plan.step(0), rate, MethodState(model))
+            recipe.method.execution().perturbation(plan.step(0), rate, MethodState(model))
             if plan.steps
             else None
         )
         own = (
             type(draws) is not Perturbation
             or recipe.training.has_augmentation
-            or not recipe.method.takes_gradient_steps
+            or not recipe.method.capabilities.takes_gradient_steps
         )
         if own or recipe.privacy.clipping == "per-layer":
             raise UserError(
@@ -412,7 +412,7 @@ class ShadowTrainer:
         found: dict[str, np.ndarray] = {"member": members.astype(np.uint8)}
         noisy = find_noise_location(model).is_random
         # One pass of a plain model is its mean of many, beside a target with noise of its own.
-        several = noisy or shared.recipes[0].method.has_prediction_noise
+        several = noisy or shared.recipes[0].method.capabilities.has_prediction_noise
         for passes in shared.passes if several else shared.passes[:1]:
             parts = [
                 part

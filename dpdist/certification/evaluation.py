@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
 from dpdist.core.errors import UserError
 
@@ -94,10 +94,12 @@ class Evaluation:
         return (run.private if cls.private else run.path) / FOLDER
 
     @classmethod
+    @final
     def read_all(cls, run: RunFolderLike) -> list[Any]:
         """All finished results of a run."""
         return [cls.read(path) for path in sorted(cls.results_folder(run).glob(f"*/{cls.file}"))]
 
+    @final
     def output_folder(self, run: RunFolderLike, output: Path | None = None) -> Path:
         """The folder of this one's results. Raises UserError where they would not stay private."""
         if output is None:

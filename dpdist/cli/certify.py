@@ -690,7 +690,7 @@ def predict_command(
         _refuse_smoothing(given, "numbers and labels")
         _tell_values(saved, targets, images, as_json)
         return
-    if recipe is not None and recipe.method.not_releasable_reason is not None:
+    if recipe is not None and recipe.method.capabilities.not_releasable_reason is not None:
         _refuse_smoothing(given, "this run's answers are paid for, and")
         from dpdist.training.ensembles import QueryOracle
 
@@ -707,8 +707,8 @@ def _text_answerer(recipe: Any, saved: _SavedModel) -> TextAnswerer:
     from dpdist.release.bundle import TextAnswerer
     from dpdist.training.records import data_source
 
-    if recipe.method.not_releasable_reason is not None:
-        raise UserError(f"{saved.path}: {recipe.method.not_releasable_reason}")
+    if recipe.method.capabilities.not_releasable_reason is not None:
+        raise UserError(f"{saved.path}: {recipe.method.capabilities.not_releasable_reason}")
     column = data_source(recipe).columns.text
     assert column is not None
     return TextAnswerer(saved.load_model(), column, saved.classes, recipe.data.targets)
@@ -785,7 +785,7 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
 def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
     """Return how pictures are brought to the input of a model from elsewhere, as its test inputs
     were; of other runs, and where nothing was done, they stay as they are."""
-    prepared = recipe.method.picture_preparation
+    prepared = recipe.method.capabilities.picture_preparation
     if not prepared:
         return lambda pixels: pixels
     from dpdist import models

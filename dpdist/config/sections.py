@@ -634,7 +634,7 @@ class BaseRecipe(Section):
             "public.denoiser": self.public and self.public.denoiser,
         }
         for key, denoiser in before.items():
-            if denoiser is not None and not self.method.supports_frozen_denoiser:
+            if denoiser is not None and not self.method.capabilities.supports_frozen_denoiser:
                 raise ValueError(
                     f"{key}: a frozen denoiser does not go with method {self.method.name}, which "
                     "works at the inputs or behind the first layer, and that would be the frozen "
@@ -644,7 +644,7 @@ class BaseRecipe(Section):
 
     @model_validator(mode="after")
     def _check_averaging(self) -> BaseRecipe:
-        if (key := self.model.averaging_key) and self.method.has_prediction_noise:
+        if (key := self.model.averaging_key) and self.method.capabilities.has_prediction_noise:
             raise ValueError(
                 f"model.{key}: method {self.method.name} leaves noise inside the model, which "
                 "several passes of one draw would not share; leave it out"
@@ -658,7 +658,7 @@ class BaseRecipe(Section):
             "model.shifts": self.model.shifts > 0,
             "model.mirrored": self.model.mirrored,
             "training.crop, flip": self.training.has_augmentation,
-            f"method {self.method.name}": not self.method.supports_tokens,
+            f"method {self.method.name}": not self.method.capabilities.supports_tokens,
         }
         of_labels = {"tune": self.tune is not None, "audit": self.audit is not None}
         if self.data.targets != "class":
@@ -674,7 +674,7 @@ class BaseRecipe(Section):
         loss, targets = self.training.loss, self.data.targets
         if loss == "cross-entropy" and targets == "class":
             return self
-        if not self.method.takes_losses:
+        if not self.method.capabilities.takes_losses:
             raise ValueError(
                 f"training.loss: must be cross-entropy with method {self.method.name}, which says "
                 "itself what is learned; leave it out, or take method dp-sgd"

@@ -1,34 +1,40 @@
-"""The base class of methods: a published system's options, and everything dpdist asks of it.
+"""The base classes of methods: what a published system says of itself, and how it trains.
 
-The fields of a method are the recipe's `method` section. Its rules, its cost, its paper's claim
-and its way to train are methods of the class, whose defaults are plain DP-SGD. No other code asks
-which method a recipe has. torch is imported where work is done, so that a recipe is read without
-it.
+Three classes, each read on a page:
+
+* `Method`, light: the options of the recipe's `method` section, rules across sections, cost, the
+  paper's claim, and words for plans and reports;
+* `Capabilities`, light: the facts that the rest of dpdist decides by, in one frozen value;
+* `Execution`: the hooks of a training, four of which are those of a step. Its defaults are DP-SGD.
+
+No other code asks which method a recipe has. A recipe is read without torch: an execution that
+needs it at module level is a file of its own, which imports the options and is loaded by name
+(`load_execution`).
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Protocol,
+    TypeVar,
+    final,
+)
 
 from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.fields import (
-    Count,
-    FilePath,
-    OptionCondition,
-    Positive,
-    PositiveFraction,
-    PositiveNoise,
-    RejectBool,
-    Section,
-    Text,
-)
+from dpdist.core.fields import OptionCondition, RejectBool, Section
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
@@ -44,62 +50,463 @@ if TYPE_CHECKING:
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
 
+# of perturbations per record and step
+DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]
 
-# --- options of heterogeneous noise -----------------------------------------------------------
+
+# --- what a method says of itself -------------------------------------------------------------
 
 
-class Redistribution(Section):
-    """Where the shares r of heterogeneous noise come from (HGM, IJCAI 2019, Equation 7).
+@dataclass(frozen=True)
+class Capabilities:
+    """The facts about a method with its options that the rest of dpdist decides by.
 
-    r_k is the mean over records of |dL/dh_k|^beta, normalised, and at least `floor` of the uniform
-    share. source:
+    The defaults refuse what needs care: a method that says nothing is trained record by record on
+    numbers, with a cross-entropy.
 
-    * "public": records of the public data set `data` (under `root`, with `classes` classes; images
-      are resized to the model's), and the network trained on them for `steps` steps;
-    * "paid": the private records, in one clipped and noised sum that the plan pays for; the network
-      at its initial weights;
-    * "private": the private records, for nothing, as the paper does it, and the network trained on
-      them for `steps` steps. Needs paper_faithful: true; nothing is then proved.
+    Args:
+        takes_gradient_steps: the plan's steps are sums of clipped gradients, as audits take them
+            apart.
+        steps_are_post_processing: what is private is released with noise before the steps
+            (`Execution.transform_records`), which then have no noise of their own.
+        needs_batched_passes: the method itself needs a pass of several records.
+        has_prediction_noise: the trained model has noise of its own, in training and at every
+            prediction.
+        supports_frozen_denoiser: a frozen denoiser may stand before the trained network: nothing
+            passes it by, or belongs behind the network's own first layer.
+        supports_tokens: a record may be tokens (data.text): nothing can be added to these.
+        supports_groups: an example of the steps may be a group of records (privacy.unit: group):
+            nothing is made for each record, or from the number of records.
+        takes_losses: training.loss may be another than cross-entropy.
+        not_releasable_reason: why no model may ever leave; None where the trained model is
+            released. Such models are only asked (`Execution.answer`), as often as the plan pays
+            for.
+        trained_elsewhere: why no training of the run can be executed, audited or priced; None
+            where dpdist trains.
+        picture_preparation: how pictures were brought to the input, in words; "" where none were.
+        max_evaluation_queries: number of test inputs to ask about, where asking is paid; None:
+            all.
     """
 
-    conditions = (
-        OptionCondition(
-            ("data", "root", "classes"), "with source: public", lambda it: it.source == "public"
-        ),
-        OptionCondition(
-            ("steps", "max_records"),
-            "with source: public and private",
-            lambda it: it.source != "paid",
-        ),
-        OptionCondition(
-            ("noise_multiplier", "clip_norm", "sample_rate"),
-            "with source: paid",
-            lambda it: it.source == "paid",
-        ),
-    )
-
-    source: Literal["public", "paid", "private"] = "public"
-    data: Text = "digits"
-    root: FilePath | None = None
-    classes: Annotated[int, RejectBool, Field(ge=1, le=100_000)] = 10
-    steps: Annotated[int, RejectBool, Field(ge=0, le=1_000_000)] = 200
-    beta: Positive = 1.0
-    floor: PositiveFraction = 0.1
-    max_records: Count = 2000
-    noise_multiplier: PositiveNoise = 20.0
-    clip_norm: Positive = 1.0
-    sample_rate: PositiveFraction = 1.0
+    takes_gradient_steps: bool = True
+    steps_are_post_processing: bool = False
+    needs_batched_passes: bool = False
+    has_prediction_noise: bool = False
+    supports_frozen_denoiser: bool = True
+    supports_tokens: bool = False
+    supports_groups: bool = False
+    takes_losses: bool = False
+    not_releasable_reason: str | None = None
+    trained_elsewhere: str | None = None
+    picture_preparation: str = ""
+    max_evaluation_queries: int | None = None
 
 
-# --- the base class ---------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PublicRecords:
+    """Public records that a method reads: the training split of a named data set.
+
+    Args:
+        recipe_key: the key of the recipe that names it, for errors.
+        dataset_name: the data set, with so many `classes`.
+        root: its folder; None: where the recipe's own data lie.
+        used_for_training: a model is trained on them, so that no test record may be among them.
+    """
+
+    recipe_key: str
+    dataset_name: str
+    classes: int
+    root: Path | None = None
+    used_for_training: bool = False
+
+    def check(self, public_dataset: Any, private_dataset: Any, context: str) -> None:
+        """Raise UserError for records that do not fit the method beside the private ones."""
+
+    def assumptions(self, recipe: BaseRecipe) -> list[str]:
+        """Return the unchecked assumption: no private record is among them in another shape."""
+        compared = recipe.privacy.noise_multiplier != 0  # else nothing was promised
+        if not compared or (recipe.data.public and self.dataset_name == recipe.data.name):
+            return []
+        return [
+            "no private record is, in another shape, among the public records of "
+            f"{self.dataset_name} that shaped the noise (in the same shape: compared by content)"
+        ]
+
+
+class Method(Section):
+    """A published system: its options, rules, cost and words. The defaults are plain DP-SGD's.
+
+    A subclass gives `name`, its options as fields, and overrides what differs. Nothing is
+    abstract.
+    """
+
+    name: str
+
+    display_name: ClassVar[str] = ""  # to people
+    # conditions of keys of a whole recipe
+    recipe_conditions: ClassVar[tuple[OptionCondition, ...]] = ()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError for a hook of earlier versions, which nobody would ask any more."""
+        super().__pydantic_init_subclass__(**kwargs)
+        for made in set(cls.__mro__) - set(Method.__mro__):
+            for name in (*vars(made), *vars(made).get("__annotations__", {})):
+                if place := _moved_hook(name):
+                    raise TypeError(f"{made.__name__}.{name}: {place}")
+
+    @property
+    @final
+    def title(self) -> str:
+        """Return the name for readers; of a class from elsewhere, its location."""
+        return self.display_name if self.display_name and ":" not in self.name else self.name
+
+    # --- facts and rules
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return the facts that others decide by, with these options."""
+        return Capabilities()
+
+    @property
+    def public_records(self) -> PublicRecords | None:
+        """Return the public records that it reads; they are held against the private ones."""
+        return None
+
+    def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a recipe in which the method would not be what it says."""
+        privacy, own = recipe.privacy, self.capabilities
+        if (
+            privacy.clipping == "none"
+            and privacy.noise_multiplier != 0
+            and not own.steps_are_post_processing
+        ):
+            raise ValueError(
+                "privacy.clipping: none is training without privacy: noise_multiplier: 0"
+            )
+        if (
+            recipe.certify is not None
+            and recipe.certify.sigma is None
+            and not own.has_prediction_noise
+        ):
+            raise ValueError(
+                "certify.sigma is required: the model of this method has no noise of its own"
+            )
+        if (
+            recipe.tune is not None
+            and recipe.tune.asha is not None
+            and not own.takes_gradient_steps
+        ):
+            raise ValueError(
+                f"tune.asha: method {self.name} takes no steps of which the first could be scored"
+            )
+        if recipe.model.isolate and own.needs_batched_passes:
+            raise ValueError(
+                f"model.isolate: method {self.name} with these options runs records together; use "
+                "another method, or a model from the zoo without it"
+            )
+
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """Return the phases of a training whose steps, by the recipe, are `steps`.
+
+        The only statement of it: plans, searches, previews and budgets take it from here, and the
+        noise multiplier that meets a target epsilon is found by it. Other reading of private
+        records comes before the steps: (GaussianReleases(5.0), steps).
+        """
+        return (steps,)
+
+    # --- words for plans and reports
+
+    def describe(self, plan: PrivacyPlan) -> str:
+        """Return the executed training in words, for a report."""
+        step = plan.step(0)
+        clip = "no clip" if math.isinf(step.clip_norm) else f"clip {step.clip_norm:g}"
+        return (
+            f"{plan.steps:,} steps, expected batch {step.expected_batch:g}, noise multiplier "
+            f"{step.noise_multiplier:.4g}, {clip}"
+        )
+
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
+        """Return the paper's privacy claim for a run with this plan, or None.
+
+        It stands beside the proved guarantee. None when the paper claims nothing of its
+        own.
+        """
+        return None
+
+    def assumptions(self, recipe: BaseRecipe) -> list[str]:
+        """Return the assumptions of the guarantee that nobody can check."""
+        return []
+
+    def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
+        """Return name and value of results of `Execution.learn` for summary, report and card.
+
+        `learn` left them in the run's private folder. They are published, so that they may
+        depend on public data and released parameters alone.
+        """
+        return []
+
+    # --- the way to its training
+
+    def execution(self) -> Execution[Any]:
+        """Return the hooks of its training.
+
+        Either an `Execution` of the same file that imports torch inside its hooks, or
+        `load_execution` of a file that imports torch itself.
+        """
+        return Execution(self)
+
+
+def _moved_hook(name: str) -> str:
+    """Return where a hook of earlier versions is defined now; "" for any other name."""
+    if name in {each.name for each in fields(Capabilities)}:
+        return f"is a field of Capabilities now: return Capabilities({name}=...) from capabilities"
+    if name in vars(Execution) and not name.startswith("_"):
+        return "is a hook of Execution now: define it in a subclass, and return that from execution"
+    return {
+        "extra_cost": "is a part of cost now: return (*these phases, steps) from cost",
+        "check_public_records": "is PublicRecords.check now: return a subclass from public_records",
+    }.get(name, "")
+
+
+def load_execution(location: str, method: Method) -> Execution[Any]:
+    """Return the execution of a method from a file that imports torch, which is loaded only now.
+
+    Args:
+        location: package.module:Class of a subclass of `Execution`. It is named and not imported,
+            so that the options know nothing of the file that executes them.
+        method: the options.
+    """
+    module, _, name = location.partition(":")
+    found: Execution[Any] = getattr(importlib.import_module(module), name)(method)
+    return found
+
+
+# --- how a method trains ----------------------------------------------------------------------
+
+
+M = TypeVar("M", bound=Method)
+
+
+@dataclass(frozen=True)
+class Execution(Generic[M]):
+    """The hooks of a training. The defaults are plain DP-SGD's.
+
+    Most methods override one to four: `prepare_state` before the first step, `perturbation` in a
+    step, `project_parameters` after it, `finalize` after the last. `train`, `learn` and `answer`
+    are for methods that do more than take plain gradient steps. Scales come from public
+    hyper-parameters only, and every reading of private records is in `Method.cost`.
+
+    Args:
+        method: the options.
+    """
+
+    method: M
+
+    # --- what is learned, and by which sums
+
+    def task(self) -> TrainingObjective:
+        """Return the learning task; by default, to classify."""
+        from dpdist.gradients.engine import TrainingObjective
+
+        return TrainingObjective()
+
+    def engine(
+        self,
+        model: nn.Module,
+        clipping: Clipping,
+        *,
+        expected_batch: float,
+        steps: int,
+        micro_batch: int | None = None,
+        isolate: bool = False,
+    ) -> GradientEngine:
+        """Return the engine that sums clipped gradients of the trained part of `model`.
+
+        Raises UserError for a model that mixes records.
+        """
+        from dpdist.gradients.engine import GradientEngine
+
+        task = self.task()
+        return GradientEngine(
+            task.trained_module(model), task.loss_function, clipping=clipping,
+            micro_batch=micro_batch,
+            isolate=isolate,
+        )  # fmt: skip
+
+    # --- the four of a step, and a placeholder of the first
+
+    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
+        """Return the tensors that worker 0 makes once and the private folder keeps."""
+        return {}
+
+    def placeholder_state(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> dict[str, Tensor]:
+        """Return a placeholder for `prepare_state` where only its shapes matter; read no record."""
+        return {}
+
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        """Return the perturbation of a record's passes in one step, inside its clip."""
+        from dpdist.gradients.perturbations import Perturbation
+
+        return Perturbation()
+
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
+        """Return the function that constrains `model` in place: post-processing.
+
+        It is called before the first step and after every update. Raises UserError for a
+        model to which it cannot be done.
+        """
+        return lambda: None
+
+    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
+        """Give the trained model, `state.model`, what it carries at prediction; return its spec."""
+        return spec
+
+    # --- trainings of another kind
+
+    def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> Any:
+        """Return the records that the steps are taken on: their len, batch and targets.
+
+        key: secret, and the same in all steps and attempts of a run.
+        """
+        return records
+
+    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint keeps for `learn` besides parameters, before step 0.
+
+        `learn` finds them in the worker's `slots`.
+        """
+        return {}
+
+    def train(self, run: TrainingDriver) -> None:
+        """Train, on the driver: work of one's own in bulk comes before the workers."""
+        run.run_workers()
+
+    def learn(self, worker: Worker) -> None:
+        """Train, on each worker at once, from its newest checkpoint on."""
+        worker.steps()
+
+    def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
+        """Return one answer of withheld models that the plan pays for, float64 (classes,).
+
+        scores: what each teacher says of the input (teachers, classes). key: of this answer alone.
+        """
+        raise NotImplementedError(f"the model of method {self.method.name} is released, not asked")
+
+
+# --- what hooks are given ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MethodSetup:
+    """The inputs of `Execution.prepare_state`, once before the first step.
+
+    Args:
+        recipe: the whole recipe.
+        spec: the description of the model.
+        build_initial_model: makes the model as it is before the first step.
+        private_records: the private ones; everything made of them is paid for by `Method.cost`.
+        public_records: those that the method named.
+        key: a fresh secret (the run key where the recipe fixes it): of two attempts, no noise is
+            used twice.
+    """
+
+    recipe: BaseRecipe
+    spec: ModelSpec
+    build_initial_model: Callable[[], nn.Module]
+    private_records: Dataset
+    public_records: Dataset | None
+    key: bytes
+
+
+@dataclass(frozen=True)
+class MethodState:
+    """The state that was made once, for one worker.
+
+    Args:
+        model: the worker's copy of the model.
+        tensors: those of `Execution.prepare_state`, by name.
+        key: the same in all steps of a run, for noise that is drawn once.
+    """
+
+    model: nn.Module
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    key: bytes = b""
+
+
+class Ensemble(Protocol):
+    """Models trained on disjoint shards of the records (`dpdist.training.ensembles`)."""
+
+    def __len__(self) -> int:
+        """Return the number of models."""
+
+    def class_scores(self, inputs: Tensor) -> np.ndarray:
+        """Return the logits of each model, PRIVATE: float64 (teachers, B, classes)."""
+
+
+class TrainingDriver(Protocol):
+    """A training in the hands of the driver, or of a search's trial."""
+
+    @property
+    def job(self) -> Any:
+        """Return the `dpdist.training.job.TrainJob`."""
+
+    def run_workers(self, records: Any = None) -> None:
+        """Start the training workers, each of which calls `Execution.learn`, and wait for them.
+
+        records: the records that `Execution.transform_records` gets in place of the private ones:
+        made of public data and of what was paid for.
+        """
+
+    def train_teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Ensemble:
+        """Train models on disjoint shards of the records, in bulk; one record is in one of them.
+
+        sections: those in place of the recipe's own, by name ("model", "training").
+        """
+
+    def release_once(
+        self, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
+    ) -> list[float]:
+        """Return draw(key), noisy numbers that the plan pays for.
+
+        They are on record before they are drawn, and the same ones whenever this is asked again.
+
+        Args:
+            private_source: PRIVATE, all that they are drawn from.
+            draw: makes them from a secret key.
+
+        Raises UserError when they were drawn from something else before.
+        """
+
+    def write_summary(self) -> None:
+        """Sum up a training that had no workers."""
+
+
+class Worker(Protocol):
+    """A training in the hands of one worker, from its newest checkpoint on.
+
+    It is `dpdist.training.worker.Loop`, whose other parts (step, model, fixed, flat, save) are
+    there for methods that make releases of their own: `step` is the `PrivateStep`.
+    """
+
+    def steps(self) -> None:
+        """Take the plan's steps that are left."""
+
+
+# --- a declared number of records -------------------------------------------------------------
 
 
 _MIN_RECORD_LIMIT = 2**20  # records, where their number is declared
 
 
 def record_limit(recipe: BaseRecipe) -> int | None:
-    """Return how many records a sum may be over where privacy.nominal_records is given; None where
-    their number is public.
+    """Return the most records that a sum may be over; None where their number is public.
+
+    There is a limit where privacy.nominal_records is given.
 
     What rounding adds to a sum grows with the number of records, and room is left for it in the
     clip. A declared number says nothing of how many there are, so the room is for many more.
@@ -109,8 +516,11 @@ def record_limit(recipe: BaseRecipe) -> int | None:
 
 
 def check_record_limit(recipe: BaseRecipe, records: int) -> int:
-    """Return the number of records that a sum over `records` leaves room for. Raises UserError for
-    more than `record_limit`: that there are no more is an assumption of the guarantee."""
+    """Return the number of records that a sum over `records` leaves room for.
+
+    Raises UserError for more than `record_limit`: that there are no more is an assumption of the
+    guarantee.
+    """
     most = record_limit(recipe)
     if most is not None and records > most:
         raise UserError(
@@ -127,373 +537,3 @@ def record_limit_assumptions(recipe: BaseRecipe) -> list[str]:
     return (
         [] if most is None else [f"there are at most {most:,} records, however many are declared"]
     )
-
-
-# of perturbations per record and step
-DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]
-
-
-@dataclass(frozen=True)
-class PublicRecords:
-    """Public records that a method reads: the training split of the data set `dataset_name` under
-    `root` (default: where the recipe's own data lie). recipe_key: the recipe's key, for complaints.
-    used_for_training: whether a model is trained on them, so that no test record may be among
-    them."""
-
-    recipe_key: str
-    dataset_name: str
-    classes: int
-    root: Path | None = None
-    used_for_training: bool = False
-
-    def assumptions(self, recipe: BaseRecipe) -> list[str]:
-        """Return the unchecked assumption: no private record is among them in another shape."""
-        compared = recipe.privacy.noise_multiplier != 0  # else nothing was promised
-        if not compared or (recipe.data.public and self.dataset_name == recipe.data.name):
-            return []
-        return [
-            "no private record is, in another shape, among the public records of "
-            f"{self.dataset_name} that shaped the noise (in the same shape: compared by content)"
-        ]
-
-
-@dataclass(frozen=True)
-class MethodSetup:
-    """The inputs from which a method makes something once, before the first step
-    (`Method.prepare_state`).
-
-    private_records: the private ones; what is made of them costs what `Method.cost` says.
-    public_records: those that the method named. build_initial_model: makes the model as it is
-    before the first step. key: a fresh secret (the run key where the recipe fixes it): of two
-    attempts, no noise is used twice.
-    """
-
-    recipe: BaseRecipe
-    spec: ModelSpec
-    build_initial_model: Callable[[], nn.Module]
-    private_records: Dataset
-    public_records: Dataset | None
-    key: bytes
-
-
-@dataclass(frozen=True)
-class MethodState:
-    """State that was made once, for one worker: tensors by name, and its copy of the model.
-
-    key: the same in all steps of a run, for noise that is drawn once.
-    """
-
-    model: nn.Module
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    key: bytes = b""
-
-
-class Ensemble(Protocol):
-    """Models trained on disjoint shards of the records (`dpdist.training.ensembles`)."""
-
-    def __len__(self) -> int: ...
-
-    def class_scores(self, inputs: Tensor) -> np.ndarray:
-        """PRIVATE: the logits of each, float64 (teachers, B, classes)."""
-
-
-class TrainingDriver(Protocol):
-    """A training in the hands of the driver, or of a search's trial; Ray is there.
-
-    job: the `dpdist.training.job.TrainJob`. write_summary: sums up a training that had no workers.
-    """
-
-    @property
-    def job(self) -> Any: ...
-
-    def run_workers(self, records: Any = None) -> None:
-        """Start the training workers, each of which calls `Method.learn`, and wait for their end.
-
-        records: what they train on in place of the private ones (`Method.transform_records` gets
-        it): made of public data and of what was paid for.
-        """
-
-    def train_teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Ensemble:
-        """Models trained on disjoint shards of the records, in bulk; one record is in one of them.
-
-        sections: of the recipe, in place of its own, by name ("model", "training").
-        """
-
-    def release_once(
-        self, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
-    ) -> list[float]:
-        """draw(key): noisy numbers that the plan pays for, on record before they are drawn, and the
-        same ones whenever this is asked again. private_source: PRIVATE, all that they are drawn
-        from.
-
-        Raises UserError when they were drawn from something else before.
-        """
-
-    def write_summary(self) -> None: ...
-
-
-class Worker(Protocol):
-    """A training in the hands of one worker, from its newest checkpoint on.
-
-    It is `dpdist.training.worker.Loop`, whose other parts (step, model, fixed, flat, save) are
-    there for methods that make releases of their own: `step` is the `PrivateStep`.
-    """
-
-    def steps(self) -> None:
-        """Take the plan's steps that are left."""
-
-
-class Method(Section):
-    """A published system. The defaults are those of plain DP-SGD."""
-
-    name: str
-
-    # --- said in the recipe, the plan and the report
-
-    display_name: ClassVar[str] = ""  # to people
-    # conditions of keys of a whole recipe
-    recipe_conditions: ClassVar[tuple[OptionCondition, ...]] = ()
-
-    @property
-    def title(self) -> str:
-        """Return the name for readers; of a class from elsewhere, its location."""
-        return self.display_name if self.display_name and ":" not in self.name else self.name
-
-    def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for a recipe in which the method would not be what it says."""
-        privacy = recipe.privacy
-        if (
-            privacy.clipping == "none"
-            and privacy.noise_multiplier != 0
-            and not self.steps_are_post_processing
-        ):
-            raise ValueError(
-                "privacy.clipping: none is training without privacy: noise_multiplier: 0"
-            )
-        if (
-            recipe.certify is not None
-            and recipe.certify.sigma is None
-            and not self.has_prediction_noise
-        ):
-            raise ValueError(
-                "certify.sigma is required: the model of this method has no noise of its own"
-            )
-        if (
-            recipe.tune is not None
-            and recipe.tune.asha is not None
-            and not self.takes_gradient_steps
-        ):
-            raise ValueError(
-                f"tune.asha: method {self.name} takes no steps of which the first could be scored"
-            )
-        if recipe.model.isolate and self.needs_batched_passes:
-            raise ValueError(
-                f"model.isolate: method {self.name} with these options runs records together; use "
-                "another method, or a model from the zoo without it"
-            )
-
-    def check_public_records(self, public_dataset: Any, private_dataset: Any, context: str) -> None:
-        """Raise UserError for public records that it cannot learn from beside the
-        `private_dataset`."""
-
-    @property
-    def has_prediction_noise(self) -> bool:
-        """Whether the trained model has noise of its own, in training and at every prediction."""
-        return False
-
-    @property
-    def supports_frozen_denoiser(self) -> bool:
-        """Whether it may train a network that a frozen denoiser stands before: nothing that it does
-        passes the denoiser by, or belongs behind the network's own first layer."""
-        return True
-
-    @property
-    def needs_batched_passes(self) -> bool:
-        """Whether the method itself needs a pass of several records."""
-        return False
-
-    @property
-    def supports_tokens(self) -> bool:
-        """Whether a record may be tokens (data.text): to these nothing can be added."""
-        return False
-
-    @property
-    def supports_groups(self) -> bool:
-        """Whether an example of its steps may be a group of records (privacy.unit: group): nothing
-        that it does is made for each record, or from the number of records."""
-        return False
-
-    @property
-    def takes_losses(self) -> bool:
-        """Whether training.loss may be another than cross-entropy: the method then says nothing of
-        what is learned."""
-        return False
-
-    @property
-    def takes_gradient_steps(self) -> bool:
-        """Whether the plan's steps are sums of clipped gradients, as audits take them apart."""
-        return True
-
-    @property
-    def public_records(self) -> PublicRecords | None:
-        """Public records that it reads; they are held against the private ones."""
-        return None
-
-    @property
-    def extra_cost(self) -> tuple[Phase, ...]:
-        """Return the phases of other reading of private records, before the steps of training."""
-        return ()
-
-    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """Return the phases of a training whose steps, by the recipe, are `steps`.
-
-        The only statement of it: plans, searches, previews and budgets take it from here, and the
-        noise multiplier that meets a target epsilon is found by it.
-        """
-        return (*self.extra_cost, steps)
-
-    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
-        """Return the paper's privacy claim for a run with this plan, or None.
-
-        It stands beside the proved guarantee. None when the paper claims nothing of its
-        own.
-        """
-        return None
-
-    def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
-        """Return name and value of results of `learn` for summary, report and card.
-
-        `learn` left them in the run's private folder. They are published, so that they may
-        depend on public data and released parameters alone.
-        """
-        return []
-
-    @property
-    def steps_are_post_processing(self) -> bool:
-        """Whether what is private is released with noise before the steps (`transform_records`),
-        which are then post-processing, without noise of their own."""
-        return False
-
-    @property
-    def not_releasable_reason(self) -> str | None:
-        """Return why no model may ever leave; None where the trained model is released.
-
-        Such models are only asked (`answer`), so often as the plan pays for.
-        """
-        return None
-
-    @property
-    def trained_elsewhere(self) -> str | None:
-        """Why no training of the run can be executed, audited or priced; None where it trains."""
-        return None
-
-    @property
-    def picture_preparation(self) -> str:
-        """Return how pictures were brought to the input, in words; empty where none were."""
-        return ""
-
-    @property
-    def max_evaluation_queries(self) -> int | None:
-        """Return the number of test inputs to ask about, where asking is paid; None: all."""
-        return None
-
-    def describe(self, plan: PrivacyPlan) -> str:
-        """Return the executed training in words, for a report."""
-        step = plan.step(0)
-        clip = "no clip" if math.isinf(step.clip_norm) else f"clip {step.clip_norm:g}"
-        return (
-            f"{plan.steps:,} steps, expected batch {step.expected_batch:g}, noise multiplier "
-            f"{step.noise_multiplier:.4g}, {clip}"
-        )
-
-    def assumptions(self, recipe: BaseRecipe) -> list[str]:
-        """Return the assumptions of the guarantee that nobody can check."""
-        return []
-
-    # --- done in training
-
-    def task(self) -> TrainingObjective:
-        """Return the learning task; by default, to classify."""
-        from dpdist.gradients.engine import TrainingObjective
-
-        return TrainingObjective()
-
-    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
-        """Return the tensors that worker 0 makes once and the private folder keeps."""
-        return {}
-
-    def placeholder_state(
-        self, model: nn.Module, input_shape: tuple[int, ...]
-    ) -> dict[str, Tensor]:
-        """Return a placeholder for `prepare_state` where only its shapes matter; read no record."""
-        return {}
-
-    def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> Any:
-        """Return the records that the steps are taken on: their len, batch and targets.
-
-        key: secret, and the same in all steps and attempts of a run.
-        """
-        return records
-
-    def perturbation(
-        self, step: StepPlan, learning_rate: float, state: MethodState
-    ) -> Perturbation:
-        """The perturbation of one step. Scales come from public hyper-parameters only."""
-        from dpdist.gradients.perturbations import Perturbation
-
-        return Perturbation()
-
-    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint keeps for `learn` besides parameters, before step 0.
-
-        `learn` finds them in the worker's `extra_checkpoint_state`.
-        """
-        return {}
-
-    def engine(
-        self,
-        model: nn.Module,
-        clipping: Clipping,
-        *,
-        expected_batch: float,
-        steps: int,
-        micro_batch: int | None = None,
-        isolate: bool = False,
-    ) -> GradientEngine:
-        """Sums clipped gradients of the part of `model` that is trained. Raises UserError for a
-        model that mixes records."""
-        from dpdist.gradients.engine import GradientEngine
-
-        task = self.task()
-        return GradientEngine(
-            task.trained_module(model), task.loss_function, clipping=clipping,
-            micro_batch=micro_batch,
-            isolate=isolate,
-        )  # fmt: skip
-
-    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
-        """Return the function that constrains `model` in place: post-processing.
-
-        It is called before the first step and after every update. Raises UserError for a
-        model to which it cannot be done.
-        """
-        return lambda: None
-
-    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
-        """Give the trained model (fixed.model) what it carries at prediction; its description."""
-        return spec
-
-    def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
-        """Return one answer of withheld models that the plan pays for, float64 (classes,).
-
-        scores: what each teacher says of the input (teachers, classes). key: of this answer alone.
-        """
-        raise NotImplementedError(f"the model of method {self.name} is released, not asked")
-
-    def train(self, run: TrainingDriver) -> None:
-        """A whole training, on the driver: work of one's own in bulk comes before the workers."""
-        run.run_workers()
-
-    def learn(self, worker: Worker) -> None:
-        """A whole training, on each worker at once."""
-        worker.steps()

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Positive, PositiveOrZero
-from dpdist.methods.base import DrawCount, Method, MethodState
+from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, MethodState
 from dpdist.privacy.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -48,31 +48,32 @@ class DPSGD(Method):
     gradient_scale: Positive = 1.0
 
     @property
-    def supports_tokens(self) -> bool:
-        return True
+    def capabilities(self) -> Capabilities:
+        """Return that records may be tokens or groups, with any loss."""
+        return Capabilities(supports_tokens=True, supports_groups=True, takes_losses=True)
 
-    @property
-    def supports_groups(self) -> bool:
-        return True
+    def execution(self) -> Execution[Any]:
+        """Return the usual training."""
+        return DPSGDExecution(self)
 
-    @property
-    def takes_losses(self) -> bool:
-        return True
+
+class DPSGDExecution(Execution[DPSGD]):
+    """The usual step, with its gradients scaled."""
 
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
+        """Return the factor of each gradient before its clip."""
         from dpdist.gradients.perturbations import Perturbation
 
-        return Perturbation(gradient_scale=self.gradient_scale)
+        return Perturbation(gradient_scale=self.method.gradient_scale)
 
 
 # --- input noise ------------------------------------------------------------------------------
 
 
 class InputNoiseMethod(Method):
-    """Each record's gradient averaged over noisy copies of its input before the clip
-    (augmentation).
+    """Augmentation: each record's gradient is averaged over noisy copies before the clip.
 
     consistency: weight of the term that lets a record's copies agree (Jeong & Shin, NeurIPS 2020).
     """
@@ -90,35 +91,42 @@ class InputNoiseMethod(Method):
         return self
 
     @property
-    def needs_batched_passes(self) -> bool:
-        return self.consistency > 0
+    def capabilities(self) -> Capabilities:
+        """Return what a term between a record's copies rules out."""
+        return Capabilities(
+            needs_batched_passes=self.consistency > 0,
+            supports_groups=not self.consistency,
+            takes_losses=not self.consistency,
+        )
 
-    @property
-    def supports_groups(self) -> bool:
-        return not self.consistency
+    def execution(self) -> Execution[Any]:
+        """Return the training on noisy copies."""
+        return InputNoiseExecution(self)
 
-    @property
-    def takes_losses(self) -> bool:
-        return not self.consistency
+
+class InputNoiseExecution(Execution[InputNoiseMethod]):
+    """Steps on noisy copies of each record."""
 
     def task(self) -> TrainingObjective:
+        """Return the task of classifying, with the term between copies where it has a weight."""
         from dpdist.gradients.engine import (
             TrainingObjective,
             consistency_targets,
             weighted_cross_entropy,
         )
 
-        if not self.consistency:
+        if not self.method.consistency:
             return TrainingObjective()
-        targets = partial(consistency_targets, weight=self.consistency)
+        targets = partial(consistency_targets, weight=self.method.consistency)
         return TrainingObjective(weighted_cross_entropy, target_function=targets)
 
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
+        """Return noisy copies of each input."""
         from dpdist.gradients.perturbations import InputPerturbation
 
-        return InputPerturbation(self.draws, self.sigma)
+        return InputPerturbation(self.method.draws, self.method.sigma)
 
 
 # --- DPlis ------------------------------------------------------------------------------------
@@ -144,32 +152,34 @@ class DPlis(Method):
     sigma: PositiveOrZero = 0.0
 
     @property
-    def supports_tokens(self) -> bool:
-        return not self.sigma
+    def capabilities(self) -> Capabilities:
+        """Return that records may be groups, with any loss; tokens without noise on them."""
+        return Capabilities(supports_tokens=not self.sigma, supports_groups=True, takes_losses=True)
 
-    @property
-    def supports_groups(self) -> bool:
-        return True
+    def execution(self) -> Execution[Any]:
+        """Return the training on the smoothed loss."""
+        return DPlisExecution(self)
 
-    @property
-    def takes_losses(self) -> bool:
-        return True
+
+class DPlisExecution(Execution[DPlis]):
+    """Steps on the smoothed loss."""
 
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
+        """Return draws of parameter noise, as large as Equation 6 says."""
         from dpdist.gradients.perturbations import ParameterPerturbation
 
-        batch_size = round(step.expected_batch)
+        method, batch_size = self.method, round(step.expected_batch)
         std = dplis_smoothing_std(
-            self.radius, learning_rate, batch_size, step.noise_multiplier, step.clip_norm
+            method.radius, learning_rate, batch_size, step.noise_multiplier, step.clip_norm
         )
         return ParameterPerturbation(
-            self.draws,
+            method.draws,
             std,
-            per_example=self.per_example,
-            aggregate=self.aggregate,
-            input_std=self.sigma,
+            per_example=method.per_example,
+            aggregate=method.aggregate,
+            input_std=method.sigma,
         )
 
 
@@ -180,7 +190,7 @@ def dplis_smoothing_std(
     noise_multiplier: float,
     clip_norm: float,
 ) -> float:
-    """Standard deviation of the smoothing noise on every weight.
+    """Return the standard deviation of the smoothing noise on every weight.
 
     radius: R, smoothing in units of one step's noise (10 is the paper's rule without tuning);
     learning_rate: eta, of the averaged gradient; batch_size: the expected batch L. Returns

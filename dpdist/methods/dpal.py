@@ -8,13 +8,13 @@ functional and stobatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from dpdist.config.sections import BaseRecipe
+from dpdist.core.console import format_exact, format_percent
 from dpdist.core.fields import (
     Count,
     CountOrZero,
@@ -23,16 +23,16 @@ from dpdist.core.fields import (
     PositiveOrZero,
     RejectBool,
 )
-from dpdist.methods.base import DrawCount, Method
+from dpdist.core.files import read_json
+from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, load_execution
 from dpdist.privacy.phases import FixedBatches, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
 
+ACCURACY_FILE = "dpal.json"  # in the run's private folder
 _NOT_PRIVATE_REASON = "one noise is shared by all records and steps (DPAL as published)"
 
 
@@ -82,13 +82,13 @@ class DPAL(Method):
     # --- the paper's numbers
 
     def gammas(self, batch: float) -> tuple[float, float]:
-        """gamma and gamma_x of Theorem 4."""
+        """Return gamma and gamma_x of Theorem 4."""
         from dpdist.privacy.claims import dpal_gammas
 
         return dpal_gammas(self.encoder_sensitivity, batch, self.weight_norm)
 
     def encoder_budget(self, batch: float) -> float:
-        """epsilon_1."""
+        """Return epsilon_1."""
         from dpdist.privacy.claims import dpal_encoder_budget
 
         return dpal_encoder_budget(self.epsilon, self.epsilon_2, *self.gammas(batch))
@@ -100,6 +100,7 @@ class DPAL(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for DP-SGD, or for other inputs than images in [-1, 1]."""
         if recipe.privacy.noise_multiplier != 0 or recipe.privacy.clipping != "none":
             raise ValueError(
                 "method dpal is the paper as published, without DP-SGD: give "
@@ -112,22 +113,18 @@ class DPAL(Method):
         super().check(recipe)
 
     @property
-    def supports_frozen_denoiser(self) -> bool:
-        return False
-
-    @property
-    def needs_batched_passes(self) -> bool:
-        return True
-
-    @property
-    def takes_gradient_steps(self) -> bool:
-        return False
+    def capabilities(self) -> Capabilities:
+        """Return that there are no sums of clipped gradients."""
+        return Capabilities(
+            takes_gradient_steps=False, needs_batched_passes=True, supports_frozen_denoiser=False
+        )
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """Return one phase whose cost is infinite: nothing is proved."""
         return (FixedBatches(steps.steps, steps.sample_rate, _NOT_PRIVATE_REASON),)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
-        """Theorem 4: pure epsilon for all steps."""
+        """Return Theorem 4's claim: pure epsilon for all steps."""
         from dpdist.privacy.claims import Claim, dpal_claim
 
         batch = plan.step(0).expected_batch
@@ -140,6 +137,7 @@ class DPAL(Method):
         )  # fmt: skip
 
     def describe(self, plan: PrivacyPlan) -> str:
+        """Return batches and noise in words."""
         batch = plan.step(0).expected_batch
         return (
             f"{plan.steps:,} steps on disjoint batches of {batch:g}, Laplace noise of scale "
@@ -147,25 +145,27 @@ class DPAL(Method):
         )
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
-        from dpdist.methods.dpal_training import accuracy_lines
+        """Return the accuracy that worker 0 measured, if the training has ended."""
+        path = private_folder / ACCURACY_FILE
+        if not path.exists():
+            return []
+        found = read_json(path, {"images": int, "right": float, "attacked": list, "psi": float})
+        about = f"of {found['images']:,} test images, psi {found['psi']:g}"
+        rows = [("the paper's predictions", f"{format_percent(found['right'], 1)} % right {about}")]
+        for at in found["attacked"]:
+            right, printed, harmonic = (
+                format_percent(at[n], 1) for n in ("right", "printed", "harmonic")
+            )
+            rows.append(
+                (
+                    f"as the paper measures it, PGD linf {format_exact(at['size'])}",
+                    f"{right} % right; {printed} % right and 'certified' by kappa + phi "
+                    f"({harmonic} % by the harmonic rule); no certificate: neither rule holds for "
+                    "noise around a fixed centre",
+                )
+            )
+        return rows
 
-        return accuracy_lines(private_folder)
-
-    # --- done in training
-
-    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
-        """Each filter of the encoder is scaled back into its norm. Raises UserError for another
-        network, or other sensitivities than the paper's formulas give for it."""
-        from dpdist.methods.dpal_training import check_network, project_filter_norms
-
-        network = check_network(self, model)
-        return lambda: project_filter_norms(network.encoder, self.weight_norm)
-
-    def learn(self, worker: Any) -> None:
-        from dpdist.methods.dpal_training import DPALTrainer, measure_accuracy
-
-        plan, steps = worker.job.plan, DPALTrainer(self, worker)
-        for step in range(worker.start, worker.last):
-            steps.run_step(step)
-        if worker.step.reducer.rank == 0 and worker.last == plan.steps:
-            measure_accuracy(self, worker)
+    def execution(self) -> Execution[Any]:
+        """Return the training by Algorithm 1."""
+        return load_execution("dpdist.methods.dpal_training:DPALExecution", self)

@@ -10,8 +10,8 @@ and centred on it (its Appendix L). Sizes are Laplace sizes of PixelDP for each 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +25,36 @@ from dpdist.attacks.gradient_attacks import (
     loss_gradient,
     pgd,
 )
-from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.files import read_json, write_json
+from dpdist.core.files import write_json
+from dpdist.methods.base import Execution
+from dpdist.methods.dpal import ACCURACY_FILE, DPAL
 from dpdist.models import DPALNetwork, predicted_classes
 from dpdist.privacy.mechanisms import dpal_encoder_sensitivity, dpal_output_sensitivity
 from dpdist.randomness.keys import derive_key, stream_words
 
-if TYPE_CHECKING:
-    from dpdist.methods.dpal import DPAL
+# --- hooks of a training ----------------------------------------------------------------------
+
+
+class DPALExecution(Execution[DPAL]):
+    """Algorithm 1's steps, and the accuracy that the paper measures at their end."""
+
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
+        """Return the function that scales each filter of the encoder back into its norm.
+
+        Raises UserError for another network, or other sensitivities than the paper's formulas
+        give for it.
+        """
+        network = check_network(self.method, model)
+        return lambda: project_filter_norms(network.encoder, self.method.weight_norm)
+
+    def learn(self, worker: Any) -> None:
+        """Take the steps; worker 0 measures the model once they are all taken."""
+        plan, steps = worker.job.plan, DPALTrainer(self.method, worker)
+        for step in range(worker.start, worker.last):
+            steps.run_step(step)
+        if worker.step.reducer.rank == 0 and worker.last == plan.steps:
+            measure_accuracy(self.method, worker)
 
 
 # --- training steps ---------------------------------------------------------------------------
@@ -233,7 +254,6 @@ def taylor_errors(z: Tensor) -> tuple[Tensor, Tensor]:
 # --- predictions and certified accuracy -------------------------------------------------------
 
 
-_FILE = "dpal.json"  # in the run's private folder
 _CONFIDENCE = 0.95
 
 
@@ -306,7 +326,7 @@ def measure_accuracy(method: DPAL, worker: Any) -> None:
         counted = {"printed": kappa + phi >= 2 * size, "harmonic": harmonic >= 2 * size}
         shares = {name: float((right & held).double().mean()) for name, held in counted.items()}
         found["attacked"].append({"size": size, "right": float(right.double().mean()), **shares})
-    write_json(worker.job.folder.private / _FILE, found)
+    write_json(worker.job.folder.private / ACCURACY_FILE, found)
 
 
 def _errors(network: DPALNetwork, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -328,26 +348,3 @@ def _attack_inputs(
         lambda point, step: loss_gradient(classifier, point, labels, None),
         ball, inputs, steps, 2.5 * ball.size / steps,
     )  # fmt: skip
-
-
-def accuracy_lines(private_folder: Path) -> list[tuple[str, str]]:
-    """What `measure` found, for summary and report."""
-    path = private_folder / _FILE
-    if not path.exists():
-        return []
-    found = read_json(path, {"images": int, "right": float, "attacked": list, "psi": float})
-    about = f"of {found['images']:,} test images, psi {found['psi']:g}"
-    rows = [("the paper's predictions", f"{format_percent(found['right'], 1)} % right {about}")]
-    for at in found["attacked"]:
-        right, printed, harmonic = (
-            format_percent(at[n], 1) for n in ("right", "printed", "harmonic")
-        )
-        rows.append(
-            (
-                f"as the paper measures it, PGD linf {format_exact(at['size'])}",
-                f"{right} % right; {printed} % right and 'certified' by kappa + phi "
-                f"({harmonic} % by the harmonic rule); no certificate: neither rule holds for "
-                "noise around a fixed centre",
-            )
-        )
-    return rows

@@ -9,30 +9,39 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpdist import data
 from dpdist.attacks.gradient_attacks import input_range, per_row
 from dpdist.core.errors import UserError
-from dpdist.methods.base import MethodSetup
+from dpdist.data.record_hashes import hash_inputs
+from dpdist.gradients.perturbations import InputPerturbation, Perturbation
+from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
+from dpdist.methods.functional import Functional, Relevance
 from dpdist.methods.hidden_noise_shares import normalised_shares, prepare_nonprivate_training
-from dpdist.models import find_batch_dependence
+from dpdist.models import find_batch_dependence, patch_features_of
 from dpdist.models.batch_independence import find_output_difference
 from dpdist.models.features import PenultimateFeatures, last_linear
+from dpdist.privacy.plan import StepPlan
+from dpdist.randomness.keys import derive_key
 
 if TYPE_CHECKING:
-    from dpdist.methods.functional import Functional, Relevance
     from dpdist.models import PatchFeatures
 
 
+CENTRE, CURVATURE = "centre", "curvature"  # the tensors that a checkpoint keeps beside the head
+SCALES = "scales"  # the tensor that is made once, of public records
+PASS = 128  # records of a pass; `rounding_slack` rests on it
+_EXAMPLES = 32  # inputs that the model is tried on
+
+
 # --- relevance of public features -------------------------------------------------------------
-
-
-_EXAMPLES = 32
-_PASS = 128
 
 
 def feature_scales(method: Functional, relevance: Relevance, setup: MethodSetup) -> Tensor:
@@ -45,7 +54,7 @@ def feature_scales(method: Functional, relevance: Relevance, setup: MethodSetup)
     )
     plain = method.model_copy(update={"adversarial": None, "relevance": None})
     sums = CoefficientSums(plain, model, inputs[:_EXAMPLES], len(inputs))
-    features = torch.cat([sums.features(some) for some in inputs.split(_PASS)])
+    features = torch.cat([sums.features(some) for some in inputs.split(PASS)])
     passes = [(features, labels, 1.0)]
     nowhere = features.new_zeros(features.shape[1])
     centre = sums.mean_features(sums.sum_features(passes, nowhere))
@@ -312,3 +321,174 @@ class CoefficientSums:
         own = weight.T * (method.radius / math.sqrt(1 - method.constant**2))
         own = own / self._scales[:, None]
         return torch.cat([own, (bias + weight @ centre)[None] / method.constant])
+
+
+# --- hooks of a training ----------------------------------------------------------------------
+
+
+class FunctionalExecution(Execution[Functional]):
+    """Release the sums one after the other; worker 0 fits the layer to each."""
+
+    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
+        if self.method.relevance is None:
+            return {}
+        return {SCALES: feature_scales(self.method, self.method.relevance, setup)}
+
+    def placeholder_state(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> dict[str, Tensor]:
+        """Return the same scale for every feature."""
+        if self.method.relevance is None:
+            return {}
+        return {SCALES: torch.ones(last_linear(model).in_features, dtype=torch.float64)}
+
+    def extra_checkpoint_state(self, model: nn.Module) -> dict[str, Tensor]:
+        size = last_linear(model).in_features
+        return {
+            CENTRE: torch.zeros(size, dtype=torch.float64),
+            CURVATURE: torch.zeros(size + 1, size + 1, dtype=torch.float64),
+        }
+
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
+        """Constrain nothing. Raises UserError for a model without a last linear layer, or without
+        the encoder that is asked for."""
+        last_linear(model)
+        if self.method.encoder:
+            patch_features_of(model)
+        return lambda: None
+
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        draws, sigma = self.method.draws, self.method.sigma
+        return InputPerturbation(draws, sigma) if sigma else Perturbation()
+
+    def learn(self, worker: Any) -> None:
+        """Release each sum and write a checkpoint; worker 0 makes what follows from it."""
+        plan, reducer = worker.job.plan, worker.step.reducer
+        check_record_limit(worker.job.recipe, len(worker.step.data))
+        centre, curvature = worker.slots[CENTRE], worker.slots[CURVATURE]
+        head, sums = last_linear(worker.model), None
+        for step in range(worker.start, worker.last):
+            step_plan, stage = plan.step(step), self._stage(step)
+            if stage >= 0 and sums is None:
+                sums = self._build_sums(worker)
+            rows = self._local_sums(worker, sums, step)
+            noisy, _ = worker.step.release(step, rows, step_plan.noise_std)
+            released = noisy.to(centre)
+            if stage == 0:
+                assert sums is not None
+                centre.copy_(sums.mean_features(released))
+            elif reducer.rank == 0:  # another machine's solution may end in other bits
+                if sums is None:
+                    self._fit_encoder(worker.model, released)
+                elif stage == 1:
+                    weights, matrix = sums.fit_weights(released, step_plan.noise_multiplier)
+                    curvature.copy_(matrix)
+                else:
+                    weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
+                    weights = sums.refine_weights(released, weights, curvature)
+                if sums is not None:
+                    weight, bias = sums.head_from_weights(weights, centre)
+                    head.weight.data.copy_(weight)
+                    head.bias.data.copy_(bias)
+            _broadcast_from_first(reducer, worker.flat)
+            worker.divergence.check(worker.flat, step, step + 1 == worker.last)
+            worker.save(step + 1)
+
+    def _stage(self, step: int) -> int:
+        """0: features, 1: coefficients, then rounds; before them, -1: of the encoder."""
+        return step - (1 if self.method.encoder else 0)
+
+    def _build_sums(self, worker: Any) -> CoefficientSums:
+        example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
+        scales, records = worker.fixed.tensors.get(SCALES), worker.job.plan.records
+        most = check_record_limit(worker.job.recipe, records)
+        example = example.to(worker.step.reducer.device)
+        sums = CoefficientSums(self.method, worker.model, example, records, scales, most)
+        # whose filters no two trainings share
+        if worker.job.shared_cache is not None and not self.method.encoder:
+            sums.feature_cache = worker.job.shared_cache
+        return sums
+
+    def _fit_encoder(self, model: nn.Module, released: Tensor) -> None:
+        patches = patch_features_of(model)
+        patches.fit_filters(unpack_symmetric(released, patches.encoder.weight[0].numel()))
+
+    def _local_sums(self, worker: Any, sums: CoefficientSums | None, step: int) -> Tensor:
+        """This worker's part of a sum: float64 (rows, size), PRIVATE. sums: None for that of the
+        encoder."""
+        found = []
+        for row, begin, end in worker.step.shards.local_shards:
+            members = worker.step.canaries.inputs_for(np.arange(begin, end))
+            copies = self._noisy_copies(worker, step, members)
+            found.append((row, self._sum(worker, sums, self._stage(step), copies)))
+        rows = found[0][1].new_zeros(worker.step.shards.num_rows, len(found[0][1]))
+        for row, total in found:
+            rows[row] = total
+        return rows
+
+    def _noisy_copies(self, worker: Any, step: int, members: np.ndarray) -> Iterator[CopyPass]:
+        """The records in passes, each in its noisy copies."""
+        step_plan, method = worker.job.plan.step(step), self.method
+        fresh = method.sigma > 0 and method.noise == "fresh"
+        draws = self.perturbation(step_plan, 1.0, worker.fixed)
+        key = derive_key(worker.step.key, "draw", worker.step.attempt_of(step), step)
+        for start in range(0, len(members), PASS):
+            rows = members[start : start + PASS]
+            targets = worker.step.canaries.labels_for(rows, worker.step.data.targets(rows))
+            for draw in range(draws.count):
+                noisy = partial(self._noisy_copy, worker, draws, key, rows, draw)
+                place = None if fresh else (int(rows[0]), draw)
+                yield noisy, targets.to(worker.step.reducer.device), 1 / draws.count, place
+
+    def _noisy_copy(
+        self, worker: Any, draws: Perturbation, key: bytes, rows: np.ndarray, draw: int
+    ) -> Tensor:
+        """A noisy copy of these records."""
+        inputs, names = worker.step.data.batch(rows), rows
+        if self.method.noise == "own":  # a function of the record, which everybody may know
+            key = derive_key(bytes(32), "functional", "noise")
+            hashes = np.frombuffer(hash_inputs(inputs.numpy()).tobytes(), dtype="<u8")
+            names = (hashes[::2] >> np.uint64(1)).astype(np.int64)
+        return draws.perturb_inputs(
+            inputs.to(worker.step.reducer.device), torch.from_numpy(names), key, draw
+        )
+
+    def _sum(
+        self, worker: Any, sums: CoefficientSums | None, stage: int, copies: Iterator[CopyPass]
+    ) -> Tensor:
+        centre, head = worker.slots[CENTRE], last_linear(worker.model)
+        if sums is None:
+            most = check_record_limit(worker.job.recipe, worker.job.plan.records)
+            return sum_moments(patch_features_of(worker.model), copies, most)
+        weights = sums.weights_from_head(head.weight.data, head.bias.data, centre)
+        passes = self._passes(sums, stage, copies, sums.head_from_weights(weights, centre))
+        if stage == 0:
+            return sums.sum_features(passes, centre)
+        if stage == 1:
+            return sums.sum_coefficients(passes, centre)
+        return sums.sum_residuals(passes, centre, weights)
+
+    def _passes(
+        self,
+        sums: CoefficientSums,
+        stage: int,
+        copies: Iterator[CopyPass],
+        head: tuple[Tensor, Tensor],
+    ) -> Iterator[FeaturePass]:
+        """What is summed of the copies; in rounds, of adversarial ones too."""
+        asked = self.method.adversarial if stage > 1 else None
+        own = 1.0 if asked is None else 1 / (1 + asked.xi)
+        for noisy, targets, weight, place in copies:
+            yield sums.cached_features(noisy, place), targets, weight * own
+            if asked is not None:
+                moved = sums.adversarial_copies(noisy(), targets, *head)
+                yield sums.features(moved), targets, weight * (1 - own)
+
+
+def _broadcast_from_first(reducer: Any, tensor: Tensor) -> None:
+    """Worker 0's values, on all."""
+    buffer = tensor.double() if reducer.rank == 0 else tensor.new_zeros(tensor.shape).double()
+    reducer.all_reduce(buffer)
+    tensor.copy_(buffer)

@@ -15,29 +15,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field, model_validator
 
 from dpdist.config.sections import BaseRecipe
-from dpdist.core.fields import OptionCondition, Positive, RejectBool
+from dpdist.core.fields import (
+    Count,
+    FilePath,
+    OptionCondition,
+    Positive,
+    PositiveFraction,
+    PositiveNoise,
+    RejectBool,
+    Section,
+    Text,
+)
 from dpdist.methods.base import (
+    Capabilities,
     DrawCount,
+    Execution,
     Method,
-    MethodSetup,
-    MethodState,
     PublicRecords,
-    Redistribution,
+    load_execution,
     record_limit_assumptions,
 )
-from dpdist.privacy.phases import GaussianReleases, NonPrivate, Phase
-from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate, Phase
+from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from dpdist.gradients.perturbations import Perturbation
-    from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim, Verdict
     from dpdist.privacy.guarantee import Guarantee
 
@@ -45,7 +51,47 @@ if TYPE_CHECKING:
 # --- options that the three share -------------------------------------------------------------
 
 
-STD = "std"  # the tensor of deviations, among what is made once
+class Redistribution(Section):
+    """Where the shares r of heterogeneous noise come from (HGM, IJCAI 2019, Equation 7).
+
+    r_k is the mean over records of |dL/dh_k|^beta, normalised, and at least `floor` of the uniform
+    share. source:
+
+    * "public": records of the public data set `data` (under `root`, with `classes` classes; images
+      are resized to the model's), and the network trained on them for `steps` steps;
+    * "paid": the private records, in one clipped and noised sum that the plan pays for; the network
+      at its initial weights;
+    * "private": the private records, for nothing, as the paper does it, and the network trained on
+      them for `steps` steps. Needs paper_faithful: true; nothing is then proved.
+    """
+
+    conditions = (
+        OptionCondition(
+            ("data", "root", "classes"), "with source: public", lambda it: it.source == "public"
+        ),
+        OptionCondition(
+            ("steps", "max_records"),
+            "with source: public and private",
+            lambda it: it.source != "paid",
+        ),
+        OptionCondition(
+            ("noise_multiplier", "clip_norm", "sample_rate"),
+            "with source: paid",
+            lambda it: it.source == "paid",
+        ),
+    )
+
+    source: Literal["public", "paid", "private"] = "public"
+    data: Text = "digits"
+    root: FilePath | None = None
+    classes: Annotated[int, RejectBool, Field(ge=1, le=100_000)] = 10
+    steps: Annotated[int, RejectBool, Field(ge=0, le=1_000_000)] = 200
+    beta: Positive = 1.0
+    floor: PositiveFraction = 0.1
+    max_records: Count = 2000
+    noise_multiplier: PositiveNoise = 20.0
+    clip_norm: Positive = 1.0
+    sample_rate: PositiveFraction = 1.0
 
 
 class HiddenNoiseMethod(Method):
@@ -98,36 +144,33 @@ class HiddenNoiseMethod(Method):
     # --- said in the recipe, the plan and the report
 
     @property
-    def supports_frozen_denoiser(self) -> bool:
-        return False
-
-    @property
-    def has_prediction_noise(self) -> bool:
-        return True
-
-    @property
-    def needs_batched_passes(self) -> bool:
-        return True
+    def capabilities(self) -> Capabilities:
+        """Return that noise stays behind the first layer, which is the network's own."""
+        return Capabilities(
+            needs_batched_passes=True, has_prediction_noise=True, supports_frozen_denoiser=False
+        )
 
     @property
     def public_records(self) -> PublicRecords | None:
+        """Return the records that shape the noise, with source: public."""
         section = self.redistribution
         if section is None or section.source != "public":
             return None
         field = "method.redistribution.data"
         return PublicRecords(field, section.data, section.classes, section.root)
 
-    @property
-    def extra_cost(self) -> tuple[Phase, ...]:
-        """Return the cost of the shares r: nothing, one noised sum, or everything."""
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """Return the cost of the shares r (nothing, one noised sum, or everything) and of steps."""
         section = self.redistribution
         if section is None or section.source == "public":
-            return ()
+            return (steps,)
         if section.source == "paid":
-            return (GaussianReleases(section.noise_multiplier, 1, section.sample_rate),)
-        return (NonPrivate("the redistribution r is computed from private records"),)
+            paid = GaussianReleases(section.noise_multiplier, 1, section.sample_rate)
+            return (paid, steps)
+        return (NonPrivate("the redistribution r is computed from private records"), steps)
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
+        """Return those of the records that the shares r are made of."""
         public, section = self.public_records, self.redistribution
         room = (
             record_limit_assumptions(recipe)
@@ -138,6 +181,7 @@ class HiddenNoiseMethod(Method):
 
     # --- done in training
 
+    @final
     def noise_scale(self, inputs: int) -> float:
         """sigma_r: deviation of the noise on every hidden component, before redistribution.
 
@@ -157,58 +201,16 @@ class HiddenNoiseMethod(Method):
         unit = float(scales[self.mechanism](self.epsilon_r, self.delta_r))  # type: ignore[arg-type]
         return unit * reach * self.attack_size
 
-    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
-        from dpdist.methods.hidden_noise_shares import heterogeneous_std, noise_shares
-
-        section = self.redistribution
-        if section is None:
-            return self.placeholder_state(setup.build_initial_model(), setup.spec.input_shape)
-        scale = self.noise_scale(math.prod(setup.spec.input_shape))
-        return {STD: heterogeneous_std(scale, noise_shares(section, self.sensitivity, setup))}
-
-    def placeholder_state(
-        self, model: nn.Module, input_shape: tuple[int, ...]
-    ) -> dict[str, Tensor]:
-        """The same deviation for every component."""
-        import torch
-
-        from dpdist.models import require_split
-
-        shape = require_split(model).hidden_shape(input_shape)
-        return {STD: torch.full(shape, self.noise_scale(math.prod(input_shape)))}
-
-    def perturbation(
-        self, step: StepPlan, learning_rate: float, state: MethodState
-    ) -> Perturbation:
-        from dpdist.gradients.perturbations import FixedHiddenPerturbation, HiddenPerturbation
-        from dpdist.models import require_split
-
-        module, std = require_split(state.model).name, state.tensors[STD]
-        if self.paper_faithful:
-            return FixedHiddenPerturbation(module, std, state.key)
-        return HiddenPerturbation(self.draws, module, std)
-
-    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
-        """The first layer is scaled back into its norm."""
-        from dpdist.models import require_split
-        from dpdist.models.noise import project_first_layer_norm
-
-        split = require_split(model)
-        return lambda: project_first_layer_norm(split, self.sensitivity)
-
-    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
-        from dataclasses import replace
-
-        from dpdist.models import attach_noise
-
-        attach_noise(state.model, state.tensors[STD])
-        return replace(spec, hidden_noise=True)
+    def execution(self) -> Execution[Any]:
+        """Return the training with noise behind the first layer."""
+        return load_execution("dpdist.methods.hidden_noise_shares:HiddenNoiseExecution", self)
 
 
 class NonPrivateHiddenNoiseMethod(HiddenNoiseMethod):
     """Trained by ordinary gradients: nothing is proved about training records."""
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for noise on gradients."""
         if recipe.privacy.noise_multiplier != 0:
             raise ValueError(
                 f"method {self.name} trains without gradient privacy: give "

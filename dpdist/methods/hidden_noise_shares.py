@@ -9,6 +9,7 @@ privacy of the training. It comes from public records, or from one noised sum th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -19,17 +20,69 @@ from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.gradients.noise import add_noise
+from dpdist.gradients.perturbations import (
+    FixedHiddenPerturbation,
+    HiddenPerturbation,
+    Perturbation,
+)
 from dpdist.gradients.row_independence import MAX_EXAMPLES, find_row_classes
 from dpdist.gradients.sampling import Blocks, hash_rows, iter_padded_passes, poisson_sample
 from dpdist.gradients.validation import make_synthetic_examples
-from dpdist.methods.base import MethodSetup, Redistribution, check_record_limit
-from dpdist.models import SplitModel
+from dpdist.methods.base import Execution, MethodSetup, MethodState, check_record_limit
+from dpdist.methods.hidden_noise import HiddenNoiseMethod, Redistribution
+from dpdist.models import ModelSpec, SplitModel
 from dpdist.models.noise import project_first_layer_norm
 from dpdist.privacy.mechanisms import redistribution
+from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
 
+STD = "std"  # the tensor of deviations, among what is made once
 _BATCH = 256
 _PASS = 128  # records of a pass over private ones
+
+
+# --- hooks of a training ----------------------------------------------------------------------
+
+
+class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
+    """Steps with noise behind the first layer, which is kept within its norm."""
+
+    def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
+        """Return the deviation of each component's noise."""
+        method, section = self.method, self.method.redistribution
+        if section is None:
+            return self.placeholder_state(setup.build_initial_model(), setup.spec.input_shape)
+        scale = method.noise_scale(math.prod(setup.spec.input_shape))
+        return {STD: heterogeneous_std(scale, noise_shares(section, method.sensitivity, setup))}
+
+    def placeholder_state(
+        self, model: nn.Module, input_shape: tuple[int, ...]
+    ) -> dict[str, Tensor]:
+        """Return the same deviation for every component."""
+        shape = models.require_split(model).hidden_shape(input_shape)
+        return {STD: torch.full(shape, self.method.noise_scale(math.prod(input_shape)))}
+
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        """Return draws of the noise behind the first layer, one for all steps as published."""
+        module, std = models.require_split(state.model).name, state.tensors[STD]
+        if self.method.paper_faithful:
+            return FixedHiddenPerturbation(module, std, state.key)
+        return HiddenPerturbation(self.method.draws, module, std)
+
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
+        """Return the function that scales the first layer back into its norm."""
+        split = models.require_split(model)
+        return lambda: project_first_layer_norm(split, self.method.sensitivity)
+
+    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
+        """Leave the noise in the model; return its spec with it."""
+        models.attach_noise(state.model, state.tensors[STD])
+        return dataclasses.replace(spec, hidden_noise=True)
+
+
+# --- the shares r -----------------------------------------------------------------------------
 
 
 def noise_shares(section: Redistribution, sensitivity: float, setup: MethodSetup) -> Tensor:
@@ -148,8 +201,11 @@ def _passes(
 
 
 def normalised_shares(sensitivities: Tensor, floor: float) -> Tensor:
-    """K r, float64, mean 1, each at least `floor`; sensitivities >= 0 of the hidden shape. Raises
-    UserError where they, or their sum, are not finite."""
+    """Return K r, float64, mean 1, each at least `floor`.
+
+    sensitivities: >= 0, of the hidden shape. Raises UserError where they, or their sum, are not
+    finite.
+    """
     weights = sensitivities.double().flatten()
     if not weights.sum().isfinite():
         raise UserError("beta: powers of the records' gradients are not finite; take a smaller one")

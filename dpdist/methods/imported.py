@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import CountOrZero, SingleLine
-from dpdist.methods.base import Method
+from dpdist.methods.base import Capabilities, Execution, Method
 from dpdist.privacy.phases import NOT_TRAINED_HERE, GaussianSteps, TrainedElsewhere
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -51,6 +51,18 @@ class Imported(Method):
 
     # --- said in the recipe, the plan and the report
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return that nothing was trained here, and how often the model is evaluated."""
+        return Capabilities(
+            trained_elsewhere=(
+                f"{NOT_TRAINED_HERE}; its training records and its training are unknown here. "
+                "`dpdist certify`, `attack`, `compare`, `predict`, `release` and `report` work"
+            ),
+            picture_preparation=self.inputs,
+            max_evaluation_queries=self.evaluate,
+        )
+
     def check(self, recipe: BaseRecipe) -> None:
         """Raise ValueError for sections of a recipe that belong to a training."""
         super().check(recipe)
@@ -64,32 +76,20 @@ class Imported(Method):
         """Return one phase of unknown cost: the training was neither executed nor seen."""
         return (TrainedElsewhere(),)
 
-    @property
-    def picture_preparation(self) -> str:
-        """Return how pictures were brought to the input, in words; empty where none were."""
-        return self.inputs
-
-    @property
-    def trained_elsewhere(self) -> str:
-        """Return why no training of this run can be executed, audited or priced."""
-        return (
-            f"{NOT_TRAINED_HERE}; its training records and its training are unknown here. "
-            "`dpdist certify`, `attack`, `compare`, `predict`, `release` and `report` work"
-        )
-
-    @property
-    def max_evaluation_queries(self) -> int | None:
-        """Return the number of test inputs that the evaluation asks about; None: all."""
-        return self.evaluate
-
     def describe(self, plan: PrivacyPlan) -> str:
         """Return the line of a report on the origin of the model."""
         came = f"; weights from {self.weights}, SHA-256 {self.sha256[:16]}" if self.weights else ""
         shown = f"; inputs: {self.inputs}" if self.inputs else ""
         return f"{NOT_TRAINED_HERE}{came}{shown}"
 
-    # --- done in training
+    def execution(self) -> Execution[Any]:
+        """Return the execution that trains nothing."""
+        return ImportedExecution(self)
+
+
+class ImportedExecution(Execution[Imported]):
+    """Refuse to train."""
 
     def train(self, run: TrainingDriver) -> None:
         """Raise NotImplementedError: nothing is trained."""
-        raise NotImplementedError(self.trained_elsewhere)
+        raise NotImplementedError(self.method.capabilities.trained_elsewhere)

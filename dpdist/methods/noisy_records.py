@@ -11,7 +11,7 @@ import numpy as np
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import Positive
-from dpdist.methods.base import Method
+from dpdist.methods.base import Capabilities, Execution, Method
 from dpdist.privacy.phases import GaussianSteps, NoisyRecords
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -37,6 +37,7 @@ class NoisyRecordsMethod(Method):
     label_epsilon: Positive
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError where the number of released records would depend on records."""
         super().check(recipe)
         if recipe.privacy.neighbours != "replace-one":
             raise ValueError(
@@ -54,10 +55,12 @@ class NoisyRecordsMethod(Method):
             )
 
     @property
-    def steps_are_post_processing(self) -> bool:
-        return True
+    def capabilities(self) -> Capabilities:
+        """Return that the noise is drawn before the steps."""
+        return Capabilities(steps_are_post_processing=True)
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """Return one release of each record; the steps are free."""
         return (
             NoisyRecords(
                 steps.noise_multiplier, self.label_epsilon, steps.steps, steps.sample_rate,
@@ -66,15 +69,17 @@ class NoisyRecordsMethod(Method):
         )  # fmt: skip
 
     def noise_std(self, plan: PrivacyPlan) -> float:
-        """Standard deviation of the noise on an input."""
+        """Return the standard deviation of the noise on an input."""
         phase: Any = plan.phases[0]
         result: float = phase.noise_multiplier * self.input_norm
         return result
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
+        """Return the clip of inputs."""
         return [f"every input is clipped to L2 norm {self.input_norm:g} before it is noised"]
 
     def describe(self, plan: PrivacyPlan) -> str:
+        """Return the noise on records, and the steps, in words."""
         step = plan.step(0)
         return (
             f"inputs clipped to {self.input_norm:g} with noise {self.noise_std(plan):.4g}, drawn "
@@ -82,14 +87,28 @@ class NoisyRecordsMethod(Method):
             f"{step.expected_batch:g}"
         )
 
+    def execution(self) -> Execution[Any]:
+        """Return the training on noisy records."""
+        return NoisyRecordsExecution(self)
+
+
+class NoisyRecordsExecution(Execution[NoisyRecordsMethod]):
+    """The usual steps, on records with noise."""
+
     def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> NoisyDataset:
-        return NoisyDataset(records, key, self.input_norm, self.noise_std(plan), self.label_epsilon)
+        """Return the records with their noise, drawn by `key`."""
+        method = self.method
+        return NoisyDataset(
+            records, key, method.input_norm, method.noise_std(plan), method.label_epsilon
+        )
 
 
 @dataclass(frozen=True)
 class NoisyDataset:
-    """Records with noise of their own, the same whenever they are asked for; nothing else of them
-    is here. std: of the noise on an input clipped to `norm`."""
+    """Records with noise of their own, the same whenever they are asked for.
+
+    std: of the noise on an input clipped to `norm`.
+    """
 
     _records: Any
     _key: bytes
@@ -99,16 +118,19 @@ class NoisyDataset:
 
     @property
     def name(self) -> str:
+        """Return the name of the records."""
         result: str = self._records.name
         return result
 
     @property
     def classes(self) -> int:
+        """Return the number of classes."""
         result: int = self._records.classes
         return result
 
     @property
     def input_shape(self) -> tuple[int, ...]:
+        """Return the shape of one input."""
         result: tuple[int, ...] = self._records.input_shape
         return result
 
@@ -120,8 +142,10 @@ class NoisyDataset:
         return np.arange(len(self))
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
-        """Noisy inputs, float32 (B, *input_shape). Noise follows the place: that of equal records
-        must differ, or their equality would be seen."""
+        """Return noisy inputs, float32 (B, *input_shape).
+
+        Noise follows the place: that of equal records must differ, or their equality would be seen.
+        """
         import torch
 
         from dpdist.gradients.noise import add_noise
@@ -140,7 +164,7 @@ class NoisyDataset:
         return torch.from_numpy(np.array(noisy, dtype=np.float32).reshape(shape))
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Labels by randomised response, int64 (B,)."""
+        """Return labels by randomised response, int64 (B,)."""
         import torch
 
         labels = self._records.targets(indices).numpy()

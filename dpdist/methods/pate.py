@@ -37,7 +37,14 @@ from dpdist.core.fields import (
     Section,
     Text,
 )
-from dpdist.methods.base import DrawCount, Method, MethodState, PublicRecords
+from dpdist.methods.base import (
+    Capabilities,
+    DrawCount,
+    Execution,
+    Method,
+    MethodState,
+    PublicRecords,
+)
 from dpdist.privacy.phases import GaussianSteps, NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
@@ -218,6 +225,25 @@ class SmoothedLoss(Section):
     draws: DrawCount = 10
 
 
+@dataclass(frozen=True)
+class QueriedRecords(PublicRecords):
+    """Public records of which teachers label the first `queries`."""
+
+    queries: int = 0
+    spreading: SpreadingRecipe | None = None
+
+    def check(self, public_dataset: Any, private_dataset: Any, context: str) -> None:
+        shape = private_dataset.input_shape
+        if public_dataset.input_shape != shape or len(public_dataset) < self.queries:
+            raise UserError(
+                f"{context}: method.queries: needs {self.queries:,} public inputs of shape "
+                f"{shape}, {public_dataset.name} has {len(public_dataset):,} of "
+                f"{public_dataset.input_shape}"
+            )
+        if self.spreading is not None:
+            self.spreading.check(public_dataset, context)
+
+
 class PATE(Method):
     """(epsilon, delta)-DP of the student, by the noise on the votes that it learns from.
 
@@ -291,17 +317,6 @@ class PATE(Method):
                 "records must be public"
             )
 
-    def check_public_records(self, public_dataset: Any, private_dataset: Any, context: str) -> None:
-        shape = private_dataset.input_shape
-        if public_dataset.input_shape != shape or len(public_dataset) < self.queries:
-            raise UserError(
-                f"{context}: method.queries: needs {self.queries:,} public inputs of shape "
-                f"{shape}, {public_dataset.name} has {len(public_dataset):,} of "
-                f"{public_dataset.input_shape}"
-            )
-        if self.spreading is not None:
-            self.spreading.check(public_dataset, context)
-
     def _teachers_have_own_initial_weights(self, student: ModelRecipe) -> bool:
         """Whether teachers begin with weights of which the student has none: what those saw, every
         teacher knows, and only the student's are checked."""
@@ -309,19 +324,16 @@ class PATE(Method):
         return model is not None and model.pretrained_part not in (None, student.pretrained_part)
 
     @property
-    def takes_gradient_steps(self) -> bool:
-        return False
+    def capabilities(self) -> Capabilities:
+        return Capabilities(takes_gradient_steps=False, steps_are_post_processing=True)
 
     @property
-    def steps_are_post_processing(self) -> bool:
-        return True
-
-    @property
-    def public_records(self) -> PublicRecords:
+    def public_records(self) -> QueriedRecords:
         public = self.public
-        return PublicRecords(
-            "method.public.data", public.data, public.classes, public.root, used_for_training=True
-        )
+        return QueriedRecords(
+            "method.public.data", public.data, public.classes, public.root, used_for_training=True,
+            queries=self.queries, spreading=self.spreading,
+        )  # fmt: skip
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """The votes alone: the student's steps are post-processing."""
@@ -380,14 +392,19 @@ class PATE(Method):
             f"{plan.steps:,} steps on these labels, expected batch {plan.step(0).expected_batch:g}"
         )
 
-    # --- done in training
+    def execution(self) -> Execution[Any]:
+        return PATEExecution(self)
+
+
+class PATEExecution(Execution[PATE]):
+    """Teachers vote in bulk, before the workers; these train the student on the labels."""
 
     def train(self, run: TrainingDriver) -> None:
-        job = run.job
+        job, method = run.job, self.method
         public, own = job.public_records(), job.records_without_canaries()
-        given = self.spreading
+        given = method.spreading
         spread = None if given is None else partial(given.spread_labels, given.build_graph(public))
-        inputs = public.batch(slice(0, self.queries))
+        inputs = public.batch(slice(0, method.queries))
         votes = self._votes(run, inputs, own.classes)
         told = run.release_once(
             votes.tobytes(), lambda key: self.release_labels(votes, job.plan, key)
@@ -396,8 +413,8 @@ class PATE(Method):
         answered = labels != UNANSWERED
         if not answered.any():
             raise UserError(
-                f"{job.recipe.name}: none of {self.queries:,} inputs passed method.threshold, and "
-                "the budget is spent; begin again with a lower one"
+                f"{job.recipe.name}: none of {method.queries:,} inputs passed method.threshold, "
+                "and the budget is spent; begin again with a lower one"
             )
         if spread is not None:
             asked = np.flatnonzero(answered)
@@ -417,9 +434,9 @@ class PATE(Method):
         path = run.job.folder.private / VOTES
         if not path.exists():
             votes: np.ndarray = count_votes(
-                run.train_teachers(self.teachers, self.teaching.overridden_sections).class_scores(
-                    inputs
-                )
+                run.train_teachers(
+                    self.method.teachers, self.method.teaching.overridden_sections
+                ).class_scores(inputs)
             )
             buffer = io.BytesIO()
             np.save(buffer, votes)
@@ -449,7 +466,7 @@ class PATE(Method):
         if paid.screening:
             most = votes[: paid.queries].max(axis=1)
             noisy = add_noise(most, derive_key(key, "threshold"), paid.screen_noise)
-            passed = np.flatnonzero(noisy >= self.threshold)
+            passed = np.flatnonzero(noisy >= self.method.threshold)
         asked = passed[: paid.answers]
         labels = np.full(len(votes), UNANSWERED)
         counts = add_noise(votes[asked], derive_key(key, "answer"), paid.vote_noise)
@@ -470,7 +487,7 @@ class PATE(Method):
     ) -> Perturbation:
         from dpdist.gradients.perturbations import ParameterPerturbation, Perturbation
 
-        smooth = self.smoothing
+        smooth = self.method.smoothing
         return Perturbation() if smooth is None else ParameterPerturbation(smooth.draws, smooth.std)
 
 

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import Count, CountOrZero, Positive, RejectBool
-from dpdist.methods.base import Method
+from dpdist.methods.base import Capabilities, Execution, Method
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -51,6 +51,7 @@ class PrivatePrediction(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for keys that teachers without privacy have no use for."""
         privacy = recipe.privacy
         refused = {
             "certify": recipe.certify is not None,
@@ -73,55 +74,67 @@ class PrivatePrediction(Method):
                 raise ValueError(f"method {self.name} does not go with {what}")
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """The answers alone: training is not seen by anybody."""
+        """Return the answers alone: training is not seen by anybody."""
         return (GaussianAnswers(steps.noise_multiplier, self.queries),)
 
     @property
-    def not_releasable_reason(self) -> str:
-        return (
-            f"the models of method {self.name} are trained without privacy and never leave; ask "
-            "with `dpdist predict`"
+    def capabilities(self) -> Capabilities:
+        """Return that the models never leave, and how often the evaluation asks."""
+        return Capabilities(
+            not_releasable_reason=(
+                f"the models of method {self.name} are trained without privacy and never leave; "
+                "ask with `dpdist predict`"
+            ),
+            max_evaluation_queries=self.evaluate,
         )
 
-    @property
-    def max_evaluation_queries(self) -> int:
-        return self.evaluate
-
     def noise_std(self, plan: PrivacyPlan, teachers: int) -> float:
-        """Standard deviation of the noise on each logit of an answer."""
+        """Return the standard deviation of the noise on each logit of an answer."""
         phase: Any = next(phase for phase in plan.phases if phase.num_queries)
         result: float = phase.noise_multiplier * 2 * self.logit_bound / teachers
         return result
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
+        """Return how many answers were given, by the ledger."""
         from dpdist.privacy.ledger import Ledger
 
         given = Ledger.read(private_folder / "ledger.jsonl").num_queries
         return [("answers", f"{given:,} given of {self.queries:,} that epsilon pays for")]
 
     def describe(self, plan: PrivacyPlan) -> str:
+        """Return teachers, answers and their noise in words."""
         return (
             f"{self.teachers:,} teachers on disjoint shards; at most {plan.num_queries:,} answers, "
             f"logits clipped to {self.logit_bound:g}, noise "
             f"{self.noise_std(plan, self.teachers):.4g} on their mean"
         )
 
-    # --- done in training and after it
+    def execution(self) -> Execution[Any]:
+        """Return the training of the teachers, who answer."""
+        return PrivatePredictionExecution(self)
+
+
+class PrivatePredictionExecution(Execution[PrivatePrediction]):
+    """Teachers on disjoint shards, and noisy answers of theirs."""
 
     def train(self, run: TrainingDriver) -> None:
-        run.train_teachers(self.teachers)
+        """Train the teachers; no workers follow."""
+        run.train_teachers(self.method.teachers)
         run.write_summary()
 
     def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
+        """Return the mean of clipped logits, with noise."""
         from dpdist.gradients.noise import add_noise
 
-        mean = clip_logits(scores, self.logit_bound).sum(axis=0) / len(scores)
-        return add_noise(mean, key, self.noise_std(plan, len(scores)))
+        mean = clip_logits(scores, self.method.logit_bound).sum(axis=0) / len(scores)
+        return add_noise(mean, key, self.method.noise_std(plan, len(scores)))
 
 
 def clip_logits(scores: np.ndarray, bound: float) -> np.ndarray:
-    """Logits (teachers, classes), each teacher's centred and clipped to an L2 norm: its part in
-    an answer, whatever it says. A teacher that says no numbers has none."""
+    """Return logits (teachers, classes), each teacher's centred and clipped to an L2 norm.
+
+    The norm bounds a teacher's part in an answer. A teacher that says no numbers has none.
+    """
     finite = np.isfinite(scores).all(axis=1, keepdims=True)
     known = np.where(finite, scores, 0.0)
     # Scaled first, so that squares of huge logits stay numbers.

@@ -19,7 +19,7 @@ from pydantic import model_validator
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.console import format_percent
 from dpdist.core.fields import Positive, PositiveOrZero
-from dpdist.methods.base import DrawCount, Method, MethodState
+from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, MethodState
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -71,12 +71,13 @@ class ResidualPerturbation(Method):
 
     @property
     def input_noise_std(self) -> float:
-        """pi, in input units."""
+        """Return pi, in input units."""
         return self.gamma / 2 if self.pi is None else self.pi
 
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a certificate without sigma."""
         super().check(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None:
             raise ValueError(
@@ -85,12 +86,9 @@ class ResidualPerturbation(Method):
             )
 
     @property
-    def has_prediction_noise(self) -> bool:
-        return True
-
-    @property
-    def needs_batched_passes(self) -> bool:
-        return True
+    def capabilities(self) -> Capabilities:
+        """Return that there is noise at every prediction, and passes of several records."""
+        return Capabilities(has_prediction_noise=True, needs_batched_passes=True)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return Theorem 1's claim of a training without DP-SGD; no figure without a formula."""
@@ -117,6 +115,7 @@ class ResidualPerturbation(Method):
         return Claim("Residual I", setting, None, claimed, proved, "not sound", reason)
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
+        """Return the measured assumptions of the claim, where it has any."""
         from dpdist.core.files import read_json
 
         path = private_folder / _ASSUMPTIONS_FILE
@@ -134,7 +133,13 @@ class ResidualPerturbation(Method):
             )
         ]
 
-    # --- done in training
+    def execution(self) -> Execution[Any]:
+        """Return the training with noise behind blocks."""
+        return ResidualExecution(self)
+
+
+class ResidualExecution(Execution[ResidualPerturbation]):
+    """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
 
     def noise_location(self, model: nn.Module) -> ModuleNoise:
         """Return the place where a model is random.
@@ -151,22 +156,26 @@ class ResidualPerturbation(Method):
                 "method residual puts noise behind residual blocks, and the model has none: take "
                 "resnet-rp or resnet-gn"
             )
-        mode = "relative" if self.noise_mode == "relative" else self.strategy
-        return ModuleNoise(dict.fromkeys(blocks, self.gamma), mode, self.input_noise_std, self.eta0)
+        method = self.method
+        mode = "relative" if method.noise_mode == "relative" else method.strategy
+        stds = dict.fromkeys(blocks, method.gamma)
+        return ModuleNoise(stds, mode, method.input_noise_std, method.eta0)
 
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
-        """None; a model without residual blocks is refused."""
+        """Constrain nothing. Raises UserError for a model without residual blocks."""
         self.noise_location(model)
         return lambda: None
 
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> ModulePerturbation:
+        """Return draws of the noise behind blocks and on the input."""
         from dpdist.gradients.perturbations import ModulePerturbation
 
-        return ModulePerturbation(self.draws, self.noise_location(state.model))
+        return ModulePerturbation(self.method.draws, self.noise_location(state.model))
 
     def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
+        """Leave the noise in the model; return its spec with it."""
         from dpdist.models import BlockNoise
 
         place = self.noise_location(state.model)
@@ -174,8 +183,10 @@ class ResidualPerturbation(Method):
         return replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor))
 
     def learn(self, worker: Any) -> None:
-        """Worker 0 measures the assumptions of the claim before the steps and after them, on test
-        images: how many private inputs are within the norm is a secret of theirs."""
+        """Take the steps; worker 0 measures the assumptions of the claim before and after them.
+
+        It does so on test images: how many private inputs are within the norm is their secret.
+        """
         plan, path = worker.job.plan, worker.job.folder.private / _ASSUMPTIONS_FILE
         here = _steps_have_no_noise(plan) and worker.step.reducer.rank == 0
         if here and worker.start == 0:
@@ -202,7 +213,7 @@ class ResidualPerturbation(Method):
         else:
             for start in range(0, len(test), _BATCH):
                 norms = test.batch(slice(start, start + _BATCH)).flatten(1).norm(dim=1)
-                found["within"] += int((norms <= self.input_norm).sum())
+                found["within"] += int((norms <= self.method.input_norm).sum())
         found[stage] = largest_mean_norm(
             worker.model, self.noise_location(worker.model), images, key
         )

@@ -10,33 +10,27 @@ that record's clip.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import Norm, OptionCondition, Positive, PositiveOrZero, RejectBool
-from dpdist.methods.base import DrawCount, Method, MethodState
-from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, load_execution
+from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from dpdist.methods.stobatch_draws import AdversarialDraws
-    from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
-    from dpdist.randomness.noise_location import NoiseLocation
 
 AttackName = Literal["i-fgsm", "mim", "pgd"]  # of the ensemble
 Share = Annotated[float, RejectBool, Field(ge=0, le=1)]
 
 
 class StoBatch(Method):
-    """DP-SGD on records and adversarial examples of them, noise on input and first layer (sound
-    form of DPAL / StoBatch, ICLR and ICML 2020).
+    """DP-SGD on records and adversarial examples of them, with noise on input and first layer.
+
+    It is the sound form of DPAL / StoBatch (ICLR and ICML 2020).
 
     A record's gradient is that of (loss + xi * loss at its adversarial example) / (1 + xi), clipped
     once. The example leads away from the class that the released parameters predict, not from the
@@ -91,6 +85,7 @@ class StoBatch(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a certificate without sigma beside noise on the input."""
         super().check(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None and self.input_noise_std:
             raise ValueError(
@@ -99,16 +94,13 @@ class StoBatch(Method):
             )
 
     @property
-    def supports_frozen_denoiser(self) -> bool:
-        return False
-
-    @property
-    def has_prediction_noise(self) -> bool:
-        return self.sigma > 0
-
-    @property
-    def needs_batched_passes(self) -> bool:
-        return True
+    def capabilities(self) -> Capabilities:
+        """Return that passes are of several records, and whether there is noise."""
+        return Capabilities(
+            needs_batched_passes=True,
+            has_prediction_noise=self.sigma > 0,
+            supports_frozen_denoiser=False,
+        )
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
         """Theorem 4 is of Laplace noise drawn once, which this training has none of: no figure."""
@@ -120,47 +112,6 @@ class StoBatch(Method):
             "none of it is here, and what is proved is DP-SGD's",
         )  # fmt: skip
 
-    # --- done in training
-
-    def noise_location(self, model: nn.Module) -> NoiseLocation:
-        """Return the place where the model is random.
-
-        Raises UserError for a model without such a place.
-        """
-        from dpdist.models import require_split
-        from dpdist.randomness.noise_location import InputNoise, ModuleNoise, NoNoise
-
-        if self.hidden_noise_std:
-            name = require_split(model).name
-            return ModuleNoise({name: self.hidden_noise_std}, input_std=self.input_noise_std)
-        return InputNoise(self.input_noise_std) if self.input_noise_std else NoNoise()
-
-    def perturbation(
-        self, step: StepPlan, learning_rate: float, state: MethodState
-    ) -> AdversarialDraws:
-        from dpdist.methods.stobatch_draws import AdversarialDraws
-
-        return AdversarialDraws(state.model, self.noise_location(state.model), self)
-
-    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
-        """Where noise stands behind it, the first layer is scaled back into its norm."""
-        from dpdist.models import require_split
-        from dpdist.models.noise import project_first_layer_norm
-
-        if not self.hidden_noise_std:
-            return lambda: None
-        split = require_split(model)
-        return lambda: project_first_layer_norm(split, self.sensitivity)
-
-    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
-        import torch
-
-        from dpdist.models import attach_noise, noise, require_split
-
-        model = state.model
-        if self.hidden_noise_std and not self.input_noise_std:
-            shape = require_split(model).hidden_shape(spec.input_shape)
-            attach_noise(model, torch.full(shape, self.hidden_noise_std))
-            return replace(spec, hidden_noise=True)
-        self.noise_location(model).attach(model)
-        return replace(spec, block_noise=getattr(model, noise.BLOCK_NOISE_ATTRIBUTE, None))
+    def execution(self) -> Execution[Any]:
+        """Return the training on adversarial draws."""
+        return load_execution("dpdist.methods.stobatch_draws:StoBatchExecution", self)

@@ -9,7 +9,8 @@ of each row: a sign makes a whole step of them.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -26,25 +27,61 @@ from dpdist.attacks.gradient_attacks import (
 from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import ModulePerturbation, standard_normal_per_record
 from dpdist.gradients.sampling import keyed_hash
+from dpdist.methods.base import Execution, MethodState
+from dpdist.methods.stobatch import StoBatch
+from dpdist.models import ModelSpec, attach_noise, require_split
+from dpdist.models.noise import BLOCK_NOISE_ATTRIBUTE, project_first_layer_norm
+from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, stream_words
-
-if TYPE_CHECKING:
-    from dpdist.core.fields import Norm
-    from dpdist.randomness.noise_location import NoiseLocation
+from dpdist.randomness.noise_location import InputNoise, ModuleNoise, NoiseLocation, NoNoise
 
 # Each attack: whether it starts at a random point of the ball, and its momentum.
 ENSEMBLE = {"i-fgsm": (False, 0.0), "mim": (False, 1.0), "pgd": (True, 0.0)}
 
 
-class ExampleOptions(Protocol):
-    """The options of `dpdist.methods.stobatch.StoBatch` that decide the adversarial examples."""
+# --- hooks of a training ----------------------------------------------------------------------
 
-    xi: float
-    attacks: tuple[Literal["i-fgsm", "mim", "pgd"], ...]
-    steps: int
-    norm: Norm
-    size: tuple[float, float]
-    eot: int
+
+class StoBatchExecution(Execution[StoBatch]):
+    """Steps on records and adversarial examples of them, with noise where it certifies."""
+
+    def noise_location(self, model: nn.Module) -> NoiseLocation:
+        """Return the place where the model is random.
+
+        Raises UserError for a model without such a place.
+        """
+        if self.method.hidden_noise_std:
+            name = require_split(model).name
+            return ModuleNoise(
+                {name: self.method.hidden_noise_std}, input_std=self.method.input_noise_std
+            )
+        return InputNoise(self.method.input_noise_std) if self.method.input_noise_std else NoNoise()
+
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> AdversarialDraws:
+        """Return the record and its adversarial example, at the released parameters."""
+        return AdversarialDraws(state.model, self.noise_location(state.model), self.method)
+
+    def project_parameters(self, model: nn.Module) -> Callable[[], None]:
+        """Return the function that scales the first layer back where noise stands behind it."""
+        if not self.method.hidden_noise_std:
+            return lambda: None
+        split = require_split(model)
+        return lambda: project_first_layer_norm(split, self.method.sensitivity)
+
+    def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
+        """Leave the noise in the model; return its spec with it."""
+        model = state.model
+        if self.method.hidden_noise_std and not self.method.input_noise_std:
+            shape = require_split(model).hidden_shape(spec.input_shape)
+            attach_noise(model, torch.full(shape, self.method.hidden_noise_std))
+            return replace(spec, hidden_noise=True)
+        self.noise_location(model).attach(model)
+        return replace(spec, block_noise=getattr(model, BLOCK_NOISE_ATTRIBUTE, None))
+
+
+# --- draws ------------------------------------------------------------------------------------
 
 
 class AdversarialDraws(ModulePerturbation):
@@ -54,7 +91,7 @@ class AdversarialDraws(ModulePerturbation):
     attacked. location: where it is random. method: what else is asked for.
     """
 
-    def __init__(self, model: nn.Module, location: NoiseLocation, method: ExampleOptions) -> None:
+    def __init__(self, model: nn.Module, location: NoiseLocation, method: StoBatch) -> None:
         xi = method.xi
         super().__init__(2 if xi else 1, location.as_module_noise(), aggregate="sum")
         self.draw_weights = (1 / (1 + xi), xi / (1 + xi)) if xi else (1.0,)
@@ -67,6 +104,7 @@ class AdversarialDraws(ModulePerturbation):
     def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
+        """Return the inputs, or adversarial examples of them, with noise."""
         if record_ids is None:
             raise UserError("adversarial draws need record_ids: what befalls a record is keyed")
         seen = self.adversarial_examples(inputs, record_ids, draw_key) if draw else inputs
@@ -115,8 +153,10 @@ class AdversarialDraws(ModulePerturbation):
         return torch.empty_like(inputs).copy_(found)  # in the inputs' memory format
 
     def _noise(self, inputs: Tensor, record_ids: Tensor, draw_key: bytes) -> Tensor | None:
-        """The attack's own noise, one for all its steps (Salman et al., NeurIPS 2019): `eot` draws
-        of each record beside one another."""
+        """Return the attack's own noise, one for all its steps (Salman et al., NeurIPS 2019).
+
+        `eot` draws of each record lie beside one another.
+        """
         shape = self.classifier.noise_shape(inputs.shape[1:])
         if shape is None:
             return None

@@ -17,16 +17,11 @@ from pydantic import Field, model_validator
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import NotNegative, OptionCondition, Positive, RejectBool
-from dpdist.methods.base import DrawCount, Method, MethodState
-from dpdist.privacy.phases import NonPrivate, Phase
-from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.methods.base import DrawCount, Execution, Method, load_execution
+from dpdist.privacy.phases import GaussianSteps, NonPrivate, Phase
+from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from dpdist.gradients.clipping import Clipping
-    from dpdist.gradients.engine import GradientEngine, TrainingObjective
-    from dpdist.gradients.perturbations import Perturbation
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
 
@@ -74,6 +69,7 @@ class TransDenoiser(Method):
         return self
 
     def check(self, recipe: BaseRecipe) -> None:
+        """Raise ValueError for a recipe without a classifier, or that the variant does not fit."""
         super().check(recipe)
         privacy, resources = recipe.privacy, recipe.resources
         if recipe.model.classifier is None:
@@ -96,20 +92,18 @@ class TransDenoiser(Method):
                 "training.reproducible"
             )
 
-    @property
-    def extra_cost(self) -> tuple[Phase, ...]:
-        """Return the cost of the split between transformed and added noise.
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """Return the cost of the steps, and of the split between transformed and added noise.
 
-        In variant full it is everything.
+        In variant full the split costs everything.
         """
         if self.variant != "full":
-            return ()
-        return (
-            NonPrivate(
-                "TransDenoiser's Algorithm 1 chooses the added noise from the private records "
-                "(sign of the remainder, S_min)"
-            ),
+            return (steps,)
+        split = NonPrivate(
+            "TransDenoiser's Algorithm 1 chooses the added noise from the private records "
+            "(sign of the remainder, S_min)"
         )
+        return (split, steps)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return Algorithm 1's claim that transformed and added noise together are worth xi_up."""
@@ -129,33 +123,6 @@ class TransDenoiser(Method):
             "records",
         )
 
-    def task(self) -> TrainingObjective:
-        """The denoiser learns to give the clean inputs."""
-        from dpdist.gradients.engine import TrainingObjective, input_targets, squared_error
-        from dpdist.models import DENOISER
-
-        return TrainingObjective(squared_error, DENOISER, input_targets)
-
-    def perturbation(
-        self, step: StepPlan, learning_rate: float, state: MethodState
-    ) -> Perturbation:
-        from dpdist.gradients.perturbations import InputPerturbation
-
-        return InputPerturbation(self.draws, self.sigma)
-
-    def engine(
-        self, model: nn.Module, clipping: Clipping, *, expected_batch: float, steps: int,
-        micro_batch: int | None = None, **others: Any,
-    ) -> GradientEngine:  # fmt: skip
-        from dpdist.methods.transdenoiser_split import SplitEngine
-
-        if self.variant != "full":
-            return super().engine(
-                model, clipping, expected_batch=expected_batch, steps=steps,
-                micro_batch=micro_batch, **others,
-            )  # fmt: skip
-        return SplitEngine(
-            self.task().trained_module(model), self, clipping=clipping,
-            expected_batch=expected_batch,
-            steps=steps, micro_batch=micro_batch,
-        )  # fmt: skip
+    def execution(self) -> Execution[Any]:
+        """Return the training of the denoiser."""
+        return load_execution("dpdist.methods.transdenoiser_split:TransDenoiserExecution", self)

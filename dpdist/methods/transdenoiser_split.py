@@ -15,19 +15,63 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpdist.gradients.clipping import Clipping
-from dpdist.gradients.engine import ClippedSum, GradientEngine, GroupMembers, squared_error
+from dpdist.gradients.engine import (
+    ClippedSum,
+    GradientEngine,
+    GroupMembers,
+    TrainingObjective,
+    input_targets,
+    squared_error,
+)
 from dpdist.gradients.hooks import Losses
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.perturbations import InputPerturbation
+from dpdist.gradients.perturbations import InputPerturbation, Perturbation
+from dpdist.methods.base import Execution, MethodState
+from dpdist.methods.transdenoiser import TransDenoiser
+from dpdist.models import DENOISER
 from dpdist.privacy.mechanisms import mixed_gaussian_added_std
+from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
+
+# --- hooks of a training ----------------------------------------------------------------------
+
+
+class TransDenoiserExecution(Execution[TransDenoiser]):
+    """Steps of the denoiser's squared error, in variant full by Algorithm 1."""
+
+    def task(self) -> TrainingObjective:
+        """Return the task of giving the clean inputs."""
+        return TrainingObjective(squared_error, DENOISER, input_targets)
+
+    def perturbation(
+        self, step: StepPlan, learning_rate: float, state: MethodState
+    ) -> Perturbation:
+        """Return noisy copies of each input."""
+        return InputPerturbation(self.method.draws, self.method.sigma)
+
+    def engine(
+        self, model: nn.Module, clipping: Clipping, *, expected_batch: float, steps: int,
+        micro_batch: int | None = None, **others: Any,
+    ) -> GradientEngine:  # fmt: skip
+        """Return the usual engine, in variant full that of Algorithm 1."""
+        if self.method.variant != "full":
+            return super().engine(
+                model, clipping, expected_batch=expected_batch, steps=steps,
+                micro_batch=micro_batch, **others,
+            )  # fmt: skip
+        return SplitEngine(
+            self.task().trained_module(model), self.method, clipping=clipping,
+            expected_batch=expected_batch,
+            steps=steps, micro_batch=micro_batch,
+        )  # fmt: skip
+
 
 # --- the mixed Jacobian -----------------------------------------------------------------------
 
@@ -261,23 +305,6 @@ def _outgoing(layer: nn.Module) -> int:
 # --- the split of the noise -------------------------------------------------------------------
 
 
-class SplitOptions(Protocol):
-    """Those of `dpdist.methods.transdenoiser.TransDenoiser` that decide the split."""
-
-    @property
-    def sigma(self) -> float: ...
-    @property
-    def xi_low(self) -> float: ...
-    @property
-    def xi_up(self) -> float: ...
-    @property
-    def credit_steps(self) -> bool: ...
-    @property
-    def thin(self) -> bool: ...
-    @property
-    def iterations(self) -> int: ...
-
-
 def remainders(denoiser: nn.Module, inputs: Tensor, noisy: Tensor) -> Tensor:
     """o_i = l(z_i) - [l(x_i) + (z_i - x_i) . grad_x l(x_i)]: (B,). l(z) = ||g(z) - x||^2.
 
@@ -310,7 +337,7 @@ def split_noise(
     denoiser: nn.Module,
     inputs: Tensor,
     noisy: Tensor,
-    options: SplitOptions,
+    options: TransDenoiser,
     *,
     batch: float,
     steps: int,
@@ -357,7 +384,7 @@ class SplitEngine(GradientEngine):
     def __init__(
         self,
         denoiser: nn.Module,
-        options: SplitOptions,
+        options: TransDenoiser,
         *,
         clipping: Clipping,
         expected_batch: float,
@@ -377,6 +404,7 @@ class SplitEngine(GradientEngine):
         out: Tensor | None = None,
         members: GroupMembers | None = None,
     ) -> ClippedSum:
+        """Return the clipped sum with the noise of the split in it."""
         if members is not None:
             raise NotImplementedError(
                 "the noise of this method is made for single records, not for groups"

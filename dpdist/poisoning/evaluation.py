@@ -114,6 +114,7 @@ class Poisoning(Evaluation):
         from dpdist.training.ensembles import plan_of_shard
 
         recipe = self.data_recipe(recipe)
+        withheld = recipe.method.capabilities.not_releasable_reason
         for wrong, why in (
             (recipe.tune is not None, "a private search is no single training"),
             (
@@ -124,7 +125,7 @@ class Poisoning(Evaluation):
                 recipe.group_unit is not None,
                 "privacy.unit: group bounds whole groups, and poisoned records are counted singly",
             ),
-            (recipe.method.not_releasable_reason is not None, recipe.method.not_releasable_reason),
+            (withheld is not None, withheld),
         ):
             if wrong:
                 raise UserError(f"{recipe.name}: nothing to vote: {why}")

@@ -613,7 +613,7 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     recipe = folder.read_recipe()
     if search is None:  # a search keeps its durations secret
         check_shape(trained, str(folder.training_summary), {"seconds": float})
-    if recipe.method.not_releasable_reason is None:
+    if recipe.method.capabilities.not_releasable_reason is None:
         check_shape(trained, str(folder.training_summary), {"model": str})
     by_run = read_verified_ledger(folder)
     plan, ledger = by_run.plan, by_run.ledger

@@ -585,8 +585,10 @@ def _limitations(facts: Facts) -> list[str]:
         )
     else:
         found.append("Nothing is certified: a small change of an input may change the answer.")
-    if facts.recipe.method.not_releasable_reason is not None:
-        found.append(f"No model may leave: {facts.recipe.method.not_releasable_reason}")
+    if facts.recipe.method.capabilities.not_releasable_reason is not None:
+        found.append(
+            f"No model may leave: {facts.recipe.method.capabilities.not_releasable_reason}"
+        )
     if facts.canary_notice is not None:
         found.append(f"Audited run: {facts.canary_notice}.")
     return found

@@ -93,7 +93,7 @@ class Recipe(BaseRecipe):
             raise key_error(
                 "data.columns.group", "required with privacy.unit: group, the column of the groups"
             )
-        if not self.method.supports_groups:
+        if not self.method.capabilities.supports_groups:
             raise ValueError(
                 f"privacy.unit: must be record with method {self.method.name} with these options; "
                 "group works with dp-sgd, dplis, and input-noise without consistency"

@@ -188,7 +188,7 @@ def train_in_process(
         folder = RunFolder(place / "run")
         checked = CheckedTraining(own, folder, plan, records.select(member_mask), None)
         job = replace(checked.begin(), member_mask=member_mask, shared_cache=shared_cache)
-        own.method.train(_InProcessDriver(job))
+        own.method.execution().train(_InProcessDriver(job))
         yield job.folder.model_folder
 
 
@@ -456,7 +456,8 @@ class QueryOracle:
         number = ledger.record_query(question, self._plan)
         fixed = self._recipe.privacy.run_key is not None  # for tests, which want the same again
         key = derive_key(self._folder.read_run_key() if fixed else new_run_key(), "answer", number)
-        values: list[float] = self._recipe.method.answer(scores, self._plan, key).tolist()
+        execution = self._recipe.method.execution()
+        values: list[float] = execution.answer(scores, self._plan, key).tolist()
         ledger.record_answer(question, values)
         return values
 

@@ -174,7 +174,7 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
     pretrained = check_pretrained(recipe, private, context)
     named, public = recipe.method.public_records, method_public_records(recipe)
     if named is not None and public is not None:
-        recipe.method.check_public_records(public, private, context)
+        named.check(public, private, context)
         begin = f"{context}: {named.recipe_key}"
         if named.used_for_training:
             check_test_records_unseen(public, test, begin, public.folder == private.folder)
@@ -310,7 +310,8 @@ def _check_resources(recipe: Recipe, context: str) -> None:
     cannot be gone: where somebody looks at a whole release; where sums are not added up by those
     who were sent them, or nobody can say how many records are in one; where no step draws noise.
     """
-    stepwise, noisy = recipe.method.takes_gradient_steps, recipe.privacy.noise_multiplier != 0
+    stepwise = recipe.method.capabilities.takes_gradient_steps
+    noisy = recipe.privacy.noise_multiplier != 0
     audited, whole = recipe.canary_audit is not None, recipe.resources.release == "whole"
     no_steps, no_noise = "for a method without gradient steps", "in a run without noise"
     forbidden = {

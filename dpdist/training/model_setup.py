@@ -211,9 +211,10 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     models.check_outputs(module, spec)
     probe = public_probe(data.load(data_source(recipe), "test"))
     check_initial_model(module, *probe, spec.name, objective(recipe.training))
-    if recipe.method.takes_gradient_steps:
-        validate_on_public_examples(engine, recipe.method.task(), data_source(recipe))
-    recipe.method.project_parameters(module)  # refuses a model that it cannot be applied to
+    execution = recipe.method.execution()
+    if recipe.method.capabilities.takes_gradient_steps:
+        validate_on_public_examples(engine, execution.task(), data_source(recipe))
+    execution.project_parameters(module)  # refuses a model that it cannot be applied to
 
 
 def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
@@ -239,7 +240,7 @@ def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:
     where = f"{recipe.name}: training.crop and flip"
     if len(spec.input_shape) != 3:
         raise UserError(f"{where}: need images, got records of shape {spec.input_shape}")
-    if recipe.method.task().target_function is input_targets:
+    if recipe.method.execution().task().target_function is input_targets:
         raise UserError(f"{where}: what this method learns is the record as it is; leave them out")
 
 
@@ -280,7 +281,7 @@ def build_engine(
     if plan is not None and plan.steps:
         steps, expected_batch = plan.steps, plan.step(0).expected_batch
     clip_norm = recipe.privacy.clip_norm / (1 + build_reduce_dtype(recipe, plan).clip_reduction)
-    engine = recipe.method.engine(
+    engine = recipe.method.execution().engine(
         model,
         make_clipping(recipe.privacy.clipping, clip_norm),
         expected_batch=expected_batch,
@@ -341,18 +342,19 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     counted = (plan.counted, f"{len(dataset):,} to train, {len(test):,} records to test")
     if plan.group is None:
         counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
-    if not (plan.steps and recipe.method.takes_gradient_steps):
+    if not (plan.steps and recipe.method.capabilities.takes_gradient_steps):
         return [("training", recipe.method.describe(plan)), counted]
     step, resources = plan.step(0), recipe.resources
     module = initial_model(recipe, model_spec(recipe, dataset))
     engine = build_engine(recipe, module)
-    method, rate = recipe.method, recipe.training.learning_rate
-    tensors = method.placeholder_state(module, dataset.input_shape)
-    engine.perturbation = method.perturbation(step, rate, MethodState(module, tensors, _PROBE_KEY))
+    execution, rate = recipe.method.execution(), recipe.training.learning_rate
+    tensors = execution.placeholder_state(module, dataset.input_shape)
+    state = MethodState(module, tensors, _PROBE_KEY)
+    engine.perturbation = execution.perturbation(step, rate, state)
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     most, engine.records_per_example = engine.records_per_example, 1  # records are timed
     rate = examples_per_second(
-        engine, method.task(), *_made_up(dataset, recipe.data.predicts_next_token)
+        engine, execution.task(), *_made_up(dataset, recipe.data.predicts_next_token)
     )
     alone = plan.steps * step.expected_batch * most / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])

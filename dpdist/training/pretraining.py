@@ -156,8 +156,8 @@ def _read_joinable_recipe(folder: RunFolder, part: Part) -> Recipe:
     if folder.search_recipe_file.exists():
         raise UserError(f"{folder.path}: a private search; its model cannot be moved")
     recipe = folder.read_recipe()
-    if recipe.method.not_releasable_reason is not None:
-        raise UserError(f"{folder.path}: {recipe.method.not_releasable_reason}")
+    if recipe.method.capabilities.not_releasable_reason is not None:
+        raise UserError(f"{folder.path}: {recipe.method.capabilities.not_releasable_reason}")
     if part == "classifier" and recipe.model.classifier is None:
         raise UserError(f"{folder.path}: its model is no denoiser before a classifier")
     if part == "denoiser" and recipe.model.classifier is not None:

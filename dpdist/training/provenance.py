@@ -165,7 +165,7 @@ def _initial_denoiser_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec |
     if spec.has_noise:
         raise UserError(f"{begin}: its denoiser has noise of its own; take one without")
     _check_part(spec, recipe, dataset, f"{begin}: its denoiser")
-    if not recipe.method.supports_frozen_denoiser:
+    if not recipe.method.capabilities.supports_frozen_denoiser:
         raise UserError(
             f"{begin}: these weights stand behind a frozen denoiser, which does not go with "
             f"method {recipe.method.name}: take others"

@@ -101,7 +101,7 @@ def load_test_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
     can be compared; it did where the run was trained.)
     """
     test = data.load(source, "test")
-    if recipe.method.trained_elsewhere is None and data.split_exists(source, "train"):
+    if recipe.method.capabilities.trained_elsewhere is None and data.split_exists(source, "train"):
         check_test_split(private_records(recipe, source), test, "data.test")
     return test
 
@@ -128,7 +128,7 @@ def private_records_between(
 
 
 def _require_training(recipe: Recipe) -> None:
-    if (why := recipe.method.trained_elsewhere) is not None:
+    if (why := recipe.method.capabilities.trained_elsewhere) is not None:
         raise UserError(f"{recipe.name}: has no training records: {why}")
 
 

@@ -218,7 +218,7 @@ def fit(
         ClusterError: the workers failed for good.
     """
     restarts = job.recipe.resources.max_failures if max_failures is None else max_failures
-    job.recipe.method.train(_TrainingDriver(job, executor, restarts, stop_after))
+    job.recipe.method.execution().train(_TrainingDriver(job, executor, restarts, stop_after))
 
 
 def _run_workers(job: TrainJob, executor: Executor, restarts: int, stop_after: int | None) -> None:

@@ -203,7 +203,7 @@ def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
             method_public_records(recipe),
             key,
         )
-        tensors = recipe.method.prepare_state(setup)
+        tensors = recipe.method.execution().prepare_state(setup)
         if tensors:
             if _has_taken_steps(job.folder):
                 raise UserError(f"{path}: missing, and steps were taken with it; {RESTORE_HINT}")
@@ -351,7 +351,7 @@ class Attempt:
             ]
             if (
                 shaped
-                and job.recipe.method.steps_are_post_processing
+                and job.recipe.method.capabilities.steps_are_post_processing
                 and job.replacement_records is None
             ):
                 raise UserError(
@@ -451,7 +451,7 @@ def run_training(job: TrainJob, reducer: Reducer, stop_after: int | None = None)
     """
     with ExitStack() as stack:
         loop = restore(job, reducer, stack, stop_after)
-        job.recipe.method.learn(loop)
+        job.recipe.method.execution().learn(loop)
         loop.finish()
 
 
@@ -465,7 +465,8 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
         UserError: the records are not the plan's, or the model cannot be trained on them.
         MissingRank: the workers would start from different states.
     """
-    recipe, plan, folder, method = job.recipe, job.plan, job.folder, job.recipe.method
+    recipe, plan, folder = job.recipe, job.plan, job.folder
+    execution = recipe.method.execution()
     records = job.records()
     if len(records) != plan.records and not plan.nominal:
         raise UserError(f"{records.name} has {len(records)} records, the plan says {plan.records}")
@@ -474,7 +475,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
     spec = model_spec(recipe, records)
     model = initial_model(recipe, spec).to(reducer.device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    engine, task = build_engine(recipe, model, plan), method.task()
+    engine, task = build_engine(recipe, model, plan), execution.task()
     sharing = UPDATE_CLASSES[recipe.resources.release](build_reduce_dtype(recipe, plan))
     check_clip(engine, sharing, plan.clip_norm)
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
@@ -484,19 +485,22 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
         read_method_state(folder) if reducer.all_gather_text("made" if made else "")[0] else {}
     )
     fixed = MethodState(model, tensors, derive_key(key, "hidden"))
-    constrain = method.project_parameters(model)
+    constrain = execution.project_parameters(model)
     constrain()
     on_device = recipe.resources.noise == "device"
     if on_device:
         check_device_noise(reducer.device)
     own = sharing.local_slice(reducer, len(flat))
     optimizer = FlatOptimizer(recipe.training, plan.steps, flat[own])
-    slots = {name: t.to(reducer.device) for name, t in method.extra_checkpoint_state(model).items()}
+    extra = execution.extra_checkpoint_state(model)
+    slots = {name: tensor.to(reducer.device) for name, tensor in extra.items()}
     canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible
     shards = build_shards(len(records), plan.records, reducer, reproducible)
-    if method.takes_gradient_steps:  # on nothing private, before anything is on record
-        engine.perturbation = method.perturbation(plan.step(0), optimizer.learning_rate(0), fixed)
+    # on nothing private, before anything is on record
+    if recipe.method.capabilities.takes_gradient_steps:
+        rate = optimizer.learning_rate(0)
+        engine.perturbation = execution.perturbation(plan.step(0), rate, fixed)
         model_setup.validate_on_public_examples(engine, task, job.source)
     initial = checkpoint.tensors_digest(model.state_dict())
     identity = {
@@ -505,7 +509,7 @@ def restore(job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None
         "hidden noise": method_state_digest(fixed),
     }
     attempt = Attempt.begin(job, reducer, stack, identity)
-    seen = method.transform_records(records, plan, attempt.records_key(job, reducer, key))
+    seen = execution.transform_records(records, plan, attempt.records_key(job, reducer, key))
     step = PrivateStep(
         engine, seen, key, attempt.label,
         task=task, reducer=reducer, shards=shards, sharing=sharing, noise_on_device=on_device,
@@ -534,7 +538,7 @@ def _independence(job: TrainJob, step: PrivateStep) -> str:
     """Return how this start's passes keep records apart; "" where no noisy step rests on it."""
     if not job.plan.step(0).noise_multiplier:
         return ""
-    if not job.recipe.method.takes_gradient_steps:
+    if not job.recipe.method.capabilities.takes_gradient_steps:
         return SCREENED
     return model_setup.independence_on_public_examples(
         step.engine, step.task, job.source, job.plan, step.shards.largest_shard
@@ -597,13 +601,12 @@ class Loop:
     def steps(self) -> None:
         """Take the plan's steps that are left."""
         plan, recipe = self.job.plan, self.job.recipe
+        execution = recipe.method.execution()
         for number in range(self.start, self.last):
             step_plan = plan.step(number)
             if number == self.start or recipe.training.schedule != "constant":
                 rate = self.optimizer.learning_rate(number)
-                self.step.engine.perturbation = recipe.method.perturbation(
-                    step_plan, rate, self.fixed
-                )
+                self.step.engine.perturbation = execution.perturbation(step_plan, rate, self.fixed)
             self._step(number, step_plan)
 
     def _step(self, number: int, step_plan: StepPlan) -> None:
@@ -647,7 +650,7 @@ class Loop:
         step.sharing.broadcast_updates(step.reducer, self.flat)
         if self.monitor is None or step.ledger is None:
             return
-        spec = self.job.recipe.method.finalize(self.spec, self.fixed)
+        spec = self.job.recipe.method.execution().finalize(self.spec, self.fixed)
         models.save(self.model, spec, self.job.folder.model_folder)
         if self.last == self.job.plan.steps:
             self.monitor.finish(step.engine.fallback_layers, self.frozen, step.ledger)

@@ -146,7 +146,7 @@ def test_a_pool_grows_and_a_recipe_runs_unchanged(nodes, tmp_path):
 GATED = """
 import json, time
 from pathlib import Path
-from dpdist.methods.dp_sgd import DPSGD
+from dpdist.methods.dp_sgd import DPSGD, DPSGDExecution
 
 LIMIT = Path(__file__).with_name("limit")
 METRICS = Path(__file__).parent / "runs" / "small" / "private" / "metrics.jsonl"
@@ -163,6 +163,10 @@ def done(text):
 class Gated(DPSGD):
     name: str = "gated:Gated"
 
+    def execution(self):
+        return GatedExecution(self)
+
+class GatedExecution(DPSGDExecution):
     def project_parameters(self, model):
         seen = []
 

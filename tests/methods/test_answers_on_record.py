@@ -15,7 +15,7 @@ from support.training import make
 from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
-from dpdist.methods.private_prediction import PrivatePrediction
+from dpdist.methods.private_prediction import PrivatePredictionExecution
 from dpdist.privacy.ledger import Anchor, JournalError, Ledger
 from dpdist.privacy.phases import NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
@@ -70,13 +70,13 @@ def test_answers_under_a_fixed_key_are_repeatable_and_no_two_share_noise(
 ) -> None:
     other = RunFolder(Path(shutil.copytree(run.path, tmp_path / "other")))
     keys: list[bytes] = []
-    real = PrivatePrediction.answer
+    real = PrivatePredictionExecution.answer
 
-    def noted(self: PrivatePrediction, scores: Any, plan: Any, key: bytes) -> Any:
+    def noted(self: PrivatePredictionExecution, scores: Any, plan: Any, key: bytes) -> Any:
         keys.append(key)
         return real(self, scores, plan, key)
 
-    monkeypatch.setattr(PrivatePrediction, "answer", noted)
+    monkeypatch.setattr(PrivatePredictionExecution, "answer", noted)
     oracle = QueryOracle(run.read_recipe(), run)
     found = torch.cat([oracle(inputs(2)), oracle(inputs(4)[2:])])
     assert len(keys) == len(set(keys)) == 4

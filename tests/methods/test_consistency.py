@@ -35,7 +35,7 @@ def engine(clip_norm: float = 1e6) -> GradientEngine:
 
 
 def clipped_sum(of: GradientEngine, inputs, labels, ids) -> torch.Tensor:
-    task = InputNoiseMethod(sigma=0.5, draws=DRAWS, consistency=WEIGHT).task()
+    task = InputNoiseMethod(sigma=0.5, draws=DRAWS, consistency=WEIGHT).execution().task()
     targets = task.target_function(of, inputs, labels, KEY, ids)
     return of.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids).flat.float()
 

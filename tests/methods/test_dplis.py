@@ -39,7 +39,7 @@ def draws_of(method: Method) -> Perturbation:
         noise_multiplier=1.1, sample_rate=256 / 60_000, expected_batch=256.0, clip_norm=1.0,
         batch_cap=None,
     )  # fmt: skip
-    return method.perturbation(step, 0.1536, MethodState(nn.Identity()))
+    return method.execution().perturbation(step, 0.1536, MethodState(nn.Identity()))
 
 
 def test_draws():

@@ -19,8 +19,14 @@ from dpdist import data, models
 from dpdist.core.errors import UserError
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.methods.base import MethodSetup, MethodState
-from dpdist.methods.functional import SCALES, Adversarial, Functional, Relevance
-from dpdist.methods.functional_sums import CoefficientSums, feature_scales, rounding_slack
+from dpdist.methods.functional import Adversarial, Functional, Relevance
+from dpdist.methods.functional_sums import (
+    SCALES,
+    CoefficientSums,
+    FunctionalExecution,
+    feature_scales,
+    rounding_slack,
+)
 from dpdist.methods.hidden_noise_shares import normalised_shares
 from dpdist.models import ModelSpec, last_linear
 from dpdist.runs.recipe import parse_recipe
@@ -78,7 +84,7 @@ def summed(
     )  # fmt: skip
     if made is not None:
         made.feature_cache.clear()  # its passes are others when a record is left out
-    (row,) = method._local_sums(worker, made, step)
+    (row,) = FunctionalExecution(method)._local_sums(worker, made, step)
     return row
 
 
@@ -201,7 +207,7 @@ def test_both_options_train(tmp_path: Path) -> None:
     }.items():
         given = {"name": "digits", "public": 0.3, "max_train": 400}
         job = job_of(tmp_path, name, data=given, method=base | more)
-        stand = job.recipe.method.placeholder_state(network(), SHAPE)
+        stand = job.recipe.method.execution().placeholder_state(network(), SHAPE)
         assert (SCALES in stand) == (name == "relevance")
         execute(job)
         found[name] = parameters(job.folder)
@@ -306,8 +312,8 @@ def test_own_noise_is_a_function_of_the_record_and_fresh_noise_is_not() -> None:
     def noisy(noise: Any, key: bytes = b"k", draw: int = 0, order: Any = rows) -> Tensor:
         records = SimpleNamespace(batch=lambda asked: x[order][asked])
         worker = SimpleNamespace(step=SimpleNamespace(data=records, reducer=there))
-        method = Functional(noise=noise)
-        return method._noisy_copy(worker, draws, key * 32, rows, draw)[np.argsort(order)]
+        execution = FunctionalExecution(Functional(noise=noise))
+        return execution._noisy_copy(worker, draws, key * 32, rows, draw)[np.argsort(order)]
 
     own, fresh, turned = noisy("own"), noisy("fresh"), np.arange(6)[::-1].copy()
     assert torch.equal(noisy("own", b"j", order=turned), own)

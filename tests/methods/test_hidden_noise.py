@@ -21,11 +21,10 @@ from dpdist import models
 from dpdist.certification.operator_norms import l2_to_l2
 from dpdist.gradients.sampling import poisson_sample
 from dpdist.methods import hidden_noise_shares
-from dpdist.methods.base import Redistribution
-from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, SecureSGD
+from dpdist.methods.hidden_noise import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.models import ModelSpec, SplitModel
 from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
-from dpdist.privacy.phases import GaussianReleases, NonPrivate
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.runs.recipe import find_recipe, load_recipe
 
 pytestmark = pytest.mark.guarantee
@@ -61,12 +60,13 @@ def test_options_refuse_what_does_not_hold() -> None:
         PixelDP(epsilon_r=4)
     with pytest.raises(ValidationError, match="paper_faithful: true"):
         SecureSGD(redistribution=Redistribution(source="private"))
-    assert SecureSGD().extra_cost == ()
+    steps = GaussianSteps(10, 1.0, 0.1)
+    assert SecureSGD().cost(steps) == (steps,)
     paid = Redistribution(source="paid", noise_multiplier=5, sample_rate=0.1)
-    assert SecureSGD(redistribution=paid).extra_cost == (GaussianReleases(5, 1, 0.1),)
+    assert SecureSGD(redistribution=paid).cost(steps) == (GaussianReleases(5, 1, 0.1), steps)
     private = Redistribution(source="private")
-    (phase,) = HGMPixelDP(redistribution=private, paper_faithful=True).extra_cost
-    assert isinstance(phase, NonPrivate)
+    phase, last = HGMPixelDP(redistribution=private, paper_faithful=True).cost(steps)
+    assert isinstance(phase, NonPrivate) and last is steps
 
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])

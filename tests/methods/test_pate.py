@@ -21,7 +21,7 @@ from support.recipes import write_recipe
 from support.training import execute, parameters
 
 from dpdist.core.errors import UserError
-from dpdist.methods.pate import PATE, UNANSWERED, VOTES, count_votes
+from dpdist.methods.pate import PATE, UNANSWERED, VOTES, PATEExecution, count_votes
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
@@ -81,7 +81,7 @@ def releases_of(
 
     with patch.context() as inner:
         inner.setattr("dpdist.gradients.noise.add_noise", without)
-        one.release_labels(votes, plan, b"k" * 32)
+        one.execution().release_labels(votes, plan, b"k" * 32)
     return seen
 
 
@@ -118,7 +118,7 @@ def test_thresholds_and_answers_share_no_noise(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("dpdist.gradients.noise.add_noise", keyed)
     for given in (b"k" * 32, b"l" * 32):
-        method().release_labels(np.full((20, 10), 9), plan_of(2.0), given)
+        method().execution().release_labels(np.full((20, 10), 9), plan_of(2.0), given)
     assert len(keys) == 4 and len({*keys, b"k" * 32, b"l" * 32}) == 6
 
 
@@ -191,7 +191,9 @@ def test_what_passes_and_what_is_told_follow_the_exact_law() -> None:
     plan = plan_of(math.sqrt(100 * (2 / 3) / count), one)
     phase: Any = plan.phases[0]
     assert phase.screen_noise == pytest.approx(10) and phase.vote_noise == pytest.approx(20)
-    labels = np.array(one.release_labels(np.tile([60, 40], (count, 1)), plan, b"n" * 32))
+    labels = np.array(
+        one.execution().release_labels(np.tile([60, 40], (count, 1)), plan, b"n" * 32)
+    )
     passed = int((labels != UNANSWERED).sum())
 
     def likely(seen: int, among: int, share: float) -> bool:
@@ -202,7 +204,7 @@ def test_what_passes_and_what_is_told_follow_the_exact_law() -> None:
     for factor in (1.0, 2 / 3, 1.5):
         assert likely(passed, count, norm.cdf(-10 / (10 * factor))) == (factor == 1)
         assert likely(wrong, passed, norm.cdf(-20 / (math.sqrt(2) * 20 * factor))) == (factor == 1)
-    again = one.release_labels(np.tile([60, 40], (count, 1)), plan, b"m" * 32)
+    again = one.execution().release_labels(np.tile([60, 40], (count, 1)), plan, b"m" * 32)
     assert again != labels.tolist()
 
 
@@ -211,15 +213,19 @@ def test_no_more_is_told_than_was_paid_for() -> None:
     votes[:, 4] = 100
     votes[::2] = 10  # no class has enough
     one = method(threshold=50.0)
-    labels = one.release_labels(votes, plan_of(0.01, one), b"k" * 32)
+    labels = one.execution().release_labels(votes, plan_of(0.01, one), b"k" * 32)
     assert labels == [UNANSWERED, 4.0] * 10
     fewer = method(threshold=50.0, answers=3)
-    told = fewer.release_labels(votes, plan_of(0.01, fewer), b"k" * 32)
+    told = fewer.execution().release_labels(votes, plan_of(0.01, fewer), b"k" * 32)
     assert told[:6] == [UNANSWERED, 4.0] * 3 and set(told[6:]) == {UNANSWERED}  # the first three
     every = method(threshold=0.0, screening=0.0, answers=20)
-    assert UNANSWERED not in every.release_labels(votes, plan_of(0.01, every), b"k" * 32)
+    assert UNANSWERED not in every.execution().release_labels(
+        votes, plan_of(0.01, every), b"k" * 32
+    )
     quiet = method(threshold=200.0)
-    assert set(quiet.release_labels(votes, plan_of(0.01, quiet), b"k" * 32)) == {UNANSWERED}
+    assert set(quiet.execution().release_labels(votes, plan_of(0.01, quiet), b"k" * 32)) == {
+        UNANSWERED
+    }
 
 
 @pytest.mark.parametrize(
@@ -255,16 +261,16 @@ def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str
 def test_a_crash_replays_the_votes_and_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, real = job_of(tmp_path / "a"), PATE.release_labels
+    job, real = job_of(tmp_path / "a"), PATEExecution.release_labels
     path = job.folder.ledger
 
-    def dies(self: PATE, *given: Any) -> Any:
+    def dies(self: PATEExecution, *given: Any) -> Any:
         assert Ledger.read(path).num_queries == 1  # on the disk, before its noise
         real(self, *given)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
-        inner.setattr(PATE, "release_labels", dies)
+        inner.setattr(PATEExecution, "release_labels", dies)
         votes_of(job)
     assert Ledger.read(path).recorded_answers == ()
     votes = votes_of(job)
@@ -276,7 +282,7 @@ def test_a_crash_replays_the_votes_and_others_are_refused(
         and ledger.recorded_answers == Ledger.read(undisturbed.folder.ledger).recorded_answers
     )
     with monkeypatch.context() as inner:
-        inner.setattr(PATE, "release_labels", dies)  # never asked again
+        inner.setattr(PATEExecution, "release_labels", dies)  # never asked again
         votes_of(job)
     votes[0] = np.roll(votes[0], 1)
     np.save(job.folder.private / VOTES, votes)

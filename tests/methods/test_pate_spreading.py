@@ -20,7 +20,14 @@ from support.local_execution import JobRecorder, run_without_ray
 from support.training import execute, parameters
 
 from dpdist.core.errors import UserError
-from dpdist.methods.pate import PATE, UNANSWERED, SpreadingRecipe, similarity_graph, spread_scores
+from dpdist.methods.pate import (
+    PATE,
+    UNANSWERED,
+    PATEExecution,
+    SpreadingRecipe,
+    similarity_graph,
+    spread_scores,
+)
 from dpdist.models.features import scattering
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
@@ -146,7 +153,9 @@ def given_to(job: TrainJob) -> Any:
 def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PATE, "release_labels", lambda *_: [UNANSWERED, 2.0, 0.0, 1.0, 1.0] * 4)
+    monkeypatch.setattr(
+        PATEExecution, "release_labels", lambda *_: [UNANSWERED, 2.0, 0.0, 1.0, 1.0] * 4
+    )
     job = job_of(tmp_path, **SPREADING)
     student, public = given_to(job), job.public_records()
     assert public is not None
@@ -172,7 +181,7 @@ def test_nothing_private_flows_into_it_but_released_labels(
     """Other private records and other labels of public ones, the same released labels: what the
     student is given is the same to the bit. Other released labels: it is not."""
     released = [float(each % 3) for each in range(12)] + [UNANSWERED] * 8
-    monkeypatch.setattr(PATE, "release_labels", lambda *_: released)
+    monkeypatch.setattr(PATEExecution, "release_labels", lambda *_: released)
     every = job_of(tmp_path / "every", **SPREADING)
     first = given_to(every)
     own = {tuple(row) for row in every.records_without_canaries().batch(slice(0, 99)).tolist()}
@@ -195,7 +204,7 @@ def test_nothing_private_flows_into_it_but_released_labels(
     assert given_to(other).fingerprint == first.fingerprint
 
     turned = [each if each == UNANSWERED else (each + 1) % 3 for each in released]
-    monkeypatch.setattr(PATE, "release_labels", lambda *_: turned)
+    monkeypatch.setattr(PATEExecution, "release_labels", lambda *_: turned)
     assert given_to(job_of(tmp_path / "turned", **SPREADING)).fingerprint != first.fingerprint
 
 

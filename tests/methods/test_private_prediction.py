@@ -19,7 +19,11 @@ from support.recipes import write_recipe
 
 from dpdist.core.errors import UserError
 from dpdist.evaluation import require_model
-from dpdist.methods.private_prediction import PrivatePrediction, clip_logits
+from dpdist.methods.private_prediction import (
+    PrivatePrediction,
+    PrivatePredictionExecution,
+    clip_logits,
+)
 from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger, LedgerError, QueriesExhausted
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, Phase
@@ -71,7 +75,7 @@ def test_one_teacher_moves_an_answer_by_its_share_at_most() -> None:
 
     def mean(said: np.ndarray) -> np.ndarray:
         scores = np.vstack([others, said])
-        return one.answer(scores, plan_of(0.0), b"k" * 32)
+        return one.execution().answer(scores, plan_of(0.0), b"k" * 32)
 
     answers = np.array([mean(said) for said in everything])
     apart = np.linalg.norm(answers[:, None] - answers[None], axis=2)
@@ -99,16 +103,16 @@ def is_noise_of(std: float, values: np.ndarray) -> bool:
 def test_the_noise_is_the_plans() -> None:
     one, plan = method(), plan_of(3.0)
     keys = [i.to_bytes(32, "little") for i in range(300)]
-    found = np.array([one.answer(np.zeros((5, 10)), plan, key) for key in keys])
+    found = np.array([one.execution().answer(np.zeros((5, 10)), plan, key) for key in keys])
     std = 3.0 * 2 * 2.0 / 5  # noise multiplier, 2 B / K
     assert is_noise_of(std, found)
     assert not is_noise_of(std * 2 / 3, found) and not is_noise_of(std * 3 / 2, found)
     assert not is_noise_of(std * 0.9, found)
-    assert np.array_equal(one.answer(np.zeros((5, 10)), plan, keys[0]), found[0])
+    assert np.array_equal(one.execution().answer(np.zeros((5, 10)), plan, keys[0]), found[0])
     # It hides a constant, and does not change with what it hides.
     scores = np.random.default_rng(0).normal(size=(5, 10))
     exact = clip_logits(scores, 2.0).mean(axis=0)
-    hidden = one.answer(scores, plan, keys[0]) - exact
+    hidden = one.execution().answer(scores, plan, keys[0]) - exact
     assert np.allclose(hidden, found[0], atol=1e-6)
 
 
@@ -300,24 +304,24 @@ def test_a_crash_counts_and_two_at_once_take_one(
     folder = RunFolder(tmp_path / "runs" / "x")
     recipe = folder.read_recipe()
     test = load_test_records(recipe, data_source(recipe))
-    inputs, real = test.batch(slice(100, 104)), PrivatePrediction.answer
+    inputs, real = test.batch(slice(100, 104)), PrivatePredictionExecution.answer
 
-    def dies(self: PrivatePrediction, scores: Any, plan: Any, key: bytes) -> Any:
+    def dies(self: PrivatePredictionExecution, scores: Any, plan: Any, key: bytes) -> Any:
         assert Ledger.read(folder.ledger).num_queries == 4  # on the disk, before its noise
         raise KeyboardInterrupt
 
     with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
-        inner.setattr(PrivatePrediction, "answer", dies)
+        inner.setattr(PrivatePredictionExecution, "answer", dies)
         QueryOracle(recipe, folder)(inputs[:1])
     assert QueryOracle(recipe, folder).answers_left == 2
 
     keys: list[bytes] = []
 
-    def noted(self: PrivatePrediction, scores: Any, plan: Any, key: bytes) -> Any:
+    def noted(self: PrivatePredictionExecution, scores: Any, plan: Any, key: bytes) -> Any:
         keys.append(key)
         return real(self, scores, plan, key)
 
-    monkeypatch.setattr(PrivatePrediction, "answer", noted)
+    monkeypatch.setattr(PrivatePredictionExecution, "answer", noted)
     QueryOracle(recipe, folder)(inputs[:1])  # the answer that was lost is a new one
     outcomes: list[str] = []
     meet = threading.Barrier(2)
@@ -381,7 +385,7 @@ def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
     """All answers are the evaluation's; its third is counted and lost."""
     raw = {**RAW, "method": METHOD | {"evaluate": 6}}
     write_recipe(tmp_path, raw, "x.yaml")
-    real, asked = PrivatePrediction.answer, []
+    real, asked = PrivatePredictionExecution.answer, []
 
     def dies(self: PrivatePrediction, *given: Any) -> Any:
         asked.append(1)
@@ -390,7 +394,7 @@ def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
         return real(self, *given)
 
     with monkeypatch.context() as inner:
-        inner.setattr(PrivatePrediction, "answer", dies)
+        inner.setattr(PrivatePredictionExecution, "answer", dies)
         assert here("run", "x.yaml").code == 130
     folder = RunFolder(tmp_path / "runs" / "x")
     assert Ledger.read(folder.ledger).num_queries == 3 and not folder.evaluation.exists()

@@ -96,11 +96,12 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.strategy}, {m.noise_mode}")
 def test_training_and_the_trained_model_have_one_noise(method: ResidualPerturbation) -> None:
     model = network(ensemble=2)
-    draws = method.perturbation(None, 0.1, MethodState(model))  # type: ignore[arg-type]
+    execution = method.execution()
+    draws = execution.perturbation(None, 0.1, MethodState(model))  # type: ignore[arg-type]
     spec = ModelSpec("resnet-rp", SHAPE, 5, {**OPTIONS, "ensemble": 2})
-    carried = method.finalize(spec, MethodState(model))
+    carried = execution.finalize(spec, MethodState(model))
     assert (
-        find_noise_location(model) == draws.location == method.noise_location(model)
+        find_noise_location(model) == draws.location == execution.noise_location(model)
         and carried.has_noise
     )
     assert set(draws.hidden_modules) == {f"members.{m}.{b}" for m in (0, 1) for b in (1, 2, 3)}
@@ -111,9 +112,9 @@ def test_training_and_the_trained_model_have_one_noise(method: ResidualPerturbat
 def test_a_model_without_blocks_and_options_that_do_not_fit_are_refused() -> None:
     plain = models.initialise(ModelSpec("small-cnn", SHAPE, 5, {"width": 4}), 0)
     with pytest.raises(UserError, match="the model has none: take resnet-rp or resnet-gn"):
-        ResidualPerturbation(gamma=1).project_parameters(plain)
+        ResidualPerturbation(gamma=1).execution().project_parameters(plain)
     known = models.initialise(ModelSpec("resnet-gn", SHAPE, 5, {"depth": 8}), 0)
-    assert len(ResidualPerturbation(gamma=1).noise_location(known).stds) == 3
+    assert len(ResidualPerturbation(gamma=1).execution().noise_location(known).stds) == 3
     for wrong, message in (
         ({"strategy": "multiplicative", "noise_mode": "relative"}, "belongs to strategy: additive"),
         ({"eta0": 0.1}, "eta0 belongs to strategy: multiplicative"),
@@ -353,7 +354,7 @@ def test_queries_compose_the_mean_of_many_answers_tells_more() -> None:
     y = torch.cat([records.targets(slice(60)) for records in splits])
     member, rng = np.arange(120) < 60, torch.Generator().manual_seed(0)
     model = models.initialise(ModelSpec("resnet-rp", SHAPE, 10, OPTIONS), 0)
-    place = ResidualPerturbation(gamma=1.0).noise_location(model)
+    place = ResidualPerturbation(gamma=1.0).execution().noise_location(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(200):
         normals = torch.randn(60, *place.normals_shape(model, SHAPE), generator=rng)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.methods import every_method
 
-from dpdist.methods.base import Method
+from dpdist.methods.base import Execution, Method
 from dpdist.methods.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +20,13 @@ FILES = [
     for path in sorted((ROOT / package).rglob("*.py"))
 ]
 
-CLASSES = {m.__name__ for method in METHODS for m in method.__mro__ if Method in m.__mro__[1:]}
+KINDS = [*METHODS, *(type(method.execution()) for method in every_method())]
+CLASSES = {
+    made.__name__
+    for kind in KINDS
+    for made in kind.__mro__
+    if {Method, Execution} & set(made.__mro__[1:])
+}
 MODULES = {path.stem for path in FILES if path.parent == CATALOGUE.parent}
 NAMES = {method.model_fields["name"].default for method in METHODS}
 # Options that a method has beside what everybody may ask for.
@@ -78,6 +85,7 @@ def test_nobody_asks_which_method_it_is(folder):
     "text",
     [
         "from dpdist.methods.dp_sgd import DPlis",
+        "from dpdist.methods.dpal_training import DPALExecution",
         "if isinstance(m, hidden_noise.HiddenNoiseMethod): pass",
         'recipe.method.name == "secure-sgd"',
         'method.name in ("pixeldp", "hgm-pixeldp")',
@@ -103,11 +111,12 @@ def test_every_method_file_is_of_one_system():
             for alias in node.names
         } & CLASSES
         bases = {
-            base.id
+            name.id  # those of Execution[Method] too
             for node in tree.body
             if isinstance(node, ast.ClassDef)
             for base in node.bases
-            if isinstance(base, ast.Name)
+            for name in ast.walk(base)
+            if isinstance(name, ast.Name)
         }
         if made:
             assert known <= bases, f"{path} knows of {known - bases}"

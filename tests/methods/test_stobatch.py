@@ -60,7 +60,7 @@ def network() -> nn.Module:
 
 def draws_of(model: nn.Module, **options) -> AdversarialDraws:
     method = StoBatch(**{"size": (0.1, 0.3), "steps": 3, **options})
-    draws = method.perturbation(None, 0.1, MethodState(model))  # type: ignore[arg-type]
+    draws = method.execution().perturbation(None, 0.1, MethodState(model))  # type: ignore[arg-type]
     assert isinstance(draws, AdversarialDraws)
     return draws
 
@@ -476,8 +476,9 @@ def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None
     model = models.initialise(SPEC, 1)
     with torch.no_grad():
         next(model.parameters()).mul_(100)  # beyond the norm that is allowed
-    method.project_parameters(model)()
-    spec = method.finalize(SPEC, MethodState(model))
+    execution = method.execution()
+    execution.project_parameters(model)()
+    spec = execution.finalize(SPEC, MethodState(model))
     models.save(model, spec, tmp_path)
     loaded = models.load(tmp_path)
     where = find_noise_location(loaded)
@@ -498,4 +499,4 @@ def test_bad_options_are_refused_in_words(tmp_path) -> None:
     with pytest.raises(UserError, match=r"certify\.sigma is required: the model has noise on its"):
         make(tmp_path, "a", method="stobatch", certify={"n": 10})
     with pytest.raises(UserError, match="a sequence of layers beginning"):
-        StoBatch(split=0.5).noise_location(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
+        StoBatch(split=0.5).execution().noise_location(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))

@@ -98,7 +98,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/audits/trainings.py",
         "audits/test_membership::test_noise_of_its_own_is_scored_by_one_pass_and_by_many",
-        ("several = noisy or shared.recipes[0].method.has_prediction_noise", "several = noisy",
+        ("several = noisy or shared.recipes[0].method.capabilities.has_prediction_noise", "several = noisy",
          "a plain shadow answers less often than the target"),
     ),
     *group(

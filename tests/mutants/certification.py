@@ -57,7 +57,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/config/sections.py", "models/test_views",
-        ("if (key := self.model.averaging_key) and self.method.has_prediction_noise:", "if (key := self.model.averaging_key) and False:", "noise inside is left out of an average"),
+        ("if (key := self.model.averaging_key) and self.method.capabilities.has_prediction_noise:", "if (key := self.model.averaging_key) and False:", "noise inside is left out of an average"),
     ),
     *group(
         "dpdist/certification/score_bounds.py", "certification/test_bounds",

@@ -64,7 +64,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py", NOISY,
         ("            if (\n"
          "                shaped\n"
-         "                and job.recipe.method.steps_are_post_processing\n"
+         "                and job.recipe.method.capabilities.steps_are_post_processing\n"
          "                and job.replacement_records is None\n"
          "            ):", "            if False:",
          "copies: records are noised again by another recipe"),
@@ -166,7 +166,7 @@ FAULTS: list[Fault] = [
          "rows that fill a pass count"),
     ),
     *group(
-        "dpdist/methods/functional.py",
+        "dpdist/methods/functional_sums.py",
         "methods/test_functional::test_a_declared_number_leaves_room_for_many_more",
         ("        check_record_limit(worker.job.recipe, len(worker.step.data))\n", "",
          "more records are summed than there is room for"),

@@ -60,7 +60,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/runs/recipe.py", UNIT,
         ("        recipe.group_unit,\n    )", "        None,\n    )", "a recipe's plan is for records"),
-        ("        if not self.method.supports_groups:", "        if False:", "every method takes groups"),
+        ("        if not self.method.capabilities.supports_groups:", "        if False:", "every method takes groups"),
         ("        for key, given in ((\"audit\", self.audit), (\"tune\", self.tune)):", "        for key, given in ():",
          "a search scores single records of groups"),
     ),

@@ -80,7 +80,7 @@ FAULTS: list[Fault] = [
          "            ),\n", "",
          "planted records vote"),
         ('                "seed_given": self.seed is not None,\n', "", "a given seed is not told apart from a secret one"),
-        ("            (recipe.method.not_releasable_reason is not None, recipe.method.not_releasable_reason),\n", "",
+        ("            (withheld is not None, withheld),\n", "",
          "models that never leave vote"),
         ('            (recipe.tune is not None, "a private search is no single training"),\n', "",
          "one training of a search votes for all"),

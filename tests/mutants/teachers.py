@@ -50,8 +50,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/ensembles.py",
         "training/test_teachers",
         (
-            "own.method.train(_InProcessDriver(job))",
-            "own.method.train(_InProcessDriver(replace(job, member_mask=None)))",
+            "own.method.execution().train(_InProcessDriver(job))",
+            "own.method.execution().train(_InProcessDriver(replace(job, member_mask=None)))",
             "every teacher is trained on all records",
         ),
     ),
@@ -143,7 +143,7 @@ FAULTS: list[Fault] = [
         "dpdist/evaluation.py",
         ANSWERS,
         (
-            "    if recipe.method.not_releasable_reason is not None:\n        raise",
+            "    if recipe.method.capabilities.not_releasable_reason is not None:\n        raise",
             "    if False:\n        raise",
             "a model that must not leave is used",
         ),
@@ -152,7 +152,7 @@ FAULTS: list[Fault] = [
         "dpdist/publishing.py",
         ANSWERS,
         (
-            'raise UserError(f"{folder.path}: {facts.recipe.method.not_releasable_reason}")',
+            'raise UserError(f"{folder.path}: {facts.recipe.method.capabilities.not_releasable_reason}")',
             "pass",
             "a model that must not leave is released",
         ),
@@ -196,8 +196,8 @@ FAULTS: list[Fault] = [
         ),
         ("asked = passed[: paid.answers]", "asked = passed", "the cap on answers is ignored"),
         (
-            "noisy >= self.threshold",
-            "noisy >= 0 * self.threshold",
+            "noisy >= self.method.threshold",
+            "noisy >= 0 * self.method.threshold",
             "every input passes",
         ),
         (
@@ -358,8 +358,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/worker.py",
         NOISY,
         (
-            "seen = method.transform_records(records, plan, attempt.records_key(job, reducer, key))",
-            "transform_records = records",
+            "seen = execution.transform_records(records, plan, attempt.records_key(job, reducer, key))",
+            "seen = records",
             "the steps see the records",
         ),
     ),

@@ -270,8 +270,8 @@ FAULTS: list[Fault] = [
             "the first layer's norm is not kept after an update",
         ),
         (
-            "constrain = method.project_parameters(model)\n    constrain()\n",
-            "constrain = method.project_parameters(model)\n",
+            "constrain = execution.project_parameters(model)\n    constrain()\n",
+            "constrain = execution.project_parameters(model)\n",
             "the first layer's norm is not kept before the first step",
         ),
     ),
@@ -928,7 +928,7 @@ FAULTS: list[Fault] = [
             "the denoiser that weights stand behind is left out",
         ),
         (
-            "if not recipe.method.supports_frozen_denoiser:",
+            "if not recipe.method.capabilities.supports_frozen_denoiser:",
             "if False:",
             "noise is put into a frozen denoiser",
         ),
@@ -947,7 +947,7 @@ FAULTS: list[Fault] = [
         "dpdist/config/sections.py",
         "training/test_denoiser_before_weights training/test_denoised_smoothing",
         (
-            "if denoiser is not None and not self.method.supports_frozen_denoiser:",
+            "if denoiser is not None and not self.method.capabilities.supports_frozen_denoiser:",
             "if False:",
             "any method goes behind a denoiser",
         ),
@@ -956,8 +956,8 @@ FAULTS: list[Fault] = [
         "dpdist/methods/functional.py",
         "training/test_denoiser_before_weights",
         (
-            "return not self.encoder  #",
-            "return True  #",
+            "supports_frozen_denoiser=not self.encoder,",
+            "supports_frozen_denoiser=True,",
             "filters are learned from what no network sees",
         ),
     ),

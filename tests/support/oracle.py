@@ -32,7 +32,7 @@ class ReferenceTraining:
         self.job, self.recipe, self.plan = job, job.recipe, job.plan
         self.dataset = records_with_canaries(job.recipe, job.source)
         model = initial_model(job.recipe, model_spec(job.recipe, self.dataset))
-        self.model = job.recipe.method.task().trained_module(model).double().eval()
+        self.model = job.recipe.method.execution().task().trained_module(model).double().eval()
         self.whole = model
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.flat = flatten(self.parameters).clone()

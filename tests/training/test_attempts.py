@@ -12,7 +12,7 @@ from support.training import Interrupt, execute, make
 
 from dpdist.cluster import versions
 from dpdist.core.errors import UserError
-from dpdist.methods.noisy_records import NoisyRecordsMethod
+from dpdist.methods.noisy_records import NoisyRecordsExecution
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
@@ -94,7 +94,7 @@ def key_of_records(tmp: Path, name: str, patch: pytest.MonkeyPatch, **changes: A
     privacy |= {"run_key": "5a" * 32, **changes.pop("privacy", {})}
     base = {"data": {"name": "digits"}, "method": method, "privacy": privacy}
     recipe, folder = small(tmp, name, **(base | changes))
-    patch.setattr(NoisyRecordsMethod, "transform_records", seen)
+    patch.setattr(NoisyRecordsExecution, "transform_records", seen)
     with pytest.raises(Interrupt):
         execute(prepare(recipe, folder, "test"))
     (key,) = found

@@ -399,7 +399,7 @@ def test_r_is_computed_through_the_frozen_classifiers_own_weights(public, tmp_pa
     setup = MethodSetup(
         recipe, spec, lambda: initial_model(recipe, spec), private, public, bytes(32)
     )
-    std = recipe.method.prepare_state(setup)["std"]
+    std = recipe.method.execution().prepare_state(setup)["std"]
     found = (std / 0.3).double().square()
 
     everything = data.load(data_source(recipe), "train")

@@ -18,7 +18,7 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenPerturbation
 from dpdist.methods import hidden_noise_shares
-from dpdist.methods.hidden_noise import SecureSGD
+from dpdist.methods.hidden_noise_shares import HiddenNoiseExecution
 from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.privacy.plan import PrivacyPlan
@@ -208,8 +208,8 @@ def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name
         draws.perturb_output = watched
         return draws
 
-    real = SecureSGD.perturbation
-    monkeypatch.setattr(SecureSGD, "perturbation", lambda *a: spy(real(*a)))
+    real = HiddenNoiseExecution.perturbation
+    monkeypatch.setattr(HiddenNoiseExecution, "perturbation", lambda *a: spy(real(*a)))
     train(*make(tmp_path, name))
     rows = torch.cat(noises)
     spread = float((rows - rows[0]).abs().amax())
@@ -290,7 +290,7 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
             train(recipe, other)
     before = other.method_state.read_bytes()
     with monkeypatch.context() as patch:  # must not be computed again
-        patch.setattr(SecureSGD, "prepare_state", die)
+        patch.setattr(HiddenNoiseExecution, "prepare_state", die)
         again = train(recipe, other)
     assert other.method_state.read_bytes() == before
     assert all(torch.equal(undisturbed[name], again[name]) for name in undisturbed)

@@ -287,13 +287,14 @@ def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatc
     """Work of a method's own, before its workers begin, is done in a trial as in a run."""
     asked = recipe(privacy=FIXED, tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
     search, begun = begin(asked), []
-    ordinary = type(asked.method).train
+    kind = type(asked.method.execution())
+    ordinary = kind.train
 
-    def train(method, run):
+    def train(execution, run):
         begun.append((run.job.folder.path.name, run.job.folder.training_summary.exists()))
-        ordinary(method, run)
+        ordinary(execution, run)
 
-    monkeypatch.setattr(type(asked.method), "train", train)
+    monkeypatch.setattr(kind, "train", train)
     run_trials(search)
     assert len(begun) == len(set(begun)) == 2 and not any(done for _, done in begun)
 

@@ -1,0 +1,174 @@
+"""The roles of a method stay small, and no hook of earlier versions is forgotten silently."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+from support.methods import every_method
+
+from dpdist.audits.target import AuditResult
+from dpdist.certification.evaluation import Evaluation
+from dpdist.core.errors import UserError
+from dpdist.methods.base import Capabilities, Execution, Method, PublicRecords
+from dpdist.methods.hidden_noise import HiddenNoiseMethod, NonPrivateHiddenNoiseMethod
+from dpdist.runs.recipe import parse_recipe
+
+MOST_ABSTRACT, MOST_OVERRIDABLE = 4, 12
+
+
+def overridable(kind: type) -> list[str]:
+    """Names that a subclass may define anew, inherited ones counted: functions, properties and
+    attributes of the class (those that are only declared too) that are public, dpdist's own and not
+    final. Options are no members."""
+    found: dict[str, object] = {}
+    for made in reversed(kind.__mro__):
+        if made.__module__.startswith("dpdist."):
+            found |= dict.fromkeys(vars(made).get("__annotations__", {})) | vars(made)
+    options = {*getattr(kind, "model_fields", {})}
+    options |= {each.name for each in fields(kind)} if is_dataclass(kind) else set()
+    return sorted(
+        name
+        for name, member in found.items()
+        if not name.startswith(("_", "model_"))
+        and name not in options
+        and not getattr(_function(member), "__final__", False)
+    )
+
+
+def abstract(kind: type) -> list[str]:
+    """Those of them that a subclass must define: functions that only raise NotImplementedError."""
+    functions = {
+        name: _function(inspect.getattr_static(kind, name, None)) for name in overridable(kind)
+    }
+    return [
+        name
+        for name, made in functions.items()
+        if inspect.isfunction(made) and "raise NotImplementedError\n" in inspect.getsource(made)
+    ]
+
+
+def _function(member: object) -> object:
+    """Return the function behind a property or a class method."""
+    return getattr(member, "fget", None) or getattr(member, "__func__", member)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Method,
+        Execution,
+        PublicRecords,
+        HiddenNoiseMethod,
+        NonPrivateHiddenNoiseMethod,
+        Evaluation,
+        AuditResult,
+    ],
+)
+def test_no_role_grows(kind):
+    assert len(overridable(kind)) <= MOST_OVERRIDABLE, overridable(kind)
+    assert len(abstract(kind)) <= MOST_ABSTRACT, abstract(kind)
+
+
+def test_members_are_counted():
+    class Wide(Method):
+        name: str = "wide"
+        option: int = 1
+
+        def more(self) -> int:
+            return 1
+
+        def _private(self) -> int:
+            return 1
+
+    Wide.__module__ = "dpdist.methods.wide"
+    assert set(overridable(Wide)) == {*overridable(Method), "more"}
+    assert {"capabilities", "conditions", "cost", "display_name"} <= set(overridable(Method))
+    assert "title" not in overridable(Method)
+
+
+def test_capabilities_are_one_frozen_value():
+    assert Capabilities() == Method(name="plain").capabilities
+    for method in every_method():
+        assert type(method.capabilities) is Capabilities
+        with pytest.raises(AttributeError):
+            method.capabilities.takes_losses = True
+
+
+def test_every_method_has_an_execution_of_itself():
+    """Those that are named by a text are there, and are made for this class of options."""
+    for method in every_method():
+        execution = method.execution()
+        assert isinstance(execution, Execution) and execution.method is method
+        bases = [
+            base
+            for kind in type(execution).__mro__
+            for base in vars(kind).get("__orig_bases__", ())
+        ]
+        made_for = [
+            base.__args__[0] for base in bases if getattr(base, "__origin__", None) is Execution
+        ]
+        assert made_for and all(isinstance(method, kind) for kind in made_for)
+        public = {name for name in vars(type(execution)) if not name.startswith("_")}
+        own = public - set(overridable(Execution))
+        assert own <= {"noise_location", "release_labels"}, "a hook that nobody calls"
+
+
+HOOKS = (
+    *((each.name, f"Capabilities({each.name}=...)") for each in fields(Capabilities)),
+    *((name, "is a hook of Execution now") for name in overridable(Execution)),
+    ("extra_cost", "is a part of cost now"),
+    ("check_public_records", "is PublicRecords.check now"),
+)
+
+
+@pytest.mark.parametrize(("name", "said"), HOOKS)
+def test_a_hook_of_earlier_versions_is_refused(name, said, tmp_path, monkeypatch):
+    """In one line that says where it is defined now, wherever the class comes from."""
+    text = (
+        f"from dpdist.methods.base import Method\n\nclass Old(Method):\n    def {name}(self): ...\n"
+    )
+    (tmp_path / "old_method.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "old_method", raising=False)
+    recipe = {
+        "name": "old", "data": {"name": "digits"}, "model": "linear",
+        "method": {"name": "old_method:Old"}, "privacy": {"epsilon": 3.0, "delta": 1e-4},
+        "training": {"batch_size": 20, "steps": 1, "learning_rate": 0.1},
+    }  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        parse_recipe(recipe, "r.yaml")
+    message = str(caught.value)
+    assert f"Old.{name}: " in message and said in message and "\n" not in message
+
+
+def test_a_fact_that_was_given_as_an_attribute_is_refused_too():
+    with pytest.raises(TypeError, match=r"Old\.supports_tokens: is a field of Capabilities"):
+        type(
+            "Old",
+            (Method,),
+            {"supports_tokens": True, "__annotations__": {"supports_tokens": bool}},
+        )
+
+
+def test_a_hook_that_is_inherited_is_refused_too():
+    class Mixin:
+        def perturbation(self, step, learning_rate, state): ...
+
+    with pytest.raises(TypeError, match=r"Mixin\.perturbation: is a hook of Execution now"):
+        type("Old", (Mixin, Method), {})
+
+
+def test_hooks_that_are_there_are_not_refused():
+    assert not set(overridable(Method)) & {name for name, _ in HOOKS}
+
+
+def test_the_page_of_the_roles_is_read_in_two_minutes():
+    """From the first line of Capabilities to the last of Execution's hooks."""
+    source = Path(inspect.getsourcefile(Method)).read_text().splitlines()
+    first = inspect.getsourcelines(Capabilities)[1]
+    own, begin = inspect.getsourcelines(Execution)
+    assert begin + len(own) - first < 400 and len(source) < 600
