@@ -23,13 +23,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
 
 from dpdist.core.errors import UserError
+from dpdist.core.fields import FileShape, Keys, Number, WholeNumber
 from dpdist.core.files import (
     MissingFileError,
     atomic_folder,
-    check_shape,
     make_private_folder,
     read_json,
     read_text,
@@ -49,16 +51,81 @@ from dpdist.runs.recipe import Recipe, load_recipe, parse_recipe
 FORMAT = 1
 RECIPE_IDENTITY = "begun with"  # in an attempt's identity: the recipe that was kept then
 SEARCH_IDENTITY = "searched by"  # in that of a search's trial: what the search was fixed to
-_SEARCH_TERMS = {
-    "data": str, "plan": dict, "trial": dict, "score_noise": float | None, "charge": str,
-    "assumed": list,
-}  # fmt: skip
 # In what a model may be told by another recipe than the one that trained it: the run of a search's
 # winner, and a model that got its frozen part after training.
 _KEYS_THAT_MAY_DIFFER = (
     "name", "public", "data.root", "model.classifier", "model.denoiser", "privacy.budget",
     "privacy.budget_ceiling", "privacy.budget_delta",
 )  # fmt: skip
+
+
+class RunDescription(FileShape):
+    """run.json: format of the folder, and the version of dpdist that made it."""
+
+    newest_format = FORMAT
+
+    format: int
+    dpdist: str = "?"
+
+
+class StartRecord(FileShape):
+    """private/begun-with.json: the recipes and the noise of the run's beginning.
+
+    recipe: with its defaults. asked: with its search; None without one. trained: of the run that
+    was trained, where that is another one. noise_multiplier: of the plan; None before there is one.
+    """
+
+    recipe: Keys
+    asked: Keys | None
+    noise_multiplier: Number | None
+    trained: Keys | None = None
+
+
+class SearchTermsRecord(FileShape):
+    """private/search/terms.json: what was fixed before the first trial of a search.
+
+    data: fingerprint of the records. plan, trial: of the search and of one trial (`parse_plan`).
+    score_noise: None where scores are public. charge: id in a budget. assumed: assumptions of
+    public parts.
+    """
+
+    data: str
+    plan: Keys
+    trial: Keys
+    score_noise: Number | None
+    charge: str
+    assumed: list[Any]
+
+
+class AnchorRecord(FileShape):
+    """The ledger's anchor (`dpdist.privacy.ledger.Anchor`) in a file of what was made of it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    records: Annotated[int, Field(ge=1)]
+    check: str
+
+    def to_anchor(self) -> Anchor:
+        """Return the anchor."""
+        return Anchor(self.records, self.check)
+
+
+class CheckpointRecord(FileShape):
+    """private/checkpoints/step-N/done.json, which is written last."""
+
+    step: WholeNumber
+    ledger: AnchorRecord
+
+
+class TrainingSummary(FileShape):
+    """private/trained.json, which a finished training writes last.
+
+    fallback_layers: layers whose gradients were taken record by record.
+    """
+
+    steps: WholeNumber
+    fallback_layers: list[Any]
+    ledger: AnchorRecord
 
 
 class DifferentRecipeError(UserError):
@@ -345,31 +412,28 @@ class RunFolder:
         }
         came = {} if trained_run is None else {"trained": trained_run._training_recipe}
         if search_recipe is not None:  # once: a ledger keeps a digest of the text
-            said["asked"] = self._read_start_record()["asked"] or said["asked"]
+            kept = self._read_start_record()
+            said["asked"] = (kept and kept.asked) or said["asked"]
         write_json(self.start_record, {**said, **came, "noise_multiplier": noise_multiplier})
 
-    def _read_start_record(self) -> dict[str, Any]:
-        """Return the content of `start_record`; nothing where nothing is kept."""
-        shape = {"recipe": dict, "asked": dict | None, "noise_multiplier": float | None}
+    def _read_start_record(self) -> StartRecord | None:
+        """Return the content of `start_record`; None where nothing is kept."""
         try:
-            return read_json(self.start_record, shape)
+            return StartRecord.read(self.start_record)
         except MissingFileError:
-            return dict.fromkeys(shape)
+            return None
 
     @property
     def start_noise_multiplier(self) -> float | None:
         """Return the noise multiplier of the run's beginning, calibrated or not."""
-        noise: float | None = self._read_start_record()["noise_multiplier"]
-        return noise
+        kept = self._read_start_record()
+        return None if kept is None else kept.noise_multiplier
 
     @property
     def _training_recipe(self) -> dict[str, Any] | None:
         """Return the kept recipe of the training; None where none is kept."""
         kept = self._read_start_record()
-        found = kept.get("trained") or kept["recipe"]
-        if found is not None and not isinstance(found, dict):
-            raise UserError(f"{self.start_record}: damaged: trained must be a recipe")
-        return found
+        return None if kept is None else kept.trained or kept.recipe
 
     @property
     def recipe_identity(self) -> dict[str, str]:
@@ -398,10 +462,10 @@ class RunFolder:
 
         It is one of the files' own text, as in `recipe_identity`.
         """
-        asked = self._read_start_record()["asked"]
-        if asked is None or not self.search_terms.exists():
+        kept = self._read_start_record()
+        if kept is None or kept.asked is None or not self.search_terms.exists():
             return {}
-        return {SEARCH_IDENTITY: _digest([asked, self.read_search_terms()])}
+        return {SEARCH_IDENTITY: _digest([kept.asked, self.read_search_terms()])}
 
     def check_search_identity(self, recorded_digest: str | None) -> None:
         """Check that the files of the run name the search that chose it.
@@ -429,7 +493,7 @@ class RunFolder:
 
         Raises UserError where they are damaged or missing.
         """
-        return read_json(self.search_terms, _SEARCH_TERMS)
+        return SearchTermsRecord.read_keys(self.search_terms)
 
     def check_recipe_identity(self, recorded_digest: str | None) -> None:
         """Raise UserError unless the recipe file is the one that the run was trained by.
@@ -459,7 +523,7 @@ class RunFolder:
 
     def _check_unchanged(self, name: str, path: Path, current: Recipe) -> None:
         """Raise UserError unless a recipe file equals that of the run's beginning."""
-        kept = self._read_start_record()[name]
+        kept = getattr(self._read_start_record(), name, None)
         changed = kept and parse_recipe(kept, str(self.start_record)).differing_keys(current)
         if changed:
             raise UserError(
@@ -473,16 +537,9 @@ class RunFolder:
         if not self.path.is_dir():
             raise UserError(f"{self.path}: no such run")
         try:
-            info = read_json(self.path / "run.json", {"format": int})
+            RunDescription.read(self.path / "run.json")
         except MissingFileError:
             raise UserError(f"{self.path}: not a run folder (no run.json)") from None
-        version = info["format"]
-        if version > FORMAT:
-            raise UserError(
-                f"{self.path}: written by a newer dpdist ({info.get('dpdist', '?')}, format "
-                f"{version}; this is "
-                f"{__version__}, format {FORMAT}); upgrade to read it"
-            )
 
     def read_recipe(self) -> Recipe:
         """Return the recipe that the run was begun with.
@@ -523,7 +580,7 @@ class RunFolder:
             if self.recipe_file.exists() and load_recipe(self.recipe_file).by_script is not None:
                 how = "run its script again, which continues it"
             raise UserError(f"{self.path}: this run never finished training; {how}")
-        return read_json(self.training_summary, {"steps": int, "fallback_layers": list})
+        return TrainingSummary.read_keys(self.training_summary)
 
     def read_run_key(self) -> bytes:
         """Return the secret run key. Raises UserError when it is missing or damaged."""
@@ -700,43 +757,20 @@ def _check_ledger(
                 f"{ledger.path} lacks releases that {made.description} was made of: {_LEDGER_LOST}"
             )
     if folder.training_summary.exists():
-        _check_finished(folder, plan)
+        steps = TrainingSummary.read(folder.training_summary).steps
+        if steps != plan.steps:
+            raise LedgerError(
+                f"{folder.training_summary} has other steps than {folder.plan}: {_LEDGER_LOST}"
+            )
 
 
 def _released_artifacts(folder: RunFolder) -> list[Artifact]:
     found = []
     for checkpoint in complete_checkpoints(folder.checkpoints)[-1:]:
-        done = checkpoint / "done.json"
-        record = read_json(done)
-        steps = _read_step_count(record, "step", done)
-        found.append(Artifact(f"the checkpoint of step {steps}", steps, _read_anchor(record, done)))
+        done = CheckpointRecord.read(checkpoint / "done.json")
+        words = f"the checkpoint of step {done.step}"
+        found.append(Artifact(words, done.step, done.ledger.to_anchor()))
     if folder.training_summary.exists():
-        record = read_json(folder.training_summary)
-        steps = _read_step_count(record, "steps", folder.training_summary)
-        found.append(
-            Artifact("the trained model", steps, _read_anchor(record, folder.training_summary))
-        )
+        trained = TrainingSummary.read(folder.training_summary)
+        found.append(Artifact("the trained model", trained.steps, trained.ledger.to_anchor()))
     return found
-
-
-def _check_finished(folder: RunFolder, plan: PrivacyPlan) -> None:
-    trained = read_json(folder.training_summary)
-    if _read_step_count(trained, "steps", folder.training_summary) != plan.steps:
-        raise LedgerError(
-            f"{folder.training_summary} has other steps than {folder.plan}: {_LEDGER_LOST}"
-        )
-
-
-def _read_step_count(record: dict[str, Any], key: str, context: object) -> int:
-    value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f"{context}: damaged: {key} must be a whole number >= 0, got {value!r}")
-    return value
-
-
-def _read_anchor(record: dict[str, Any], context: object) -> Anchor:
-    value = check_shape(record, str(context), {"ledger": dict})["ledger"]
-    try:
-        return Anchor(**value)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{context}: damaged: ledger: {error}") from error
