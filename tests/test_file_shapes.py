@@ -136,8 +136,8 @@ def test_rules_that_types_cannot_say():
         ),
         (ScoresRecord, {"scores": []}, "scores must be numbers"),
         (ManifestRecord, {"trials": [{"number": 0}]}, "trials.0.key is missing"),
-        (JobRecord, {"format": 2}, "written by a newer dpdist (format 2; this is "),
-        (RunDescription, {"format": 2}, "written by a newer dpdist (0.1.0, format 2; this is "),
+        (JobRecord, {"format": 2}, "written by a newer dpdist (format 2; this one reads"),
+        (RunDescription, {"format": 2}, "written by a newer dpdist (0.1.0, format 2; this"),
     ):
         with pytest.raises(UserError) as raised:
             shape.parse({**json.loads(WRITTEN[shape]), **change}, "FILE")

@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import model_validator
 
 from dpdist.config.search import LawRecipe, TuneRecipe
-from dpdist.core.errors import UserError
-from dpdist.core.fields import FileShape, Keys, Number, key_error
+from dpdist.core.fields import FileShape, Keys, Number, SecretHex, key_error
 from dpdist.core.files import make_private_folder, write_json
 from dpdist.privacy.plan import parse_plan
 from dpdist.randomness.keys import derive_key, stream_words
@@ -31,7 +30,7 @@ class TrialRecord(FileShape):
     """One trial of the manifest. values: None while an adaptive searcher has not chosen them."""
 
     number: int
-    key: str
+    key: SecretHex
     tie: str
     values: Keys | None
 
@@ -176,10 +175,7 @@ def ensure_manifest(folder: SearchFolder, tune: TuneRecipe, key: bytes) -> None:
 def read_trials(folder: SearchFolder) -> list[Trial]:
     """The trials as drawn. Raises UserError for a manifest that is missing, damaged or newer."""
     found = ManifestRecord.read(folder.manifest).trials
-    try:
-        return [Trial(t.number, bytes.fromhex(t.key), t.tie, t.values) for t in found]
-    except ValueError:  # whose text must not show the key
-        raise UserError(f"{folder.manifest}: damaged: each key must be hex digits") from None
+    return [Trial(t.number, bytes.fromhex(t.key), t.tie, t.values) for t in found]
 
 
 def best_trial(trials: list[Trial], scores: dict[int, float]) -> int | None:

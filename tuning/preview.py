@@ -173,8 +173,7 @@ def law_cost(
 
 def _renyi_epsilon(plan: PrivacyPlan) -> float | None:
     """Epsilon by Renyi DP alone (quick orders); None where it has no bound."""
-    from dpdist.privacy.accounting import QUICK_ORDERS, rdp_epsilon
-    from dpdist.privacy.pld import UnsupportedMechanismError
+    from dpdist.privacy.accounting import QUICK_ORDERS, UnsupportedMechanismError, rdp_epsilon
 
     paths = plan.path_events(plan.phases)
     try:

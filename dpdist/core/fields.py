@@ -30,7 +30,6 @@ from pydantic_core import PydanticCustomError
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import quoted, read_json, validate_path
-from dpdist.core.version import __version__
 
 # --- options that apply only beside others ----------------------------------------------------
 
@@ -300,6 +299,15 @@ def _check_number(value: Any) -> Any:
     return value
 
 
+def _check_secret_hex(value: str) -> str:
+    try:
+        bytes.fromhex(value)
+    except ValueError:
+        raise PydanticCustomError("secret", "must be hex digits") from None
+    return value
+
+
+SecretHex = Annotated[str, AfterValidator(_check_secret_hex)]  # which no message shows
 Number = Annotated[float, PlainValidator(_check_number)]  # kept as it is: 1 stays 1, and not 1.0
 WholeNumber = Annotated[int, Field(ge=0)]
 Keys = dict[str, Any]
@@ -344,7 +352,8 @@ class FileShape(BaseModel):
             item = error.errors(include_url=False)[0]
             key = ".".join(map(str, item["loc"])) or item.get("ctx", {}).get("key", "")
             rule = _FILE_RULES.get(item["type"], "").format(**item.get("ctx", {}))
-            got = "" if item["type"] == "missing" else f", got {quoted(item['input'])}"
+            silent = item["type"] in ("missing", "secret")
+            got = "" if silent else f", got {quoted(item['input'])}"
             said = f"{key} {rule or validation_message(item)}{got}".strip()
             raise UserError(f"{context}: damaged: {said}") from None
 
@@ -355,8 +364,8 @@ class FileShape(BaseModel):
         if cls.newest_format is not None and type(version) is int and version > cls.newest_format:
             maker = f"{quoted(record['dpdist'], 20).strip(chr(39))}, " if "dpdist" in record else ""
             raise UserError(
-                f"{context}: written by a newer dpdist ({maker}format {version}; this is "
-                f"{__version__}, format {cls.newest_format}); upgrade to read it"
+                f"{context}: written by a newer dpdist ({maker}format {version}; this one reads "
+                f"format {cls.newest_format}); upgrade to read it"
             )
 
     @classmethod

@@ -61,10 +61,10 @@ from dpdist.core.files import (
     write_atomic,
     write_json,
 )
-from dpdist.core.version import __version__
 from dpdist.privacy.ledger import JournalError, Ledger
 from dpdist.release.bundle import REQUIRED_FILES, is_release_file
 from dpdist.runs.folder import (
+    WRITER,
     RunFolder,
     complete_checkpoints,
     has_released,
@@ -507,7 +507,7 @@ class Archive:
             }
         body = {
             "format": FORMAT,
-            "dpdist": __version__,
+            **WRITER,
             "run": self.folder.name,
             "private": self.private,
             "trained": "private/trained.json" in files,

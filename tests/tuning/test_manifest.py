@@ -76,7 +76,7 @@ def test_damaged_manifests_are_named(recipe, tmp_path):
         read_trials(folder)
     secret = {**record["trials"][0], "key": "f00dZ"}
     folder.manifest.write_text(json.dumps({**record, "trials": [secret]}))
-    with pytest.raises(UserError, match=r"damaged: each key must be hex") as raised:
+    with pytest.raises(UserError, match=r"damaged: trials.0.key must be hex digits$") as raised:
         read_trials(folder)
     assert "f00d" not in str(raised.value)
 
