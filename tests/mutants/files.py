@@ -152,6 +152,12 @@ FAULTS: list[Fault] = [
         ("anonymous=True, **options", "**options", "whether a stranger may read is tried as its owner"),
     ),
     *group(
+        "dpdist/reports/figures.py", "reports/test_figures",
+        ('{"svg.hashsalt": "dpdist"}', '{"svg.hashsalt": None}', "a figure's bytes differ each time"),
+        ('None if "SOURCE_DATE_EPOCH" in os.environ else _DATES.get(file_format)', "None",
+         "figures are dated by the clock"),
+    ),
+    *group(
         "dpdist/core/fields.py", "test_file_shapes",
         ('extra="ignore", frozen=True, strict=True', 'extra="ignore", frozen=True',
          "true in a file is taken for a number"),
