@@ -31,12 +31,12 @@ from numpy.typing import ArrayLike
 
 from dpdist.core import files
 from dpdist.core.errors import ClusterError, UserError
+from dpdist.core.fields import FileShape, Keys
 from dpdist.core.files import (
     ColumnSpec,
     atomic_replacement,
     check_regular_or_missing,
     parse_json,
-    read_json,
     remove_leftovers,
     write_json,
 )
@@ -162,9 +162,18 @@ FORMAT = 1
 SETTINGS, JOURNAL = "settings.json", "journal.jsonl"
 _DIGEST = b"dpdist.settings"
 LABEL_DIGEST_KEY = "labels"  # what a table says of the labels of its inputs
-_SHAPE = {"format": int, "seed": str, "settings": dict}
 
 Progress = Callable[[int, int, float], None]
+
+
+class JobRecord(FileShape):
+    """settings.json: what is executed. Each kind of job adds keys of its own."""
+
+    newest_format = FORMAT
+
+    format: int
+    seed: str
+    settings: Keys
 
 
 def settings_digest(job_record: Mapping[str, Any]) -> str:
@@ -232,7 +241,7 @@ def pin_settings(
     output = journal.path.parent
     path = output / SETTINGS
     if path.exists():
-        about = _read_settings(path)
+        about = JobRecord.read_keys(path)
         refuse_difference(output, kind, about, requested, seed)
     elif journal.header is not None:
         raise UserError(
@@ -282,13 +291,6 @@ def _flatten_record(job_record: Mapping[str, Any]) -> dict[str, Any]:
         key: value for key, value in job_record.items() if key not in ("settings", "format", "seed")
     }
     return flat | dict(job_record.get("settings", {}))
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    about = read_json(path, _SHAPE)
-    if about["format"] > FORMAT:
-        raise UserError(f"{path}: written by a newer version of dpdist")
-    return about
 
 
 def build_table(
@@ -343,7 +345,7 @@ def read_table(path: Path, columns: Mapping[str, ColumnSpec], key: bytes) -> pa.
     if (table.schema.metadata or {}).get(_DIGEST) != own.encode():
         raise UserError(f"{path}: damaged: the settings in it are not those of its results")
     beside = path.parent / SETTINGS
-    if beside.exists() and own != settings_digest(_read_settings(beside)):
+    if beside.exists() and own != settings_digest(JobRecord.read_keys(beside)):
         raise UserError(
             f"{path}: not of the settings in {beside.name} beside it: one of the two was "
             "changed or comes from elsewhere; remove the folder and run again"

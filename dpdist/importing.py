@@ -23,14 +23,13 @@ from dpdist.core.files import (
     write_json,
 )
 from dpdist.core.optional_imports import install_torchvision_hook
-from dpdist.core.version import __version__
 from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
 from dpdist.methods.imported import UNUSED
 from dpdist.models import ModelSpec
 from dpdist.privacy.ledger import Ledger
-from dpdist.runs.folder import FORMAT, DifferentRecipeError, RunFolder
+from dpdist.runs.folder import FORMAT, WRITER, DifferentRecipeError, RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe, plan_with_noise
 
 if TYPE_CHECKING:
@@ -315,7 +314,7 @@ def _write(
     """All files of the run: what a finished training would have left, and what was imported."""
     make_private_folder(aside.private)
     write_atomic(aside.recipe_file, recipe.to_yaml())
-    write_json(aside.path / "run.json", {"format": FORMAT, "dpdist": __version__})
+    write_json(aside.path / "run.json", {"format": FORMAT, **WRITER})
     aside.pin_recipe(recipe, 0.0)
     plan = plan_with_noise(recipe, 1, 0.0)
     write_json(aside.plan, plan.to_dict())

@@ -46,7 +46,7 @@ WALKS = {
     "an epsilon from recipe to report": """
         Recipe PrivacyRecipe make_plan Method.cost PrivacyPlan.guarantee Phase GaussianSteps
         noise_multiplier_for compute_privacy_losses compose_pld sampled_gaussian_pld WorstOfDpEvent
-        Guarantee Ledger.guarantee ChainedJournal read_verified_ledger RunFolder.ledger read_facts
+        Guarantee Ledger.guarantee ChainedJournal read_verified_ledger RunFolder read_facts
         make_verdict write_report
     """,
 }

@@ -472,10 +472,13 @@ def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
     assert not second.archive.exists()
 
 
-@pytest.mark.parametrize(("step", "steps"), [(3, 2), (-1, 2), (True, 2)])
-def test_a_permit_ends_after_it_begins(step, steps) -> None:
-    with pytest.raises(ValueError, match="not a permit"):
-        Permit(0, step, steps)
+@pytest.mark.parametrize(
+    ("step", "steps", "why"),
+    [(3, 2, "steps: must be >= 3"), (-1, 2, "step\\n.* equal to 0"), (True, 2, "valid int")],
+)
+def test_a_permit_ends_after_it_begins(step, steps, why) -> None:
+    with pytest.raises(ValueError, match=why):
+        Permit(epoch=0, step=step, steps=steps)
 
 
 @pytest.mark.long
@@ -508,7 +511,9 @@ def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
     asked = archives.read_permit(folder.permit_request)
     assert asked.step == 99 and asked.steps >= 149
     PermitGate(folder, 0, 30, 200).wait(30)
-    assert archives.read_permit(folder.permit_request) == Permit(0, 30, asked.steps)
+    assert archives.read_permit(folder.permit_request) == Permit(
+        epoch=0, step=30, steps=asked.steps
+    )
     gate = PermitGate(folder, 1, 30, 200)
     waiting = threading.Thread(target=gate.wait, args=(30,), daemon=True)
     waiting.start()
@@ -768,7 +773,7 @@ def test_commands_that_write_an_archive_check_its_key_first(
 
 
 def kept_in(url: str) -> dict[str, Any]:
-    return archives.newest_manifest(ObjectStore(url))[1]["files"]
+    return archives.newest_manifest(ObjectStore(url))[1].files
 
 
 def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
@@ -793,7 +798,7 @@ def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
     files = kept_in(url)
     assert "private/own" in files
     assert not [path for path in files if "link" in path or "partial" in path]
-    assert ObjectStore(url).get(files["private/ledger.jsonl"]["object"]) == whole
+    assert ObjectStore(url).get(files["private/ledger.jsonl"].object) == whole
 
 
 def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
@@ -804,15 +809,15 @@ def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
     assert archive is not None
     archives.write_json(folder.permit, {"epoch": 0, "step": 0, "steps": 1})
     archives.write_json(folder.permit_request, {"epoch": 0, "step": 1, "steps": 7})
-    assert archive.update() == Permit(0, 1, 7)
+    assert archive.update() == Permit(epoch=0, step=1, steps=7)
     store = ObjectStore(url)
-    assert archives.manifest_permit(archives.newest_manifest(store)[1]) == Permit(0, 1, 7)
-    body = {k: v for k, v in archives.newest_manifest(store)[1].items() if k != "check"}
+    assert archives.newest_manifest(store)[1].permit == Permit(epoch=0, step=1, steps=7)
+    body = archives.newest_manifest(store)[1].model_dump()
     store.put(f"claims/{archives.make_claim(2)}", b"{}")
     later = {**body, "files": {}, "permit": {"epoch": 1, "step": 0, "steps": 2}}
     store.put(f"{archives.claim_folder(2)}/{archives.MANIFEST}", archives.encode_manifest(later))
     number, manifest = archives.newest_manifest(store)
-    assert (number, archives.manifest_permit(manifest)) == (2, Permit(1, 0, 2))
+    assert (number, manifest.permit) == (2, Permit(epoch=1, step=0, steps=2))
 
 
 def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monkeypatch) -> None:
@@ -827,7 +832,7 @@ def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monke
 
     def ask(folder: RunFolder, archive: Archive, epoch: int, step: int) -> None:
         archives.write_json(folder.permit_request, {"epoch": epoch, "step": step, "steps": 6})
-        assert archive.update() == Permit(epoch, step, 6)
+        assert archive.update() == Permit(epoch=epoch, step=step, steps=6)
 
     ask(folder, archive, 0, 5)
     archive.store.put(f"claims/{archives.make_claim(2)}", b"{}")  # whose owner came no further

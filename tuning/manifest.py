@@ -13,15 +13,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import model_validator
+
 from dpdist.config.search import LawRecipe, TuneRecipe
-from dpdist.core.errors import UserError
-from dpdist.core.files import make_private_folder, quoted, read_json, write_json
+from dpdist.core.fields import FileShape, Keys, Number, SecretHex, key_error
+from dpdist.core.files import make_private_folder, write_json
 from dpdist.privacy.plan import parse_plan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.space import TrialLimit, TrialValues, draw_values
 
 FORMAT = 1
+
+
+class TrialRecord(FileShape):
+    """One trial of the manifest. values: None while an adaptive searcher has not chosen them."""
+
+    number: int
+    key: SecretHex
+    tie: str
+    values: Keys | None
+
+
+class ManifestRecord(FileShape):
+    """private/search/manifest.json: the trials as drawn, before anything runs."""
+
+    newest_format = FORMAT
+
+    format: int
+    trials: list[TrialRecord]
+
+
+class SettingsRecord(FileShape):
+    """private/search/settings/N.json: of one trial, written before it starts."""
+
+    values: Keys
+    noise_multiplier: Number
+
+
+class OutcomeRecord(FileShape):
+    """private/search/outcome.json: the best trial; None when the search ended without a model."""
+
+    winner: int | None
+
+
+class ScoresRecord(FileShape):
+    """private/search/scores/N.json: scores of one trial at its rungs.
+
+    done: nothing more will come. failed: why the trial does not count; None where it does.
+    """
+
+    scores: list[Number]
+    done: bool
+    failed: str | None
+
+    @model_validator(mode="after")
+    def _check_scored(self) -> ScoresRecord:
+        if self.done and self.failed is None and not self.scores:
+            raise key_error("scores", "must be numbers, of a trial that is done")
+        return self
 
 
 @dataclass(frozen=True)
@@ -124,16 +174,8 @@ def ensure_manifest(folder: SearchFolder, tune: TuneRecipe, key: bytes) -> None:
 
 def read_trials(folder: SearchFolder) -> list[Trial]:
     """The trials as drawn. Raises UserError for a manifest that is missing, damaged or newer."""
-    record = read_json(folder.manifest)
-    try:
-        if record["format"] > FORMAT:
-            raise UserError(f"{folder.manifest}: written by a newer version of dpdist")
-        return [
-            Trial(t["number"], bytes.fromhex(t["key"]), t["tie"], t["values"])
-            for t in record["trials"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder.manifest}: damaged: {error!r}") from error
+    found = ManifestRecord.read(folder.manifest).trials
+    return [Trial(t.number, bytes.fromhex(t.key), t.tie, t.values) for t in found]
 
 
 def best_trial(trials: list[Trial], scores: dict[int, float]) -> int | None:
@@ -162,7 +204,7 @@ def _uniform_stream(key: bytes) -> Callable[[], float]:
 
 def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
     """Values and noise multiplier of a trial, as written before it started."""
-    return read_json(folder.settings_file(number), {"values": dict, "noise_multiplier": float})
+    return SettingsRecord.read_keys(folder.settings_file(number))
 
 
 def read_terms(folder: SearchFolder) -> dict[str, Any]:
@@ -177,19 +219,12 @@ def read_trial_limit(folder: SearchFolder) -> TrialLimit:
 
 def read_winner(folder: SearchFolder) -> int | None:
     """The number of the best trial; None when the search ended without a model."""
-    result: int | None = read_json(folder.outcome, {"winner": int | None})["winner"]
-    return result
+    return OutcomeRecord.read(folder.outcome).winner
 
 
 def read_scores(folder: SearchFolder, number: int) -> dict[str, Any]:
-    """scores: of the rungs so far. done: nothing more will come. failed: why it does not count."""
+    """Return the keys of `ScoresRecord`; no scores where the trial has not begun."""
     path = folder.scores_file(number)
     if not path.exists():
         return {"scores": [], "done": False, "failed": None}
-    state = read_json(path, {"scores": list, "done": bool, "failed": str | None})
-    finished = state["done"] and state["failed"] is None
-    if finished > bool(state["scores"]) or not all(
-        type(s) in (int, float) for s in state["scores"]
-    ):
-        raise UserError(f"{path}: damaged: scores must be numbers, got {quoted(state['scores'])}")
-    return state
+    return ScoresRecord.read_keys(path)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dpdist.config.search import LawRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import write_result
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, resolve_plan
 from dpdist.tuning.space import RecordCounts, SearchCost, held_out_fraction
@@ -98,39 +95,6 @@ def iter_laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe,
                 yield law, False
 
 
-def plot_costs(rows: Sequence[LawCost], untuned_epsilon: float, delta: float, path: Path) -> None:
-    """Draw epsilon against the expected number of trials, a line for each law.
-
-    untuned_epsilon: epsilon of one untuned run with the same noise.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
-
-    figure = Figure(figsize=(6.4, 3.8), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e5e5e5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    markers = iter("os^DvP")
-    for kind in dict.fromkeys(row.kind for row in rows):
-        points = sorted({(row.mean, row.epsilon) for row in rows if row.kind == kind})
-        axes.plot(*zip(*points, strict=True), marker=next(markers), markersize=4, label=kind)
-    axes.axhline(
-        untuned_epsilon, color="#777777", linestyle="--", linewidth=1, label="one untuned run"
-    )
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.set_xticks(sorted({row.mean for row in rows}))
-    axes.minorticks_off()
-    axes.set_ylim(0, min(1.05 * max(row.epsilon for row in rows), 8 * untuned_epsilon))
-    axes.set_xlabel("expected number of trials, E[K]")
-    axes.set_ylabel(f"epsilon of training and search at delta = {delta:g}")
-    axes.legend(frameon=False)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:])
-    write_result(path, drawn.getvalue())
-
-
 def default_means(recipe: Recipe) -> tuple[int, ...]:
     """The recipe's own expected number of trials."""
     assert recipe.tune is not None
@@ -173,8 +137,7 @@ def law_cost(
 
 def _renyi_epsilon(plan: PrivacyPlan) -> float | None:
     """Epsilon by Renyi DP alone (quick orders); None where it has no bound."""
-    from dpdist.privacy.accounting import QUICK_ORDERS, rdp_epsilon
-    from dpdist.privacy.pld import UnsupportedMechanismError
+    from dpdist.privacy.accounting import QUICK_ORDERS, UnsupportedMechanismError, rdp_epsilon
 
     paths = plan.path_events(plan.phases)
     try:

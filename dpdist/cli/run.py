@@ -220,7 +220,11 @@ def _print_search_costs(
         for law, own in preview.iter_laws(recipe, means)
     ]
     if plot is not None:
-        preview.plot_costs(rows, alone.guarantee().epsilon, recipe.privacy.delta, plot)
+        from dpdist.reports.figures import plot_search_costs
+
+        kinds = dict.fromkeys(row.kind for row in rows)
+        curves = {kind: [(r.mean, r.epsilon) for r in rows if r.kind == kind] for kind in kinds}
+        plot_search_costs(curves, alone.guarantee().epsilon, recipe.privacy.delta, plot)
     if as_json:
         console.print_json([row.to_dict() for row in rows])
         return

@@ -15,13 +15,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import quoted, validate_path
+from dpdist.core.files import quoted, read_json, validate_path
 
 # --- options that apply only beside others ----------------------------------------------------
 
@@ -280,6 +288,97 @@ def iter_errors(error: ValidationError) -> Iterator[Any]:
     for item in error.errors():
         for inner in item.get("ctx", {}).get("errors", [{**item, "loc": ()}]):
             yield {**inner, "loc": (*item["loc"], *inner["loc"])}
+
+
+# --- the content of files ---------------------------------------------------------------------
+
+
+def _check_number(value: Any) -> Any:
+    if type(value) not in (int, float) or not abs(value) < 2**63:
+        raise PydanticCustomError("float_type", "no number of a float's size")
+    return value
+
+
+def _check_secret_hex(value: str) -> str:
+    try:
+        bytes.fromhex(value)
+    except ValueError:
+        raise PydanticCustomError("secret", "must be hex digits") from None
+    return value
+
+
+SecretHex = Annotated[str, AfterValidator(_check_secret_hex)]  # which no message shows
+Number = Annotated[float, PlainValidator(_check_number)]  # kept as it is: 1 stays 1, and not 1.0
+WholeNumber = Annotated[int, Field(ge=0)]
+Keys = dict[str, Any]
+
+_FILE_RULES = {
+    "missing": "is missing",
+    "extra_forbidden": "is an unknown key",
+    "int_type": "must be int",
+    "float_type": "must be float",
+    "string_type": "must be str",
+    "bool_type": "must be bool",
+    "dict_type": "must be dict",
+    "model_type": "must be dict",
+    "list_type": "must be list",
+    "greater_than_equal": "must be a whole number >= {ge:g}",
+}
+
+
+class FileShape(BaseModel):
+    """The content of one file format: the keys it must have, and the type of each.
+
+    Types are strict: true is no number, and a number is no text. Keys that no field names are left
+    alone, because a later version may write more. `Section` is for what people write.
+
+    newest_format: the highest value of the key format that this version reads.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    newest_format: ClassVar[int | None] = None
+
+    @classmethod
+    def parse(cls, record: Keys, context: str) -> Self:
+        """Return the content of a JSON object.
+
+        Raises UserError, in one line that begins with `context`, for a newer format, and for the
+        first key that is missing or of another type.
+        """
+        cls.refuse_newer(record, context)
+        try:
+            return cls.model_validate(record)
+        except ValidationError as error:
+            item = error.errors(include_url=False)[0]
+            key = ".".join(map(str, item["loc"])) or item.get("ctx", {}).get("key", "")
+            rule = _FILE_RULES.get(item["type"], "").format(**item.get("ctx", {}))
+            silent = item["type"] in ("missing", "secret")
+            got = "" if silent else f", got {quoted(item['input'])}"
+            said = f"{key} {rule or validation_message(item)}{got}".strip()
+            raise UserError(f"{context}: damaged: {said}") from None
+
+    @classmethod
+    def refuse_newer(cls, record: Keys, context: str) -> None:
+        """Raise UserError where the key format is above `newest_format`."""
+        version = record.get("format")
+        if cls.newest_format is not None and type(version) is int and version > cls.newest_format:
+            maker = f"{quoted(record['dpdist'], 20).strip(chr(39))}, " if "dpdist" in record else ""
+            raise UserError(
+                f"{context}: written by a newer dpdist ({maker}format {version}; this one reads "
+                f"format {cls.newest_format}); upgrade to read it"
+            )
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the content of a JSON file. Raises as `dpdist.core.files.read_json`."""
+        return cls.parse(read_json(path), str(path))
+
+    @classmethod
+    def read_keys(cls, path: Path) -> Keys:
+        """Return the JSON object of a file that `read` accepts, with the keys no field names."""
+        record = read_json(path)
+        cls.parse(record, str(path))
+        return record
 
 
 # --- measures of what is no class -------------------------------------------------------------

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from dpdist.certification import table_reader
 from dpdist.certification.certificate import Certificate, CertificateTable
 from dpdist.core.errors import UserError
-from dpdist.core.files import check_shape, count_values, json_equal, open_parquet, quoted
+from dpdist.core.fields import FileShape, Keys
+from dpdist.core.files import count_values, json_equal, open_parquet, quoted
 from dpdist.release.bundle import ReleaseError
 
 if TYPE_CHECKING:
@@ -30,20 +31,37 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # of what a table says of itself
 _MAX_VALUES = 2**27  # in one table: a small file may name more than any memory holds
-_METADATA_SHAPE = {
-    "format": int, "model": str, "data": str, "seed": str, "classes": int, "inputs": int,
-    "settings": dict,
-    "classifier": dict, "classifier.generator": str, "classifier.form": str,
-    "classifier.batch": int, "classifier.device": str, "classifier.torch_version": str,
-    "classifier.machine": str, "classifier.notes": list,
-}  # fmt: skip
-_CLASSIFIER_DEFAULTS = {"device": "cpu", "generator": "aes", "notes": [], "check": ""}
 # Of counts, what rounding on another machine may change, and no more.
 _ROUNDING_TOLERANCE = 1e-4
 _MODEL_PROPERTIES = {"hidden", "sensitivity"}  # of the model, as its place's identity says it
 _NON_COUNT_COLUMNS = {"index", "prediction", "n0", "cap"}
 _DERIVED_COLUMNS = ("prediction", "radius")  # by the counts, and what is not kept of the draws
 _FLOAT_TOLERANCE = 1e-9  # what other machines may round otherwise
+
+
+class ClassifierRecord(FileShape):
+    """The classifier that was executed, as a table states it; older tables lack the defaults."""
+
+    generator: str = "aes"
+    form: str
+    batch: int
+    device: str = "cpu"
+    torch_version: str
+    machine: str
+    notes: list[Any] = Field(default=[])
+
+
+class TableRecord(FileShape):
+    """What `redraw_counts` needs of a table's description: the job that made it."""
+
+    format: int
+    model: str
+    data: str
+    seed: str
+    classes: int
+    inputs: int
+    settings: Keys
+    classifier: ClassifierRecord
 
 
 class DatasetLike(Protocol):
@@ -90,12 +108,9 @@ def check_table(
             classes, or states another noise or sensitivity than the model has.
     """
     about, where = table.job_record, table.path
-    said = {"classifier": {}, **about}
-    if isinstance(said["classifier"], dict):
-        said["classifier"] = _CLASSIFIER_DEFAULTS | said["classifier"]
     from dpdist.certification.inference import read_classifier_spec
 
-    check_shape(said, str(where), _METADATA_SHAPE)
+    TableRecord.parse(about, str(where))
     if about["format"] != _FORMAT:
         raise UserError(f"{where}: damaged: format must be {_FORMAT}, got {about['format']}")
     if about["model"] != model_digest:

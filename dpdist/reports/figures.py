@@ -10,21 +10,25 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import quoted
+from dpdist.core.files import quoted, write_result
 from dpdist.privacy import mechanisms
 
 matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
 
+_DATES: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # none
 RocCurves = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -45,6 +49,40 @@ def plot_noise_scales(delta: float, sensitivity: float, file_format: str) -> byt
     axes.set_title(f"Noise for one release, delta {delta:g}")
     axes.legend()
     return render_figure(figure, file_format)
+
+
+def plot_search_costs(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    untuned_epsilon: float,
+    delta: float,
+    path: Path,
+) -> None:
+    """Draw epsilon of training and search against the expected number of trials.
+
+    Args:
+        curves: (expected trials, epsilon), by the kind of law; a line for each.
+        untuned_epsilon: of one untuned run with the same noise.
+        delta: at which every epsilon is stated.
+        path: the file to write; its suffix is png, pdf or svg.
+    """
+    figure, axes = _make_axes()
+    markers = iter("os^DvP")
+    for kind, points in curves.items():
+        across = sorted(set(points))
+        axes.plot(*zip(*across, strict=True), marker=next(markers), markersize=4, label=kind)
+    axes.axhline(
+        untuned_epsilon, color="#777777", linestyle="--", linewidth=1, label="one untuned run"
+    )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xticks(sorted({mean for points in curves.values() for mean, _ in points}))
+    axes.minorticks_off()
+    highest = max(epsilon for points in curves.values() for _, epsilon in points)
+    axes.set_ylim(0, min(1.05 * highest, 8 * untuned_epsilon))
+    axes.set_xlabel("expected number of trials, E[K]")
+    axes.set_ylabel(f"epsilon of training and search at delta = {delta:g}")
+    axes.legend(frameon=False)
+    write_result(path, render_figure(figure, path.suffix[1:]))
 
 
 def plot_roc_curves(
@@ -88,13 +126,18 @@ def _apply_style(axes: Axes) -> None:
 
 
 def render_figure(figure: Figure, file_format: str = "png") -> bytes:
-    """Return the picture as a file's bytes. Raises UserError for a SOURCE_DATE_EPOCH, which dates
-    it, that is no number of seconds."""
+    """Return the picture as a file's bytes, the same ones each time.
+
+    It has no date but that of SOURCE_DATE_EPOCH. Raises UserError where that is no number of
+    seconds.
+    """
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "0")
     if epoch and not re.fullmatch(r"[0-9]{1,11}", epoch):
         raise UserError(
             f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {quoted(epoch)}; unset it"
         )
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=file_format)
+    dated = None if "SOURCE_DATE_EPOCH" in os.environ else _DATES.get(file_format)
+    with matplotlib.rc_context({"svg.hashsalt": "dpdist"}):
+        figure.savefig(buffer, format=file_format, metadata=dated)
     return buffer.getvalue()

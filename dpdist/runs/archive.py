@@ -40,19 +40,19 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, model_validator
 
 from dpdist.cluster.object_store import ObjectNotFoundError, ObjectStore
 from dpdist.core.errors import ClusterError, UserError
-from dpdist.core.fields import check_run_name
+from dpdist.core.fields import FileShape, WholeNumber, check_run_name, key_error
 from dpdist.core.files import (
     MissingFileError,
     atomic_folder,
     check_relative_path,
     check_relative_paths,
-    check_shape,
     make_private_folder,
     parse_json,
     quoted,
@@ -61,10 +61,10 @@ from dpdist.core.files import (
     write_atomic,
     write_json,
 )
-from dpdist.core.version import __version__
 from dpdist.privacy.ledger import JournalError, Ledger
 from dpdist.release.bundle import REQUIRED_FILES, is_release_file
 from dpdist.runs.folder import (
+    WRITER,
     RunFolder,
     complete_checkpoints,
     has_released,
@@ -178,49 +178,73 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 KEY_VARIABLE = "DPDIST_ARCHIVE_KEY"
 _KEY_CHARACTERS = 32
-_PERMIT_SHAPE = {"epoch": int, "step": int, "steps": int}
-_MANIFEST_SHAPE = {
-    "run": str,
-    "private": bool,
-    "trained": bool,
-    "permit": dict | None,
-    "files": dict,
-}
 
 
-@dataclass(frozen=True)
-class Permit:
-    """Leave to release, in this attempt epoch, the steps from `step` up to but not `steps`."""
+class Permit(FileShape):
+    """Leave to release, in this attempt epoch, the steps from `step` up to but not `steps`.
 
-    epoch: int
-    step: int
-    steps: int
+    private/permit-asked.json and permit.json hold the one that was asked for and the granted one.
+    """
 
-    def __post_init__(self) -> None:
-        numbers = (self.epoch, self.step, self.steps)
-        if not all(type(n) is int and n >= 0 for n in numbers) or self.step > self.steps:
-            raise ValueError(f"not a permit: {self}")
+    model_config = ConfigDict(extra="forbid")
+
+    epoch: WholeNumber
+    step: WholeNumber
+    steps: WholeNumber
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Permit:
+        if self.step > self.steps:
+            raise key_error("steps", f"must be >= {self.step}, the first step")
+        return self
+
+
+class ArchiveRecord(FileShape):
+    """private/archive.json: the archive of a run, and the claim by which the run owns it.
+
+    private: whether the private state is archived too. number: that of the claim.
+    """
+
+    url: str
+    private: bool
+    number: int
+    claim: str
+
+
+class StoredFile(FileShape):
+    """One file of an archive: its object in the store, and digest and size of its content."""
+
+    object: str
+    digest: str
+    size: int
+
+
+class Manifest(FileShape):
+    """The manifest of an archive: state of the run, and its files by path in the run folder.
+
+    trained: whether the training is finished. keyed, check: see `encode_manifest`.
+    """
+
+    newest_format = FORMAT
+
+    format: int
+    dpdist: str
+    run: Annotated[str, AfterValidator(check_run_name)]
+    private: bool
+    trained: bool
+    permit: Permit | None
+    files: dict[str, StoredFile]
 
 
 def read_permit(path: Path) -> Permit | None:
     """A permit that was asked for or granted; None when there is none."""
     try:
-        found = read_json(path, _PERMIT_SHAPE)
+        return Permit.read(path)
     except MissingFileError:
         return None
-    try:
-        return Permit(found["epoch"], found["step"], found["steps"])
-    except ValueError as error:
-        raise UserError(f"{path}: damaged: {error}") from None
 
 
-def manifest_permit(manifest: dict[str, Any]) -> Permit | None:
-    """The permit of a manifest that `decode_manifest` gave."""
-    found = manifest["permit"]
-    return found and Permit(**found)
-
-
-def newest_manifest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
+def newest_manifest(store: ObjectStore) -> tuple[int, Manifest]:
     """Number and content of the newest whole manifest. Raises UserError when there is none."""
     numbers = sorted({claim_number(claim) for claim in store.list_names("claims")}, reverse=True)
     if not numbers:
@@ -273,45 +297,36 @@ def encode_manifest(body: dict[str, Any]) -> bytes:
     ).encode()
 
 
-def decode_manifest(raw: bytes, context: str, number: int) -> dict[str, Any]:
+def decode_manifest(raw: bytes, context: str, number: int) -> Manifest:
     """Inverse of `encode_manifest`: every name in it lies below the run's folder, or the prefix's.
 
     Raises UserError when it is damaged, of a newer version, or not made with this machine's key.
     """
+    record = parse_json(raw, context)
+    check = record.pop("check", None)
+    Manifest.refuse_newer(record, context)
     try:
-        manifest = parse_json(raw, context, {"format": int, "dpdist": str, "check": str})
-        if manifest["format"] > FORMAT:
-            raise UserError(f"{context}: written by a newer dpdist ({quoted(manifest['dpdist'])})")
-        check, keyed = manifest.pop("check"), manifest.get("keyed") is True
-        if keyed != bool(archive_key()):
-            why = (
-                f"was written with a key: set {KEY_VARIABLE} to it"
-                if keyed
-                else (
-                    f"was written without a key, by anybody who can write there; {KEY_VARIABLE} "
-                    "is set"
-                )
-            )
-            raise UserError(f"{context}: {why}")
-        if not hmac.compare_digest(check.encode(), manifest_digest(manifest).encode()):
-            raise ValueError("its check does not fit its content")
-        _check_manifest(check_shape(manifest, context, _MANIFEST_SHAPE), context, number)
+        _check_digest(record, check, context)
+        manifest = Manifest.parse(record, context)
+        check_relative_paths(manifest.files, "files")
+        begin = f"{claim_folder(number)}/files/"
+        for path, entry in manifest.files.items():
+            if not check_relative_path(entry.object, path).startswith(begin):
+                raise ValueError(f"{path}: its object must lie in {begin}")
     except (ValueError, TypeError) as error:
         raise UserError(f"{context} is damaged: {error}") from error
     return manifest
 
 
-def _check_manifest(manifest: dict[str, Any], context: str, number: int) -> None:
-    check_run_name(manifest["run"])
-    if manifest["permit"] is not None:
-        check_shape(manifest["permit"], f"{context}: permit", _PERMIT_SHAPE)
-        manifest_permit(manifest)
-    check_relative_paths(manifest["files"], "files")
-    begin = f"{claim_folder(number)}/files/"
-    for path, entry in manifest["files"].items():
-        check_shape(entry, f"{context}: {path}", {"object": str, "digest": str, "size": int})
-        if not check_relative_path(entry["object"], path).startswith(begin):
-            raise ValueError(f"{path}: its object must lie in {begin}")
+def _check_digest(record: dict[str, Any], check: Any, context: str) -> None:
+    keyed = record.get("keyed") is True
+    if keyed != bool(archive_key()):
+        how = f"with a key: set {KEY_VARIABLE} to it"
+        if not keyed:
+            how = f"without a key, by anybody who can write there; {KEY_VARIABLE} is set"
+        raise UserError(f"{context}: was written {how}")
+    if not hmac.compare_digest(str(check), manifest_digest(record)):
+        raise ValueError("its check does not fit its content")
 
 
 def manifest_digest(body: dict[str, Any]) -> str:
@@ -345,7 +360,7 @@ class Archive:
         self.folder, self.private = folder, record["private"]
         self.store = ObjectStore(record["url"])
         self._number, self._claim = record["number"], record["claim"]
-        self._files: dict[str, dict[str, Any]] | None = None  # unknown: another process wrote them
+        self._files: dict[str, StoredFile] | None = None  # unknown: another process wrote them
         self._stamps: dict[str, tuple[int, int, int]] = {}
         self._checkpoint = ""
 
@@ -492,32 +507,32 @@ class Archive:
             }
         body = {
             "format": FORMAT,
-            "dpdist": __version__,
+            **WRITER,
             "run": self.folder.name,
             "private": self.private,
             "trained": "private/trained.json" in files,
             "checkpoint": checkpoint,
-            "permit": None if permit is None else asdict(permit),
-            "files": files,
+            "permit": permit and permit.model_dump(),
+            "files": {path: entry.model_dump() for path, entry in files.items()},
         }
         self.store.put(f"{claim_folder(self._number)}/{MANIFEST}", encode_manifest(body))
         self._files, self._stamps, self._checkpoint = files, stamps, checkpoint
         # Only now: a new owner that the look misses has not read a manifest yet, and reads this.
         self._check_claim()
-        kept = {entry["object"] for entry in files.values()}
+        kept = {entry.object for entry in files.values()}
         for entry in before.values():
-            if entry["object"] not in kept:
-                self.store.delete(entry["object"])
+            if entry.object not in kept:
+                self.store.delete(entry.object)
         if first:  # what earlier owners left is not read again
             for number in range(1, self._number):
                 self.store.delete_folder(claim_folder(number))
         return permit
 
     def _upload_changes(
-        self, paths: list[str], previous: dict[str, dict[str, Any]]
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, int, int]]]:
+        self, paths: list[str], previous: dict[str, StoredFile]
+    ) -> tuple[dict[str, StoredFile], dict[str, tuple[int, int, int]]]:
         """Put what changed; (entries, stamps) of the ledger and the chosen files by path."""
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, StoredFile] = {}
         stamps: dict[str, tuple[int, int, int]] = {}
         if self.private and self.folder.ledger.exists():
             # The anchor first: the lines that are written meanwhile lie beyond it.
@@ -537,17 +552,14 @@ class Archive:
                 continue  # replaced meanwhile; the next update finds what is there then
         return files, stamps
 
-    def _stored_files(self) -> dict[str, dict[str, Any]]:
+    def _stored_files(self) -> dict[str, StoredFile]:
         """The files of the manifest that an earlier process of this owner wrote, if any."""
         name = f"{claim_folder(self._number)}/{MANIFEST}"
         try:
             raw = self.store.get(name)
         except ObjectNotFoundError:
             return {}
-        result: dict[str, dict[str, Any]] = decode_manifest(
-            raw, f"{self.store.url}: {name}", self._number
-        )["files"]
-        return result
+        return decode_manifest(raw, f"{self.store.url}: {name}", self._number).files
 
     def _paths_to_archive(self) -> list[str]:
         """Paths of the files to keep, relative to the run folder, the ledger left out."""
@@ -571,10 +583,10 @@ class Archive:
         private += [file for step in newest for file in sorted(step.iterdir())]
         return [*found, "run.json", *(path.relative_to(root).as_posix() for path in private)]
 
-    def _upload(self, path: str, source: bytes | Path) -> dict[str, Any]:
+    def _upload(self, path: str, source: bytes | Path) -> StoredFile:
         name = f"{claim_folder(self._number)}/files/{secrets.token_hex(8)}/{path}"
         digest, size = self.store.put(name, source)
-        return {"object": name, "digest": digest, "size": size}
+        return StoredFile(object=name, digest=digest, size=size)
 
     # --- beside a training
 
@@ -609,7 +621,7 @@ class Archive:
                 return
             failing_since = None
             if permit is not None:
-                write_json(self.folder.permit, asdict(permit))
+                write_json(self.folder.permit, permit.model_dump())
 
         return poll
 
@@ -632,8 +644,7 @@ def _complete_checkpoint(files: dict[str, Any], expected_paths: Sequence[str] = 
 
 def _read_archive_record(folder: RunFolder) -> dict[str, Any]:
     """Where a run is archived, and its claim. Raises UserError."""
-    shape = {"url": str, "private": bool, "number": int, "claim": str}
-    about = read_json(folder.archive, shape)
+    about = ArchiveRecord.read_keys(folder.archive)
     if claim_number(about["claim"]) != about["number"]:
         raise UserError(f"{folder.archive}: damaged: {quoted(about['claim'])} is not its claim")
     return about
@@ -672,7 +683,7 @@ def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, i
     store = ObjectStore(url)
     number, manifest = _newest_private_manifest(store)
     try:
-        folder = _check_absent(RunFolder(runs / check_run_name(name or manifest["run"])))
+        folder = _check_absent(RunFolder(runs / check_run_name(name or manifest.run)))
     except ValueError as error:
         raise UserError(f"--name: {error}, got {name!r}") from None
     number = max(number, *(claim_number(claim) for claim in store.list_names("claims"))) + 1
@@ -701,12 +712,12 @@ def open_archived_copy(url: str, runs: Path) -> RunFolder:
     """
     store = ObjectStore(url)
     _, manifest = _newest_private_manifest(store)
-    if not manifest["trained"]:
+    if not manifest.trained:
         raise UserError(
             f"{store.url}: this run has not finished training; if its folder is lost, `dpdist "
             f"cluster restore {store.url}` brings it back to be continued"
         )
-    folder = RunFolder(runs / manifest["run"])
+    folder = RunFolder(runs / manifest.run)
     source = folder.private / "copy-of.json"
     if source.exists() and read_json(source, {"url": str})["url"] == store.url:
         return open_run(folder.name, runs)
@@ -722,21 +733,21 @@ def fetch_publishable_files(url: str, into: Path) -> tuple[Path, list[str]]:
     """Copy what may be published of an archived run into a folder of its name under `into`."""
     store = ObjectStore(url)
     _, manifest = newest_manifest(store)
-    target = into / manifest["run"]
-    paths = sorted(path for path in manifest["files"] if is_publishable(path))
+    target = into / manifest.run
+    paths = sorted(path for path in manifest.files if is_publishable(path))
     try:
         with staging_folder(target) as aside:
             for path in paths:
-                _download_file(store, path, manifest["files"][path], aside / path)
+                _download_file(store, path, manifest.files[path], aside / path)
     except ValueError as error:
         raise UserError(str(error)) from None
     return target, paths
 
 
-def _newest_private_manifest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
+def _newest_private_manifest(store: ObjectStore) -> tuple[int, Manifest]:
     """Return `newest_manifest`. Raises UserError for an archive without private state."""
     number, manifest = newest_manifest(store)
-    if not manifest["private"]:
+    if not manifest.private:
         raise UserError(
             f"{store.url}: holds no private state (archive_private was not given), only what may "
             f"be published; `dpdist cluster fetch {store.url}` copies that, the report included"
@@ -760,8 +771,8 @@ def _build_run_folder(folder: RunFolder) -> Iterator[RunFolder]:
         yield aside
 
 
-def _download(store: ObjectStore, manifest: dict[str, Any], folder: RunFolder) -> None:
-    for path, entry in manifest["files"].items():
+def _download(store: ObjectStore, manifest: Manifest, folder: RunFolder) -> None:
+    for path, entry in manifest.files.items():
         target = folder.path / path
         _download_file(store, path, entry, target)
         if path.startswith("private/"):
@@ -769,35 +780,35 @@ def _download(store: ObjectStore, manifest: dict[str, Any], folder: RunFolder) -
     folder.check_format()
 
 
-def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target: Path) -> None:
+def _download_file(store: ObjectStore, path: str, entry: StoredFile, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        found = store.download(entry["object"], target, entry["size"])
+        found = store.download(entry.object, target, entry.size)
     except ObjectNotFoundError as error:
         raise UserError(
             f"{store.url}: {path} is named by the manifest and missing; if a run was still writing "
             "there, try again"
         ) from error
-    if found != (entry["digest"], entry["size"]):
+    if found != (entry.digest, entry.size):
         raise UserError(
             f"{store.url}: {path} is not what was archived ("
-            f"{'more' if found[1] > entry['size'] else found[1]} bytes instead of "
-            f"{entry['size']}, or changed): the archive is damaged"
+            f"{'more' if found[1] > entry.size else found[1]} bytes instead of "
+            f"{entry.size}, or changed): the archive is damaged"
         )
 
 
-def _charge_possible_releases(folder: RunFolder, manifest: dict[str, Any]) -> int:
+def _charge_possible_releases(folder: RunFolder, manifest: Manifest) -> int:
     """Put on record what the lost folder may have released beyond the archived ledger, and begin
     a new attempt. Raises UserError when the ledger does not hold all that the run was made of."""
     if not has_released(folder):
         return 0
     plan = read_verified_ledger(folder).plan
-    if manifest["trained"]:
+    if manifest.trained:
         return 0
     try:
         with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
             charged = 0
-            permit = manifest_permit(manifest)
+            permit = manifest.permit
             if permit:
                 if permit.steps > plan.steps:
                     raise UserError("its permit speaks of more steps than the plan has")

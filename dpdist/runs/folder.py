@@ -23,13 +23,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, overload
+
+from pydantic import ConfigDict, Field
 
 from dpdist.core.errors import UserError
+from dpdist.core.fields import FileShape, Keys, Number, WholeNumber
 from dpdist.core.files import (
     MissingFileError,
     atomic_folder,
-    check_shape,
     make_private_folder,
     read_json,
     read_text,
@@ -47,12 +49,9 @@ from dpdist.runs.recipe import Recipe, load_recipe, parse_recipe
 
 
 FORMAT = 1
+WRITER = {"dpdist": __version__}  # what a file says of the version that wrote it
 RECIPE_IDENTITY = "begun with"  # in an attempt's identity: the recipe that was kept then
 SEARCH_IDENTITY = "searched by"  # in that of a search's trial: what the search was fixed to
-_SEARCH_TERMS = {
-    "data": str, "plan": dict, "trial": dict, "score_noise": float | None, "charge": str,
-    "assumed": list,
-}  # fmt: skip
 # In what a model may be told by another recipe than the one that trained it: the run of a search's
 # winner, and a model that got its frozen part after training.
 _KEYS_THAT_MAY_DIFFER = (
@@ -61,8 +60,99 @@ _KEYS_THAT_MAY_DIFFER = (
 )  # fmt: skip
 
 
+class RunDescription(FileShape):
+    """run.json: format of the folder, and the version of dpdist that made it."""
+
+    newest_format = FORMAT
+
+    format: int
+    dpdist: str = "?"
+
+
+class StartRecord(FileShape):
+    """private/begun-with.json: the recipes and the noise of the run's beginning.
+
+    recipe: with its defaults. asked: with its search; None without one. trained: of the run that
+    was trained, where that is another one. noise_multiplier: of the plan; None before there is one.
+    """
+
+    recipe: Keys
+    asked: Keys | None
+    noise_multiplier: Number | None
+    trained: Keys | None = None
+
+
+class SearchTermsRecord(FileShape):
+    """private/search/terms.json: what was fixed before the first trial of a search.
+
+    data: fingerprint of the records. plan, trial: of the search and of one trial (`parse_plan`).
+    score_noise: None where scores are public. charge: id in a budget. assumed: assumptions of
+    public parts.
+    """
+
+    data: str
+    plan: Keys
+    trial: Keys
+    score_noise: Number | None
+    charge: str
+    assumed: list[Any]
+
+
+class AnchorRecord(FileShape):
+    """The ledger's anchor (`dpdist.privacy.ledger.Anchor`) in a file of what was made of it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    records: Annotated[int, Field(ge=1)]
+    check: str
+
+    def to_anchor(self) -> Anchor:
+        """Return the anchor."""
+        return Anchor(self.records, self.check)
+
+
+class CheckpointRecord(FileShape):
+    """private/checkpoints/step-N/done.json, which is written last."""
+
+    step: WholeNumber
+    ledger: AnchorRecord
+
+
+class TrainingSummary(FileShape):
+    """private/trained.json, which a finished training writes last.
+
+    fallback_layers: layers whose gradients were taken record by record.
+    """
+
+    steps: WholeNumber
+    fallback_layers: list[Any]
+    ledger: AnchorRecord
+
+
 class DifferentRecipeError(UserError):
     """A folder that holds a run of another recipe, so that this run may not use it."""
+
+
+class FileIn:
+    """One file or folder of a run, by its path in the run's folder.
+
+    As an attribute of a `RunFolder` it is the whole path.
+
+    Args:
+        path: the path in the run's folder.
+        description: one sentence, the attribute's documentation.
+    """
+
+    def __init__(self, path: str, description: str) -> None:
+        self.path = path
+        self.__doc__ = description
+
+    @overload
+    def __get__(self, folder: None, owner: type[RunFolder]) -> FileIn: ...
+    @overload
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path: ...
+    def __get__(self, folder: RunFolder | None, owner: type[RunFolder]) -> FileIn | Path:
+        return self if folder is None else folder.path / self.path
 
 
 @dataclass(frozen=True)
@@ -84,25 +174,49 @@ class RunFolder:
 
     path: Path
 
+    recipe_file = FileIn("recipe.yaml", "The recipe with its defaults.")
+    search_recipe_file = FileIn("search.yaml", "The recipe with its search, before it chose.")
+    evaluation = FileIn("evaluation.json", "Accuracy on test data.")
+    certificates = FileIn("certificates", "Folder of certifications, one folder each.")
+    release_folder = FileIn("release", "Folder that is safe to publish.")
+    report_file = FileIn("report/index.html", "The HTML report.")
+
+    private = FileIn("private", "Folder that is never published.")
+    ledger = FileIn("private/ledger.jsonl", "The privacy ledger.")
+    run_key = FileIn("private/run.key", "The secret run key.")
+    fixed_key_marker = FileIn("private/fixed-key", "Mark of a key that the recipe fixed.")
+    plan = FileIn("private/plan.json", "The privacy plan.")
+    start_record = FileIn("private/begun-with.json", "Recipes of the beginning; nobody edits it.")
+    data_fingerprint = FileIn("private/data.json", "Fingerprint of the training records.")
+    score_fingerprint = FileIn("private/scored.json", "Fingerprint of held-out private records.")
+    canary_settings = FileIn("private/planted.json", "Section audit of a run with canaries.")
+    pretraining_record = FileIn("private/pretrained.json", "Pretrained part and its data.")
+    imported = FileIn("private/imported.json", "Origin of an imported model.")
+    # once of hidden noise alone
+    method_state = FileIn("private/hidden-noise.safetensors", "Tensors made before the first step.")
+
+    model_folder = FileIn("private/model", "The trained model, until `dpdist release` copies it.")
+    checkpoints = FileIn("private/checkpoints", "Folder of training checkpoints.")
+    training_summary = FileIn("private/trained.json", "A finished training writes it last.")
+    metrics = FileIn("private/metrics.jsonl", "Private training metrics.")
+    worker_groups = FileIn("private/workers.jsonl", "The group of workers of each start.")
+    progress = FileIn("private/progress.json", "Progress, written by worker 0.")
+    failure = FileIn("private/failure.json", "A worker's lasting error, for the driver.")
+    errors = FileIn("private/errors.txt", "Workers' errors, in which private values may stand.")
+    log = FileIn("private/ray.log", "Ray's messages.")
+
+    search_record = FileIn("private/search.json", "Plan and terms of the search that chose.")
+    search_terms = FileIn("private/search/terms.json", "Terms fixed before the first trial.")
+    archive = FileIn("private/archive.json", "The archive, and the claim by which it is owned.")
+    permit_request = FileIn("private/permit-asked.json", "Steps that the archive has to know.")
+    permit = FileIn("private/permit.json", "Steps that the archive knows.")
+    baseline = FileIn("private/baseline.json", "Name of the run without privacy beside it.")
+    baseline_report = FileIn("private/baseline.html", "Report with that run's figures: no epsilon.")
+
     @property
     def name(self) -> str:
         """Return the run's name, which is the folder's."""
         return self.path.name
-
-    @property
-    def recipe_file(self) -> Path:
-        """Return recipe.yaml: the recipe with its defaults."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def private(self) -> Path:
-        """Return the folder that is never published."""
-        return self.path / "private"
-
-    @property
-    def model_folder(self) -> Path:
-        """Return the folder of the trained model; private until `dpdist release` publishes it."""
-        return self.private / "model"
 
     def enclosing_run(self, path: Path) -> RunFolder | None:
         """Return the run folder, this or another, in which a path lies; resolved."""
@@ -122,177 +236,9 @@ class RunFolder:
         return next(map(RunFolder, found), None)
 
     @property
-    def ledger(self) -> Path:
-        """Return the file of the privacy ledger."""
-        return self.private / "ledger.jsonl"
-
-    @property
     def anchor(self) -> Path:
         """Return the file with the ledger's anchor, kept outside it (`dpdist.privacy.ledger`)."""
         return anchor_path(self.ledger)
-
-    @property
-    def run_key(self) -> Path:
-        """Return the file of the secret run key."""
-        return self.private / "run.key"
-
-    @property
-    def fixed_key_marker(self) -> Path:
-        """Return the mark of a key fixed in the recipe at the beginning of the run."""
-        return self.private / "fixed-key"
-
-    @property
-    def method_state(self) -> Path:
-        """Return the file of tensors that the method made once, before the first step.
-
-        Hidden noise was the first of them.
-        """
-        return self.private / "hidden-noise.safetensors"
-
-    @property
-    def plan(self) -> Path:
-        """Return the file of the privacy plan."""
-        return self.private / "plan.json"
-
-    @property
-    def start_record(self) -> Path:
-        """Return the file with the recipe as it was at the beginning of the run.
-
-        It also holds the noise multiplier of the plan, and the terms of a search.
-        recipe.yaml and search.yaml may be edited, this file may not.
-        """
-        return self.private / "begun-with.json"
-
-    @property
-    def search_recipe_file(self) -> Path:
-        """Return the file of the recipe with its search.
-
-        recipe.yaml then has the values that the search chose.
-        """
-        return self.path / "search.yaml"
-
-    @property
-    def search_record(self) -> Path:
-        """Return the file with plan and terms of the private search that chose the run."""
-        return self.private / "search.json"
-
-    @property
-    def search_terms(self) -> Path:
-        """Return the file of terms fixed before a search's first trial.
-
-        The price of a trial is one of them.
-        """
-        return self.private / "search" / "terms.json"
-
-    @property
-    def data_fingerprint(self) -> Path:
-        """Return the file with the fingerprint of the training records."""
-        return self.private / "data.json"
-
-    @property
-    def score_fingerprint(self) -> Path:
-        """Return the file with the fingerprint of the held-out records of private scores."""
-        return self.private / "scored.json"
-
-    @property
-    def pretraining_record(self) -> Path:
-        """Return the file that names the pretrained part of the model and its data."""
-        return self.private / "pretrained.json"
-
-    @property
-    def imported(self) -> Path:
-        """Return the file that names the origin of an imported model."""
-        return self.private / "imported.json"
-
-    @property
-    def canary_settings(self) -> Path:
-        """Return the file of the audit's section of a run with canaries, as before the training."""
-        return self.private / "planted.json"
-
-    @property
-    def training_summary(self) -> Path:
-        """Return the file that a finished training writes last."""
-        return self.private / "trained.json"
-
-    @property
-    def progress(self) -> Path:
-        """Return the file in which worker 0 reports its progress."""
-        return self.private / "progress.json"
-
-    @property
-    def failure(self) -> Path:
-        """Return the file in which a training worker leaves a lasting error for the driver."""
-        return self.private / "failure.json"
-
-    @property
-    def errors(self) -> Path:
-        """Return the file of workers' errors; it may hold values computed from private records."""
-        return self.private / "errors.txt"
-
-    @property
-    def metrics(self) -> Path:
-        """Return the file of private training metrics."""
-        return self.private / "metrics.jsonl"
-
-    @property
-    def worker_groups(self) -> Path:
-        """Return the file that records the group of workers of each start."""
-        return self.private / "workers.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of training checkpoints."""
-        return self.private / "checkpoints"
-
-    @property
-    def archive(self) -> Path:
-        """Return the file that names the archive and the claim by which this folder owns it."""
-        return self.private / "archive.json"
-
-    @property
-    def permit_request(self) -> Path:
-        """Return the file of steps that the archive has to know before their release."""
-        return self.private / "permit-asked.json"
-
-    @property
-    def permit(self) -> Path:
-        """Return the file of steps that the archive knows."""
-        return self.private / "permit.json"
-
-    @property
-    def log(self) -> Path:
-        """Return the file of Ray's messages."""
-        return self.private / "ray.log"
-
-    @property
-    def baseline(self) -> Path:
-        """Return the file that names the run without privacy beside this one."""
-        return self.private / "baseline.json"
-
-    @property
-    def baseline_report(self) -> Path:
-        """Return the report with that run's figures, which no epsilon covers."""
-        return self.private / "baseline.html"
-
-    @property
-    def evaluation(self) -> Path:
-        """Return the file of the accuracy on test data."""
-        return self.path / "evaluation.json"
-
-    @property
-    def certificates(self) -> Path:
-        """Return the folder of certifications, one folder each."""
-        return self.path / "certificates"
-
-    @property
-    def release_folder(self) -> Path:
-        """Return the folder that is safe to publish."""
-        return self.path / "release"
-
-    @property
-    def report_file(self) -> Path:
-        """Return the HTML report."""
-        return self.path / "report" / "index.html"
 
     def check_same_recipe(self, recipe: Recipe) -> bool:
         """Return whether the run was begun before; write nothing.
@@ -323,7 +269,7 @@ class RunFolder:
             aside = RunFolder(path)
             make_private_folder(aside.private)
             write_atomic(aside.recipe_file, recipe.to_yaml())
-            write_json(path / "run.json", {"format": FORMAT, "dpdist": __version__})
+            write_json(path / "run.json", {"format": FORMAT, **WRITER})
         self.check_same_recipe(recipe)  # another start of the same run may have been faster
 
     def pin_recipe(
@@ -345,31 +291,28 @@ class RunFolder:
         }
         came = {} if trained_run is None else {"trained": trained_run._training_recipe}
         if search_recipe is not None:  # once: a ledger keeps a digest of the text
-            said["asked"] = self._read_start_record()["asked"] or said["asked"]
+            kept = self._read_start_record()
+            said["asked"] = (kept and kept.asked) or said["asked"]
         write_json(self.start_record, {**said, **came, "noise_multiplier": noise_multiplier})
 
-    def _read_start_record(self) -> dict[str, Any]:
-        """Return the content of `start_record`; nothing where nothing is kept."""
-        shape = {"recipe": dict, "asked": dict | None, "noise_multiplier": float | None}
+    def _read_start_record(self) -> StartRecord | None:
+        """Return the content of `start_record`; None where nothing is kept."""
         try:
-            return read_json(self.start_record, shape)
+            return StartRecord.read(self.start_record)
         except MissingFileError:
-            return dict.fromkeys(shape)
+            return None
 
     @property
     def start_noise_multiplier(self) -> float | None:
         """Return the noise multiplier of the run's beginning, calibrated or not."""
-        noise: float | None = self._read_start_record()["noise_multiplier"]
-        return noise
+        kept = self._read_start_record()
+        return None if kept is None else kept.noise_multiplier
 
     @property
     def _training_recipe(self) -> dict[str, Any] | None:
         """Return the kept recipe of the training; None where none is kept."""
         kept = self._read_start_record()
-        found = kept.get("trained") or kept["recipe"]
-        if found is not None and not isinstance(found, dict):
-            raise UserError(f"{self.start_record}: damaged: trained must be a recipe")
-        return found
+        return None if kept is None else kept.trained or kept.recipe
 
     @property
     def recipe_identity(self) -> dict[str, str]:
@@ -398,10 +341,10 @@ class RunFolder:
 
         It is one of the files' own text, as in `recipe_identity`.
         """
-        asked = self._read_start_record()["asked"]
-        if asked is None or not self.search_terms.exists():
+        kept = self._read_start_record()
+        if kept is None or kept.asked is None or not self.search_terms.exists():
             return {}
-        return {SEARCH_IDENTITY: _digest([asked, self.read_search_terms()])}
+        return {SEARCH_IDENTITY: _digest([kept.asked, self.read_search_terms()])}
 
     def check_search_identity(self, recorded_digest: str | None) -> None:
         """Check that the files of the run name the search that chose it.
@@ -429,7 +372,7 @@ class RunFolder:
 
         Raises UserError where they are damaged or missing.
         """
-        return read_json(self.search_terms, _SEARCH_TERMS)
+        return SearchTermsRecord.read_keys(self.search_terms)
 
     def check_recipe_identity(self, recorded_digest: str | None) -> None:
         """Raise UserError unless the recipe file is the one that the run was trained by.
@@ -459,7 +402,7 @@ class RunFolder:
 
     def _check_unchanged(self, name: str, path: Path, current: Recipe) -> None:
         """Raise UserError unless a recipe file equals that of the run's beginning."""
-        kept = self._read_start_record()[name]
+        kept = getattr(self._read_start_record(), name, None)
         changed = kept and parse_recipe(kept, str(self.start_record)).differing_keys(current)
         if changed:
             raise UserError(
@@ -473,16 +416,9 @@ class RunFolder:
         if not self.path.is_dir():
             raise UserError(f"{self.path}: no such run")
         try:
-            info = read_json(self.path / "run.json", {"format": int})
+            RunDescription.read(self.path / "run.json")
         except MissingFileError:
             raise UserError(f"{self.path}: not a run folder (no run.json)") from None
-        version = info["format"]
-        if version > FORMAT:
-            raise UserError(
-                f"{self.path}: written by a newer dpdist ({info.get('dpdist', '?')}, format "
-                f"{version}; this is "
-                f"{__version__}, format {FORMAT}); upgrade to read it"
-            )
 
     def read_recipe(self) -> Recipe:
         """Return the recipe that the run was begun with.
@@ -523,7 +459,7 @@ class RunFolder:
             if self.recipe_file.exists() and load_recipe(self.recipe_file).by_script is not None:
                 how = "run its script again, which continues it"
             raise UserError(f"{self.path}: this run never finished training; {how}")
-        return read_json(self.training_summary, {"steps": int, "fallback_layers": list})
+        return TrainingSummary.read_keys(self.training_summary)
 
     def read_run_key(self) -> bytes:
         """Return the secret run key. Raises UserError when it is missing or damaged."""
@@ -700,43 +636,20 @@ def _check_ledger(
                 f"{ledger.path} lacks releases that {made.description} was made of: {_LEDGER_LOST}"
             )
     if folder.training_summary.exists():
-        _check_finished(folder, plan)
+        steps = TrainingSummary.read(folder.training_summary).steps
+        if steps != plan.steps:
+            raise LedgerError(
+                f"{folder.training_summary} has other steps than {folder.plan}: {_LEDGER_LOST}"
+            )
 
 
 def _released_artifacts(folder: RunFolder) -> list[Artifact]:
     found = []
     for checkpoint in complete_checkpoints(folder.checkpoints)[-1:]:
-        done = checkpoint / "done.json"
-        record = read_json(done)
-        steps = _read_step_count(record, "step", done)
-        found.append(Artifact(f"the checkpoint of step {steps}", steps, _read_anchor(record, done)))
+        done = CheckpointRecord.read(checkpoint / "done.json")
+        words = f"the checkpoint of step {done.step}"
+        found.append(Artifact(words, done.step, done.ledger.to_anchor()))
     if folder.training_summary.exists():
-        record = read_json(folder.training_summary)
-        steps = _read_step_count(record, "steps", folder.training_summary)
-        found.append(
-            Artifact("the trained model", steps, _read_anchor(record, folder.training_summary))
-        )
+        trained = TrainingSummary.read(folder.training_summary)
+        found.append(Artifact("the trained model", trained.steps, trained.ledger.to_anchor()))
     return found
-
-
-def _check_finished(folder: RunFolder, plan: PrivacyPlan) -> None:
-    trained = read_json(folder.training_summary)
-    if _read_step_count(trained, "steps", folder.training_summary) != plan.steps:
-        raise LedgerError(
-            f"{folder.training_summary} has other steps than {folder.plan}: {_LEDGER_LOST}"
-        )
-
-
-def _read_step_count(record: dict[str, Any], key: str, context: object) -> int:
-    value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f"{context}: damaged: {key} must be a whole number >= 0, got {value!r}")
-    return value
-
-
-def _read_anchor(record: dict[str, Any], context: object) -> Anchor:
-    value = check_shape(record, str(context), {"ledger": dict})["ledger"]
-    try:
-        return Anchor(**value)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{context}: damaged: ledger: {error}") from error

@@ -21,7 +21,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,7 +110,8 @@ class PermitGate:
         earlier = read_permit(self._folder.permit_request)
         if earlier is not None and earlier.epoch == self._epoch:
             steps = max(steps, earlier.steps)  # leave that was given stays given
-        write_json(self._folder.permit_request, asdict(Permit(self._epoch, step, steps)))
+        wanted = Permit(epoch=self._epoch, step=step, steps=steps)
+        write_json(self._folder.permit_request, wanted.model_dump())
         self._last_request = (now, step)
         self._next_request_step = steps if steps == self._total else (step + steps) // 2
 

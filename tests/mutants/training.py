@@ -908,8 +908,8 @@ FAULTS: list[Fault] = [
         ),
         ("if made.steps > plan.steps:", "if False:", "a model of any number of steps is looked up"),
         (
-            "    if folder.training_summary.exists():\n        _check_finished(folder, plan)\n",
-            "",
+            "if steps != plan.steps:",
+            "if False:",
             "a finished training has fewer steps than its plan",
         ),
     ),

@@ -69,11 +69,16 @@ def test_damaged_manifests_are_named(recipe, tmp_path):
     ensure_manifest(folder, recipe().tune, KEY)
     record = json.loads(folder.manifest.read_text())
     folder.manifest.write_text(json.dumps({**record, "format": 99}))
-    with pytest.raises(UserError, match="newer version"):
+    with pytest.raises(UserError, match="newer dpdist"):
         read_trials(folder)
     folder.manifest.write_text(json.dumps({**record, "trials": [{"number": 0}]}))
     with pytest.raises(UserError, match=r"manifest\.json: damaged"):
         read_trials(folder)
+    secret = {**record["trials"][0], "key": "f00dZ"}
+    folder.manifest.write_text(json.dumps({**record, "trials": [secret]}))
+    with pytest.raises(UserError, match=r"damaged: trials.0.key must be hex digits$") as raised:
+        read_trials(folder)
+    assert "f00d" not in str(raised.value)
 
 
 TERMS = {
