@@ -76,6 +76,7 @@ from dpdist.training.private_score import (
 )
 from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.script_state import (
+    ModelParts,
     Watch,
     code_digest_of,
     form_of,
@@ -507,6 +508,7 @@ class PrivateTraining:
 
     _started = False  # the run's folder is there, and its ledger
     _scored: PrivateScore | None = None
+    _parts: ModelParts | None = None  # of the model as it was checked
     _workers: Workers
 
     @refused_by_all
@@ -811,7 +813,7 @@ class PrivateTraining:
         )  # fmt: skip
         if held is not None:
             self._tell_group(held, examples)
-        self._watch = Watch(self.model, self.optimizer)
+        self._watch = Watch(ModelParts(self.model), self.optimizer)
         self._saved = time.monotonic()
 
     def _tell_group(self, ledger: Ledger, examples: tuple[Any, Tensor]) -> None:
@@ -917,7 +919,8 @@ class PrivateTraining:
         norm = float(gradient.norm()) * self.plan.step(number).expected_batch
         self._update(gradient)
         self._check_finite(number)
-        self._watch.remember()
+        assert self._parts is not None
+        self._watch.remember(self._parts)
         score = self._noisy_score(number)
         if self._monitor is not None:
             self._monitor.record_step(number, seen)
@@ -1044,6 +1047,14 @@ class PrivateTraining:
         if not self._begun:
             _check_schedulers(self.optimizer, self.state)
             self._begun = True
+        if self._parts is None or not self._parts.are_those_of(self.model):
+            self._check_as_before()
+            self._parts = ModelParts(self.model)
+        if not self._started:
+            self._begin(self._examples())
+
+    def _check_as_before(self) -> None:
+        """Raise UserError where mode, trained parameters or form of the model are others."""
         modes = {name: module.training for name, module in self.model.named_modules()}
         if other := [name for name in modes if modes[name] != self._modes.get(name, modes[name])]:
             raise UserError(
@@ -1059,8 +1070,6 @@ class PrivateTraining:
                 "new run for each stage"
             )
         self._check_form()
-        if not self._started:
-            self._begin(self._examples())
 
     def _check_form(self) -> None:
         """Raise UserError where the model changed since the object was made."""
@@ -1086,7 +1095,8 @@ class PrivateTraining:
         Returns:
             Whether a checkpoint is due, on all workers the same.
         """
-        changed = self._watch.changed(self.state)
+        assert self._parts is not None
+        changed = self._watch.changed(self._parts, self.state)
         due = time.monotonic() - self._saved > self._recipe.resources.checkpoint_seconds
         parts = {} if self._workers.count == 1 else {"step": str(number), **self._settings()}
         told = self._workers.check_same(parts, changed=changed, due=due)
@@ -1138,12 +1148,15 @@ class PrivateTraining:
 
     def _update(self, gradient: Tensor) -> None:
         """Let the optimizer take its step from this gradient (size,) and nothing else."""
+        assert self._parts is not None
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for parameter in (*self.model.parameters(), *held):
+        trained = self._engine.parameters
+        if len({(parameter.dtype, parameter.device) for parameter in trained}) == 1:
+            gradient = gradient.to(trained[0])  # in one transfer
+        pieces = gradient.split([parameter.numel() for parameter in trained])
+        for parameter in (*self._parts.parameters, *held):
             parameter.grad = None
-        sizes = [parameter.numel() for parameter in self._engine.parameters]
-        pieces = gradient.split(sizes)
-        for parameter, piece in zip(self._engine.parameters, pieces, strict=True):
+        for parameter, piece in zip(trained, pieces, strict=True):
             parameter.grad = piece.view(parameter.shape).to(parameter)
         self.optimizer.step()
         for parameter in self._engine.parameters:
@@ -1151,7 +1164,7 @@ class PrivateTraining:
 
     def _check_finite(self, number: int) -> None:
         """Raise TrainingDiverged where a parameter is not finite; its release is paid for."""
-        if all(bool(p.detach().isfinite().all()) for p in self._engine.parameters):
+        if all(_is_finite(parameter.detach()) for parameter in self._engine.parameters):
             return
         raise TrainingDiverged(
             f"training diverged: after step {number + 1:,} the parameters are not finite. The "
@@ -1193,6 +1206,13 @@ class PrivateTraining:
         if self._public is not None and self._workers.first:
             evaluate_stage(self._recipe, self.run)
         self._workers.agree()  # worker 0 has written
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite numbers."""
+    # A finite sum has finite terms, and is found in one pass; that of finite terms may overflow.
+    total = values.sum().item()
+    return total - total == 0 or bool(values.isfinite().all())
 
 
 def _records_key(run_key: bytes) -> bytes:

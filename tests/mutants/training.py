@@ -1166,6 +1166,50 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/training/script_state.py",
+        f"{OWN}::test_a_change_after_steps_that_saw_none_is_noticed {OWN}::test_a_changed_class_or_a_hook_of_all_modules_is_noticed "
+        f"{OWN}::test_what_was_put_back_is_no_change",
+        (
+            "                and all(map(operator.is_, held.values(), values))\n",
+            "",
+            "an exchanged layer or attribute is not seen from the second step on",
+        ),
+        (
+            "all(map(operator.is_, held.values(), values))",
+            "tuple(held.values()) == values",
+            "True in place of 1 is not seen from the second step on",
+        ),
+        (
+            "all(_type_of(each) == before for each, before in self._types)",
+            "True",
+            "a parameter of another type is not seen from the second step on",
+        ),
+        (
+            "return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad",
+            "return tensor.shape, tensor.dtype, tensor.device",
+            "a frozen parameter is not seen from the second step on",
+        ),
+        (
+            "            and not any(self._empty)\n",
+            "",
+            "a first hook is not seen from the second step on",
+        ),
+        (
+            "                kind.forward is forward and kind.__call__ is call\n",
+            "                kind.__call__ is call\n",
+            "another forward of a class is not seen from the second step on",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_parameters_that_are_not_finite_are_seen",
+        (
+            "return total - total == 0 or bool(values.isfinite().all())",
+            "return total - total == 0",
+            "a sum that overflows ends a training",
+        ),
+    ),
+    *group(
         "dpdist/private_training.py",
         f"{OWN}::test_a_class_without_an_output_is_refused_at_the_start",
         (
