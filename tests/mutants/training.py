@@ -1166,6 +1166,20 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/training/collectives.py",
+        "training/test_workers_of_a_script::test_other_errors_of_a_collective_stay_what_they_are",
+        (
+            "            if not _GONE.search(str(error)):\n",
+            "            if False:\n",
+            "every error of a collective is called a lost worker",
+        ),
+        (
+            "            _show_in_one_line(WorkerLost)\n",
+            "",
+            "a lost worker is told by a traceback",
+        ),
+    ),
+    *group(
         "dpdist/training/script_state.py",
         f"{OWN}::test_a_change_after_steps_that_saw_none_is_noticed {OWN}::test_a_changed_class_or_a_hook_of_all_modules_is_noticed "
         f"{OWN}::test_what_was_put_back_is_no_change",
