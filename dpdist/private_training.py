@@ -71,6 +71,7 @@ from dpdist.training.private_score import (
     Value,
     check_apart,
     declare,
+    single_records,
     with_kept_score,
     with_score,
 )
@@ -198,18 +199,20 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 
-def _by_unit(recipe: Recipe, records: Records) -> Records:
+def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
     """Return the records, by group where a group is the unit. Raises UserError for no groups."""
     if recipe.group_unit is None:
         return records
     units = [_unit_of(records, index) for index in range(len(records))]
     if units == list(range(len(units))):
         raise UserError(
-            "data: must say whom each record belongs to with privacy unit: group, has each as its "
-            "own unit: give dpdist.as_records(data, unit=...), or a class with unit_id"
+            f"{argument}: must say whom each record belongs to with privacy unit: group, has each "
+            "as its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id"
         )
     if len({isinstance(unit, str) for unit in units}) > 1:
-        raise UserError("data: must have numbers or texts as units, got both: 7 and '7' would be 2")
+        raise UserError(
+            f"{argument}: must have numbers or texts as units, got both: 7 and '7' would be 2"
+        )
     return GroupedRecords(records, Groups.from_values(units, recipe.group_unit.max_records))
 
 
@@ -227,6 +230,29 @@ def _check_scored_groups(recipe: Recipe, records: Records, held_out: Records) ->
             "score: held-out records must say whose they are, as those of data do; give them as "
             "dpdist.as_records(..., unit=...)"
         )
+
+
+def _scored_by_unit(recipe: Recipe, records: Records, held_out: Records) -> Records:
+    """Return held-out records by group. Raises UserError where a group has records on both sides.
+
+    The units of both must be of one kind, numbers or texts, or equal ones would be missed.
+    """
+    given = _by_unit(recipe, held_out, "score: held-out records")
+    units = [
+        {_unit_of(each, index) for index in range(len(each))}
+        for each in map(single_records, (records, given))
+    ]
+    if len({isinstance(unit, str) for both in units for unit in both}) > 1:
+        raise UserError(
+            "score: held-out records must have units of the same kind as data, got numbers and "
+            "texts: 7 and '7' would be 2"
+        )
+    if common := len(units[0] & units[1]):
+        raise UserError(
+            f"score: held-out records must share no unit with data, got {common:,} in common; a "
+            "unit pays for the steps or for the scores"
+        )
+    return given
 
 
 def _names_units(records: Records) -> bool:
@@ -955,6 +981,8 @@ class PrivateTraining:
         Args:
             held_out: private records `(X, y)`, or anything that `dpdist.as_records` takes; refused
                 where one of them is in the training's records, by keyed hashes of their inputs.
+                Where privacy has unit: group, they say their units, which have no record in data;
+                a unit adds the mean of its records' values, and units are what is counted.
             every: steps from one score to the next; the first comes after so many.
             noise: standard deviation of the noise on the sum, in records: of M records a score is
                 off by noise / M. Default: the least that epsilon allows.
@@ -987,6 +1015,10 @@ class PrivateTraining:
         """
         self._refuse_workers()
         records, begun = as_records(held_out), self._recipe.score
+        if self._recipe.group_unit is not None:
+            records = _scored_by_unit(self._recipe, self._records, records)
+            if self._public is not None:
+                _check_units_apart(self._public, single_records(records))
         if self._scored is not None or (self._started and begun is None):
             raise UserError(
                 "score: must be declared once, before the first step of a new run: the plan pays "
@@ -1000,7 +1032,8 @@ class PrivateTraining:
         terms = declare(
             self._recipe, self.plan, len(records), value, every=every, noise=noise
         )  # fmt: skip
-        _check_scored_groups(self._recipe, self._records, records)
+        if self._recipe.group_unit is None:
+            _check_scored_groups(self._recipe, self._records, records)
         check_apart(records, {"data": self._records, "held_out": self._public})
         scored = PrivateScore(records, terms, value, self._device)
         scored.check(self.model)

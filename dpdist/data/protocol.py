@@ -196,6 +196,10 @@ class Groups:
         """Return the number of groups."""
         return len(self._starts) - 1
 
+    def records_of(self, group: int) -> np.ndarray:
+        """Return the positions of all records of one group."""
+        return self._order[self._starts[group] : self._starts[group + 1]]
+
     def draw(self, indices: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Draw the records of some groups that count in the step of a key.
 
@@ -212,7 +216,7 @@ class Groups:
         positions = np.empty((len(indices), self.max_records), dtype=np.int64)
         present = np.zeros(positions.shape, dtype=bool)
         for row, group in enumerate(np.asarray(indices).tolist()):
-            own = self._order[self._starts[group] : self._starts[group + 1]]
+            own = self.records_of(group)
             if len(own) > self.max_records:
                 label = struct.pack("<q", group)
                 seed = hashlib.blake2b(label, key=key, digest_size=16, person=b"dpdist.group")

@@ -471,7 +471,7 @@ FAULTS: list[Fault] = [
         ("return bool((low == high).all())", "return True", "different digests are the same"),
         ("flags > 0", "flags > 1", "a flag of one worker is not seen"),
         (
-            "dist.broadcast(tensor, src=source)",
+            "self._exchange(dist.broadcast, tensor, src=source)",
             "dist.broadcast(tensor, src=1)",
             "worker 0's number is another's",
         ),
@@ -1345,8 +1345,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_score.py",
         SCORE,
         (
-            "total += math.floor(bounded(value) * _UNITS)",
-            "total += math.floor(value * _UNITS)",
+            "return math.floor(bounded(value) * _UNITS)",
+            "return math.floor(value * _UNITS)",
             "a record's value has no bound",
         ),
         (
@@ -1355,8 +1355,8 @@ FAULTS: list[Fault] = [
             "a record's value may be negative",
         ),
         (
-            "            except Exception:\n                continue\n",
-            "            except Exception:\n                raise\n",
+            "        except Exception:\n            return 0\n",
+            "        except Exception:\n            raise\n",
             "a record on which the value fails ends the run",
         ),
         (
@@ -1423,15 +1423,6 @@ FAULTS: list[Fault] = [
             "if not torch.equal(drawn, torch.get_rng_state()):",
             "if False:",
             "a value may draw random numbers",
-        ),
-    ),
-    *group(
-        "dpdist/training/private_score.py",
-        f"{SCORE}::test_a_whole_group_as_the_unit_is_refused",
-        (
-            'if getattr(recipe.privacy, "unit", "record") != "record":',
-            "if False:",
-            "a group adds a value for each of its records",
         ),
     ),
     *group(
