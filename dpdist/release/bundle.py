@@ -32,6 +32,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from dpdist.certification.predict import Predictor, to_model_input
 from dpdist.certification.registry import AnyCertificate
+from dpdist.certification.statistics import population_summary_row
 from dpdist.config.data import DataRecipe
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
@@ -263,7 +264,8 @@ class CertifiedAccuracy(Section):
     See `certified_accuracy_record`.
 
     accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
-    of `norm`. alpha: the error of each certificate. sigma: of its noise.
+    of `norm`. alpha: the error of each certificate. sigma: of its noise. population: what the table
+    states of the population that the inputs were drawn from; releases made before have none.
     """
 
     title: SingleLine
@@ -274,6 +276,7 @@ class CertifiedAccuracy(Section):
     inputs: Count
     radii: Annotated[tuple[NotNegative, ...], Field(min_length=1, max_length=101)]
     accuracy: tuple[Ratio, ...]
+    population: SingleLine | None = None
 
     @model_validator(mode="after")
     def _check_accuracies(self) -> CertifiedAccuracy:
@@ -305,6 +308,7 @@ def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
         "inputs": len(table.index),
         "radii": radii,
         "accuracy": [table.certified_accuracy(radius) for radius in radii],
+        "population": ": ".join(population_summary_row(table)),
     }
 
 
