@@ -750,9 +750,12 @@ class _SavedModel:
 
 def _saved_release(release: Release) -> _SavedModel:
     about = release.description
+    if about.pictures is not None:
+        console.log(about.pictures.describe(release.spec.input_shape))
     return _SavedModel(
         release.path, about.certificate, about.classes, about.data.targets, about.tokens,
         about.data.columns.scale, lambda: release.model,
+        release.fit_picture,
     )  # fmt: skip
 
 

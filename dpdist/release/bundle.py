@@ -337,6 +337,31 @@ class ReleasedText(Section):
         return {"words": WORDS, "tokenizer": TOKENIZER}.get(self.tokens)
 
 
+class ReleasedPictures(Section):
+    """How a picture becomes an input of the model, as the test inputs of its run did.
+
+    resize: what the shorter side of every picture becomes, before the centre is cropped; None: the
+    larger side of the input, of pictures that have another size.
+    """
+
+    resize: Annotated[int, RejectBool, Field(ge=1, le=2**14)] | None
+
+    def fit(self, pixels: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+        """Return a picture (C, H, W) uint8 as an input of `size`. Raises ValueError."""
+        from dpdist.data.test_inputs import fit_picture
+
+        return fit_picture(pixels, size, self.resize)
+
+    def describe(self, size: tuple[int, ...]) -> str:
+        """Return what is done to a picture, in words."""
+        side = max(size[1:]) if self.resize is None else self.resize
+        which = "of other sizes " if self.resize is None else ""
+        return (
+            f"pictures {which}have their shorter side resized to {side} (bilinear) and their "
+            f"centre cropped, {size[1]} x {size[2]}"
+        )
+
+
 class ReleaseDescription(Section):
     """The content of release.json.
 
@@ -345,7 +370,8 @@ class ReleaseDescription(Section):
     (`NoiseLocation.describe`). certificate: the settings it is meant to be certified with; None
     where nothing was certified. data: of the test split; where it lies is everybody's own.
     licence: an SPDX identifier; None where the publisher gave none. certified: of each table, in
-        their order. text: how tokens are made of texts; format 2 did not say.
+        their order. text: how tokens are made of texts; format 2 did not say. pictures: how
+    pictures of other sizes become inputs; None: they must have the size of the input.
     """
 
     format: Literal[2, 3]
@@ -362,6 +388,7 @@ class ReleaseDescription(Section):
     certified: Annotated[tuple[CertifiedAccuracy, ...], Field(max_length=999)]
     licence: Licence | None
     text: ReleasedText | None = None
+    pictures: ReleasedPictures | None = None
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
@@ -369,6 +396,8 @@ class ReleaseDescription(Section):
             raise ValueError(f"text must be given in format {TEXT_FORMAT}, and only there")
         if self.text is not None and not self.tokens:
             raise ValueError("text must be left out where inputs are no tokens")
+        if self.pictures is not None and self.tokens:
+            raise ValueError("pictures must be left out where inputs are tokens")
         if self.data.root is not None:
             raise ValueError("data.root must be left out: it is a place of the reader's")
         if list(self.classes) != self.data.class_names:
@@ -691,6 +720,15 @@ class Release:
     def epsilon(self) -> float:
         """Return epsilon at `delta`, as the card states it; `dpdist verify` computes it again."""
         return float(self.card["guarantee"]["epsilon"])
+
+    def fit_picture(self, pixels: np.ndarray) -> np.ndarray:
+        """Return a picture (C, H, W) as an input: resized as the test inputs of its run were.
+
+        Where these were not resized, or the release does not say how, it stays as it is, and
+        `dpdist.certification.predict.to_model_input` refuses another size. Raises ValueError.
+        """
+        pictures = self.description.pictures
+        return pixels if pictures is None else pictures.fit(pixels, self.spec.input_shape)
 
     @property
     def no_epsilon(self) -> str | None:

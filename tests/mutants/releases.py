@@ -337,4 +337,18 @@ FAULTS: list[Fault] = [
             "the model card says nothing of the population",
         ),
     ),
+    *group(
+        "dpdist/release/bundle.py",
+        "test_importing::test_predict_brings_a_picture_to_the_input_as_certify_does",
+        (
+            "return pixels if pictures is None else pictures.fit(",
+            "return pixels if True else pictures.fit(",
+            "a release does not resize as its run did",
+        ),
+        (
+            "return fit_picture(pixels, size, self.resize)",
+            "return fit_picture(pixels, size, None)",
+            "a release resizes in another way than its run",
+        ),
+    ),
 ]
