@@ -32,7 +32,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from dpdist.certification.predict import Predictor, to_model_input
 from dpdist.certification.registry import AnyCertificate
-from dpdist.certification.statistics import population_summary_row
 from dpdist.config.data import DataRecipe
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
@@ -298,6 +297,8 @@ def is_count_ratio(accuracy: float, inputs: int) -> bool:
 
 def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
     """Return the entry of release.json for a table of certificates (`CertifiedAccuracy`)."""
+    from dpdist.certification.statistics import population_summary_row  # loads pyarrow
+
     radii = table.reported_radii
     return {
         "title": table.title,
@@ -344,7 +345,7 @@ class ReleasedPictures(Section):
     larger side of the input, of pictures that have another size.
     """
 
-    resize: Annotated[int, RejectBool, Field(ge=1, le=2**14)] | None
+    resize: Count | None
 
     def fit(self, pixels: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
         """Return a picture (C, H, W) uint8 as an input of `size`. Raises ValueError."""
