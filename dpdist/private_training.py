@@ -71,11 +71,13 @@ from dpdist.training.private_score import (
     Value,
     check_apart,
     declare,
+    single_records,
     with_kept_score,
     with_score,
 )
 from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.script_state import (
+    ModelParts,
     Watch,
     code_digest_of,
     form_of,
@@ -197,18 +199,20 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 
-def _by_unit(recipe: Recipe, records: Records) -> Records:
+def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
     """Return the records, by group where a group is the unit. Raises UserError for no groups."""
     if recipe.group_unit is None:
         return records
     units = [_unit_of(records, index) for index in range(len(records))]
     if units == list(range(len(units))):
         raise UserError(
-            "data: must say whom each record belongs to with privacy unit: group, has each as its "
-            "own unit: give dpdist.as_records(data, unit=...), or a class with unit_id"
+            f"{argument}: must say whom each record belongs to with privacy unit: group, has each "
+            "as its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id"
         )
     if len({isinstance(unit, str) for unit in units}) > 1:
-        raise UserError("data: must have numbers or texts as units, got both: 7 and '7' would be 2")
+        raise UserError(
+            f"{argument}: must have numbers or texts as units, got both: 7 and '7' would be 2"
+        )
     return GroupedRecords(records, Groups.from_values(units, recipe.group_unit.max_records))
 
 
@@ -226,6 +230,29 @@ def _check_scored_groups(recipe: Recipe, records: Records, held_out: Records) ->
             "score: held-out records must say whose they are, as those of data do; give them as "
             "dpdist.as_records(..., unit=...)"
         )
+
+
+def _scored_by_unit(recipe: Recipe, records: Records, held_out: Records) -> Records:
+    """Return held-out records by group. Raises UserError where a group has records on both sides.
+
+    The units of both must be of one kind, numbers or texts, or equal ones would be missed.
+    """
+    given = _by_unit(recipe, held_out, "score: held-out records")
+    units = [
+        {_unit_of(each, index) for index in range(len(each))}
+        for each in map(single_records, (records, given))
+    ]
+    if len({isinstance(unit, str) for both in units for unit in both}) > 1:
+        raise UserError(
+            "score: held-out records must have units of the same kind as data, got numbers and "
+            "texts: 7 and '7' would be 2"
+        )
+    if common := len(units[0] & units[1]):
+        raise UserError(
+            f"score: held-out records must share no unit with data, got {common:,} in common; a "
+            "unit pays for the steps or for the scores"
+        )
+    return given
 
 
 def _names_units(records: Records) -> bool:
@@ -507,6 +534,7 @@ class PrivateTraining:
 
     _started = False  # the run's folder is there, and its ledger
     _scored: PrivateScore | None = None
+    _parts: ModelParts | None = None  # of the model as it was checked
     _workers: Workers
 
     @refused_by_all
@@ -811,7 +839,7 @@ class PrivateTraining:
         )  # fmt: skip
         if held is not None:
             self._tell_group(held, examples)
-        self._watch = Watch(self.model, self.optimizer)
+        self._watch = Watch(ModelParts(self.model), self.optimizer)
         self._saved = time.monotonic()
 
     def _tell_group(self, ledger: Ledger, examples: tuple[Any, Tensor]) -> None:
@@ -917,7 +945,8 @@ class PrivateTraining:
         norm = float(gradient.norm()) * self.plan.step(number).expected_batch
         self._update(gradient)
         self._check_finite(number)
-        self._watch.remember()
+        assert self._parts is not None
+        self._watch.remember(self._parts)
         score = self._noisy_score(number)
         if self._monitor is not None:
             self._monitor.record_step(number, seen)
@@ -952,6 +981,8 @@ class PrivateTraining:
         Args:
             held_out: private records `(X, y)`, or anything that `dpdist.as_records` takes; refused
                 where one of them is in the training's records, by keyed hashes of their inputs.
+                Where privacy has unit: group, they say their units, which have no record in data;
+                a unit adds the mean of its records' values, and units are what is counted.
             every: steps from one score to the next; the first comes after so many.
             noise: standard deviation of the noise on the sum, in records: of M records a score is
                 off by noise / M. Default: the least that epsilon allows.
@@ -984,6 +1015,10 @@ class PrivateTraining:
         """
         self._refuse_workers()
         records, begun = as_records(held_out), self._recipe.score
+        if self._recipe.group_unit is not None:
+            records = _scored_by_unit(self._recipe, self._records, records)
+            if self._public is not None:
+                _check_units_apart(self._public, single_records(records))
         if self._scored is not None or (self._started and begun is None):
             raise UserError(
                 "score: must be declared once, before the first step of a new run: the plan pays "
@@ -997,7 +1032,8 @@ class PrivateTraining:
         terms = declare(
             self._recipe, self.plan, len(records), value, every=every, noise=noise
         )  # fmt: skip
-        _check_scored_groups(self._recipe, self._records, records)
+        if self._recipe.group_unit is None:
+            _check_scored_groups(self._recipe, self._records, records)
         check_apart(records, {"data": self._records, "held_out": self._public})
         scored = PrivateScore(records, terms, value, self._device)
         scored.check(self.model)
@@ -1044,6 +1080,14 @@ class PrivateTraining:
         if not self._begun:
             _check_schedulers(self.optimizer, self.state)
             self._begun = True
+        if self._parts is None or not self._parts.are_those_of(self.model):
+            self._check_as_before()
+            self._parts = ModelParts(self.model)
+        if not self._started:
+            self._begin(self._examples())
+
+    def _check_as_before(self) -> None:
+        """Raise UserError where mode, trained parameters or form of the model are others."""
         modes = {name: module.training for name, module in self.model.named_modules()}
         if other := [name for name in modes if modes[name] != self._modes.get(name, modes[name])]:
             raise UserError(
@@ -1059,8 +1103,6 @@ class PrivateTraining:
                 "new run for each stage"
             )
         self._check_form()
-        if not self._started:
-            self._begin(self._examples())
 
     def _check_form(self) -> None:
         """Raise UserError where the model changed since the object was made."""
@@ -1086,7 +1128,8 @@ class PrivateTraining:
         Returns:
             Whether a checkpoint is due, on all workers the same.
         """
-        changed = self._watch.changed(self.state)
+        assert self._parts is not None
+        changed = self._watch.changed(self._parts, self.state)
         due = time.monotonic() - self._saved > self._recipe.resources.checkpoint_seconds
         parts = {} if self._workers.count == 1 else {"step": str(number), **self._settings()}
         told = self._workers.check_same(parts, changed=changed, due=due)
@@ -1138,12 +1181,15 @@ class PrivateTraining:
 
     def _update(self, gradient: Tensor) -> None:
         """Let the optimizer take its step from this gradient (size,) and nothing else."""
+        assert self._parts is not None
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for parameter in (*self.model.parameters(), *held):
+        trained = self._engine.parameters
+        if len({(parameter.dtype, parameter.device) for parameter in trained}) == 1:
+            gradient = gradient.to(trained[0])  # in one transfer
+        pieces = gradient.split([parameter.numel() for parameter in trained])
+        for parameter in (*self._parts.parameters, *held):
             parameter.grad = None
-        sizes = [parameter.numel() for parameter in self._engine.parameters]
-        pieces = gradient.split(sizes)
-        for parameter, piece in zip(self._engine.parameters, pieces, strict=True):
+        for parameter, piece in zip(trained, pieces, strict=True):
             parameter.grad = piece.view(parameter.shape).to(parameter)
         self.optimizer.step()
         for parameter in self._engine.parameters:
@@ -1151,7 +1197,7 @@ class PrivateTraining:
 
     def _check_finite(self, number: int) -> None:
         """Raise TrainingDiverged where a parameter is not finite; its release is paid for."""
-        if all(bool(p.detach().isfinite().all()) for p in self._engine.parameters):
+        if all(_is_finite(parameter.detach()) for parameter in self._engine.parameters):
             return
         raise TrainingDiverged(
             f"training diverged: after step {number + 1:,} the parameters are not finite. The "
@@ -1193,6 +1239,13 @@ class PrivateTraining:
         if self._public is not None and self._workers.first:
             evaluate_stage(self._recipe, self.run)
         self._workers.agree()  # worker 0 has written
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite numbers."""
+    # A finite sum has finite terms, and is found in one pass; that of finite terms may overflow.
+    total = values.sum().item()
+    return total - total == 0 or bool(values.isfinite().all())
 
 
 def _records_key(run_key: bytes) -> bytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist import models
 from dpdist.core.errors import UserError
-from dpdist.core.files import atomic_folder, read_bytes, write_atomic, write_json
+from dpdist.core.files import atomic_folder, read_bytes, read_json, write_atomic, write_json
 from dpdist.core.version import __version__
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.phases import NOT_TRAINED_HERE
@@ -132,6 +132,10 @@ def _release_record(
         tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
     kind = set() if recipe.data.targets == "class" else {"targets"}
     text = {} if recipe.data.text is None else {"text": _text_record(facts)}
+    pictures: dict[str, Any] = {}
+    if recipe.method.picture_preparation:
+        imported = read_json(facts.folder.imported, {"data": dict})
+        pictures = {"pictures": {"resize": imported["data"]["resize"]}}
     return {
         "format": TEXT_FORMAT if text else FORMAT,
         "dpdist": __version__,
@@ -147,6 +151,7 @@ def _release_record(
         "certified": [certified_accuracy_record(table) for table in facts.tables],
         "licence": licence,
         **text,
+        **pictures,
     }
 
 

@@ -31,6 +31,8 @@ from dpdist.importing import ForeignModel, TestData, import_model
 from dpdist.models.builder import takes_shape
 from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
+from dpdist.release import bundle
+from dpdist.release.bundle import ReleasedPictures
 from dpdist.reports.compare import privacy_rows
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.training.records import data_source
@@ -261,6 +263,27 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     grey = np.asarray(Image.open(files[1])).copy()  # of the right size: resized where asked for
     raw = torch.from_numpy(grey)[None].float() / 255
     assert torch.equal(seen[1], raw) == (not options)
+    # A release does so, too, and its card says it.
+    good("release", "small", "--not-private", *runs)
+    released = folder.path / "release"
+    assert dpdist.load(released).description.pictures == ReleasedPictures(
+        resize=40 if options else None
+    )
+    size = "40" if options else "32"
+    assert f"have their shorter side resized to {size} (bilinear) and their centre cropped" in (
+        (released / "README.md").read_text()
+    )
+    trust = ("--trust-factory", FACTORY)
+    good("verify", released, *trust)
+    before = list(seen)
+    seen.clear()
+    done = call("predict", released, *files, "--label-only", *trust)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert torch.equal(torch.stack(seen), torch.stack(before))
+    # One that does not say how refuses other sizes.
+    monkeypatch.setattr(bundle.Release, "fit_picture", lambda self, pixels: pixels)
+    said = refused("predict", released, files[0], "--label-only", *trust)
+    assert "shape (1, 40, 56), the model takes (1, 32, 32)" in said
 
 
 @pytest.mark.long

@@ -37,6 +37,7 @@ from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import certify
 from dpdist.certification.noise import Gaussian
+from dpdist.certification.statistics import population_summary_row
 from dpdist.cluster import job_folder
 from dpdist.core.errors import UserError
 from dpdist.core.files import json_equal
@@ -209,6 +210,27 @@ def test_the_model_card_has_the_block_that_hubs_read(made):
         assert part in text
 
 
+def test_the_model_card_states_the_population_as_all_others_do(made, call):
+    """By the function that `certify`, reports and `verify` print it from."""
+    certified = table_reader.read(made / table_name(1))
+    stated = ": ".join(population_summary_row(certified))
+    assert stated.startswith("of the population, at least: ")
+    assert f"\n{stated}.\n" in (made / "README.md").read_text()
+    about = json.loads((made / DESCRIPTION).read_text())
+    assert [table["population"] for table in about["certified"]] == [stated]
+    assert stated.partition(": ")[2] in call("verify", made).out
+
+
+def test_a_release_from_before_the_population_was_stated_is_read(copied, call):
+    """Its release.json and its model card have no such line."""
+    edit(copied, DESCRIPTION, lambda about: about["certified"][0].pop("population"))
+    write_pages(copied)
+    assert "of the population" not in (copied / MODEL_CARD).read_text()
+    done = call("verify", copied)
+    assert done.code == 0, done.err
+    assert "of the population" in done.out  # computed from the counts
+
+
 def test_it_holds(made, call, work):
     done = call("verify", made, "--signer", PUBLIC)
     assert done.code == 0, done.err
@@ -331,6 +353,7 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
         (DESCRIPTION, at("noise", to={"kind": "input", "sigma": 1.0}), "other noise"),
         (DESCRIPTION, at("classes", to=["0", "1"]), "must be those that data names"),
         (DESCRIPTION, at("certificate", "sigma", to=0.5), "README.md: does not say"),
+        (DESCRIPTION, at("certified", 0, "population", to="99 %"), "population does not follow"),
         (DESCRIPTION, at("certified", 0, "accuracy", 1, to=1.0), "accuracy"),
         (DESCRIPTION, at("licence", to="MIT"), "README.md: does not say"),
         (DESCRIPTION, at("data", "root", to="/etc"), "data.root must be left out"),

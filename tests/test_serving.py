@@ -15,6 +15,7 @@ from PIL import Image
 from support.datasets import png
 
 from dpdist.core.errors import UserError
+from dpdist.release.bundle import ReleasedPictures
 from dpdist.serving.app import (
     AsgiApplication,
     ReplicaLostError,
@@ -127,6 +128,22 @@ def test_a_picture_of_another_size_is_not_decoded(monkeypatch):
     monkeypatch.setattr(Image.Image, "load", lambda self: 1 / 0)
     reply = ask(RequestHandler({}, SHAPE, Replica()), raw)
     assert reply.status == 400 and "4000 x 4000" in reply.content.decode()
+
+
+def test_a_picture_is_resized_where_the_release_says_how(monkeypatch):
+    replica = Replica()
+    pictures = ReleasedPictures(resize=None)
+    gate = RequestHandler(
+        {}, SHAPE, replica, fit_picture=lambda pixels: pictures.fit(pixels, SHAPE)
+    )
+    assert ask(gate, picture(40, 30)).status == 200 and ask(gate, picture()).status == 200
+    assert [image.shape for image in replica.asked] == [SHAPE, SHAPE]
+    reply = ask(gate, numbers(np.zeros((1, 40, 30)).tolist()), **JSON)
+    assert reply.status == 400  # numbers are no picture
+    large = picture(5000, 5000)
+    monkeypatch.setattr(Image.Image, "load", lambda self: 1 / 0)
+    reply = ask(gate, large)
+    assert reply.status == 400 and "more than 16,777,216" in reply.content.decode()
 
 
 def test_large_bodies_are_refused_whatever_they_say():

@@ -234,6 +234,11 @@ class CertificationJob(JobSpec):
         spec = executor.run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
         if self._log is not None:
+            if spec.batch == 1 < assignment.settings.n and assignment.settings.batch is None:
+                self._log(
+                    "certifying: every draw in a batch of its own: whether so large a network "
+                    "looks at its batch takes too long to check, so it is taken to do so"
+                )
             low, high = tables.input_range(self._dataset, self._indices)
             self._log(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]

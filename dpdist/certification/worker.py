@@ -701,6 +701,9 @@ _FLOPS = 2**31  # of a pass of a large network on a CPU: a tenth of a second or 
 _LEAST_BATCH, _MOST_LEAST_BATCH = 2, 16
 # Rows that the checks of a batch go through, for each of its rows; those in float64 count double.
 _CHECKED_ROWS = 54
+# Most work of the checks where they are more than that share: two minutes or so on a CPU. Beyond
+# it, rows are taken to depend on one another, and each is executed alone.
+_CHECK_FLOPS = 2**41
 
 
 def probe(assignment: Assignment) -> ClassifierSpec:
@@ -709,8 +712,9 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     Raises ValueError when the model does not give finite logits for each class, or when its answer
     to one input depends on what else is in the batch, or where; UserError without the device.
     """
-    began = time.perf_counter()
+    began, chosen = time.perf_counter(), assignment.settings.batch
     assignment = _with_batch_size(assignment.on_device())
+    alone = chosen is None and assignment.settings.batch == 1
     network, batch = assignment.sampler.check_batch(assignment)
     with torch.inference_mode():
         logits = fresh_copy(network.eval())(batch)  # what it keeps of a batch, no other one knows
@@ -721,7 +725,7 @@ def probe(assignment: Assignment) -> ClassifierSpec:
         # The argmax of NaN is a constant, which would be certified with the largest radius.
         raise ValueError("its outputs are not finite numbers (did the training diverge?)")
     _, copies = assignment.sampler.check_batch(assignment, copies=True)
-    if found := find_batch_dependence(network, batch, copies):
+    if found := find_batch_dependence(network, batch, copies, alone=alone):
         raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
     settings = assignment.settings
     one = time.perf_counter()
@@ -788,8 +792,10 @@ def _of_short_passes(assignment: Assignment) -> Assignment:
 
     Where one input takes more than that, the batch is so small that the checks go through a
     twentieth of one input's draws, and never below two inputs, by which a network that looks at its
-    batch is told. It follows from network and draws alone, not from how fast this machine is:
-    shares of a certification that are counted elsewhere have the same.
+    batch is told. Where two inputs are more than that twentieth, and the checks more than
+    `_CHECK_FLOPS`, they are left out: each input is executed alone, in a batch of one, so that
+    there is no other one to look at. It follows from network and draws alone, not from how fast
+    this machine is: shares of a certification that are counted elsewhere have the same.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -807,6 +813,8 @@ def _of_short_passes(assignment: Assignment) -> Assignment:
     checked = int(_PROBE_SHARE * (settings.n0 + settings.n) / _CHECKED_ROWS)
     least = min(_MOST_LEAST_BATCH, max(_LEAST_BATCH, _power_of_two(checked)))
     batch = max(least, _power_of_two(fit))
+    if checked < _LEAST_BATCH and _CHECKED_ROWS * batch * flops > _CHECK_FLOPS:
+        batch = 1
     return replace(
         assignment, settings=settings.model_copy(update={"batch": min(batch, len(rows))})
     )

@@ -765,9 +765,12 @@ class _SavedModel:
 
 def _saved_release(release: Release) -> _SavedModel:
     about = release.description
+    if about.pictures is not None:
+        console.log(about.pictures.describe(release.spec.input_shape))
     return _SavedModel(
         release.path, about.certificate, about.classes, about.data.targets, about.tokens,
         about.data.columns.scale, lambda: release.model,
+        release.fit_picture,
     )  # fmt: skip
 
 
@@ -790,12 +793,12 @@ def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
         return lambda pixels: pixels
     from dpdist import models
     from dpdist.core.files import read_json
-    from dpdist.data.test_inputs import fit_picture
+    from dpdist.release.bundle import ReleasedPictures
 
     size = models.read_spec(folder.model_folder).input_shape
-    resize = read_json(folder.imported, {"data": dict})["data"]["resize"]
+    pictures = ReleasedPictures(resize=read_json(folder.imported, {"data": dict})["data"]["resize"])
     console.log(f"pictures: {prepared}, as the test inputs of the run")
-    return lambda pixels: fit_picture(pixels, size, resize)
+    return lambda pixels: pictures.fit(pixels, size)
 
 
 def _predict_smoothed(

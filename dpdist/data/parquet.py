@@ -240,9 +240,11 @@ class UnreadableImage(ValueError):
     """Bytes that are no picture, or one of more pixels than are decoded."""
 
 
-def decode_picture(raw: bytes, size: tuple[int, int] | None = None) -> np.ndarray:
+def decode_picture(
+    raw: bytes, size: tuple[int, int] | None = None, most: int | None = None
+) -> np.ndarray:
     """Pixels (C, H, W), C = 1 for grey and 3 for colour. size: the only (H, W) that is decoded;
-    another one raises Unreadable before its pixels take room.
+    another one raises Unreadable before its pixels take room. So does one of more than `most`.
 
     uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for grey
     pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
@@ -252,7 +254,7 @@ def decode_picture(raw: bytes, size: tuple[int, int] | None = None) -> np.ndarra
     formats.
     """
     try:
-        return _decode_pillow(raw, size)
+        return _decode_pillow(raw, size, most)
     except (InexactImage, UnreadableImage):
         raise
     except UnidentifiedImageError:  # whose words are an address in this process's memory
@@ -261,11 +263,15 @@ def decode_picture(raw: bytes, size: tuple[int, int] | None = None) -> np.ndarra
         raise UnreadableImage(error_text(error)) from error
 
 
-def _decode_pillow(raw: bytes, size: tuple[int, int] | None) -> np.ndarray:
+def _decode_pillow(raw: bytes, size: tuple[int, int] | None, most: int | None) -> np.ndarray:
     with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
         found = (picture.height, picture.width)
-        if size not in (None, found):
-            raise UnreadableImage(f"{found[0]} x {found[1]} pixels, not those of the model")
+        if size is not None and size != found:
+            raise UnreadableImage(
+                f"{found[0]} x {found[1]} pixels, not the {size[0]} x {size[1]} of the model"
+            )
+        if most is not None and found[0] * found[1] > most:
+            raise UnreadableImage(f"{found[0]} x {found[1]} pixels, more than {most:,}")
         frames = getattr(picture, "n_frames", 1)
         if frames != 1:
             raise InexactImage(f"it has {frames} frames; store the one that is meant")

@@ -196,6 +196,10 @@ class Groups:
         """Return the number of groups."""
         return len(self._starts) - 1
 
+    def records_of(self, group: int) -> np.ndarray:
+        """Return the positions of all records of one group."""
+        return self._order[self._starts[group] : self._starts[group + 1]]
+
     def draw(self, indices: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Draw the records of some groups that count in the step of a key.
 
@@ -212,7 +216,7 @@ class Groups:
         positions = np.empty((len(indices), self.max_records), dtype=np.int64)
         present = np.zeros(positions.shape, dtype=bool)
         for row, group in enumerate(np.asarray(indices).tolist()):
-            own = self._order[self._starts[group] : self._starts[group + 1]]
+            own = self.records_of(group)
             if len(own) > self.max_records:
                 label = struct.pack("<q", group)
                 seed = hashlib.blake2b(label, key=key, digest_size=16, person=b"dpdist.group")
@@ -245,6 +249,7 @@ class GroupedRecords(Records):
 
     def __init__(self, records: Records, groups: Groups, step_key: bytes = bytes(32)) -> None:
         self.records, self.groups, self._step_key = records, groups, step_key
+        self._drawn: tuple[np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None  # the last ones
         self.name, self.has_targets = records.name, records.has_targets
         self.assumed, self.replaced = records.assumed, records.replaced
 
@@ -254,9 +259,13 @@ class GroupedRecords(Records):
     def members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return positions of the records that count in this step, and which places are filled.
 
-        Both are (B, max_records), as `Groups.draw` makes them.
+        Both are (B, max_records), as `Groups.draw` makes them. Those of the groups that were asked
+        for last are kept: a step asks for inputs, targets and places of the same ones.
         """
-        return self.groups.draw(indices, self._step_key)
+        if self._drawn is None or not np.array_equal(self._drawn[0], indices):
+            self._drawn = np.array(indices), self.groups.draw(indices, self._step_key)
+        positions, present = self._drawn[1]
+        return positions.copy(), present.copy()  # nobody's writes reach the next one
 
     def batch(self, indices: np.ndarray | slice) -> Batch:
         """Return the inputs of the groups' records in this step: (B, max_records, ...) each."""

@@ -311,6 +311,8 @@ def fit_picture(pixels: np.ndarray, size: tuple[int, ...], resize: int | None) -
     """
     if pixels.shape == size and resize is None:
         return pixels
+    if pixels.dtype != np.uint8:
+        raise ValueError("must have 8 bits for each colour to be resized")
     channels, height, width = size
     side = max(height, width) if resize is None else resize
     found = np.asarray(resized(pixels, channels, side, (height, width)))

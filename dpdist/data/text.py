@@ -276,7 +276,7 @@ def make_docstrings(root: Path, log: Callable[[str], None] = lambda line: None) 
     known = {document.word_hash for document in public}
     found, read = [], {}
     for name, version, folder in _sources(log):
-        texts = list(_docstrings(folder))
+        texts = [text for _, text in _docstrings(folder)]
         log(f"{name} {version}: {len(texts):,} docstrings")
         read[name] = {"version": version, "docstrings": len(texts)}
         found += texts
@@ -341,8 +341,8 @@ def _sources(log: Callable[[str], None]) -> Iterator[tuple[str, str, Path]]:
         yield name, importlib.metadata.version(own), Path(spec.submodule_search_locations[0])
 
 
-def _docstrings(folder: Path) -> Iterator[str]:
-    """Those of modules, classes and functions in a folder's source files."""
+def _docstrings(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield source file and docstring of the modules, classes and functions in a folder."""
     for path in sorted(folder.rglob("*.py")):
         if _EXCLUDED_FOLDERS & set(path.relative_to(folder).parts):
             continue
@@ -354,4 +354,4 @@ def _docstrings(folder: Path) -> Iterator[str]:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield ast.get_docstring(node) or ""
+                yield path, ast.get_docstring(node) or ""

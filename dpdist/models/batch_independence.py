@@ -30,7 +30,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def find_batch_dependence(
-    model: nn.Module, batch: Tensor, copies: Tensor | None = None
+    model: nn.Module, batch: Tensor, copies: Tensor | None = None, *, alone: bool = False
 ) -> str | None:
     """Return how the answer to one example depends on the others, in words; None if not seen.
 
@@ -44,7 +44,11 @@ def find_batch_dependence(
             must be finite.
         copies: (B, ...) one input with the executed noise on each row. Default: rows that lie near
             the first one of the batch.
+        alone: every row is executed in a batch of one, so nothing is there to depend on: tried is
+            alone whether an answer is another one when it is asked for again.
     """
+    if alone:
+        batch = batch[:1]
     copies = _interpolated_rows(batch) if copies is None else copies
     with torch.no_grad():
         used = fresh_copy(model)
@@ -54,12 +58,13 @@ def find_batch_dependence(
             exact, wide, answers = found
             own = used(some)
             fine = _EXACT * _largest_outputs(answers) + _FINER * _largest_error(own, answers)
-            if seen := find_output_difference(
-                exact, wide, fine, _rows_tried_in_float64(copies).to(wide)
-            ):
+            wide_copies = _rows_tried_in_float64(copies).to(wide)
+            if seen := find_output_difference(exact, wide, fine, wide_copies, alone=alone):
                 return seen
             allowed = _combined_tolerance(own, answers, allowed)
-    return find_output_difference(used, batch, allowed, copies, lambda: fresh_copy(model))
+    return find_output_difference(
+        used, batch, allowed, copies, lambda: fresh_copy(model), alone=alone
+    )
 
 
 def fresh_copy(model: nn.Module) -> nn.Module:
@@ -127,12 +132,16 @@ def find_output_difference(
     allowed: Tensor,
     copies: Tensor | None = None,
     fresh: Callable[[], Forward] | None = None,
+    *,
+    alone: bool = False,
 ) -> str | None:
     """As `find_batch_dependence`, for any function of a batch with one row of answers for each row.
 
     allowed: the largest difference that is rounding, of each answer: (...). fresh: makes the same
     function, which has not been asked yet; None: it keeps nothing of what it was asked.
     """
+    if alone:
+        return _compare(forward, batch, [_asked_again(batch)], allowed, fresh)
     copies = _interpolated_rows(batch) if copies is None else copies
     return _compare(forward, batch, _arrangements(batch), allowed, fresh) or _compare(
         forward, copies, _copy_arrangements(copies, batch), allowed, fresh
@@ -166,10 +175,14 @@ def _compare(
     return None
 
 
+def _asked_again(batch: Tensor) -> _Arrangement:
+    return "when asked again", torch.arange(len(batch)), batch
+
+
 def _arrangements(batch: Tensor) -> Iterator[_Arrangement]:
     size = len(batch)
     rows = torch.arange(size)
-    yield "when asked again", rows, batch
+    yield _asked_again(batch)
     generator = torch.Generator().manual_seed(0)
     for order in (rows.flip(0), rows.roll(1), torch.randperm(size, generator=generator)):
         yield "in another position", order, batch[order]

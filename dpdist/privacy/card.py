@@ -211,7 +211,7 @@ def build_card(
         ],
         "accountant": main.source,
         "library": accounting.library_version(),
-        "mechanism": [_line(phase.description) for phase in phases],
+        "mechanism": [_line(plan.in_units(phase.description)) for phase in phases],
         "clip_norm": whole.clip_norm if whole.relies_on_clipping else "none",
         "records": plan.records if show_records and not plan.trained_elsewhere else None,
         "records_are": "declared" if plan.nominal else "counted",

@@ -348,9 +348,7 @@ class PrivacyPlan:
             whose = "record's contribution" if self.group is None else "group's summed contribution"
             lines.append(f"every {whose} is clipped to L2 norm {self.clip_norm:g}")
         sampled = [line for phase in walk_phases(self.phases) for line in phase.assumptions]
-        if self.group is not None:
-            sampled = [line.replace("every record joins", "every group joins") for line in sampled]
-        lines += sampled
+        lines += map(self.in_units, sampled)
         if self.nominal:
             lines.append(f"{self.records} records were declared without looking at the data")
         else:
@@ -362,6 +360,13 @@ class PrivacyPlan:
     def counted(self) -> str:
         """Return the word for the units that `records` counts."""
         return "records" if self.group is None else "groups"
+
+    def in_units(self, line: str) -> str:
+        """Return what a phase says of records, said of groups where these are the unit."""
+        if self.group is None:
+            return line
+        line = line.replace("every record joins", "every group joins")
+        return line.replace("held-out record", "held-out group")
 
     @property
     def trained_elsewhere(self) -> bool:

@@ -263,7 +263,8 @@ class CertifiedAccuracy(Section):
     See `certified_accuracy_record`.
 
     accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
-    of `norm`. alpha: the error of each certificate. sigma: of its noise.
+    of `norm`. alpha: the error of each certificate. sigma: of its noise. population: what the table
+    states of the population that the inputs were drawn from; releases made before have none.
     """
 
     title: SingleLine
@@ -274,6 +275,7 @@ class CertifiedAccuracy(Section):
     inputs: Count
     radii: Annotated[tuple[NotNegative, ...], Field(min_length=1, max_length=101)]
     accuracy: tuple[Ratio, ...]
+    population: SingleLine | None = None
 
     @model_validator(mode="after")
     def _check_accuracies(self) -> CertifiedAccuracy:
@@ -295,6 +297,8 @@ def is_count_ratio(accuracy: float, inputs: int) -> bool:
 
 def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
     """Return the entry of release.json for a table of certificates (`CertifiedAccuracy`)."""
+    from dpdist.certification.statistics import population_summary_row  # loads pyarrow
+
     radii = table.reported_radii
     return {
         "title": table.title,
@@ -305,6 +309,7 @@ def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
         "inputs": len(table.index),
         "radii": radii,
         "accuracy": [table.certified_accuracy(radius) for radius in radii],
+        "population": ": ".join(population_summary_row(table)),
     }
 
 
@@ -333,6 +338,31 @@ class ReleasedText(Section):
         return {"words": WORDS, "tokenizer": TOKENIZER}.get(self.tokens)
 
 
+class ReleasedPictures(Section):
+    """How a picture becomes an input of the model, as the test inputs of its run did.
+
+    resize: what the shorter side of every picture becomes, before the centre is cropped; None: the
+    larger side of the input, of pictures that have another size.
+    """
+
+    resize: Count | None
+
+    def fit(self, pixels: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+        """Return a picture (C, H, W) uint8 as an input of `size`. Raises ValueError."""
+        from dpdist.data.test_inputs import fit_picture
+
+        return fit_picture(pixels, size, self.resize)
+
+    def describe(self, size: tuple[int, ...]) -> str:
+        """Return what is done to a picture, in words."""
+        side = max(size[1:]) if self.resize is None else self.resize
+        which = "of other sizes " if self.resize is None else ""
+        return (
+            f"pictures {which}have their shorter side resized to {side} (bilinear) and their "
+            f"centre cropped, {size[1]} x {size[2]}"
+        )
+
+
 class ReleaseDescription(Section):
     """The content of release.json.
 
@@ -341,7 +371,8 @@ class ReleaseDescription(Section):
     (`NoiseLocation.describe`). certificate: the settings it is meant to be certified with; None
     where nothing was certified. data: of the test split; where it lies is everybody's own.
     licence: an SPDX identifier; None where the publisher gave none. certified: of each table, in
-        their order. text: how tokens are made of texts; format 2 did not say.
+        their order. text: how tokens are made of texts; format 2 did not say. pictures: how
+    pictures of other sizes become inputs; None: they must have the size of the input.
     """
 
     format: Literal[2, 3]
@@ -358,6 +389,7 @@ class ReleaseDescription(Section):
     certified: Annotated[tuple[CertifiedAccuracy, ...], Field(max_length=999)]
     licence: Licence | None
     text: ReleasedText | None = None
+    pictures: ReleasedPictures | None = None
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
@@ -365,6 +397,8 @@ class ReleaseDescription(Section):
             raise ValueError(f"text must be given in format {TEXT_FORMAT}, and only there")
         if self.text is not None and not self.tokens:
             raise ValueError("text must be left out where inputs are no tokens")
+        if self.pictures is not None and self.tokens:
+            raise ValueError("pictures must be left out where inputs are tokens")
         if self.data.root is not None:
             raise ValueError("data.root must be left out: it is a place of the reader's")
         if list(self.classes) != self.data.class_names:
@@ -687,6 +721,15 @@ class Release:
     def epsilon(self) -> float:
         """Return epsilon at `delta`, as the card states it; `dpdist verify` computes it again."""
         return float(self.card["guarantee"]["epsilon"])
+
+    def fit_picture(self, pixels: np.ndarray) -> np.ndarray:
+        """Return a picture (C, H, W) as an input: resized as the test inputs of its run were.
+
+        Where these were not resized, or the release does not say how, it stays as it is, and
+        `dpdist.certification.predict.to_model_input` refuses another size. Raises ValueError.
+        """
+        pictures = self.description.pictures
+        return pixels if pictures is None else pictures.fit(pixels, self.spec.input_shape)
 
     @property
     def no_epsilon(self) -> str | None:

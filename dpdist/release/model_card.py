@@ -47,6 +47,7 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         _USAGE if description.text is None else _text_usage(spec),
         f"Inputs: {size} {kind}"
         + (", or of 8 bits. " if len(spec.input_shape) == 3 else ". ")
+        + _pictures(description, spec)
         + _outputs(description),
         "## Privacy",
         _privacy_section(card),
@@ -100,6 +101,14 @@ answer("a text")                        # no certificate: texts have none
 Nothing here is unpickled. `{WEIGHTS}` and `{ARCHITECTURE}`: weights and network; `{DESCRIPTION}`:
 classes and tokens; `{PRIVACY_CARD}`, `{PRIVACY_CARD_TEXT}`: what is proved of privacy;
 `{CHECKSUMS}`: sums (`sha256sum -c`)."""
+
+
+def _pictures(description: ReleaseDescription, spec: ModelSpec) -> str:
+    """Say how `predict` and `serve` bring pictures to the input, where they do."""
+    if description.pictures is None:
+        return ""
+    said = description.pictures.describe(tuple(spec.input_shape))
+    return f"{said[0].upper()}{said[1:]}. "
 
 
 def _outputs(description: ReleaseDescription) -> str:
@@ -248,6 +257,7 @@ def _certified_accuracy_table(table: CertifiedAccuracy) -> str:
         f"| {format_exact(radius)} | {format_percent(share)} % |"
         for radius, share in zip(table.radii, table.accuracy, strict=True)
     ]
+    rows += [] if table.population is None else ["", f"{table.population}."]
     return "\n".join([head, "", f"| {table.norm} radius | certified |", "|---|---|", *rows])
 
 

@@ -404,8 +404,8 @@ class Facts:
         if (score := self.recipe.score) is None:
             return []
         said = (
-            f"every {score.every:,} steps, {score.value} on {score.records:,} held-out records, "
-            f"noise {score.noise:.4g} on their sum; epsilon covers them"
+            f"every {score.every:,} steps, {score.value} on {score.records:,} held-out "
+            f"{self.plan.counted}, noise {score.noise:.4g} on their sum; epsilon covers them"
         )
         return [("private scores", said)]
 

@@ -30,6 +30,7 @@ from dpdist.data.parquet import UnreadableImage, decode_picture
 
 
 _HEALTH_CHECK_SECONDS = 5.0  # seconds
+_MOST_PIXELS = 2**24  # of a picture that is resized
 _BODY_SECONDS = 10.0  # for a body, which holds a place meanwhile
 
 AnswerFunction = Callable[[Any], Awaitable[dict[str, Any]]]  # of an image, or of a text
@@ -78,7 +79,8 @@ class _RequestError(Exception):
 class RequestHandler:
     """description: what GET / says. input_shape: of the model's input; None where it is a text.
     answer_image: one image or text to its answer; raises Lost where it may be asked again. clock:
-    seconds, for the rate."""
+    seconds, for the rate. fit_picture: brings an encoded picture to the input's shape; None: it
+    must have it."""
 
     def __init__(
         self,
@@ -87,7 +89,9 @@ class RequestHandler:
         answer_image: AnswerFunction,
         limits: RequestLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        fit_picture: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
+        self._fit_picture = fit_picture
         self._description, self._input_shape, self._answer_image = (
             description,
             input_shape,
@@ -189,6 +193,8 @@ class RequestHandler:
             if is_json:
                 numbers = parse_json(raw, "body", {"input": list})["input"]
                 image = np.asarray(numbers, dtype=np.float64)
+            elif len(self._input_shape) == 3 and self._fit_picture is not None:
+                image = self._fit_picture(decode_picture(raw, most=_MOST_PIXELS))
             elif len(self._input_shape) == 3:
                 image = decode_picture(raw, (self._input_shape[1], self._input_shape[2]))
             else:

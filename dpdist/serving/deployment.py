@@ -254,7 +254,13 @@ def deploy_release(
             ReplicaPool(actors), _CALLS * settings.replicas, limits.timeout_seconds
         )
         with _run_http_server(
-            RequestHandler(_service_description(release, settings), shape, batches, limits),
+            RequestHandler(
+                _service_description(release, settings),
+                shape,
+                batches,
+                limits,
+                fit_picture=release.fit_picture if release.description.pictures else None,
+            ),
             host,
             port,
         ):

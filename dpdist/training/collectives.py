@@ -24,11 +24,14 @@ import hashlib
 import json
 import math
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -190,26 +193,27 @@ class Reducer:
         if self.world_size == 1:
             return tensor
         found = tensor.new_empty(sum(receive_sizes))
-        dist.all_to_all_single(found, tensor.contiguous(), list(receive_sizes), list(send_sizes))
+        sizes = list(receive_sizes), list(send_sizes)
+        self._exchange(dist.all_to_all_single, found, tensor.contiguous(), *sizes)
         return found
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Make `tensor` that of worker `source`, in place."""
         if self.world_size > 1:
-            dist.broadcast(tensor, src=source)
+            self._exchange(dist.broadcast, tensor, src=source)
 
     def all_reduce(self, buffer: Tensor) -> None:
         """Sum `buffer` over the workers, in place."""
         if self.world_size > 1:
-            dist.all_reduce(buffer)
+            self._exchange(dist.all_reduce, buffer)
 
     def all_equal(self, digest: Tensor) -> bool:
         """Whether all workers hold the same int64 (1,)."""
         if self.world_size == 1:
             return True
         low, high = digest.to(self.device).clone(), digest.to(self.device).clone()
-        dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        self._exchange(dist.all_reduce, low, op=dist.ReduceOp.MIN)
+        self._exchange(dist.all_reduce, high, op=dist.ReduceOp.MAX)
         return bool((low == high).all())
 
     def broadcast_int(self, value: int) -> int:
@@ -236,8 +240,12 @@ class Reducer:
         padded = bytearray(raw.ljust(size, b"\0"))
         tensor = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor)
+        self._exchange(dist.all_gather, parts, tensor)
         return [part.cpu().numpy().tobytes() for part in parts]
+
+    def _exchange(self, collective: Callable[..., Any], *words: Any, **options: Any) -> None:
+        """Execute a collective of `torch.distributed`, in which all workers take part."""
+        collective(*words, **options)
 
 
 # --- the flat optimizer -----------------------------------------------------------------------
@@ -508,6 +516,45 @@ _HINTS = {
 }
 _HINT = "run the same script with the same settings in all of them"
 _FAILED, _ON_RECORD, _CONFLICT = range(3)  # what became of a step's announcement
+# What gloo says where a peer is gone, or answers no more.
+_GONE = re.compile("connection (closed|reset|refused)|broken pipe|timed out", re.I)
+
+
+class WorkerLost(ClusterError):
+    """Another process of a script is gone, so this one cannot go on."""
+
+
+class ScriptReducer(Reducer):
+    """Sums over the processes of a script; where one is gone, the others end with one line."""
+
+    def _exchange(self, collective: Callable[..., Any], *words: Any, **options: Any) -> None:
+        """Execute a collective. Raises WorkerLost where another worker is gone."""
+        try:
+            collective(*words, **options)
+        except RuntimeError as error:
+            if not _GONE.search(str(error)):
+                raise
+            others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
+            which = f"{'worker' if len(others) == 1 else 'one of workers'} {', '.join(others)}"
+            _show_in_one_line(WorkerLost)
+            raise WorkerLost(
+                f"worker {self.rank}: lost {which} (killed, cut off or silent), and ends. Nothing "
+                "that was released is lost: run the same command again, and it continues from the "
+                "newest checkpoint"
+            ) from None
+
+
+def _show_in_one_line(kind: type[Exception]) -> None:
+    """Let Python print an error of this kind, where a script does not catch it, without a trace."""
+    before = sys.excepthook
+
+    def show(found: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(found, kind):
+            print(error, file=sys.stderr, flush=True)
+        else:
+            before(found, error, trace)
+
+    sys.excepthook = show
 
 
 class Workers:
@@ -540,9 +587,9 @@ class Workers:
                     "processes without one: call torch.distributed.init_process_group() before "
                     "PrivateTraining is made"
                 )
-            return cls(Reducer(0, 1, torch.device("cpu")))
+            return cls(ScriptReducer(0, 1, torch.device("cpu")))
         device = "cpu" if "cpu" in _backends() else f"cuda:{torch.cuda.current_device()}"
-        return cls(Reducer(dist.get_rank(), dist.get_world_size(), torch.device(device)))
+        return cls(ScriptReducer(dist.get_rank(), dist.get_world_size(), torch.device(device)))
 
     @property
     def count(self) -> int:
@@ -556,7 +603,7 @@ class Workers:
 
     def reducer_on(self, device: torch.device) -> Reducer:
         """Return what adds up sums that lie on this device. Raises UserError."""
-        reducer = Reducer(self._reducer.rank, self.count, device)
+        reducer = ScriptReducer(self._reducer.rank, self.count, device)
         if self.count > 1 and (found := _backends().get(device.type)) != reducer.backend:
             raise UserError(
                 f"torch.distributed: must have the backend {reducer.backend} for a model on "
@@ -604,7 +651,7 @@ class Workers:
         try:
             yield
         except Exception as error:
-            if self.count > 1 and error is not self._told:
+            if self.count > 1 and error is not self._told and not isinstance(error, WorkerLost):
                 self._told = error
                 users = isinstance(error, UserError)
                 # Another error's text may hold what was computed from records.

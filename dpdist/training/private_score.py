@@ -1,9 +1,11 @@
 """Scores of a script's model on held-out PRIVATE records, with noise and at a price.
 
 A score is a noisy sum: every held-out record adds a number in [0, 1] that depends on itself and the
-model alone, so one record moves the sum by 1 at most. No step trains on these records, so a record
-pays for the steps or for the scores (`dpdist.privacy.phases.ScoredTraining`). All scores are
-charged from the beginning; the ledger counts each one before its noise is drawn.
+model alone, so one record moves the sum by 1 at most. Where a group of records is the unit, a group
+adds the mean of its records' numbers, and so moves the sum by 1 at most, too. No step trains on
+these records, so a record (or group) pays for the steps or for the scores
+(`dpdist.privacy.phases.ScoredTraining`). All scores are charged from the beginning; the ledger
+counts each one before its noise is drawn.
 
 Records are executed one at a time: with others in the batch, the last bit of a result (and so a
 class) could depend on them.
@@ -24,7 +26,7 @@ from dpdist import models
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.protocol import Records
+from dpdist.data.protocol import GroupedRecords, Records
 from dpdist.gradients.hooks import Objective, OwnLoss, each_tensor, example_losses, take
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.calibration import score_noise_for
@@ -64,7 +66,7 @@ def declare(
     Args:
         recipe: of the training, with its scores where it was begun with some.
         plan: of the training.
-        records: number of held-out records, public.
+        records: number of held-out records, public; of groups, where a group is the unit.
         value: of a record; None for accuracy.
         every: steps from one score to the next.
         noise: standard deviation on the sum; None: the least with which a held-out record pays no
@@ -88,11 +90,6 @@ def declare(
         raise UserError(
             "score: must be left out with privacy.neighbours: replace-one (a replaced record may "
             "change sides, and then pays for the steps and for the scores)"
-        )
-    if getattr(recipe.privacy, "unit", "record") != "record":
-        raise UserError(
-            "score: must be left out where privacy protects whole groups: a group would add one "
-            "value for each of its records"
         )
     if plan.nominal:
         raise UserError(
@@ -157,16 +154,22 @@ def check_apart(held_out: Records, others: Mapping[str, Records | None]) -> None
         others: by argument: the training's records, and public ones.
     """
     key = secrets.token_bytes(KEY_BYTES)  # nothing is kept that could be tried out later
-    own = [set(macs) for macs in held_out.input_macs(key)]
-    for name, records in others.items():
-        if records is None:
+    own = [set(macs) for macs in single_records(held_out).input_macs(key)]
+    for name, given in others.items():
+        if given is None:
             continue
+        records = single_records(given)
         found = {mac for macs in records.input_macs(key) for mac in macs}
         if common := sum(not macs.isdisjoint(found) for macs in own):
             raise UserError(
                 f"score: held-out records must not be in {name}, got {common:,} in common; a "
                 "record pays for the steps or for the scores"
             )
+
+
+def single_records(records: Records) -> Records:
+    """Return the records themselves, where they are grouped."""
+    return records.records if isinstance(records, GroupedRecords) else records
 
 
 # --- the scores ---------------------------------------------------------------------------------
@@ -181,7 +184,8 @@ class PrivateScore:
     """Noisy scores of a model on held-out private records, of which each adds at most 1 to a sum.
 
     Args:
-        records: the held-out records, on which no step trains.
+        records: the held-out records, on which no step trains; where they are grouped, a whole
+            group adds at most 1.
         terms: how often, with how much noise.
         value: of the module and a batch of one record to its value, (1,); None for accuracy.
         device: where the model lies.
@@ -287,20 +291,28 @@ class PrivateScore:
         return score
 
     def _sum(self, model: nn.Module, step: int) -> float:
-        """Return the sum of all records' values, exactly: PRIVATE.
+        """Return the sum of all records' values, or of all groups' means, exactly: PRIVATE.
 
         A record on which the value fails counts 0: whether a run stops must not depend on it.
         """
         assert self._key is not None
         seen, total = self.records.for_step(derive_key(self._key, "data", step)), 0
         for index in range(len(seen)):
-            row = np.array([index])
-            try:
-                value = self._value(model, seen.batch(row), seen.targets(row))
-            except Exception:
-                continue
-            total += math.floor(bounded(value) * _UNITS)
+            own = np.array([index])
+            if isinstance(seen, GroupedRecords):
+                own = seen.groups.records_of(index)
+            values = [self._units_of(model, single_records(seen), row) for row in own.tolist()]
+            total += sum(values) // len(values)  # a whole number of units, _UNITS at most
         return total / _UNITS
+
+    def _units_of(self, model: nn.Module, records: Records, row: int) -> int:
+        """Return a record's value in whole units, 0 to `_UNITS`."""
+        one = np.array([row])
+        try:
+            value = self._value(model, records.batch(one), records.targets(one))
+        except Exception:
+            return 0
+        return math.floor(bounded(value) * _UNITS)
 
     def _value(self, model: nn.Module, inputs: Any, targets: Tensor) -> float:
         """Return the value of a batch of one record; the pass leaves nothing behind."""

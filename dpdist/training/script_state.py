@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import operator
 import sys
 import types
 from collections import Counter
@@ -98,17 +99,18 @@ def _decoded(tree: Any, tensor: Any) -> Any:
 class Watch:
     """Notices changes of parameters and of the optimizer's state between two steps."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, parts: ModelParts, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
         self._kept: dict[str, Tensor] = {}
         self._numbers: dict[str, Any] = {}
         self._settings: list[dict[str, Any]] = []
-        self.remember()
+        self.remember(parts)
 
-    def remember(self) -> None:
+    @torch.no_grad()
+    def remember(self, parts: ModelParts) -> None:
         """Take the present state as the one that the last step left."""
         kept, self._numbers = {}, {}
-        for name, value in self._now():
+        for name, value in self._now(parts):
             if isinstance(value, Tensor):
                 old = self._kept.get(name)
                 same = old is not None and (old.shape, old.dtype) == (value.shape, value.dtype)
@@ -117,23 +119,27 @@ class Watch:
                 self._numbers[name] = value
         self._kept, self._settings = kept, self._groups()
 
-    def changed(self, state: Sequence[Any] = ()) -> list[str]:
+    @torch.no_grad()
+    def changed(self, parts: ModelParts, state: Sequence[Any] = ()) -> list[str]:
         """Return the differences since then, in words; empty where there are none.
 
-        state: objects whose own changes are none, as far as they are schedulers of this optimizer
-        that follow no measured value: the learning rate that such a one computed, and momentum
-        where it cycles that too.
+        Values are compared: a write through `.data` moves no version counter.
+
+        Args:
+            parts: of the model, as it is now.
+            state: objects whose own changes are none, as far as they are schedulers of this
+                optimizer that follow no measured value: the learning rate that such a one computed,
+                and momentum where it cycles that too.
         """
         found, seen = set(), set()
-        for name, value in self._now():
-            kind = name.partition("/")[0]
+        for name, value in self._now(parts):
             seen.add(name)
             if isinstance(value, Tensor):
                 same = name in self._kept and torch.equal(self._kept[name], value)
             else:
                 same = name in self._numbers and self._numbers[name] == value
             if not same:
-                found.add(kind)
+                found.add(name.partition("/")[0])
         for name in (self._kept.keys() | self._numbers.keys()) - seen:
             found.add(name.partition("/")[0])
         if not self._scheduled(state):
@@ -161,12 +167,10 @@ class Watch:
                 return False
         return True
 
-    def _now(self) -> Iterable[tuple[str, Any]]:
-        for name, value in (*self._model.named_parameters(), *self._model.named_buffers()):
-            yield f"parameters/{name}", value.detach()
+    def _now(self, parts: ModelParts) -> Iterable[tuple[str, Any]]:
+        yield from parts.named_tensors
         for place, parameter in enumerate(_parameters(self._optimizer)):
             for name, value in self._optimizer.state.get(parameter, {}).items():
-                value = value.detach() if isinstance(value, Tensor) else value
                 yield f"optimizer state/{place}.{name}", value
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -198,6 +202,7 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS]  # of torch.nn.modules.module
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -226,6 +231,70 @@ def form_of(model: nn.Module) -> dict[str, Any]:
             told = None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
             found[f"{at}{key}"] = told
     return found
+
+
+_HELD = ("_parameters", "_buffers", "_modules", *_HOOKS)
+
+
+class ModelParts:
+    """Hold the objects that a model is made of, to see at once that none of them was exchanged.
+
+    Guarantee: where `are_those_of` says yes, `form_of`, the mode of every module and the trained
+    parameters are as they were when the object was made. It compares identities, not values: the
+    objects are held, so no other one can have taken the place of one of them in memory.
+
+    Args:
+        model: whose parts they are, as it is now.
+
+    Attributes:
+        parameters: all parameters of the model, each once.
+        named_tensors: parameters and buffers, by name behind "parameters/".
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, modules = model, list(model.modules())
+        kinds = {type(module) for module in modules}
+        self._kinds = [(module, type(module), vars(module)) for module in modules]
+        self._functions = [(kind, kind.forward, kind.__call__) for kind in kinds]
+        self._hooks = [(name, getattr(nn.modules.module, name)) for name in _GLOBAL_HOOKS]
+        held = [(vars(module), getattr(module, name), name) for module in modules for name in _HELD]
+        # A module that makes these anew when it is asked cannot be compared by what it holds.
+        self._comparable = all(own.get(name) is each for own, each, name in held)
+        every = [*map(vars, modules), *(each for _, each, _ in held)]
+        every += [each for _, each in self._hooks]
+        self._empty = [each for each in every if not each]
+        self._filled = [(each, tuple(each), tuple(each.values())) for each in every if each]
+        named = dict(model.named_parameters())
+        self.parameters = list(named.values())
+        tensors = (*named.items(), *model.named_buffers())
+        self.named_tensors = [(f"parameters/{name}", tensor) for name, tensor in tensors]
+        self._types = [(each, _type_of(each)) for _, each in tensors]
+
+    def are_those_of(self, model: nn.Module) -> bool:
+        """Return whether this model is made of the same objects, in the same state."""
+        return (
+            model is self.model
+            and self._comparable
+            and all(type(each) is kind and vars(each) is own for each, kind, own in self._kinds)
+            and all(getattr(nn.modules.module, name) is each for name, each in self._hooks)
+            and all(
+                kind.forward is forward and kind.__call__ is call
+                for kind, forward, call in self._functions
+            )
+            and not any(self._empty)
+            and all(
+                len(names) == len(held)
+                and all(map(operator.is_, held.values(), values))
+                and all(map(operator.eq, held, names))
+                for held, names, values in self._filled
+            )
+            # One tensor may be given other memory, of another type.
+            and all(_type_of(each) == before for each, before in self._types)
+        )
+
+
+def _type_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

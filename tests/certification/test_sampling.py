@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from torch import nn
 
+from dpdist import models
 from dpdist.certification import inference, job, worker
 from dpdist.certification.certificate import FormName
 from dpdist.certification.inference import (
@@ -323,6 +324,60 @@ def test_checks_of_a_network_that_is_slow_for_one_input_take_a_twentieth(monkeyp
     spec = worker.probe(work._assignment)
     assert spec.batch == batch
     assert Slow.now <= max(0.05 * (n + settings.n0), 60 * 2)
+
+
+class Large(nn.Module):
+    """Counts its passes, and looks at its batch where it is told to."""
+
+    rows: ClassVar[list[int]] = []
+    mixes = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Large.rows.append(len(x))
+        wide = x.flatten(1) @ torch.ones(12, 3, dtype=x.dtype)
+        return wide + self.mixes * wide.mean(0) + torch.arange(3)
+
+
+@pytest.mark.parametrize("mixes", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("n", "limit", "batch"), [(100, 100, 1), (100, 2**41, 2), (10_000, 100, 8)]
+)
+def test_beyond_a_limit_of_work_each_draw_is_executed_alone(monkeypatch, n, limit, batch, mixes):
+    """What was not checked is taken to look at its batch: no draw has company then."""
+    monkeypatch.setattr(worker, "_FLOPS", 0)
+    monkeypatch.setattr(worker, "_CHECK_FLOPS", limit)
+    data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
+    settings, model = settings_of({"sigma": 0.25, "n": n}), Large()
+    model.mixes = mixes
+    subject = job.Subject(model, "0" * 32, "large")
+    work = job.CertificationJob(subject, inputs_with_labels(data), settings, here=True)
+    Large.rows.clear()
+    if mixes and batch > 1:
+        with pytest.raises(ValueError, match="it looks at its batch"):
+            worker.probe(work._assignment)
+        return
+    spec = worker.probe(work._assignment)
+    assert spec.batch == batch
+    if batch == 1:
+        assert set(Large.rows) <= {1, settings.n0}  # the class alone is chosen in company
+        Large.rows.clear()
+        assert models.find_batch_dependence(model, torch.rand(1, 3, 2, 2), alone=True) is None
+        assert len(Large.rows) < 10
+
+
+@pytest.mark.parametrize(("limit", "lines"), [(100, 1), (2**41, 0)])
+def test_what_was_not_checked_is_said(monkeypatch, tmp_path, limit, lines):
+    monkeypatch.setattr(worker, "_FLOPS", 0)
+    monkeypatch.setattr(worker, "_CHECK_FLOPS", limit)
+    data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
+    said: list[str] = []
+    subject, settings = job.Subject(Large(), "0" * 32, "large"), settings_of({"sigma": 0.25})
+    settings = settings.model_copy(update={"n": 100})
+    work = job.CertificationJob(
+        subject, inputs_with_labels(data), settings, here=True, log=said.append
+    )
+    work.initial_record(tmp_path)
+    assert sum("takes too long to check, so it is taken to do so" in line for line in said) == lines
 
 
 def test_a_form_that_cannot_be_built_is_skipped() -> None:

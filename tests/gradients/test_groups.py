@@ -108,6 +108,62 @@ def test_a_group_that_goes_takes_its_records_and_changes_nothing_else():
     np.testing.assert_array_equal(one[1], other[1])
 
 
+class CountingGroups(Groups):
+    """Counts how often records are drawn."""
+
+    draws = 0
+
+    def draw(self, indices: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
+        self.draws += 1
+        return super().draw(indices, key)
+
+
+class CountingRecords(dpdist.Records):
+    """Counts how often inputs and targets are read."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.data, self.reads = records(), Counter[str]()
+
+    def __len__(self) -> int:
+        return len(self.data[1])
+
+    def batch(self, indices: np.ndarray | slice) -> Tensor:
+        self.reads["inputs"] += 1
+        return self.data[0][indices]
+
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        self.reads["targets"] += 1
+        return self.data[1][indices]
+
+
+def test_a_step_draws_and_reads_its_records_once():
+    own, groups = CountingRecords(), CountingGroups(np.array(units()), MOST)
+    step, same = step_of(GroupedRecords(own, groups)), step_of(grouped())
+    for number in range(4):
+        found = step.gradient(number, PLAN.step(number))[0].clone()
+        assert torch.equal(found, same.gradient(number, PLAN.step(number))[0])
+        assert groups.draws == number + 1
+        assert own.reads == {"inputs": number + 1, "targets": number + 1}
+
+
+def test_other_groups_or_another_step_are_drawn_anew():
+    data, groups = grouped().for_step(KEY), Groups(np.array(units()), MOST)
+    some, others = np.array([3, 6, 17]), np.array([3, 6, 18])
+    for indices in (some, others, some, some[:2], np.array([], dtype=np.int64), some):
+        for one, other in zip(data.members(indices), groups.draw(indices, KEY), strict=True):
+            np.testing.assert_array_equal(one, other)
+    positions, present = data.members(some)
+    positions[:], present[:], some[0] = 0, False, 4
+    for indices in (some, np.array([3, 6, 17])):
+        np.testing.assert_array_equal(data.members(indices)[0], groups.draw(indices, KEY)[0])
+    other_key = derive_key(KEY, "step", 1)
+    again = data.for_step(other_key).members(some)[0]
+    np.testing.assert_array_equal(again, groups.draw(some, other_key)[0])
+    assert (again != data.members(some)[0]).any()
+
+
 # --- the oracle -------------------------------------------------------------------------------
 
 

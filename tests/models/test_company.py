@@ -144,3 +144,22 @@ def test_stored_statistics_and_large_numbers_that_cancel_pass() -> None:
 class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(2, 1)
+
+
+def test_alone_nothing_but_memory_is_looked_for() -> None:
+    """In a batch of one there is no company; what an answer leaves behind is seen all the same."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = network(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(x) + 1e-5 * self.calls
+
+    batch = torch.rand(4, 1, 4, 4)
+    assert "asked again" in str(find_batch_dependence(Counts(), batch[:1], alone=True))
+    assert "asked again" in str(find_batch_dependence(Of(CHANGES["random"]), batch, alone=True))
+    assert find_batch_dependence(Of(CHANGES["mean"]), batch, alone=True) is None
+    assert find_batch_dependence(Of(CHANGES["mean"]), batch) is not None

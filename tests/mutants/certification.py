@@ -240,7 +240,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/worker.py", "certification/test_predict",
-        ("if found := find_batch_dependence(network, batch, copies):", "if False:",
+        ("if found := find_batch_dependence(network, batch, copies, alone=alone):", "if False:",
          "models that look at their batch are certified"),
     ),
     *group(
@@ -863,6 +863,12 @@ FAULTS: list[Fault] = [
         ("    checked = int(_PROBE_SHARE * (settings.n0 + settings.n) / _CHECKED_ROWS)\n",
          "    checked = _MOST_LEAST_BATCH\n",
          "the checks of a slow network go through more rows than the job"),
+        ("        batch = 1\n    return replace(", "        pass\n    return replace(",
+         "a check beyond the limit of work is made all the same"),
+        ("if checked < _LEAST_BATCH and _CHECKED_ROWS * batch", "if _CHECKED_ROWS * batch",
+         "a long job is executed a draw at a time"),
+        ("alone = chosen is None and assignment.settings.batch == 1", "alone = chosen is None",
+         "a batch of several draws passes unchecked"),
     ),
     *group(
         "dpdist/certification/table.py", "reports/test_doubts",

@@ -533,7 +533,7 @@ FAULTS: list[Fault] = [
         ("return bool((low == high).all())", "return True", "different digests are the same"),
         ("flags > 0", "flags > 1", "a flag of one worker is not seen"),
         (
-            "dist.broadcast(tensor, src=source)",
+            "self._exchange(dist.broadcast, tensor, src=source)",
             "dist.broadcast(tensor, src=1)",
             "worker 0's number is another's",
         ),
@@ -1228,6 +1228,64 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/training/collectives.py",
+        "training/test_workers_of_a_script::test_other_errors_of_a_collective_stay_what_they_are",
+        (
+            "            if not _GONE.search(str(error)):\n",
+            "            if False:\n",
+            "every error of a collective is called a lost worker",
+        ),
+        (
+            "            _show_in_one_line(WorkerLost)\n",
+            "",
+            "a lost worker is told by a traceback",
+        ),
+    ),
+    *group(
+        "dpdist/training/script_state.py",
+        f"{OWN}::test_a_change_after_steps_that_saw_none_is_noticed {OWN}::test_a_changed_class_or_a_hook_of_all_modules_is_noticed "
+        f"{OWN}::test_what_was_put_back_is_no_change",
+        (
+            "                and all(map(operator.is_, held.values(), values))\n",
+            "",
+            "an exchanged layer or attribute is not seen from the second step on",
+        ),
+        (
+            "all(map(operator.is_, held.values(), values))",
+            "tuple(held.values()) == values",
+            "True in place of 1 is not seen from the second step on",
+        ),
+        (
+            "all(_type_of(each) == before for each, before in self._types)",
+            "True",
+            "a parameter of another type is not seen from the second step on",
+        ),
+        (
+            "return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad",
+            "return tensor.shape, tensor.dtype, tensor.device",
+            "a frozen parameter is not seen from the second step on",
+        ),
+        (
+            "            and not any(self._empty)\n",
+            "",
+            "a first hook is not seen from the second step on",
+        ),
+        (
+            "                kind.forward is forward and kind.__call__ is call\n",
+            "                kind.__call__ is call\n",
+            "another forward of a class is not seen from the second step on",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_parameters_that_are_not_finite_are_seen",
+        (
+            "return total - total == 0 or bool(values.isfinite().all())",
+            "return total - total == 0",
+            "a sum that overflows ends a training",
+        ),
+    ),
+    *group(
         "dpdist/private_training.py",
         f"{OWN}::test_a_class_without_an_output_is_refused_at_the_start",
         (
@@ -1349,8 +1407,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_score.py",
         SCORE,
         (
-            "total += math.floor(bounded(value) * _UNITS)",
-            "total += math.floor(value * _UNITS)",
+            "return math.floor(bounded(value) * _UNITS)",
+            "return math.floor(value * _UNITS)",
             "a record's value has no bound",
         ),
         (
@@ -1359,8 +1417,8 @@ FAULTS: list[Fault] = [
             "a record's value may be negative",
         ),
         (
-            "            except Exception:\n                continue\n",
-            "            except Exception:\n                raise\n",
+            "        except Exception:\n            return 0\n",
+            "        except Exception:\n            raise\n",
             "a record on which the value fails ends the run",
         ),
         (
@@ -1427,15 +1485,6 @@ FAULTS: list[Fault] = [
             "if not torch.equal(drawn, torch.get_rng_state()):",
             "if False:",
             "a value may draw random numbers",
-        ),
-    ),
-    *group(
-        "dpdist/training/private_score.py",
-        f"{SCORE}::test_a_whole_group_as_the_unit_is_refused",
-        (
-            'if getattr(recipe.privacy, "unit", "record") != "record":',
-            "if False:",
-            "a group adds a value for each of its records",
         ),
     ),
     *group(

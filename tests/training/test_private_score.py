@@ -22,7 +22,9 @@ from torch import nn
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
 from dpdist.core.files import read_json
+from dpdist.data.protocol import GroupedRecords, Groups
 from dpdist.gradients import noise as gaussian_noise
+from dpdist.privacy.card import build_card
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianScores, GaussianSteps, ScoredTraining
 from dpdist.privacy.plan import PrivacyPlan
@@ -489,13 +491,101 @@ def test_refusals_are_one_line_and_leave_nothing(tmp_path, held_out, terms, opti
     assert not (tmp_path / "own").exists() and t.plan.num_queries == 0
 
 
-def test_a_whole_group_as_the_unit_is_refused(tmp_path):
-    """A score bounds what a record adds, and a group has several."""
-    t = training(tmp_path / "own")
-    grouped = t._recipe.privacy.model_copy(update={"unit": "group"})
-    t._recipe = t._recipe.model_copy(update={"privacy": grouped})
-    with pytest.raises(UserError, match="where privacy protects whole groups"):
-        t.score(SCORED, **once())
+# --- a group as the unit
+
+
+GROUPED = {**FIXED, "unit": "group", "max_records_per_group": 3}
+WHOM = [0, 1, 1, 2, 2, 2, 3] + [4] * 9 + [place % 5 + 5 for place in range(HELD_OUT - 16)]
+
+
+def by_group(data: tuple[torch.Tensor, torch.Tensor], whom: list[Any]) -> dpdist.Records:
+    return dpdist.as_records(data, unit=whom)
+
+
+def grouped_training(folder: Path, **given: Any) -> PrivateTraining:
+    own = by_group(TRAINED, [100 + place // 2 for place in range(80)])
+    return training(folder, **{"data": own, "privacy": GROUPED, "batch_size": 8, **given})
+
+
+def test_a_group_s_score_is_the_mean_of_its_records_worked_out_by_hand(tmp_path):
+    """One person counts once, whatever number of records is theirs."""
+    t = grouped_training(tmp_path / "own")
+    t.score(by_group(SCORED, WHOM), every=3, noise=2.0)
+    groups = len(set(WHOM))
+    scored = next(phase for phase in t.plan.phases if isinstance(phase, ScoredTraining))
+    assert scored.parts[1] == (GaussianScores(2.0, 2, records=groups),)
+    assert t.plan.records == 40 and "held-out group adds at most 1" in str(t.plan.assumptions)
+    found = [t.step().score for _ in range(3)][-1]
+    right = (t.model(SCORED[0]).argmax(1) == SCORED[1]).double().numpy()
+    whom = np.array(WHOM)
+    total = sum(
+        math.floor(float(right[whom == each].mean()) * 2**20 + 1e-6) / 2**20 for each in set(WHOM)
+    )
+    assert not total.is_integer(), "groups of equal answers would prove little"
+    key = derive_key(
+        t.run.read_run_key(), "score", t.plan.fingerprint(),
+        read_json(t.run.data_fingerprint)["train"],
+    )  # fmt: skip
+    key = derive_key(key, "held out", read_json(t.run.score_fingerprint)["held out"])
+    query = derive_key(key, "asked", 2, checkpoint.tensors_digest(t.model.state_dict())).hex()
+    uniform, turn = stream_words(derive_key(key, "noise", query, total.hex()), 0, 2).tolist()
+    length = math.sqrt(-2 * math.log(2.0**-64 + uniform * 2.0**-64))
+    normal = length * math.cos(2 * math.pi * (turn >> 11) * 2.0**-53)
+    assert found * groups == pytest.approx(total + 2.0 * normal, abs=1e-5)
+    t.run_all()
+    facts = dpdist.read_facts(t.run)
+    assert facts.guarantee == t.guarantee and "a whole group" in facts.guarantee.relation
+    assert f"on {groups} held-out groups, noise 2" in str(facts._score_rows)
+    assert f"each of {groups} held-out groups" in str(build_card(facts.plan)["mechanism"])
+
+
+@pytest.mark.parametrize("value", [None, ruled])
+def test_a_whole_group_moves_a_sum_by_one_at_most(value):
+    """Exact neighbour replay: all records of each group are taken away."""
+    model = net()
+
+    def sum_of(kept: list[int]) -> float:
+        data = tuple(part[kept] for part in SCORED)
+        whom = [WHOM[place] for place in kept]
+        records = GroupedRecords(by_group(data, whom), Groups.from_values(whom, 3))
+        terms = private_score.ScriptScore(every=1, noise=1.0, records=len(records), value="v")
+        score = private_score.PrivateScore(records, terms, value, torch.device("cpu"))
+        score._key = bytes(32)
+        return score._sum(model, 0)
+
+    every = list(range(HELD_OUT))
+    moved = [
+        sum_of(every) - sum_of([place for place in every if WHOM[place] != each])
+        for each in range(10)
+    ]
+    assert all(0 <= each <= 1 for each in moved) and len(set(moved)) > 3
+    largest = sum_of(every) - sum_of([place for place in every if place != 8])
+    assert abs(largest) <= 1 / 9  # a record of nine
+
+
+@pytest.mark.parametrize(
+    ("held_out", "said"),
+    [
+        (SCORED, "score: held-out records: must say whom each record belongs to"),
+        (by_group(SCORED, [100, *WHOM[1:]]), "must share no unit with data, got 1 in common"),
+        (by_group(SCORED, [f"{each}" for each in WHOM]), "units of the same kind as data"),
+        (by_group(SCORED, [*WHOM[:-1], "a"]), "must have numbers or texts as units, got both"),
+        (by_group(TRAINED, list(range(200, 280))), "must not be in data, got 80 in common"),
+    ],
+)
+def test_groups_that_cannot_be_scored_are_refused(tmp_path, held_out, said):
+    t = grouped_training(tmp_path / "own")
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        t.score(held_out, **once())
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "own").exists() and t.plan.num_queries == 0
+
+
+def test_a_group_in_public_records_is_not_scored(tmp_path):
+    t = grouped_training(tmp_path / "own", held_out=by_group(rows(20, 5), list(range(19, -1, -1))))
+    with pytest.raises(UserError, match="must share no unit with data, got 10 in common"):
+        t.score(by_group(SCORED, WHOM), **once())
+    assert not (tmp_path / "own").exists()
 
 
 def test_units_apart_are_accepted(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from support.training import KEY, execute, make, parameters, release_ids
 from torch import nn
 
 import dpdist
-from dpdist import Privacy, PrivateTraining, UserError
+from dpdist import Privacy, PrivateTraining, UserError, private_training
 from dpdist.core.files import read_json
 from dpdist.gradients.clipping import AutomaticClipping
 from dpdist.privacy.ledger import Ledger, LedgerError
@@ -637,6 +638,103 @@ def test_another_forward_pass_than_the_checked_one_is_refused(tmp_path, change, 
         t.step()
     t.close()
     assert Ledger.read(t.run.ledger).release_counts == {0: 1}
+
+
+class Scaled(nn.Module):
+    """A layer with a plain attribute, a function among them, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.function = 1, torch.tanh
+        self.register_buffer("offset", torch.zeros(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(self.scale * inputs + self.offset)
+
+
+def scaled() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 4), Scaled(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m, t: m[1].__dict__.update(scale=True), "changed: 1.scale"),  # 1 == True
+        (lambda m, t: m[1].__dict__.update(function=torch.sigmoid), "changed: 1.function"),
+        (lambda m, t: m[1]._buffers.update(offset=torch.zeros(1)), "changed: 1.offset"),
+        (lambda m, t: setattr(m[2].weight, "data", m[2].weight.data.double()), "changed: 2.weight"),
+        (lambda m, t: m[2].weight.requires_grad_(False), "the same parameters in all steps"),
+        (lambda m, t: m[1].eval(), "the mode in which it was checked"),
+        (lambda m, t: m.append(nn.Identity()), "changed: 3"),
+        (lambda m, t: m[0].register_forward_pre_hook(lambda *_: None), "0.forward_pre_hooks"),
+        (lambda m, t: m[0].register_full_backward_hook(lambda *_: None), "0.backward_hooks"),
+        (lambda m, t: setattr(t, "model", scaled()), "the same parameters in all steps"),
+        (lambda m, t: setattr(t, "model", nn.Sequential(*m)), "ok"),
+    ],
+)  # fmt: skip
+def test_a_change_after_steps_that_saw_none_is_noticed(tmp_path, change, said):
+    """From the second step on, objects are compared by identity before anything else."""
+    model = scaled()
+    t = training(tmp_path / "own", model, sgd(model), steps=5)
+    t.step()
+    t.step()
+    change(model, t)
+    if said == "ok":  # another container of the same layers, by the same names
+        t.step()
+        return
+    with pytest.raises(UserError, match=re.escape(said)):
+        t.step()
+    t.close()
+    assert Ledger.read(t.run.ledger).release_counts == {0: 1, 1: 1}
+
+
+def test_a_changed_class_or_a_hook_of_all_modules_is_noticed(tmp_path, monkeypatch):
+    model = scaled()
+    t = training(tmp_path / "own", model, sgd(model), steps=5)
+    t.step()
+    t.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(Scaled, "forward", lambda self, inputs: inputs - inputs.mean(0))
+        with pytest.raises(UserError, match="changed: 1;"):
+            t.step()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(UserError, match="changed: forward_hooks of all modules"):
+            t.step()
+    finally:
+        handle.remove()
+    t.step()
+    t.close()
+
+
+def test_what_was_put_back_is_no_change(tmp_path):
+    model = scaled()
+    t = training(tmp_path / "own", model, sgd(model), steps=5)
+    t.step()
+    t.step()
+    model.eval()
+    handle = model[0].register_forward_hook(lambda *_: None)
+    handle.remove()
+    model.train()
+    t.step()
+    assert t.guarantee.kind == "proved"
+    model[0].weight.data.mul_(1.01)  # no version counter tells of it
+    t.step()
+    assert t.guarantee.kind == "assumed: post-processing"
+    t.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([1.0, math.inf], False), ([-math.inf, math.inf], False), ([math.nan, 1.0], False),
+        ([3e38, 3e38], True), ([3e38, -3e38], True), ([], True),
+    ],
+)  # fmt: skip
+def test_parameters_that_are_not_finite_are_seen(values, finite):
+    for dtype in (torch.float32, torch.complex64):
+        assert private_training._is_finite(torch.tensor(values, dtype=dtype)) == finite
 
 
 def test_a_forward_pass_keeps_nothing_in_the_model(tmp_path):

@@ -25,7 +25,7 @@ from dpdist.core.errors import ClusterError
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, monitoring
-from dpdist.training.collectives import Reducer, Workers
+from dpdist.training.collectives import Reducer, ScriptReducer, WorkerLost, Workers
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
@@ -591,3 +591,98 @@ def test_one_script_alone_and_with_workers(tmp_path, how, seconds):
     assert Ledger.read(two.ledger).release_counts == dict.fromkeys(range(12), 1)
     said = {(tmp_path / name).read_text() for name in ("alone.0", "own.0", "own.1")}
     assert len(said) == 1 and "-DP" in said.pop()
+
+
+# --- a lost worker
+
+
+LOST = """
+import os, signal, sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = {path!r}
+from training import test_workers_of_a_script as here
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+t = here.begin(Path(sys.argv[1]))
+reduce = type(t._step.reducer).all_reduce
+def dying(self, buffer):
+    if t.steps_left == here.STEPS - 2 and dist.get_rank() == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)  # in the middle of a step
+    reduce(self, buffer)
+type(t._step.reducer).all_reduce = dying
+t.run_all()
+"""
+
+
+def execute_all(script: Path, folder: Path, lost: int) -> list[tuple[int, str]]:
+    """Run a script in two processes; return how each ended, and what it said."""
+    port = str(29000 + os.getpid() % 2000)
+    around = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+    }
+    command = [sys.executable, "-W", "ignore", str(script), str(folder), str(lost)]
+    workers = [
+        subprocess.Popen(
+            command, env={**around, "RANK": f"{rank}"}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [worker.communicate(timeout=120)[1] for worker in workers]
+    return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_worker_that_dies_ends_the_others_with_one_line(tmp_path, pair, lost):
+    """Killed inside a step: the other one says who is gone, and the same command goes on."""
+    script = tmp_path / "script.py"
+    script.write_text(LOST.format(path=[str(Path(__file__).parents[1])]))
+    pair.do(whole, tmp_path / "undisturbed", {})
+    ended = execute_all(script, tmp_path / "own", lost)
+    assert ended[lost] == (-9, "")
+    code, said = ended[1 - lost]
+    assert code == 1
+    assert said == (
+        f"worker {1 - lost}: lost worker {lost} (killed, cut off or silent), and ends. Nothing "
+        "that was released is lost: run the same command again, and it continues from the newest "
+        "checkpoint\n"
+    )
+    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1, 1: 1}
+    assert [code for code, _ in execute_all(script, tmp_path / "own", -1)] == [0, 0]
+    run = RunFolder(tmp_path / "own")
+    assert Ledger.read(run.ledger).release_counts == dict.fromkeys(range(STEPS), 1)
+    assert torch.equal(parameters(run), parameters(RunFolder(tmp_path / "undisturbed")))
+
+
+class Gone:
+    """A collective that fails as gloo does."""
+
+    def __init__(self, said: str) -> None:
+        self.said = said
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError(self.said)
+
+
+def test_other_errors_of_a_collective_stay_what_they_are():
+    reducer, hook = ScriptReducer(2, 4, torch.device("cpu")), sys.excepthook
+    try:
+        with pytest.raises(WorkerLost, match=r"^worker 2: lost one of workers 0, 1, 3 \(killed"):
+            reducer._exchange(Gone("[pair.cc:534] Connection closed by peer [127.0.0.1]:3"))
+        assert sys.excepthook is not hook
+        sys.excepthook = hook
+        with pytest.raises(RuntimeError, match=r"^Invalid scalar type$"):
+            reducer._exchange(Gone("Invalid scalar type"))
+        with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
+            Reducer(2, 4, torch.device("cpu"))._exchange(Gone("Connection closed by peer"))
+        assert sys.excepthook is hook
+    finally:
+        sys.excepthook = hook
