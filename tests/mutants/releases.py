@@ -87,7 +87,7 @@ FAULTS: list[Fault] = [
          "the seed of a certification is released"),
     ),
     *group(
-        "dpdist/certification/certificate.py", "certification/test_two_class",
+        "dpdist/certification/table.py", "certification/test_two_class",
         ("        if not sound.all():", "        if False:", "radii need not follow from their counts"),
     ),
     *group(
