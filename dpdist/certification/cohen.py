@@ -14,7 +14,12 @@ errs with probability at most alpha. This is the code that `dpdist certify` and 
       counts <- SampleUnderNoise(f, x, n, sigma)               `sample_under_noise`
       p_A <- LowerConfBound(counts[c_A], n, 1 - alpha)         `Cohen.lower_bound`
       if p_A > 1/2: c_A and radius sigma Phi^-1(p_A)           `certify`
-    PREDICT(f, sigma, x, n, alpha)                             `predict`
+      else ABSTAIN                                             `certify`
+    PREDICT(f, sigma, x, n, alpha)
+      counts <- SampleUnderNoise(f, x, n, sigma)               `Smoothing.predict`
+      c_A, c_B <- top two; n_A, n_B <- their counts            `predict`
+      if BinomPValue(n_A, n_A + n_B, 1/2) <= alpha: c_A        `predict`
+      else ABSTAIN                                             `predict`
 
 Draws are made in canonical blocks, so that a block can be counted anywhere and again
 (``dpdist.cluster.resumable_job``). Other noises have their own radius in other norms
@@ -273,16 +278,16 @@ def certify(
     have had no class, and count against the selected one; None: all had one.
     lower_confidence_bound: LowerConfBound.
     """
-    k, n = int(counts[selected]), int(counts.sum()) if draws is None else draws
-    p_lower = float(lower_confidence_bound(k, n, alpha))
-    certified = p_lower > 0.5
+    c_a, n = selected, int(counts.sum()) if draws is None else draws
+    n_a = int(counts[c_a])
+    p_a = float(lower_confidence_bound(n_a, n, alpha))
     return Verdict(
-        prediction=selected if certified else ABSTAIN,
-        selected=selected,
-        k=k,
+        prediction=c_a if p_a > 0.5 else ABSTAIN,
+        selected=c_a,
+        k=n_a,
         n=n,
-        p_lower=p_lower,
-        radius=float(noise.radius(p_lower)),  # Gaussian: sigma Phi^-1(p_lower), rounded down
+        p_lower=p_a,
+        radius=float(noise.radius(p_a)),  # Gaussian: sigma Phi^-1(p_a), rounded down
         histogram=tuple(int(count) for count in counts),
     )
 
@@ -295,8 +300,7 @@ def predict(counts: np.ndarray, alpha: float, draws: int | None = None) -> int:
     returned. None: all had one.
     """
     undefined = 0 if draws is None else draws - int(np.sum(counts))
-    order = np.argsort(-np.asarray(counts), kind="stable")
-    first, second = int(counts[order[0]]), int(counts[order[1]]) if len(order) > 1 else 0
-    second = max(second, undefined)
-    sure = first >= undefined and two_sided_p_value(first, first + second) <= alpha
-    return int(order[0]) if sure else ABSTAIN
+    c_a, *others = np.argsort(-np.asarray(counts), kind="stable")
+    n_a, n_b = int(counts[c_a]), max(undefined, int(counts[others[0]]) if others else 0)
+    sure = n_a >= undefined and two_sided_p_value(n_a, n_a + n_b) <= alpha
+    return int(c_a) if sure else ABSTAIN

@@ -221,7 +221,10 @@ class TableFormat(ABC, Generic[_Settings]):
 
     @abstractmethod
     def read_sizes(self, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """Return all that a table states, by its one reader; that of its radii first."""
+        """Return all that a table states, by its one reader.
+
+        The first speaks of the classifier of its radii.
+        """
 
     @final
     def sizes_in_norm(self, table: pa.Table, norm: str, dimension: int) -> list[CertifiedSizes]:

@@ -176,9 +176,9 @@ FAULTS: list[Fault] = [
          "surplus draws of the last block count"),
         ("return clopper_pearson_lower(hits, draws, alpha)",
          "return clopper_pearson_lower(hits, draws, 2 * alpha)", "twice the error"),
-        ("k, n = int(counts[selected]), int(counts.sum())", "k, n = int(counts.max()), int(counts.sum())",
+        ("n_a = int(counts[c_a])\n", "n_a = int(counts.max())\n",
          "the best class is chosen after counting"),
-        ("certified = p_lower > 0.5", "certified = p_lower > 0.4", "too little is certified"),
+        ("prediction=c_a if p_a > 0.5", "prediction=c_a if p_a > 0.4", "too little is certified"),
     ),
     *group(
         "dpdist/certification/worker.py", "certification/test_scores",
@@ -311,8 +311,8 @@ FAULTS: list[Fault] = [
          "            self.n,\n"
          "            self.lower_bound", "self.alpha, sampler.equivalent_noise, None, self.lower_bound\n",
          "a draw without a class is no draw"),
-        ("second = max(second, undefined)", "second = second", "no class is no rival of a label"),
-        ("first + second) <= alpha", "first + second) <= 2 * alpha", "a label errs twice as often"),
+        ("max(undefined, ", "max(0, ", "no class is no rival of a label"),
+        ("n_a + n_b) <= alpha", "n_a + n_b) <= 2 * alpha", "a label errs twice as often"),
     ),
     *group(
         "dpdist/certification/variants.py", "certification/test_no_class",
@@ -681,7 +681,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/cohen.py", "certification/test_stated_error",
-        ("two_sided_p_value(first, first + second) <= alpha\n", "two_sided_p_value(first, first + second) <= 2 * alpha\n",
+        ("two_sided_p_value(n_a, n_a + n_b) <= alpha\n", "two_sided_p_value(n_a, n_a + n_b) <= 2 * alpha\n",
          "PREDICT at twice the error"),
         ("return predict(counts, self.alpha, self.n)", "return predict(counts, 2 * self.alpha, self.n)",
          "all kinds of votes predict at twice the error"),
