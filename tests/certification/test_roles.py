@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
@@ -192,3 +193,12 @@ def test_a_table_that_does_not_say_how_its_points_are_certified_is_not_attacked(
     found.__dict__.update(path=Path("x"), mode="own")
     with pytest.raises(UserError, match="x: certificates of mode own cannot be attacked: Own has"):
         Own(Cohen).recreate(found, "l2", 10)
+
+
+def test_the_page_on_extending_names_every_hook() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/extending.md").read_text()
+    for of in (Certificate, TableFormat, Description):
+        (line,) = (line for line in page.splitlines() if f" | `{of.__name__}` (" in line)
+        *_, without, given, _ = line.split("|")
+        assert set(re.findall(r"`(\w+)`", without)) == abstract(of)
+        assert set(re.findall(r"`(\w+)`", given)) == overridable(of) - abstract(of)
