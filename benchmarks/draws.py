@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from dpdist import models
 from dpdist.certification import cohen, sequential
-from dpdist.certification.cohen import certify_against_runner_up
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.registry import settings_of
+from dpdist.certification.variants import certify_against_runner_up
 from dpdist.certification.worker import Assignment, InputWorkUnit, Worker, probe
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import StreamKeys

@@ -36,7 +36,7 @@ from typing import Any
 
 from _common import parse_arguments, require_data
 
-from dpdist.certification.certificate import CertificateTable
+from dpdist.certification.table import CertificateTable
 from dpdist.cli.main import app
 from dpdist.cluster.session import connect
 from dpdist.core import optional_imports

@@ -29,8 +29,7 @@ from _common import parse_arguments, require_data
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.counting import AttackedClassifier, choose_form
-from dpdist.attacks.job import Assignment, AttackBatch, Worker
+from dpdist.attacks.job import Assignment, AttackBatch, AttackedClassifier, Worker, choose_form
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.worker import expected_log_scores
 from dpdist.core.fields import ATTACKS

@@ -39,11 +39,10 @@ from scipy.stats import t as student_t
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.counting import AttackedClassifier, choose_form
-from dpdist.attacks.job import Assignment, AttackBatch, Worker
+from dpdist.attacks.job import Assignment, AttackBatch, AttackedClassifier, Worker, choose_form
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import worker as certifying
-from dpdist.certification.expected_scores import ExpectedScores
+from dpdist.certification.expected_scores import ExpectedScores, ScoreTable
 from dpdist.certification.inference import ClassifierSpec
 from dpdist.certification.statistics import compare
 from dpdist.certification.worker import expected_log_scores
@@ -162,13 +161,14 @@ def certified(
     )
     assignment = replace(assignment, spec=certifying.probe(assignment))
     worker = certifying.Worker(assignment)
+    kind = ScoreTable(ExpectedScores)
     lines = [
-        settings.row(index, label, worker.certify(each, index), place)
+        kind.row(settings, index, label, worker.certify(each, index), place)
         for index, label, each in zip(chosen.tolist(), labels.tolist(), x, strict=True)
     ]
-    table = pa.Table.from_pylist(lines, schema=settings.table_schema())
+    table = pa.Table.from_pylist(lines, schema=kind.schema())
     found: dict[str, Any] = {}
-    for one in settings.read_sizes(table):
+    for one in kind.read_sizes(table):
         held, name = one.size_if_correct(labels), f"{one.name}_{one.norm}"
         for size in COLUMNS.get(name, ()):
             found.setdefault(name, {})[f"{size:g}"] = bits(held >= size)

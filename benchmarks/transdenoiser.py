@@ -34,9 +34,9 @@ from _common import parse_arguments, require_data
 from dpdist import models
 from dpdist.attacks.table import AttackTable, read_attack
 from dpdist.certification import table_reader
-from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.statistics import compare
+from dpdist.certification.table import CertificateTable
 from dpdist.cli.main import app
 from dpdist.cluster.session import connect
 from dpdist.core import optional_imports

@@ -15,13 +15,13 @@ from dpdist.core.version import __version__
 
 if TYPE_CHECKING:
     from dpdist.certification.cohen import Cohen as Cohen
-    from dpdist.certification.cohen import HoeffdingVotes as HoeffdingVotes
-    from dpdist.certification.cohen import TwoClass as TwoClass
     from dpdist.certification.expected_scores import ExpectedScores as ExpectedScores
     from dpdist.certification.registry import settings_of as settings_of
     from dpdist.certification.sequential import Anytime as Anytime
     from dpdist.certification.sequential import TargetRadius as TargetRadius
     from dpdist.certification.statistics import population_bounds as population_bounds
+    from dpdist.certification.variants import HoeffdingVotes as HoeffdingVotes
+    from dpdist.certification.variants import TwoClass as TwoClass
     from dpdist.certifying import CertificateTable as CertificateTable
     from dpdist.certifying import certify as certify
     from dpdist.cluster.session import connect as connect
@@ -60,8 +60,8 @@ _LAZY = {
     "certify": "dpdist.certifying",
     "CertificateTable": "dpdist.certifying",
     "Cohen": "dpdist.certification.cohen",
-    "HoeffdingVotes": "dpdist.certification.cohen",
-    "TwoClass": "dpdist.certification.cohen",
+    "HoeffdingVotes": "dpdist.certification.variants",
+    "TwoClass": "dpdist.certification.variants",
     "TargetRadius": "dpdist.certification.sequential",
     "Anytime": "dpdist.certification.sequential",
     "ExpectedScores": "dpdist.certification.expected_scores",

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from dpdist import models
-from dpdist.certification import certificate, job, statistics, table_reader
+from dpdist.certification import job, statistics, table, table_reader
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.job import DatasetLike, Subject
 from dpdist.cluster.executor import ExecutorName, check_executor_name, open_executor
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dpdist.cluster.job_folder import Progress
 
 
-class CertificateTable(certificate.CertificateTable):
+class CertificateTable(table.CertificateTable):
     """Hold a finished certification: one row for each certified input, in arrays of equal length.
 
     Guarantee: each row by itself is wrong with probability at most `alpha`, over the noise.

@@ -133,7 +133,7 @@ def _release_record(
     kind = set() if recipe.data.targets == "class" else {"targets"}
     text = {} if recipe.data.text is None else {"text": _text_record(facts)}
     pictures: dict[str, Any] = {}
-    if recipe.method.picture_preparation:
+    if recipe.method.capabilities.picture_preparation:
         imported = read_json(facts.folder.imported, {"data": dict})
         pictures = {"pictures": {"resize": imported["data"]["resize"]}}
     return {

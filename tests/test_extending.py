@@ -70,7 +70,7 @@ def test_a_certificate(beside, monkeypatch):
     run_without_ray(monkeypatch)
     test = data.load(data_source(recipe), "test")
     tables = {}
-    monkeypatch.setitem(registry.BY_MODE, "hoeffding", Hoeffding)
+    monkeypatch.setitem(registry.BY_MODE, "hoeffding", registry.kind_of(Hoeffding))
     for kind in (Hoeffding, Cohen):
         settings = kind(sigma=0.1, n=400, n0=20, max_inputs=30, seed="5a")
         certify(folder.model_folder, test, settings, beside / kind.__name__)
@@ -89,7 +89,7 @@ def test_an_attack(beside, monkeypatch, capsys):
     import settling  # noqa: F401
 
     every = (*fields.ATTACKS, "settling")
-    for module in (fields, gradient_attacks, sys.modules["dpdist.attacks.settings"]):
+    for module in (fields, gradient_attacks, sys.modules["dpdist.attacks.table"]):
         monkeypatch.setattr(module, "ATTACKS", every)
     run_without_ray(monkeypatch)
     asked = ("--attacks", "settling", "--sizes", "0.1", "--max-inputs", "20", "--steps", "4")

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from dpdist.attacks.gradient_attacks import Ball, RandomisedClassifier, attack, input_range
 from dpdist.attacks.settings import AttackSettings
-from dpdist.certification.certificate import Certificate, CertificateTable, CertifiedSizes
+from dpdist.certification.certificate import Certificate
 from dpdist.certification.job import DatasetLike
+from dpdist.certification.table import CertificateTable, CertifiedSizes, attack_noise
 from dpdist.certification.worker import KeyedGenerator
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
@@ -82,7 +83,7 @@ class AttackedCopies:
         model: nn.Module,
         settings: Certificate,
     ) -> None:
-        like = settings.attack_noise(settings.noise, settings.sigma or 0.0)
+        like = attack_noise(settings.noise, settings.sigma or 0.0)
         if like is None:
             raise UserError(f"--at: only Gaussian smoothing can be attacked, not {settings.noise}")
         self.spec, self.classes, self.labels = spec, dataset.classes, np.asarray(dataset.labels)
@@ -146,5 +147,5 @@ class AttackedCopies:
         return rows
 
     def _valid_sizes(self, table: CertificateTable, numbers: int) -> list[CertifiedSizes]:
-        found = table.certificate_class.sizes_in_norm(table.table, self.spec.norm, numbers)
+        found = table.sizes_in_norm(self.spec.norm, numbers)
         return [sizes for sizes in found if sizes.is_valid]

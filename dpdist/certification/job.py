@@ -18,6 +18,7 @@ from dpdist.certification import inference
 from dpdist.certification import table as tables
 from dpdist.certification.certificate import Certificate, merge_partials
 from dpdist.certification.inference import CPU, ClassifierSpec
+from dpdist.certification.registry import kind_of
 from dpdist.certification.worker import (
     BLOCKS_PER_WORK_UNIT,
     Assignment,
@@ -204,7 +205,7 @@ class CertificationJob(JobSpec):
         # What a place measures may differ in its last bits elsewhere: the stored one is used.
         free = settings.result_free_fields | {"sensitivity"}
         self.kind = job_folder.JobKind("certification", "certifying", free)
-        self.schema = settings.table_schema()
+        self.schema = kind_of(type(settings)).table_format.schema()
         self._assignment = _build_assignment(subject, dataset, settings, self._indices)
 
     def identity(self) -> dict[str, Any]:
@@ -357,6 +358,7 @@ class CertificationWorkItems(WorkItems):
         self.items, self.make_worker, self.shared = indices, Worker, assignment
         self._assignment, self._settings = assignment, assignment.settings
         self._dataset, self._labels = dataset, np.asarray(dataset.labels)
+        self._table_format = kind_of(type(self._settings)).table_format
         self.units_per_item, self.gpus_per_actor = assignment.num_units, assignment.gpus
 
     def chunk_plan(self, seconds: float) -> ChunkPlan:
@@ -416,10 +418,9 @@ class CertificationWorkItems(WorkItems):
 
     def table_rows(self, item: Item, partial: Partial) -> list[Row]:
         """Return the input's row of the table."""
-        index, verdict = int(item), self._assignment.decide(partial)
-        return [
-            self._settings.row(index, int(self._labels[index]), verdict, self._assignment.sampler)
-        ]
+        index, assignment = int(item), self._assignment
+        verdict, label = assignment.decide(partial), int(self._labels[index])
+        return [self._table_format.row(self._settings, index, label, verdict, assignment.sampler)]
 
     def effort(self, work_unit: Interval, partial: Partial) -> int:
         """Return the number of draws of an interval."""

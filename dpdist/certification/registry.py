@@ -1,16 +1,37 @@
-"""List the certificates. To add one, write its class and list it here."""
+"""Map each kind of certificate to its three roles: settings and algorithm, table, description.
+
+To add a kind, write the three and list them in `KINDS` and in the recipe's union `AnyCertificate`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
 
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.cohen import Cohen, HoeffdingVotes, Smoothing, TwoClass
-from dpdist.certification.expected_scores import BettingScores, ExpectedScores
-from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
+from dpdist.certification.cohen import Cohen, Smoothing
+from dpdist.certification.expected_scores import (
+    BettingDescription,
+    BettingScores,
+    BettingTable,
+    ExpectedScores,
+    ScoreDescription,
+    ScoreTable,
+)
+from dpdist.certification.sequential import (
+    Anytime,
+    AnytimeTable,
+    TargetRadius,
+    TargetRadiusTable,
+    TargetScores,
+    TargetScoresDescription,
+    TargetScoresTable,
+)
+from dpdist.certification.table import CertificateKind, CohenTable, VoteDescription
+from dpdist.certification.variants import HoeffdingVotes, TwoClass, TwoClassTable
 from dpdist.core.errors import UserError
 from dpdist.core.fields import key_error, validation_message
 from dpdist.core.files import quoted
@@ -18,14 +39,35 @@ from dpdist.core.files import quoted
 if TYPE_CHECKING:
     import pyarrow as pa
 
-CERTIFICATES: tuple[type[Certificate], ...] = (
-    Cohen, TargetRadius, Anytime, TwoClass, HoeffdingVotes, TargetScores, BettingScores,
-    ExpectedScores,
-)  # fmt: skip
+KINDS: tuple[CertificateKind, ...] = (
+    CertificateKind(Cohen, CohenTable, VoteDescription("{n:,} draws an input")),
+    CertificateKind(
+        TargetRadius,
+        TargetRadiusTable,
+        VoteDescription("given radii decided by at most {n:,} draws"),
+    ),
+    CertificateKind(
+        Anytime, AnytimeTable, VoteDescription("at most {n:,} draws, valid at any time")
+    ),
+    CertificateKind(
+        TwoClass,
+        TwoClassTable,
+        VoteDescription("{n:,} draws an input, the runner-up bounded by its own"),
+    ),
+    CertificateKind(
+        HoeffdingVotes,
+        CohenTable,
+        VoteDescription("{n:,} draws an input, bounded by Hoeffding's inequality"),
+    ),
+    CertificateKind(TargetScores, TargetScoresTable, TargetScoresDescription()),
+    CertificateKind(BettingScores, BettingTable, BettingDescription()),
+    CertificateKind(ExpectedScores, ScoreTable, ScoreDescription()),
+)
+CERTIFICATES: tuple[type[Certificate], ...] = tuple(kind.settings for kind in KINDS)
 _USUAL = "clopper-pearson"  # bound of votes, where none is named
 _FIXED = ("fixed", HoeffdingVotes.mode_name())  # modes of a number of draws fixed in advance
 _REMOVED = "randomised"  # a mode of earlier tables: fixed, with a randomised bound
-BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
+BY_MODE = {kind.settings.mode_name(): kind for kind in KINDS}
 
 # Run folders of early versions hold the settings of every certificate, complete with defaults:
 # those of another certificate say nothing there. Anywhere else somebody meant them.
@@ -43,7 +85,7 @@ def _drop_neutral_settings(section: Any) -> Any:
     """
     if not isinstance(section, Mapping):
         return section
-    kind = BY_MODE[_requested_mode(section)]
+    kind = BY_MODE[_requested_mode(section)].settings
     own = dict(section)
     if own.get("bound") == _USUAL and issubclass(kind, Smoothing):
         del own["bound"]
@@ -77,7 +119,9 @@ def _is_complete(section: Mapping[str, Any]) -> bool:
 def _allowed_modes(section: Mapping[str, Any]) -> list[str]:
     """Return the values that `mode` may have in the section."""
     named = (k.mode_name() for k in CERTIFICATES if "mode" in k.model_fields)
-    return [mode for mode in named if BY_MODE[mode].accepts_section({**section, "mode": mode})]
+    return [
+        mode for mode in named if BY_MODE[mode].settings.accepts_section({**section, "mode": mode})
+    ]
 
 
 def _requested_mode(section: Any) -> str:
@@ -149,7 +193,7 @@ def settings_of(section: Mapping[str, Any], defaults: Certificate | None = None)
         scored = kept.get("sigma") is None and "bound" in kept  # a bound of scores, not of votes
         if scored and "sigma" in given and kept["bound"] == fields["bound"].default:
             del kept["bound"]
-        kind = BY_MODE[_requested_mode(kept | given)]
+        kind = BY_MODE[_requested_mode(kept | given)].settings
         asked = {
             name: value
             for name, value in kept.items()
@@ -172,8 +216,24 @@ def _complaint(item: Any) -> str:
     return f"certify.{'.'.join(map(str, key))}: {rule}{got}"
 
 
-def certificate_class_of(table: pa.Table, context: object = "the table") -> type[Certificate]:
-    """Return the certificate of a table.
+def kind_of(settings: type[Certificate]) -> CertificateKind:
+    """Return the three roles of a class of settings.
+
+    A class that is not listed has the table and the description of the nearest listed one that it
+    inherits from. Raises UserError where it inherits from none.
+    """
+    listed = {kind.settings: kind for kind in KINDS}
+    for parent in settings.__mro__:
+        if parent in listed:
+            return replace(listed[parent], settings=settings)
+    raise UserError(
+        f"{settings.__qualname__}: must be listed in dpdist.certification.registry.KINDS with its "
+        "table and its description, or inherit from one that is"
+    )
+
+
+def kind_of_table(table: pa.Table, context: object = "the table") -> CertificateKind:
+    """Return the kind of certificate of a table.
 
     Raises UserError when there is none such, or several.
     """

@@ -30,7 +30,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, final
 
 import numpy as np
 import scipy
@@ -41,23 +41,33 @@ from dpdist.certification import score_bounds
 from dpdist.certification.certificate import (
     ABSTAIN,
     Certificate,
-    CertifiedSizes,
+    NoiseSampler,
     PartialCounts,
     Verdict,
-    equivalent_input_noise,
     require_setting,
-    sample_under_noise,
     select_class,
 )
-from dpdist.certification.cohen import Cohen, Smoothing, predict
+from dpdist.certification.cohen import Cohen, Smoothing, sample_under_noise
 from dpdist.certification.expected_scores import (
     BettingScores,
     HiddenNoiseCertificate,
+    HiddenNoiseTable,
     read_sensitivity,
 )
-from dpdist.certification.score_bounds import SCORE_UNIT
+from dpdist.certification.noise import Noise
+from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.table import (
+    CertificateTable,
+    CertifiedSizes,
+    CohenTable,
+    Description,
+    VoteTable,
+    columns_of_bound,
+    equivalent_input_noise,
+    read_job_record,
+)
 from dpdist.core.binomial import check_alpha, clopper_pearson_upper
-from dpdist.core.console import format_exact, format_percent
+from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
 from dpdist.core.files import error_text
 
@@ -65,7 +75,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from dpdist.certification.certificate import CertificateTable, ClassCounter, NoiseSampler
+    from dpdist.certification.certificate import ClassCounter
     from dpdist.certification.worker import HiddenNoiseCounter, ScoreSampler, VoteSampler
 
 
@@ -250,28 +260,38 @@ def anytime_lower(hits: ArrayLike, draws: ArrayLike, alpha: float) -> np.ndarray
 FUTILITY_ALPHA = 0.01
 _Kind = TypeVar("_Kind", bound=Certificate)
 HITS = "hits"  # column: how often the selected class was said by each look, from the first one on
+_Sequential = TypeVar("_Sequential", bound="SequentialSmoothing")
 
 
-class _SequentialSmoothing(Smoothing):
-    """A sequential test is one unit of work; n is its cap."""
+class SequentialSmoothing(Smoothing):
+    """Votes by a sequential test, which is one unit of work; n is its cap."""
 
+    @final
     def num_units(self, batch: int) -> int:
+        """Return 1: a test is not cut."""
         return 1
 
-    def predict(
-        self, counter: ClassCounter, x: Tensor, index: int, batch: int, sampler: NoiseSampler
-    ) -> int:
-        return predict(self.sample_all_draws(counter, x, index, batch), self.alpha, self.n)
+    @final
+    def hypotheses(self, noise: Noise) -> tuple[float, ...]:
+        """Return p0 of each radius under what certifies.
 
-    @classmethod
+        It is a hair above the exact one, so that rounding favours no radius.
+        """
+        exact = [noise.probability_for_radius(radius) for radius in self.radii]
+        return tuple(p + (1 - p) * 1e-9 for p in exact)
+
+
+class SequentialTable(VoteTable[_Sequential]):
+    """The table of votes that stop early, of which no histogram is kept."""
+
     def recreate(
-        cls, certificates: CertificateTable, norm: str, batch: int
+        self, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, NoiseSampler]:
         """Return Cohen's procedure at the cap, whatever stopped the table's own."""
-        return Cohen.recreate(certificates, norm, batch)
+        return CohenTable(Cohen).recreate(certificates, norm, batch)
 
 
-class TargetRadius(_SequentialSmoothing):
+class TargetRadius(SequentialSmoothing):
     """Certify given radii, by exact tests at planned looks that stop as soon as all is decided.
 
     Guarantee: for each input by itself, the probability over the draws that a certified radius is
@@ -305,9 +325,6 @@ class TargetRadius(_SequentialSmoothing):
     """
 
     mode: Literal["target"] = "target"
-    spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
-    draws_phrase: ClassVar[str] = "given radii decided by at most {n:,} draws"
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", HITS})
 
     @model_validator(mode="after")
     def _require_radii(self) -> Self:
@@ -324,7 +341,6 @@ class TargetRadius(_SequentialSmoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
-
         selected = select_class(counter, self.n0, x, index)
         hypotheses = self.hypotheses(sampler.equivalent_noise)
         looks = planned_looks(self.n, batch)
@@ -333,8 +349,10 @@ class TargetRadius(_SequentialSmoothing):
         hits = []
         for number, look in enumerate(looks):
             while block * batch < look:
-                k += int(sample_under_noise(counter, x, index, block, batch, self.n)[selected])
-                block += 1
+                counts = sample_under_noise(
+                    counter, x, index, range(block, block + 1), batch, self.n
+                )
+                k, block = k + int(counts[selected]), block + 1
             hits.append(k)
             if test.update(number, k):
                 break
@@ -363,14 +381,23 @@ class TargetRadius(_SequentialSmoothing):
             hits=partial.get(HITS),
         )
 
-    @classmethod
-    def table_schema(cls) -> pa.Schema:
+    def name_parts(self) -> list[str]:
+        sigma, mode, *rest = super().name_parts()
+        return [sigma, mode, "r-" + "-".join(map(format_exact, self.radii)), *rest]
+
+
+class TargetRadiusTable(SequentialTable[TargetRadius]):
+    """The table of target radii: the counts at each look decide what has passed."""
+
+    spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", HITS})
+
+    def schema(self) -> pa.Schema:
         import pyarrow as pa
 
-        return super().table_schema().append(pa.field(HITS, pa.list_(pa.int64())))
+        return super().schema().append(pa.field(HITS, pa.list_(pa.int64())))
 
-    @classmethod
-    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
+    def consistent_counts(self, table: pa.Table) -> np.ndarray:
         """Counts at the looks that were planned; earlier versions kept the last look's alone."""
         looks = _looks_of_table(table)
         k, n, number, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
@@ -390,11 +417,9 @@ class TargetRadius(_SequentialSmoothing):
             )
         return inside
 
-    @classmethod
-    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Return the columns that the counts at the looks decide, by the tests' own thresholds."""
-
-        settings = read_target_settings(cls, table)
+        settings = read_target_settings(self.settings_class, table)
         radii = np.array(settings.radii)
         p0 = np.array(settings.hypotheses(equivalent_input_noise(table)))
         looks = _looks_of_table(table)
@@ -414,21 +439,17 @@ class TargetRadius(_SequentialSmoothing):
             "p_lower": np.where(certified, p0[last], 0.0),
         }
 
-    @classmethod
-    def recertify(cls, table: Any, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def recertify(
+        self, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise UserError(
             "results of early stopping (mode target) certify their radius at their alpha and "
             "nothing else; certify again with mode fixed or anytime to choose alpha later"
         )
 
-    def mode_parts(self) -> list[str]:
-        return [self.mode, "r-" + "-".join(map(format_exact, self.radii))]
-
 
 def read_target_settings(settings_class: type[_Kind], table: pa.Table) -> _Kind:
     """The settings that a table of target radii states. Raises UserError where they are none."""
-    from dpdist.certification.table import read_job_record
-
     stated = read_job_record(table).get("settings", {})
     given = {name: stated[name] for name in stated.keys() & settings_class.model_fields.keys()}
     try:
@@ -439,8 +460,6 @@ def read_target_settings(settings_class: type[_Kind], table: pa.Table) -> _Kind:
 
 def read_executed_batch(table: pa.Table) -> int:
     """The rows of the executed batch that a table states. Raises UserError where it does not."""
-    from dpdist.certification.table import read_job_record
-
     batch = read_job_record(table).get("classifier", {}).get("batch")
     if type(batch) is not int or batch < 1:
         raise UserError("the table's description: damaged: classifier.batch must be >= 1")
@@ -459,7 +478,6 @@ def consistent_blocks(table: pa.Table) -> np.ndarray:
 
 def _looks_of_table(table: pa.Table) -> np.ndarray:
     """Numbers of draws at the looks of a table, int64."""
-
     looks = planned_looks(table["cap"][0].as_py(), read_executed_batch(table))
     return np.array(looks, dtype=np.int64)
 
@@ -493,7 +511,7 @@ def _possible_passes(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> 
     return np.where(possible, stated, np.where(stated > 0, 0, len(radii)))
 
 
-class Anytime(_SequentialSmoothing):
+class Anytime(SequentialSmoothing):
     """Certify by a confidence sequence, which is valid at every number of draws at once.
 
     Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
@@ -527,9 +545,6 @@ class Anytime(_SequentialSmoothing):
     """
 
     mode: Literal["anytime"] = "anytime"
-    spending: ClassVar[str] = "beta mixture, 1/alpha"
-    draws_phrase: ClassVar[str] = "at most {n:,} draws, valid at any time"
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected"})
 
     @model_validator(mode="after")
     def _validate_alpha(self) -> Self:
@@ -546,12 +561,11 @@ class Anytime(_SequentialSmoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
-
         selected = select_class(counter, self.n0, x, index)
         p0 = self.hypotheses(sampler.equivalent_noise)
         hits = draws = block = passed = 0
         while draws < self.n:
-            counts = sample_under_noise(counter, x, index, block, batch, self.n)
+            counts = sample_under_noise(counter, x, index, range(block, block + 1), batch, self.n)
             hits += int(counts[selected])
             draws = min(draws + batch, self.n)  # those without a class are draws too
             block += 1
@@ -579,19 +593,29 @@ class Anytime(_SequentialSmoothing):
         )
 
     @classmethod
-    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
+    def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+        """LowerConfBound, valid at all numbers of draws together."""
+        return anytime_lower(hits, draws, alpha)
+
+
+class AnytimeTable(SequentialTable[Anytime]):
+    """The table of confidence sequences: counts at the last draw."""
+
+    spending: ClassVar[str] = "beta mixture, 1/alpha"
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected"})
+
+    def consistent_counts(self, table: pa.Table) -> np.ndarray:
         """Return whether each row has the draws of the blocks that it states, and no more hits."""
         return consistent_blocks(table)
 
-    @classmethod
-    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        radii = read_target_settings(cls, table).radii
+    def constant_columns(self, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        radii = read_target_settings(self.settings_class, table).radii
         return {**super().constant_columns(table, settings), "target": radii[-1] if radii else None}
 
-    @classmethod
-    def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
-
-        return anytime_lower(hits, draws, alpha)
+    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return bound, radius and prediction by the confidence sequence."""
+        k, n = table["k"].to_numpy(), table["n"].to_numpy()
+        return columns_of_bound(table, np.asarray(self.settings_class.lower_bound(k, n, alpha)))
 
 
 # --- certificates by expected scores ----------------------------------------------------------
@@ -642,9 +666,7 @@ class TargetScores(HiddenNoiseCertificate):
     mode: Literal["target-scores"] = "target-scores"
     norm: Literal["l2", "linf"] = "l2"
 
-    spending: ClassVar[str] = "betting, 1/alpha"
     wrong_key_hint: ClassVar[str] = "with mode target-scores"
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
 
     @model_validator(mode="after")
     def _require_radii(self) -> Self:
@@ -711,30 +733,37 @@ class TargetScores(HiddenNoiseCertificate):
             target=self.radii[last],
         )
 
+    def name_parts(self) -> list[str]:
+        radii = "-".join(map(format_exact, self.radii))
+        return [self.mode, self.norm, f"r-{radii}", f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
+
+
+class TargetScoresTable(HiddenNoiseTable[TargetScores]):
+    """The table of target radii of expected scores: which of them passed, and after which draws."""
+
+    spending: ClassVar[str] = "betting, 1/alpha"
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
+
     def row(
-        self, index: int, label: int, verdict: Verdict, sampler: ScoreSampler
-    ) -> dict[str, Any]:
-        found = dataclasses.asdict(verdict)
-        found |= {"index": index, "label": label, "sigma": sampler.sigma, "cap": self.n}
-        named = ("n0", "alpha", "norm", "noise", "mode", "spending")
-        return found | {name: getattr(self, name) for name in named}
+        self, settings: TargetScores, index: int, label: int, verdict: Verdict,
+        sampler: ScoreSampler,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the row of an input: its verdict, and the settings on which it rests."""
+        found = dataclasses.asdict(verdict) | {"spending": self.spending}
+        found |= {"index": index, "label": label, "sigma": sampler.sigma, "cap": settings.n}
+        named = ("n0", "alpha", "norm", "noise", "mode")
+        return found | {name: getattr(settings, name) for name in named}
 
-    @classmethod
-    def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super().constant_columns(table, settings), "noise": cls.noise}
-
-    @classmethod
-    def consistent_counts(cls, table: pa.Table) -> np.ndarray:
+    def consistent_counts(self, table: pa.Table) -> np.ndarray:
         """Blocks of draws as they were executed."""
         return consistent_blocks(table)
 
-    @classmethod
-    def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """One of the radii that were asked for, of the selected class, or none. The scores of the
         draws are not kept: whether it passed cannot be made again."""
         from dpdist.certification.worker import ScoreSampler
 
-        settings = read_target_settings(cls, table)
+        settings = read_target_settings(self.settings_class, table)
         place = ScoreSampler(table["sigma"][0].as_py(), read_sensitivity(table))
         radii, p0 = np.array(settings.radii), np.array(settings.hypotheses(place))
         certified = table["prediction"].to_numpy() != ABSTAIN
@@ -746,50 +775,25 @@ class TargetScores(HiddenNoiseCertificate):
             "p_lower": np.where(certified, p0[last], 0.0),
         }
 
-    @classmethod
-    def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+    def read_sizes(self, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """The targets that expected scores passed: of the exact profile."""
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         norm = table["norm"][0].as_py()
         title = "exact profile, targets"
         return (CertifiedSizes("exact", norm, title, answer, size, "-", predicts_by_vote=False),)
 
-    @classmethod
     def recertify(
-        cls, table: pa.Table, alpha: float
+        self, table: pa.Table, alpha: float
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise UserError(
             "results of early stopping (mode target-scores) certify their radius at their alpha "
             "and nothing else; certify again with bound betting to choose alpha later"
         )
 
-    @classmethod
-    def summary_rows(
-        cls, certificates: CertificateTable, radii: Sequence[float]
-    ) -> list[tuple[str, str]]:
-        name = f"certified at {certificates.norm.upper()} radius"
-        return [
-            (f"{name} {format_exact(r)}", f"{format_percent(certificates.certified_accuracy(r))} %")
-            for r in radii
-        ]
-
-    @classmethod
-    def describe(cls, certificates: CertificateTable) -> str:
-        return (
-            "Expected scores under the model's own noise, given radii decided by at most "
-            f"{certificates.n:,} draws"
-        )
-
-    @classmethod
-    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
-        return {"norm": certificates.norm, "radii": certificates.radii}
-
-    @classmethod
     def recreate(
-        cls, certificates: CertificateTable, norm: str, batch: int
+        self, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[BettingScores, ScoreSampler]:
         """Return bets on the class alone at the cap, whatever stopped the table's own."""
-        from dpdist.certification.score_bounds import Sensitivity
         from dpdist.certification.worker import ScoreSampler
 
         settings = BettingScores.model_validate(
@@ -805,6 +809,15 @@ class TargetScores(HiddenNoiseCertificate):
             certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
         )
 
-    def name_parts(self) -> list[str]:
-        radii = "-".join(map(format_exact, self.radii))
-        return [self.mode, self.norm, f"r-{radii}", f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
+
+class TargetScoresDescription(Description):
+    """The words for target radii of expected scores."""
+
+    def describe(self, certificates: CertificateTable) -> str:
+        return (
+            "Expected scores under the model's own noise, given radii decided by at most "
+            f"{certificates.n:,} draws"
+        )
+
+    def comparison_key(self, certificates: CertificateTable) -> dict[str, Any]:
+        return {"norm": certificates.norm, "radii": certificates.radii}

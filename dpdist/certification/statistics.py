@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
-from dpdist.certification.certificate import CertificateTable
+from dpdist.certification.table import CertificateTable
 from dpdist.certification.table_reader import achievable_label_radii
 from dpdist.core.binomial import (
     clopper_pearson_interval,
@@ -231,11 +231,7 @@ def population_bounds(
             f"{certificates.path}: its inputs share one noise bank: they are no independent sample"
         )
     count, alpha, held = len(certificates.index), certificates.alpha, certificates.size_if_correct()
-    reach = (
-        achievable_label_radii(certificates.table)
-        if certificates.certificate_class.is_vote_based
-        else None
-    )
+    reach = achievable_label_radii(certificates.table)
     level = error / (len(radii) * (1 if reach is None else 2)) if radii else error
     stated = []
     for radius in radii:

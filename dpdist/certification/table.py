@@ -1,61 +1,88 @@
-"""The table of certificates: one row per input, one schema, one canonical file; and its exports."""
+"""The table of certificates: one row per input, one canonical file, and what each kind makes of it.
+
+A kind of certificate has three roles. Its settings and algorithm are a class of
+``dpdist.certification.certificate``. The other two begin here: `TableFormat`, which says how a row
+follows from a verdict and checks every row of a file against its counts, and `Description`, the
+words for reports. `CertificateKind` holds the three; ``dpdist.certification.registry`` lists the
+kinds. A `CertificateTable` is one finished certification. Nothing here loads pyarrow before a table
+is read or written, because recipes are read through the registry.
+"""
 
 from __future__ import annotations
 
 import csv
 import datetime
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, final
 
 import numpy as np
-import pyarrow as pa
+from pydantic import ValidationError
 
-from dpdist.certification.noise import format_radius
-from dpdist.cluster import job_folder
-from dpdist.cluster.job_folder import write_table as write
-from dpdist.core.files import ColumnSpec, write_result
+from dpdist.certification.certificate import (
+    ABSTAIN,
+    HIDDEN_NOISE,
+    Certificate,
+    CombinedNoise,
+    NoiseSampler,
+    Verdict,
+    read_combined_noise,
+)
+from dpdist.certification.cohen import Cohen, Smoothing
+from dpdist.certification.noise import (
+    NOISES,
+    Gaussian,
+    Noise,
+    format_radius,
+    norm_equivalence_factor,
+)
+from dpdist.core.console import format_exact, format_percent
+from dpdist.core.errors import UserError
+from dpdist.core.files import ColumnSpec, quoted, write_result
 
-__all__ = [
-    "COLUMNS",
-    "KEY",
-    "SCHEMA",
-    "TABLE",
-    "build",
-    "read",
-    "read_job_record",
-    "write",
-    "write_cohen_tsv",
-    "write_csv",
-]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# --- the file ---------------------------------------------------------------------------------
+
 
 TABLE = "certificates.parquet"
 KEY = b"dpdist.certification"
 
-SCHEMA = pa.schema(
-    [
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("label", pa.int64(), nullable=False),
-        pa.field("prediction", pa.int64(), nullable=False),
-        pa.field("selected", pa.int64(), nullable=False),
-        pa.field("k", pa.int64(), nullable=False),
-        pa.field("n", pa.int64(), nullable=False),
-        pa.field("n0", pa.int64(), nullable=False),
-        pa.field("alpha", pa.float64(), nullable=False),
-        pa.field("p_lower", pa.float64(), nullable=False),
-        pa.field("radius", pa.float64(), nullable=False),
-        pa.field("norm", pa.string(), nullable=False),
-        pa.field("noise", pa.string(), nullable=False),
-        pa.field("sigma", pa.float64(), nullable=False),
-        pa.field("mode", pa.string(), nullable=False),
-        pa.field("cap", pa.int64(), nullable=False),
-        pa.field("looks", pa.int64(), nullable=False),
-        pa.field("target", pa.float64()),
-        pa.field("spending", pa.string(), nullable=False),
-        pa.field("histogram", pa.list_(pa.int64())),
-    ]
-)
+
+@cache
+def base_schema() -> pa.Schema:
+    """Return the schema of the columns that every table begins with."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            pa.field("index", pa.int64(), nullable=False),
+            pa.field("label", pa.int64(), nullable=False),
+            pa.field("prediction", pa.int64(), nullable=False),
+            pa.field("selected", pa.int64(), nullable=False),
+            pa.field("k", pa.int64(), nullable=False),
+            pa.field("n", pa.int64(), nullable=False),
+            pa.field("n0", pa.int64(), nullable=False),
+            pa.field("alpha", pa.float64(), nullable=False),
+            pa.field("p_lower", pa.float64(), nullable=False),
+            pa.field("radius", pa.float64(), nullable=False),
+            pa.field("norm", pa.string(), nullable=False),
+            pa.field("noise", pa.string(), nullable=False),
+            pa.field("sigma", pa.float64(), nullable=False),
+            pa.field("mode", pa.string(), nullable=False),
+            pa.field("cap", pa.int64(), nullable=False),
+            pa.field("looks", pa.int64(), nullable=False),
+            pa.field("target", pa.float64()),
+            pa.field("spending", pa.string(), nullable=False),
+            pa.field("histogram", pa.list_(pa.int64())),
+        ]
+    )
+
 
 # What every reader relies on: the kind and the least of each column.
 COLUMNS: dict[str, ColumnSpec] = {
@@ -68,23 +95,657 @@ COLUMNS: dict[str, ColumnSpec] = {
 
 
 def build(
-    rows: list[dict[str, Any]], job_record: Mapping[str, Any], schema: pa.Schema = SCHEMA
+    rows: list[dict[str, Any]], job_record: Mapping[str, Any], schema: pa.Schema | None = None
 ) -> pa.Table:
-    """The rows sorted by index; ``job_record`` (what was executed) goes into the file's
-    metadata."""
+    """Return the rows sorted by index, with ``job_record`` (what was executed) as metadata.
+
+    schema: None for that of the columns that every table has.
+    """
+    from dpdist.cluster import job_folder
+
+    in_order = sorted(rows, key=lambda row: row["index"])
     return job_folder.build_table(
-        sorted(rows, key=lambda row: row["index"]), schema, job_record, KEY
+        in_order, base_schema() if schema is None else schema, job_record, KEY
     )
 
 
 def read_job_record(table: pa.Table) -> dict[str, Any]:
     """Return the executed settings: seed, model, data and classifier included."""
+    from dpdist.cluster import job_folder
+
     return job_folder.read_job_record(table, KEY)
 
 
 def read(path: Path) -> pa.Table:
     """A table of certificates. Raises UserError when it is none, or not of its settings."""
+    from dpdist.cluster import job_folder
+
     return job_folder.read_table(path, COLUMNS, KEY)
+
+
+def write(table: pa.Table, path: Path) -> None:
+    """Write the one canonical file of a table, whole or not at all."""
+    from dpdist.cluster import job_folder
+
+    job_folder.write_table(table, path)
+
+
+# --- the roles of a kind ----------------------------------------------------------------------
+
+
+NO_SPENDING = "none"
+_NEAR = 1e-9  # what other machines may round otherwise
+_Settings = TypeVar("_Settings", bound=Certificate)
+
+
+@dataclass(frozen=True)
+class TableFormat(ABC, Generic[_Settings]):
+    """The table of one kind of certificate: its columns, its rows, and the checks of a file.
+
+    A subclass says how a row is made (`row`), whether counts are of their draws
+    (`consistent_counts`), what follows from them (`recompute_columns`) and which sizes the table
+    states (`read_sizes`). settings_class: the kind's settings.
+    """
+
+    settings_class: type[_Settings]
+
+    spending: ClassVar[str] = NO_SPENDING  # how the error is spent over the looks
+    converts_norms: ClassVar[bool] = False  # whether its balls stand for balls in other norms
+    # Columns of which other draws would say something else: the publisher's own word until draws
+    # are made again. All others are computed from these and from the settings.
+    sampled_columns: ClassVar[frozenset[str]] = frozenset()
+
+    # ---- writing
+
+    def schema(self) -> pa.Schema:
+        """Return the schema of the table."""
+        return base_schema()
+
+    @abstractmethod
+    def row(
+        self, settings: _Settings, index: int, label: int, verdict: Any, sampler: Any
+    ) -> dict[str, Any]:
+        """Return the row of an input, by column."""
+
+    # ---- checks: every row from its counts
+
+    def extra_columns(self) -> Mapping[str, ColumnSpec]:
+        """Return the columns that readers rely on beside those of every table."""
+        return {}
+
+    def constant_columns(self, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what every row of a table must say beside its counts, by column.
+
+        settings: those that the table states.
+        """
+        if self.spending == NO_SPENDING:  # looked at once, when all was counted
+            return {"spending": self.spending, "looks": 1, "target": None}
+        return {"spending": self.spending, "histogram": None}
+
+    @abstractmethod
+    def consistent_counts(self, table: pa.Table) -> np.ndarray:
+        """Return whether each row holds counts of so many draws as it states: bool (N,)."""
+
+    @abstractmethod
+    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return what the counts of a table certify at an error, by column, (N,) each."""
+
+    def check(self, table: pa.Table, context: str) -> None:
+        """Check that every row is what its counts certify at the table's error.
+
+        Raises UserError where one is not, or says beside its counts another thing than its
+        settings.
+        """
+        settings = read_job_record(table).get("settings", {})
+        for name, value in self.constant_columns(table, settings).items():
+            for index, said in zip(
+                table["index"].to_pylist(), table[name].to_pylist(), strict=True
+            ):
+                if said != value:
+                    raise UserError(
+                        f"{context}: damaged: {name} of input {index} must be {value!r}, as its "
+                        f"settings say, got {said!r}"
+                    )
+        sound = self.consistent_counts(table)
+        if sound.all():
+            for name, made in self.recompute_columns(table, table["alpha"][0].as_py()).items():
+                near = abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
+                sound &= near & np.isfinite(made)  # beside infinity all numbers are near
+        if not sound.all():
+            raise UserError(
+                f"{context}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
+                "does not follow from its counts"
+            )
+
+    # ---- reading
+
+    @abstractmethod
+    def read_sizes(self, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """Return all that a table states, by its one reader.
+
+        The first speaks of the classifier of its radii.
+        """
+
+    @final
+    def sizes_in_norm(self, table: pa.Table, norm: str, dimension: int) -> list[CertifiedSizes]:
+        """Return the certified sizes of a table in that norm, for inputs of so many numbers.
+
+        In another norm than its own, the largest ball inside the certified one.
+        """
+        stated = self.read_sizes(table)
+        if not self.converts_norms:
+            return [sizes for sizes in stated if sizes.norm == norm]
+        return [
+            replace(
+                sizes,
+                norm=norm,
+                size=sizes.size / norm_equivalence_factor(sizes.norm, norm, dimension),
+            )
+            for sizes in stated
+        ]
+
+    def achievable_radius(
+        self, table: pa.Table, label_probability: np.ndarray
+    ) -> np.ndarray | None:
+        """Return the radius that votes could certify with any number of draws, -1 where none.
+
+        It is computed from probabilities of the labels, (N,). None where no votes certify.
+        """
+        return None
+
+    def recertify(
+        self, table: pa.Table, alpha: float
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return its rows at another error, and what is noted beside ``rebound_alpha``."""
+        made = {
+            name: column.tolist() for name, column in self.recompute_columns(table, alpha).items()
+        }
+        return [
+            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
+            for place, row in enumerate(table.to_pylist())
+        ], {}
+
+    def recreate(
+        self, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, NoiseSampler]:
+        """Return settings and sampler for an attacked point, in the manner of the table's.
+
+        Raises UserError for a kind that does not say how.
+        """
+        raise UserError(
+            f"{certificates.path}: certificates of mode {certificates.mode} cannot be attacked: "
+            f"{type(self).__name__} has no `recreate`"
+        )
+
+
+class Description(ABC):
+    """The words of one kind of certificate for reports, summaries and comparisons."""
+
+    def describe(self, certificates: CertificateTable) -> str:
+        """Return a table in the words of a reader: the noise, the draws, what is decided."""
+        return certificates.title
+
+    def summary_rows(
+        self, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
+        """Return name and value of what a summary of the table shows at these sizes."""
+        name = f"certified at {certificates.norm.upper()} radius"
+        return [
+            (f"{name} {format_exact(r)}", f"{format_percent(certificates.certified_accuracy(r))} %")
+            for r in radii
+        ]
+
+    @abstractmethod
+    def comparison_key(self, certificates: CertificateTable) -> dict[str, Any]:
+        """Return its own terms of the certificates: see `CertificateTable.comparison_key`."""
+
+
+@dataclass(frozen=True)
+class CertificateKind:
+    """A kind of certificate in its three roles.
+
+    settings: settings and algorithm. table_class: its table. description: its words for reports.
+    """
+
+    settings: type[Certificate]
+    table_class: type[TableFormat[Any]]
+    description: Description
+
+    @cached_property
+    def table_format(self) -> TableFormat[Any]:
+        """Return its table, of these settings."""
+        return self.table_class(self.settings)
+
+
+# --- a finished certification -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CertifiedSizes:
+    """The sizes that one certificate of a table states of every input.
+
+    name, norm: of the certificate ("exact", "linf"). title: what it is, in words. prediction: int64
+    (N,), the certified class, -1 where none is. size: float64 (N,), input units. line_style: how
+    pictures draw it, None: not. short_title: its line in a summary. is_valid: whether it is valid
+    at all. predicts_by_vote: whether it speaks of the class that most draws say, or of the class of
+    the largest mean score.
+    """
+
+    name: str
+    norm: str
+    title: str
+    prediction: np.ndarray
+    size: np.ndarray
+    line_style: str | None = None
+    short_title: str = ""
+    is_valid: bool = True
+    predicts_by_vote: bool = True
+
+    def size_if_correct(self, labels: np.ndarray) -> np.ndarray:
+        """The size where the answer is the label, -1 elsewhere: float64 (N,)."""
+        return np.where((self.prediction == labels) & (self.prediction != ABSTAIN), self.size, -1.0)
+
+
+def attack_noise(noise: str, sigma: float) -> tuple[str, float | None] | None:
+    """Return the place and sigma of an attack on the classifier that a certificate speaks of.
+
+    Attacks smooth by Gaussian noise only: None for other noise on the input. noise: its name in
+    settings and tables.
+    """
+    if noise == HIDDEN_NOISE:
+        return "hidden", None
+    return ("input", sigma) if noise == Gaussian.name else None
+
+
+@dataclass(frozen=True)
+class CertificateTable:
+    """One finished certification. Arrays of equal length, one entry for each certified input.
+
+    kind: its kind, in three roles. job_record: what was executed. alpha: the error of each
+    certificate, of every row.
+    """
+
+    path: Path
+    kind: CertificateKind
+    job_record: dict[str, Any]
+    table: pa.Table
+    sigma: float
+    mode: str
+    noise: str
+    norm: str
+    n0: int
+    n: int
+    alpha: float
+    index: np.ndarray
+    label: np.ndarray
+    prediction: np.ndarray
+    radius: np.ndarray
+
+    @property
+    def name(self) -> str:
+        """The folder's name: sigma, mode and what else tells it apart."""
+        return self.path.parent.name
+
+    @property
+    def certificate_class(self) -> type[Certificate]:
+        """Return the class of its settings."""
+        return self.kind.settings
+
+    @property
+    def title(self) -> str:
+        """Return the settings that tell it apart, wherever it lies; else the folder's name."""
+        settings = self.job_record.get("settings", {})
+        given = {
+            key: settings[key]
+            for key in settings.keys() & self.certificate_class.model_fields.keys()
+        }
+        try:
+            return self.certificate_class.model_validate(given).folder_name
+        except ValidationError:  # written by another version
+            return self.name
+
+    def read_settings(self) -> Certificate:
+        """Return the settings by which the table says that it was made, its seed included.
+
+        Raises UserError where they are none of its kind.
+        """
+        settings = {**self.job_record["settings"], "seed": self.job_record["seed"]}
+        mode = settings.pop("mode", self.mode)
+        if mode != self.mode:
+            raise UserError(f"{self.path}: damaged: its settings are of mode {quoted(mode)}")
+        if "mode" in self.certificate_class.model_fields:
+            settings["mode"] = mode
+        try:
+            return self.certificate_class.model_validate(settings)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise UserError(f"{self.path}: damaged: settings.{key}: {first['msg']}") from None
+
+    @property
+    def description(self) -> str:
+        """Return the kind of certification, as people say it."""
+        return self.kind.description.describe(self)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """Whether the certified answer is the label; an abstention is not."""
+        result: np.ndarray = self.prediction == self.label
+        return result
+
+    @cached_property
+    def sizes(self) -> tuple[CertifiedSizes, ...]:
+        """All that the table states of its inputs."""
+        return self.kind.table_format.read_sizes(self.table)
+
+    @property
+    def predicts_by_vote(self) -> bool:
+        """Whether its radii are of the classifier by votes of draws, or by their mean scores."""
+        return self.sizes[0].predicts_by_vote
+
+    @property
+    def attack_noise(self) -> tuple[str, float | None] | None:
+        """The place and sigma of an attack on the same classifier; None where there is none."""
+        return attack_noise(self.noise, self.sigma)
+
+    def sizes_in_norm(self, norm: str, dimension: int) -> list[CertifiedSizes]:
+        """Return the certified sizes in that norm, for inputs of so many numbers."""
+        return self.kind.table_format.sizes_in_norm(self.table, norm, dimension)
+
+    def summary_rows(self, radii: Sequence[float]) -> list[tuple[str, str]]:
+        """Return name and value of what a summary shows at these sizes."""
+        return self.kind.description.summary_rows(self, radii)
+
+    def select_sizes(self, certificate: str, norm: str | None) -> CertifiedSizes:
+        """Return the sizes of one of its certificates. Raises UserError where it has none such."""
+        for sizes in self.sizes:
+            if (sizes.name, sizes.norm) == (certificate, norm):
+                return sizes
+        there = ", ".join(f"{sizes.name}_{sizes.norm}" for sizes in self.sizes)
+        raise UserError(
+            f"{self.path}: no column {certificate}_{norm} in the table; there are {there}"
+        )
+
+    @property
+    def comparison_key(self) -> dict[str, Any]:
+        """Return the terms of its certificates: sizes on other terms are not compared with these.
+
+        The scale of noise of a model's own, which its scores are certified under, is none of them.
+        """
+        return {
+            "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
+            "noise_bank": bool(self.job_record.get("settings", {}).get("noise_bank")),
+            **self.kind.description.comparison_key(self),
+        }  # fmt: skip
+
+    def size_if_correct(
+        self, certificate: str | None = None, norm: str | None = None
+    ) -> np.ndarray:
+        """Certified size of every input with the right answer, -1 of all others: float64 (N,).
+
+        certificate, norm: one of several that the table has; None: the table's radius. Raises as
+        `select_sizes`.
+        """
+        if certificate is None:
+            return np.where(self.correct & (self.prediction != ABSTAIN), self.radius, -1.0)
+        return self.select_sizes(certificate, norm).size_if_correct(self.label)
+
+    def certified_accuracy(
+        self, size: float, certificate: str | None = None, norm: str | None = None
+    ) -> float:
+        """Share of all inputs that are right and certified at this size at least."""
+        return float(np.mean(self.size_if_correct(certificate, norm) >= size))
+
+    def to_arrow(self) -> pa.Table:
+        """Return all columns, one row for each certified input, with what was executed as metadata.
+
+        docs/how-to/certification.md names the columns.
+        """
+        return self.table
+
+    def to_pandas(self) -> Any:
+        """Return all columns as a pandas DataFrame. Raises UserError without pandas."""
+        try:
+            return self.table.to_pandas()
+        except ImportError as error:
+            raise UserError(f"to_pandas: needs pandas ({error}): pip install pandas") from None
+
+    @property
+    def abstention_rate(self) -> float:
+        """Return the share of inputs without a certified answer."""
+        return float(np.mean(self.prediction == ABSTAIN))
+
+    @property
+    def average_radius(self) -> float:
+        """Mean over all inputs of radius * 1[correct] (Zhai et al. 2020)."""
+        return float(np.mean(np.maximum(self.size_if_correct(), 0.0)))
+
+    @property
+    def radii(self) -> tuple[float, ...]:
+        """The radii that were asked for."""
+        radii = self.job_record.get("settings", {}).get("radii", ())
+        if not isinstance(radii, list | tuple) or not all(
+            type(radius) in (int, float) and radius >= 0 for radius in radii
+        ):
+            raise UserError(f"{self.path}: damaged: settings.radii must be numbers >= 0")
+        return tuple(radii)
+
+    @property
+    def reported_radii(self) -> tuple[float, ...]:
+        """Return the radii at which anything is printed of the table, ascending.
+
+        0, and those that were asked for; where none were, multiples of sigma. Bounds that hold at
+        all of them together share one error, so every place prints these.
+        """
+        usual = tuple(round(self.sigma * times, 4) for times in (0.5, 1.0, 2.0))
+        return tuple(sorted({0.0, *(self.radii or usual)}))
+
+
+# --- votes ------------------------------------------------------------------------------------
+
+
+def list_columns(table: pa.Table, *names: str) -> list[np.ndarray] | None:
+    """Return columns that hold a list of whole numbers for each class: int64 (N, K) each.
+
+    None where they are of unequal lengths, or empty.
+    """
+    found = [table[name].to_pylist() for name in names]
+    sizes = {len(each or ()) for column in found for each in column}
+    if len(sizes) != 1 or not max(sizes):
+        return None
+    return [np.asarray(column, dtype=np.int64) for column in found]
+
+
+def consistent_histograms(table: pa.Table, histogram: np.ndarray) -> np.ndarray:
+    """Return whether each row's histogram (N, K) can be of its draws: bool (N,).
+
+    It is of n draws at most (some may have had no class), all of its cap, and has k for its
+    selected class.
+    """
+    names = ("selected", "k", "n", "cap", "looks")
+    selected, k, n, cap, looks = (table[name].to_numpy() for name in names)
+    inside = (selected >= 0) & (selected < histogram.shape[1])
+    hits = histogram[np.arange(len(k)), np.where(inside, selected, 0)]
+    counts = (histogram >= 0).all(1) & (histogram.sum(1) <= n)
+    valid: np.ndarray = inside & counts & (hits == k) & (n == cap) & (looks == 1)
+    return valid
+
+
+def combined_noise_of_table(table: pa.Table) -> CombinedNoise | None:
+    """Return the quadrature that a table of votes states.
+
+    None where its input noise alone certifies.
+    """
+    return read_combined_noise(read_job_record(table), table["sigma"][0].as_py())
+
+
+def equivalent_input_noise(table: pa.Table) -> Noise:
+    """The noise on the input that all noise of a table of votes is worth."""
+    both = combined_noise_of_table(table)
+    if both is not None:
+        return Gaussian(both.combined_sigma)
+    return NOISES[table["noise"][0].as_py()](table["sigma"][0].as_py())
+
+
+_NEAR_RADIUS = 1e-6  # of a radius beside the one that its stated noise certifies
+_Votes = TypeVar("_Votes", bound=Smoothing)
+
+
+class VoteTable(TableFormat[_Votes]):
+    """The table of votes under noise on the input."""
+
+    converts_norms: ClassVar[bool] = True
+
+    def row(
+        self, settings: _Votes, index: int, label: int, verdict: Verdict, sampler: NoiseSampler
+    ) -> dict[str, Any]:
+        """Return the row of an input: its verdict, and the settings on which it rests."""
+        return {
+            "index": index,
+            "label": label,
+            **asdict(verdict),
+            "n0": settings.n0,
+            "alpha": settings.alpha,
+            "norm": settings.smoothing_noise.norm,
+            "noise": settings.noise,
+            "sigma": settings.sigma,
+            "mode": settings.mode,
+            "cap": settings.n,
+            "spending": self.spending,
+        }
+
+    def constant_columns(self, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return also the norm, which is the noise's."""
+        noise = table["noise"][0].as_py()
+        if noise not in NOISES:
+            raise UserError(
+                f"the table: damaged: noise must be one of {', '.join(NOISES)}, got {quoted(noise)}"
+            )
+        return {**super().constant_columns(table, settings), "norm": NOISES[noise].norm}
+
+    def check(self, table: pa.Table, context: str) -> None:
+        """Check also that the stated noise behind the input is that of the radii."""
+        both = combined_noise_of_table(table)
+        if both is not None:
+            follow = Gaussian(both.combined_sigma).radius(table["p_lower"].to_numpy())
+            near = _NEAR_RADIUS * (follow + both.combined_sigma)
+            if not (abs(table["radius"].to_numpy() - follow) <= near).all():
+                raise UserError(
+                    f"{context}: damaged: its radii do not follow from the sigma, hidden noise and "
+                    "sensitivity that it states"
+                )
+        super().check(table, context)
+
+    def read_sizes(self, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """Return the vote's sizes, with its noise: other noise is another classifier.
+
+        With noise behind the first layer too, what either alone certifies, and what DPAL's sum
+        would.
+        """
+        first = table.slice(0, 1).to_pylist()[0]
+        title = f"vote (Cohen), {first['noise']} {first['sigma']:g}"
+        answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
+        both = combined_noise_of_table(table)
+        if both is None:
+            return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
+        share = size / both.combined_sigma * (1 - 1e-12)
+        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size, "--")]
+        for name, of, worth, holds in (
+            ("input", "its input noise alone", both.sigma, True),
+            ("hidden", "its hidden noise alone", both.hidden_as_input_sigma, True),
+            ("as_printed", "kappa + phi (does not hold)", both.sigma_as_printed, False),
+        ):
+            words = f"vote, {of}"
+            found.append(CertifiedSizes(name, "l2", words, answer, share * worth, is_valid=holds))
+        return tuple(found)
+
+    def achievable_radius(
+        self, table: pa.Table, label_probability: np.ndarray
+    ) -> np.ndarray | None:
+        """Return the radius of the noise at these probabilities."""
+        return np.where(
+            label_probability > 0.5, equivalent_input_noise(table).radius(label_probability), -1.0
+        )
+
+
+def columns_of_bound(table: pa.Table, p_lower: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns that follow from a lower bound of each selected class's probability."""
+    radius = np.asarray(equivalent_input_noise(table).radius(p_lower))
+    prediction = np.where(p_lower > 0.5, table["selected"].to_numpy(), ABSTAIN)
+    return {"p_lower": p_lower, "radius": radius, "prediction": prediction}
+
+
+class CohenTable(VoteTable[Cohen]):
+    """The table of votes of so many draws as were asked for, with the counts of all classes."""
+
+    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram"})
+
+    def consistent_counts(self, table: pa.Table) -> np.ndarray:
+        """Return whether all draws that were asked for are counted, by class."""
+        found = list_columns(table, "histogram")
+        return (
+            np.zeros(len(table), bool) if found is None else consistent_histograms(table, found[0])
+        )
+
+    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return bound, radius and prediction by the settings' LowerConfBound."""
+        k, n = table["k"].to_numpy(), table["n"].to_numpy()
+        return columns_of_bound(table, np.asarray(self.settings_class.lower_bound(k, n, alpha)))
+
+    def recreate(
+        self, certificates: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, NoiseSampler]:
+        """Return the same procedure with the table's draws, error and noise."""
+        from dpdist.certification.worker import VoteSampler
+
+        settings = self.settings_class.model_validate(
+            {
+                "sigma": certificates.sigma,
+                "n0": certificates.n0,
+                "n": certificates.n,
+                "alpha": certificates.alpha,
+            }
+            | {"batch": batch, "noise": certificates.noise}
+        )
+        quadrature = read_combined_noise(certificates.job_record, certificates.sigma)
+        return settings, VoteSampler(settings.smoothing_noise, combined_noise=quadrature)
+
+
+@dataclass(frozen=True)
+class VoteDescription(Description):
+    """The words for votes under noise on the input. draws: how they are made, of {n} an input."""
+
+    draws: str
+
+    def describe(self, certificates: CertificateTable) -> str:
+        """Return the noise and the draws."""
+        hidden = "" if combined_noise_of_table(certificates.table) is None else " and hidden noise"
+        noise = f"{certificates.noise.capitalize()} noise {certificates.sigma:g}{hidden}"
+        return f"Smoothing by {noise}, {self.draws.format(n=certificates.n)}"
+
+    def summary_rows(
+        self, certificates: CertificateTable, radii: Sequence[float]
+    ) -> list[tuple[str, str]]:
+        """Return a row for each radius, and one for each of the sizes beside the table's radius."""
+        lines = super().summary_rows(certificates, radii)
+        for sizes in certificates.sizes[1:]:
+            held = sizes.size_if_correct(certificates.label)
+            shares = ", ".join(
+                f"{format_percent(np.mean(held >= r))} % at {format_exact(r)}" for r in radii
+            )
+            lines.append((sizes.title, shares))
+        return lines
+
+    def comparison_key(self, certificates: CertificateTable) -> dict[str, Any]:
+        """Return the noise, and the radii where results depend on them."""
+        free = certificates.certificate_class.result_free_fields
+        return {
+            "sigma": certificates.sigma,
+            "radii": () if "radii" in free else certificates.radii,
+        }
+
+
+# --- exports ----------------------------------------------------------------------------------
 
 
 def write_cohen_tsv(

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from dpdist.certification import table as tables
-from dpdist.certification.certificate import CertificateTable
-from dpdist.certification.registry import certificate_class_of
+from dpdist.certification.registry import kind_of_table
+from dpdist.certification.table import CertificateTable
 from dpdist.cluster import job_folder
 from dpdist.core.binomial import clopper_pearson_upper
 from dpdist.core.errors import UserError
@@ -37,10 +37,10 @@ def read(path: Path) -> CertificateTable:
     """A finished table. Raises UserError when it is none, or states no one alpha, sigma or mode."""
     table = tables.read(path)
     found = from_arrow(table, path)
-    if columns := found.certificate_class.extra_columns():
+    if columns := found.kind.table_format.extra_columns():
         read_table(path, columns)
     try:
-        found.certificate_class.check_table(table, str(path))
+        found.kind.table_format.check(table, str(path))
     except (ValueError, ArithmeticError) as error:  # of what no certificate is computed
         raise UserError(
             f"{path}: damaged: its rows cannot be computed again: {error_text(error)}"
@@ -115,10 +115,8 @@ def from_arrow(table: pa.Table, path: Path = Path("certificates/-")) -> Certific
     if not (np.diff(arrays["index"]) > 0).all():
         raise UserError(f"{path}: damaged: its rows must be in the order of their inputs")
     job_folder.check_labels(about, arrays["index"], arrays["label"], path)
-    kind = certificate_class_of(table, path)
-    return CertificateTable(
-        path=path, certificate_class=kind, job_record=about, table=table, **once, **arrays
-    )
+    kind = kind_of_table(table, path)
+    return CertificateTable(path=path, kind=kind, job_record=about, table=table, **once, **arrays)
 
 
 def _constant_value(table: pa.Table, about: dict[str, Any], column: str, path: Path) -> Any:
@@ -150,12 +148,12 @@ def recertify(table: pa.Table, alpha: float) -> pa.Table:
     """
     if not 0 < alpha < 1:
         raise UserError(f"alpha: must be between 0 and 1, got {alpha}")
-    kind = certificate_class_of(table)
-    rows, notes = kind.recertify(table, alpha)
+    table_format = kind_of_table(table).table_format
+    rows, notes = table_format.recertify(table, alpha)
     return tables.build(
         rows,
         {**tables.read_job_record(table), "rebound_alpha": alpha, **notes},
-        kind.table_schema(),
+        table_format.schema(),
     )
 
 
@@ -281,8 +279,8 @@ def achievable_label_radii(table: pa.Table) -> np.ndarray | None:
     table's kind of certificate: float64 (N,).
 
     Each u is below that probability with probability at most the table's alpha, and R is rounded
-    up; negative where there is none. None where the counts of all classes were not
-    kept, as in the modes that stop early.
+    up; negative where there is none. None where no votes certify, and where the counts of all
+    classes were not kept, as in the modes that stop early.
     """
     counted = table.select(["histogram", "label", "n", "alpha"]).to_pylist()
     if any(row["histogram"] is None for row in counted):
@@ -290,5 +288,5 @@ def achievable_label_radii(table: pa.Table) -> np.ndarray | None:
     hits = [row["histogram"][row["label"]] for row in counted]
     errors = [row["alpha"] for row in counted]
     upper = np.minimum(clopper_pearson_upper(hits, [row["n"] for row in counted], errors), 1.0)
-    # It rounds down; here it must not.
-    return certificate_class_of(table).achievable_radius(table, upper) * (1 + 1e-11)
+    radius = kind_of_table(table).table_format.achievable_radius(table, upper)
+    return None if radius is None else radius * (1 + 1e-11)  # it rounds down; here it must not

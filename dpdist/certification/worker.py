@@ -577,6 +577,22 @@ def _build_hidden_noise_counter(
     return sampler, executed(batch)
 
 
+def combined_noise_of_model(
+    location: NoiseLocation, model: nn.Module, input_shape: tuple[int, ...], sigma: float
+) -> CombinedNoise | None:
+    """Return the quadrature of a model with noise at ``location``, input noise sigma included.
+
+    None where the input noise is all that certifies its inputs.
+    """
+    noise = location.first_affine_noise(model, input_shape)
+    if noise is None:
+        return None
+    layer = require_split(model).affine_layer(input_shape)
+    return CombinedNoise(
+        sigma, noise.rms_std, operator_norms.l2_to_l2(layer, input_shape, noise.relative_variances)
+    )
+
+
 def first_layer_sensitivity(
     split: SplitModel, noise: HiddenNoise, input_shape: tuple[int, ...]
 ) -> Sensitivity:

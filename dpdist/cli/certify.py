@@ -535,7 +535,7 @@ def _print_table(path: Path, recipe: Any) -> None:
     table = table_reader.read(path)
     abstained = int((table.prediction == -1).sum())
     rows = [("inputs", f"{len(table.index):,}"), ("abstained", f"{abstained:,}")]
-    rows += table.certificate_class.summary_rows(table, table.reported_radii)
+    rows += table.summary_rows(table.reported_radii)
     rows.append(statistics.population_summary_row(table))
     rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
     rows.append(("alpha", f"{table.alpha:g} each"))

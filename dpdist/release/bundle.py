@@ -67,7 +67,8 @@ from dpdist.privacy.plan import PrivacyPlan
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from dpdist.certification.certificate import Certificate, CertificateTable
+    from dpdist.certification.certificate import Certificate
+    from dpdist.certification.table import CertificateTable
     from dpdist.data.text import TextColumn
     from dpdist.models import ModelSpec
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dpdist.certification import table_reader
-from dpdist.certification.certificate import Certificate, CertificateTable
+from dpdist.certification.table import CertificateTable
 from dpdist.core.errors import UserError
 from dpdist.core.fields import FileShape, Keys
 from dpdist.core.files import count_values, json_equal, open_parquet, quoted
@@ -52,7 +52,7 @@ class ClassifierRecord(FileShape):
 
 
 class TableRecord(FileShape):
-    """What `redraw_counts` needs of a table's description: the job that made it."""
+    """Hold the job that made a table, whose counts `redraw_counts` draws again."""
 
     format: int
     model: str
@@ -121,7 +121,7 @@ def check_table(
     rows = [int(table.table[name].to_numpy().max()) for name in ("label", "prediction", "selected")]
     if max(rows) >= spec.classes:
         raise UserError(f"{where}: damaged: names class {max(rows)} of {spec.classes}")
-    settings, executed = _table_settings(table), read_classifier_spec(table.job_record, table.path)
+    settings, executed = table.read_settings(), read_classifier_spec(table.job_record, table.path)
     executed.check_memory(spec.input_shape, where)
     measured = settings.build_sampler(model, tuple(spec.input_shape)).identity
     for name in measured.keys() | (_MODEL_PROPERTIES & about.keys()):
@@ -147,7 +147,7 @@ def _check_rows(table: CertificateTable) -> None:
             )
         stopped |= votes is None
     try:
-        again, _ = table.certificate_class.recertify(table.table, table.alpha)
+        again, _ = table.kind.table_format.recertify(table.table, table.alpha)
     except UserError:
         if stopped:
             return
@@ -159,22 +159,6 @@ def _check_rows(table: CertificateTable) -> None:
                 f"{table.path}: damaged: input {row['index']}: {key} does not follow from its "
                 f"counts: it says {quoted(row[key])}, computed again {quoted(other.get(key))}"
             )
-
-
-def _table_settings(table: CertificateTable) -> Certificate:
-    """Return the settings by which a table says that it was made."""
-    settings = {**table.job_record["settings"], "seed": table.job_record["seed"]}
-    mode = settings.pop("mode", table.mode)
-    if mode != table.mode:
-        raise UserError(f"{table.path}: damaged: its settings are of mode {quoted(mode)}")
-    if "mode" in table.certificate_class.model_fields:
-        settings["mode"] = mode
-    try:
-        return table.certificate_class.model_validate(settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{table.path}: damaged: settings.{key}: {first['msg']}") from None
 
 
 def redraw_counts(
@@ -250,7 +234,7 @@ class _InputRecounter:
         from dpdist.randomness.keys import StreamKeys
 
         settings, executed = (
-            _table_settings(table),
+            table.read_settings(),
             read_classifier_spec(table.job_record, table.path),
         )
         self._device = torch.device(executed.device if torch.cuda.is_available() else "cpu")
@@ -294,7 +278,9 @@ class _InputRecounter:
             self._sampler, x, index, 0, assignment.num_units, batch, assignment.sampler
         )
         label = int(self._data.labels[index])
-        return settings.row(index, label, assignment.decide(partial), assignment.sampler)
+        return self._table.kind.table_format.row(
+            settings, index, label, assignment.decide(partial), assignment.sampler
+        )
 
 
 def count_difference(stated: dict[str, Any], redrawn: dict[str, Any], schema: pa.Schema) -> float:

@@ -18,8 +18,8 @@ from operator import attrgetter
 import numpy as np
 
 from dpdist.attacks.table import NONE, AttackTable
-from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.noise import norm_equivalence_factor, norm_name
+from dpdist.certification.table import CertificateTable
 from dpdist.core.console import format_exact, format_percent
 from dpdist.privacy.guarantee import format_epsilon
 

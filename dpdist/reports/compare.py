@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.noise import norm_name
 from dpdist.certification.statistics import (
     ERROR,
@@ -32,6 +31,7 @@ from dpdist.certification.statistics import (
     holm,
     population_summary_row,
 )
+from dpdist.certification.table import CertificateTable
 from dpdist.core.console import format_bound, format_exact, format_percent
 from dpdist.core.errors import UserError
 from dpdist.core.fields import check_run_name
@@ -77,8 +77,7 @@ def certified_curves(facts: Facts) -> list[CertifiedCurve]:
         )
         for table in facts.tables
         for norm in NORMS
-        for found in table.certificate_class.sizes_in_norm(table.table, norm,
-            math.prod(facts.input_shape))
+        for found in table.sizes_in_norm(norm, math.prod(facts.input_shape))
     ]  # fmt: skip
 
 
@@ -451,10 +450,7 @@ def _paired_sizes(first: Facts, later: Facts, notes: list[str]) -> Iterator[Pair
             raise UserError(f"{mine.path} and {other.path}: different labels for the same inputs")
         numbers = math.prod(later.input_shape)
         for norm, printed in NORMS.items():
-            two = [
-                table.certificate_class.sizes_in_norm(table.table, norm, numbers)
-                for table in (mine, other)
-            ]
+            two = [table.sizes_in_norm(norm, numbers) for table in (mine, other)]
             by_name = {theirs.name: theirs for theirs in two[1]}
             for ours in two[0]:
                 if not ours.is_valid:

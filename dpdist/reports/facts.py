@@ -17,8 +17,8 @@ from dpdist.attacks.table import AttackTable, input_dimension
 from dpdist.audits import registry
 from dpdist.audits.target import AuditResult
 from dpdist.certification import statistics, table_reader
-from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.evaluation import Evaluation, refuse_decisions
+from dpdist.certification.table import CertificateTable
 from dpdist.config.search import TuneRecipe
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from dpdist.certification import statistics
-from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.noise import norm_name
 from dpdist.certification.statistics import ERROR, holm
+from dpdist.certification.table import CertificateTable
 from dpdist.core.binomial import clopper_pearson_interval
 from dpdist.core.console import format_exact, format_percent
 from dpdist.privacy.card import REFUTED

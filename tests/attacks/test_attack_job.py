@@ -17,7 +17,7 @@ from support.separable_points import Points
 
 from dpdist import models
 from dpdist.attacks import job
-from dpdist.attacks.counting import MeanScores
+from dpdist.attacks.job import MeanScores
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE, read_attack
 from dpdist.certification import inference, score_bounds

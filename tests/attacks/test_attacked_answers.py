@@ -13,7 +13,7 @@ from support.batch_dependent import Honest, Inputs, save
 from support.certificates import check_certificates
 from torch import Tensor, nn
 
-from dpdist.attacks import counting, job
+from dpdist.attacks import job
 from dpdist.attacks.gradient_attacks import (
     RandomisedClassifier,
     _best,
@@ -135,7 +135,7 @@ def test_experts_are_not_attacked(
 ) -> None:
     seen = []
     monkeypatch.setattr(
-        counting,
+        job,
         "find_batch_dependence",
         lambda *given: seen.append(given) or find_batch_dependence(*given),
     )

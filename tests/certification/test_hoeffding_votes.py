@@ -19,7 +19,8 @@ from torch import nn
 import dpdist
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.certification.cohen import Cohen, HoeffdingVotes
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.variants import HoeffdingVotes
 from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
 from dpdist.core.errors import UserError
 

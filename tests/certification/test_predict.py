@@ -10,7 +10,7 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.counting import AttackedClassifier, require_logits
+from dpdist.attacks.job import AttackedClassifier, require_logits
 from dpdist.certification import cohen, predict
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores
@@ -135,3 +135,11 @@ def test_a_label_is_wrong_with_the_stated_probability_and_no_larger() -> None:
     for draws in range(5, 60):
         decided = [k for k in range(draws + 1) if cohen.predict(np.array([k]), alpha, draws) != -1]
         assert stats.binom.pmf(decided, draws, 0.5).sum() <= alpha / 2 * (1 + 1e-9)
+
+
+def test_single_inputs_have_noise_of_their_own() -> None:
+    """Neither the noise that a whole table shares, nor a generator that is no cipher."""
+    given = Cohen(sigma=0.25, n=2000, noise_bank=True, generator="philox", seed="old")
+    assert given.with_seed("new") == Cohen(sigma=0.25, n=2000, seed="new")
+    scores = ExpectedScores(n=200, generator="philox")
+    assert scores.with_seed("new") == ExpectedScores(n=200, seed="new")

@@ -24,14 +24,15 @@ from torch import nn
 
 from dpdist import models
 from dpdist.attacks.settings import AttackSettings
-from dpdist.certification import certificate, job, table_reader
+from dpdist.certification import job, table_reader
 from dpdist.certification import table as tables
-from dpdist.certification.certificate import CombinedNoise, combined_noise_of_model
+from dpdist.certification.certificate import CombinedNoise
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import ScoreBounds, pure_epsilon
 from dpdist.certification.table_reader import achievable_label_radii, recertify
+from dpdist.certification.worker import combined_noise_of_model
 from dpdist.core.errors import UserError
 from dpdist.models.zoo import NormalisedNetwork
 from dpdist.randomness.noise_location import (
@@ -210,7 +211,7 @@ def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) ->
     reach = achievable_label_radii(found.table)
     assert reach is not None
     assert (reach >= 0.3).mean() > 0.3 and (reach >= 4 * both.combined_sigma).mean() < 0.1
-    lines = dict(found.certificate_class.summary_rows(found, (0.1,)))
+    lines = dict(found.summary_rows((0.1,)))
     assert "vote, kappa + phi (does not hold)" in lines
 
 
@@ -239,7 +240,7 @@ def test_a_damaged_description_is_named(certified: Path) -> None:
         ({"hidden": 0.0}, r"hidden and sensitivity\.l2 must be > 0"),
     ):
         with pytest.raises(UserError, match=message):
-            certificate.combined_noise_of_table(tables.build(rows, about | change))
+            tables.combined_noise_of_table(tables.build(rows, about | change))
 
 
 @pytest.mark.parametrize("mode", ["fixed", "target", "anytime"])

@@ -9,7 +9,7 @@ from scipy import stats
 
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.certification.registry import settings_of
+from dpdist.certification.registry import kind_of, settings_of
 from dpdist.certification.table_reader import (
     achievable_label_radii,
     merge_tables,
@@ -36,8 +36,12 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
         if mode != "fixed":
             partial |= {"k": int(histogram[selected]), "n": n, "looks": 1, "passed": 1}
         rows.append(
-            settings.row(
-                index, label, settings.decide([partial], settings.build_sampler(None, ())), None
+            kind_of(type(settings)).table_format.row(
+                settings,
+                index,
+                label,
+                settings.decide([partial], settings.build_sampler(None, ())),
+                None,
             )
         )
     about = {
@@ -242,3 +246,12 @@ def test_the_reach_of_a_label_is_that_of_its_upper_bound_rounded_up() -> None:
     assert reach is not None and (reach[wanted > 0] >= wanted[wanted > 0]).all()
     assert reach[wanted > 0] == pytest.approx(wanted[wanted > 0], rel=1e-9)
     assert (reach[wanted <= 0] <= 0).all()
+
+
+def test_a_radius_in_another_norm_is_the_largest_ball_inside() -> None:
+    found = table_reader.from_arrow(make(HISTOGRAMS, LABELS))
+    (own,), (other,) = found.sizes_in_norm("l2", 64), found.sizes_in_norm("linf", 64)
+    assert found.norm == own.norm == "l2" and other.norm == "linf"
+    assert (own.size == found.radius).all() and own.size.max() > 0
+    assert np.allclose(other.size, found.radius / 8, rtol=1e-12, atol=0)
+    assert (other.size <= found.radius / 8 * (1 + 1e-15)).all()

@@ -23,6 +23,7 @@ from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.worker import HiddenNoiseCounter, InputNoiseCounter
 from dpdist.certifying import test_inputs as inputs_with_labels
+from dpdist.cluster.executor import LocalExecutor, use_executor
 from dpdist.core.errors import UserError
 from dpdist.randomness import keys as units
 from dpdist.randomness.keys import AesWords, StreamKeys
@@ -350,7 +351,7 @@ def test_beyond_a_limit_of_work_each_draw_is_executed_alone(monkeypatch, n, limi
     settings, model = settings_of({"sigma": 0.25, "n": n}), Large()
     model.mixes = mixes
     subject = job.Subject(model, "0" * 32, "large")
-    work = job.CertificationJob(subject, inputs_with_labels(data), settings, here=True)
+    work = job.CertificationJob(subject, inputs_with_labels(data), settings)
     Large.rows.clear()
     if mixes and batch > 1:
         with pytest.raises(ValueError, match="it looks at its batch"):
@@ -373,10 +374,9 @@ def test_what_was_not_checked_is_said(monkeypatch, tmp_path, limit, lines):
     said: list[str] = []
     subject, settings = job.Subject(Large(), "0" * 32, "large"), settings_of({"sigma": 0.25})
     settings = settings.model_copy(update={"n": 100})
-    work = job.CertificationJob(
-        subject, inputs_with_labels(data), settings, here=True, log=said.append
-    )
-    work.initial_record(tmp_path)
+    work = job.CertificationJob(subject, inputs_with_labels(data), settings, log=said.append)
+    with use_executor(LocalExecutor()):
+        work.initial_record(tmp_path)
     assert sum("takes too long to check, so it is taken to do so" in line for line in said) == lines
 
 

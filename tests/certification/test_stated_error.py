@@ -11,11 +11,12 @@ from scipy import integrate, optimize, special, stats
 
 from dpdist.certification import score_bounds
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.cohen import Cohen, TwoClass, predict
+from dpdist.certification.cohen import Cohen, predict
 from dpdist.certification.expected_scores import BettingScores, ExpectedScores
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
+from dpdist.certification.variants import TwoClass
 from dpdist.certification.worker import BlockScores, ScoreSampler, VoteSampler
 from dpdist.randomness import keys
 

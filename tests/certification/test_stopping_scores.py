@@ -16,7 +16,7 @@ from dpdist import models
 from dpdist.certification import job, score_bounds, table_reader
 from dpdist.certification.expected_scores import BettingScores
 from dpdist.certification.predict import Predictor
-from dpdist.certification.registry import settings_of
+from dpdist.certification.registry import kind_of, settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.sequential import LeadTest, TargetScores
 from dpdist.certification.table_reader import recertify
@@ -171,8 +171,8 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
         0.4,
     )
     assert [sizes.name for sizes in found.sizes] == ["exact"]
-    assert len(found.certificate_class.summary_rows(found, (0.001, 0.03))) == 2
-    other, place = found.certificate_class.recreate(found, "linf", 100)
+    assert len(found.summary_rows((0.001, 0.03))) == 2
+    other, place = found.kind.table_format.recreate(found, "linf", 100)
     assert type(other) is BettingScores and other.one_sided and place.sigma == found.sigma
     with pytest.raises(UserError, match="early stopping"):
         recertify(found.table, 0.01)
@@ -181,7 +181,9 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
         broken = [dict(row) for row in rows]
         broken[passed][column] = forged
         with pytest.raises(UserError, match="does not follow from its counts"):
-            TargetScores.check_table(table.from_pylist(broken, schema=table.schema), "x")
+            kind_of(TargetScores).table_format.check(
+                table.from_pylist(broken, schema=table.schema), "x"
+            )
     with pytest.raises(UserError, match=r"certify\.n: must be >= 2, got 1"):
         settings_of({**settings.model_dump(mode="json"), "n": 1})
 

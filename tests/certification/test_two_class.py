@@ -13,12 +13,12 @@ from scipy import stats
 from support.certificates import Data
 from support.networks import save_small_cnn
 
-from dpdist.certification import cohen, job, table_reader
-from dpdist.certification.cohen import TwoClass
+from dpdist.certification import cohen, job, table_reader, variants
 from dpdist.certification.noise import Gaussian
-from dpdist.certification.registry import settings_of
+from dpdist.certification.registry import kind_of, settings_of
 from dpdist.certification.statistics import population_bounds
 from dpdist.certification.table_reader import achievable_label_radii, recertify
+from dpdist.certification.variants import TwoClass
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
 
@@ -28,7 +28,7 @@ NOISE = Gaussian(0.5)
 
 
 def certify(counts: list[int], alpha: float = 0.001) -> cohen.Verdict:
-    return cohen.certify_against_runner_up(0, np.array(counts), alpha, NOISE)
+    return variants.certify_against_runner_up(0, np.array(counts), alpha, NOISE)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_radius_is_too_large_at_most_alpha_often(shares: tuple[float, ...]) 
     for a, b in itertools.product(range(n + 1), repeat=2):
         if a + b > n:
             continue
-        radius = cohen.certify_against_runner_up(
+        radius = variants.certify_against_runner_up(
             0, np.array([a, b, n - a - b]), alpha, NOISE
         ).radius
         if radius > max(truth, 0.0):
@@ -84,7 +84,7 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
         assert certify(counts).radius >= floor * (1 - 1e-9) >= cohens * 0.95
     assert certify([500, 500, 0]).prediction == -1 and certify([10, 980, 10]).radius == 0
     assert (
-        cohen.certify_against_runner_up(0, np.array([1000]), 0.001, NOISE).radius > 0
+        variants.certify_against_runner_up(0, np.array([1000]), 0.001, NOISE).radius > 0
     )  # of one class
 
 
@@ -101,7 +101,7 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     assert table.equals(again, check_metadata=True)
     assert table["histogram"].equals(plain["histogram"])
     for row in table.to_pylist():
-        made = cohen.certify_against_runner_up(
+        made = variants.certify_against_runner_up(
             row["selected"], np.array(row["histogram"]), 0.001, NOISE
         )
         for name in ("p_lower", "p_upper", "radius", "prediction"):
@@ -119,7 +119,7 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
         0 <= s.accuracy_lower_bound <= (s.certifiable_upper_bound or 1)
         for s in population_bounds(found, (0.1, 0.5))
     )
-    other, _ = found.certificate_class.recreate(found, "l2", 100)
+    other, _ = found.kind.table_format.recreate(found, "l2", 100)
     assert type(other) is TwoClass
     for column, forged in (
         ("p_lower", 0.999), ("p_upper", 0.0), ("radius", 0.01), ("prediction", 1), ("selected", 7),
@@ -128,7 +128,9 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
         broken = table.to_pylist()
         broken[4][column] = forged if broken[4][column] != forged else forged - 1
         with pytest.raises(UserError, match="does not follow from its counts"):
-            TwoClass.check_table(pa.Table.from_pylist(broken, schema=table.schema), "x")
+            kind_of(TwoClass).table_format.check(
+                pa.Table.from_pylist(broken, schema=table.schema), "x"
+            )
     pq.write_table(table.drop_columns("p_upper"), tmp_path / "t" / job.TABLE)
     with pytest.raises(UserError, match="p_upper"):
         table_reader.read(tmp_path / "t" / job.TABLE)

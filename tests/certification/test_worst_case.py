@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.certification import predict, score_bounds
 from dpdist.certification.certificate import ABSTAIN, Certificate, NoiseSampler
+from dpdist.certification.cohen import Smoothing
 from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.noise import NOISES
 from dpdist.certification.predict import Predictor
@@ -142,7 +143,7 @@ class ByStage:
 
 def settings_in(mode: str, **settings: Any) -> Certificate:
     """Of every mode with a radius that can be decided."""
-    if not BY_MODE[mode].is_vote_based:
+    if not issubclass(BY_MODE[mode].settings, Smoothing):
         return settings_of({"bound": "betting"} | settings if mode == "betting" else settings)
     return settings_of({"sigma": SIGMA, "mode": mode, **settings})
 
@@ -152,7 +153,7 @@ def test_selection_and_estimation_share_no_draw(mode: str) -> None:
     counter = ByStage()
     settings = settings_in(mode, n=1050, n0=70, radii=(0.1,))
     place: NoiseSampler = ScoreSampler(1.0, Sensitivity(1.0, 1.0, 1.0))
-    if settings.is_vote_based:
+    if isinstance(settings, Smoothing):
         place = settings.build_sampler(nn.Identity(), (3,))
     whole = settings.num_units(100)
     half = max(1, whole // 2)

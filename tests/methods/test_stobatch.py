@@ -470,7 +470,7 @@ def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:
     ],
 )  # fmt: skip
 def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None:
-    from dpdist.certification.certificate import combined_noise_of_model
+    from dpdist.certification.worker import combined_noise_of_model
 
     method = StoBatch(sensitivity=4.0, **options)
     model = models.initialise(SPEC, 1)

@@ -15,8 +15,8 @@ from support import sources
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.attacks.counting import AttackedClassifier, CounterFactory, choose_form, count_answers
 from dpdist.attacks.gradient_attacks import RandomisedClassifier, loss_gradient
+from dpdist.attacks.job import AttackedClassifier, CounterFactory, choose_form, count_answers
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of

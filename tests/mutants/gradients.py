@@ -346,7 +346,7 @@ FAULTS: list[Fault] = [
         ("2 * self.crop + 1)", "2 * self.crop)", "one of the places is never cut out"),
     ),
     *group(
-        "dpdist/methods/base.py", "methods/test_roles training/test_group_unit",
+        "dpdist/methods/base.py", "methods/test_method_roles training/test_group_unit",
         ("raise TypeError(f\"{made.__name__}.{name}: {place}\")", "pass",
          "a hook of an earlier version is ignored in silence"),
         ("(*vars(made), *vars(made).get(\"__annotations__\", {}))", "vars(made)",

@@ -168,7 +168,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/certification/certificate.py",
+        "dpdist/certification/table.py",
         "certification/test_two_class",
         (
             "        if not sound.all():",

@@ -18,7 +18,7 @@ from dpdist import evaluation, pipeline
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.registry import settings_of
+from dpdist.certification.registry import kind_of, settings_of
 from dpdist.certification.statistics import ERROR, curve_difference, difference_interval
 from dpdist.core.errors import UserError
 from dpdist.evaluation import load_model
@@ -55,7 +55,9 @@ def certificates(path: Path, right: set[int], **changes: Any) -> table_reader.Ce
         verdict = counted.decide(
             [{"selected": selected, "histogram": counts}], counted.build_sampler(None, ())
         )
-        rows.append(settings.row(index, labels, verdict, None))
+        rows.append(
+            kind_of(type(settings)).table_format.row(settings, index, labels, verdict, None)
+        )
     about = {
         "settings": {"n": settings.n, "mode": settings.mode, "noise": settings.noise,
                      "sigma": settings.sigma, "noise_bank": bank, "start": indices.start,
@@ -140,7 +142,7 @@ def test_nothing_is_certified_where_the_radius_is_smaller(two: list[Any]) -> Non
 
 def test_what_does_not_hold_is_not_compared(two: list[Any], monkeypatch) -> None:
     """A certificate as printed, which attacks refute, is beside the others in a table of scores."""
-    kind = two[0].tables[0].certificate_class
+    kind = type(two[0].tables[0])
     real = kind.sizes_in_norm
 
     def and_as_printed(table: Any, norm: str, numbers: int) -> list[Any]:

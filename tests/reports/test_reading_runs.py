@@ -22,6 +22,7 @@ from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores, ScoreBound, certify_scores
+from dpdist.certification.registry import kind_of
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.worker import ScoreSampler
 from dpdist.cli import certify
@@ -45,14 +46,15 @@ def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
     sums, votes = np.array([300, 700]) * SCORE_UNIT, np.array([990, 10])
     verdict = certify_scores(sums, sums // 2, votes, 0, settings, 1.0, NORMS)
     place = ScoreSampler(1.0, NORMS)
-    rows = [settings.row(i, label, verdict, place) for i, label in enumerate(labels)]
+    kind = kind_of(ExpectedScores).table_format
+    rows = [kind.row(settings, i, label, verdict, place) for i, label in enumerate(labels)]
     about = {
         "settings": {"n": N, "n0": settings.n0, "alpha": settings.alpha, "mode": "scores",
                      "bound": bound, "radii": [0.01]},
         "model": "m", "data": "d", "sensitivity": asdict(NORMS), "seed": "s",
         "classifier": {"form": "eager", "batch": 100, "notes": []},
     }  # fmt: skip
-    tables.write(tables.build(rows, about, ExpectedScores.table_schema()), path)
+    tables.write(tables.build(rows, about, kind.schema()), path)
     return path
 
 
@@ -63,7 +65,7 @@ def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
     verdict = settings.decide(
         [{"selected": 0, "histogram": [N - 5, 5]}], settings.build_sampler(None, ())
     )
-    rows = [settings.row(i, i // 3, verdict, None) for i in range(4)]
+    rows = [kind_of(Cohen).table_format.row(settings, i, i // 3, verdict, None) for i in range(4)]
     about = {
         "settings": {"n": N, "mode": "fixed", "noise": settings.noise, "sigma": settings.sigma},
         "model": changed["model"], "data": changed["data"], "seed": "s",

@@ -1,0 +1,218 @@
+"""Cohen's certificate by other bounds: Hoeffding's, and one of the runner-up's own.
+
+The certificate with the runner-up's own bound has R = sigma / 2 (Phi^-1(p_a) - Phi^-1(p_b)), for
+p_a a lower bound of the class's probability and p_b an upper bound of every other's; CERTIFY takes
+p_b = 1 - p_a. Where the rest is spread over several classes the runner-up has less, and the radius
+is larger; a class may even be certified that has no majority. Nine tenths of alpha are for p_a, a
+tenth for p_b, both by Clopper and Pearson, p_b from the largest count among the other classes.
+Other tools share the error among these classes; none is needed.
+*Proof.* The runner-up is one class b by the truth, whatever was drawn. Its own bound, at a tenth
+of alpha, is wrong with that probability; the bound from the largest count is never smaller, and
+beside a true p_a it makes the radius too large only if it is below b's probability. As p_b <= 1 -
+p_a is taken where it is smaller, the radius is never below Cohen's at 0.9 alpha. A draw without a
+class (its logits are not finite) counts as the runner-up's, whichever class that is: then its
+count is never too small, and an answer that is no class is bounded with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+from pydantic import model_validator
+
+from dpdist.certification.certificate import (
+    ABSTAIN,
+    PartialCounts,
+    Verdict,
+    require_setting,
+    selected_class,
+    total_counts,
+)
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.noise import Gaussian, Noise, gaussian_l2_radius_two_class
+from dpdist.certification.table import CohenTable, equivalent_input_noise
+from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper, hoeffding_lower
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+# --- Hoeffding's bound of votes ---------------------------------------------------------------
+
+
+class HoeffdingVotes(Cohen):
+    """Certify as `dpdist.Cohen`, with Hoeffding's bound in place of Clopper and Pearson's.
+
+    Guarantee: that of `dpdist.Cohen`, at the same `alpha`. On the same draws no radius is larger.
+    It is for comparison with certificates that were made so, such as PixelDP's (Lecuyer et al.,
+    2019). A recipe asks for it by ``bound: hoeffding`` beside sigma.
+
+    Args:
+        sigma: standard deviation of the noise, in input units; all further fields are those of
+            `dpdist.Cohen`.
+
+    Raises:
+        pydantic.ValidationError: as for `dpdist.Cohen`.
+
+    Source:
+        Hoeffding, Journal of the American Statistical Association 1963.
+
+    Example:
+        >>> import dpdist
+        >>> by_hoeffding = dpdist.HoeffdingVotes(sigma=0.25).lower_bound(990, 1000, 0.001)
+        >>> by_cohen = dpdist.Cohen(sigma=0.25).lower_bound(990, 1000, 0.001)
+        >>> round(float(by_hoeffding), 3), round(float(by_cohen), 3)
+        (0.931, 0.976)
+    """
+
+    mode: Literal["hoeffding"] = "hoeffding"  # type: ignore[assignment]
+    bound: Literal["hoeffding"] = "hoeffding"
+    wrong_key_hint: ClassVar[str] = "with bound hoeffding, by smoothing the inputs"
+
+    @classmethod
+    def accepts_section(cls, section: Mapping[str, Any]) -> bool:
+        """Return whether a section asks for Hoeffding's bound of votes."""
+        mode, bound = section.get("mode") or "fixed", section.get("bound")
+        asked = bound == "hoeffding" and mode in ("fixed", "hoeffding")
+        return section.get("sigma") is not None and (asked or (mode == "hoeffding" and not bound))
+
+    @classmethod
+    def lower_bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+        """LowerConfBound: Hoeffding, Pr[p < bound] <= alpha."""
+        return hoeffding_lower(hits, draws, alpha)
+
+
+# --- the runner-up's own bound ----------------------------------------------------------------
+
+
+_OF_RUNNER_UP = 0.1  # of the error
+
+
+class TwoClass(Cohen):
+    """Certify as `dpdist.Cohen`, with the runner-up bounded by its own count. Gaussian noise only.
+
+    Guarantee: for each input by itself, with probability at least 1 - `alpha` over the draws, the
+    smoothed classifier answers the certified class everywhere within the certified L2 radius, or
+    the verdict abstains. The radius is sigma / 2 (Phi^-1(p_a) - Phi^-1(p_b)). Nine tenths of alpha
+    are for the lower bound p_a of the class, a tenth for the upper bound p_b of every other class.
+    The radius is never below that of `dpdist.Cohen` at 0.9 alpha. The module's text has the proof.
+
+    Args:
+        sigma: standard deviation of the noise, in input units; all further fields are those of
+            `dpdist.Cohen`, with `noise` "gaussian".
+
+    Raises:
+        pydantic.ValidationError: as for `dpdist.Cohen`, or the noise is not Gaussian.
+
+    Source:
+        Cohen, Rosenfeld and Kolter, ICML 2019: Theorem 1, with both bounds.
+
+    Example:
+        >>> import numpy as np, torch, dpdist
+        >>> inputs, labels = np.eye(2, dtype=np.float32), np.array([0, 1])
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = model.weight.data.copy_(torch.eye(2))  # answers the larger coordinate
+        >>> settings = dpdist.TwoClass(sigma=0.25, n=1000)
+        >>> table = dpdist.certify(model, (inputs, labels), settings, executor="local")
+        >>> table.prediction.tolist(), bool((table.radius > 0.25).all())
+        ([0, 1], True)
+    """
+
+    mode: Literal["two-class"] = "two-class"  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _require_gaussian(self) -> Self:
+        require_setting(self.noise == Gaussian.name, "noise", "gaussian when mode is two-class")
+        return self
+
+    def decide(self, partials: Sequence[PartialCounts], sampler: Any) -> Verdict:
+        """Return the certificate by both bounds, from the counts of all blocks."""
+        counts = total_counts(partials, "histogram", self.n)
+        return certify_against_runner_up(
+            selected_class(partials), counts, self.alpha, sampler.equivalent_noise, self.n
+        )
+
+
+def runner_up_bounds(
+    counts: np.ndarray, selected: np.ndarray, alpha: ArrayLike, draws: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return bounds below each selected class's probability and above every other's.
+
+    Each pair is wrong with probability at most alpha.
+
+    Args:
+        counts: int (N, classes).
+        selected: class of each row, (N,).
+        alpha: error of each row, or one for all.
+        draws: how many were made, those without a class included, (N,).
+
+    Returns:
+        Lower and upper bounds, float64 (N,) each.
+    """
+    others = counts.copy()
+    others[np.arange(len(counts)), selected] = 0
+    hits = counts.sum(1) - others.sum(1)
+    runner_up = others.max(1) + draws - counts.sum(1)
+    lower = np.asarray(clopper_pearson_lower(hits, draws, (1 - _OF_RUNNER_UP) * np.asarray(alpha)))
+    upper = clopper_pearson_upper(runner_up, draws, _OF_RUNNER_UP * np.asarray(alpha))
+    left = np.nextafter(1 - lower, 2)
+    return lower, np.minimum(np.minimum(upper, left), 1.0)
+
+
+def certify_against_runner_up(
+    selected: int, counts: np.ndarray, alpha: float, noise: Noise, draws: int | None = None
+) -> Verdict:
+    """Certify as `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
+    n = int(counts.sum()) if draws is None else draws
+    (p_lower,), (p_upper,) = runner_up_bounds(
+        counts[None], np.array([selected]), alpha, np.array([n])
+    )
+    radius = float(gaussian_l2_radius_two_class(p_lower, p_upper, noise.sigma))
+    return Verdict(
+        prediction=selected if radius > 0 else ABSTAIN,
+        selected=selected,
+        k=int(counts[selected]),
+        n=n,
+        p_lower=float(p_lower),
+        radius=radius,
+        histogram=tuple(int(count) for count in counts),
+        p_upper=float(p_upper),
+    )
+
+
+class TwoClassTable(CohenTable):
+    """The table of Cohen's certificate with a bound of the runner-up's own."""
+
+    def schema(self) -> pa.Schema:
+        """Return the schema with the runner-up's bound."""
+        import pyarrow as pa
+
+        return super().schema().append(pa.field("p_upper", pa.float64(), nullable=False))
+
+    def extra_columns(self) -> Mapping[str, Any]:
+        """Return the runner-up's bound, and the counts that it follows from."""
+        return {**super().extra_columns(), "p_upper": (float, 0), "histogram": (object, None)}
+
+    def recompute_columns(self, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return both bounds, radius and prediction."""
+        counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
+        selected = table["selected"].to_numpy()
+        lower, upper = runner_up_bounds(counts, selected, alpha, table["n"].to_numpy())
+        sigma = equivalent_input_noise(table).sigma
+        radius = np.asarray(gaussian_l2_radius_two_class(lower, upper, sigma))
+        prediction = np.where(radius > 0, selected, ABSTAIN)
+        return {"p_lower": lower, "p_upper": upper, "radius": radius, "prediction": prediction}
+
+    def achievable_radius(
+        self, table: pa.Table, label_probability: np.ndarray
+    ) -> np.ndarray | None:
+        """Return the reach with the rest spread evenly over the other classes."""
+        others = max(1, len(table["histogram"][0]) - 1)
+        rest = (1 - label_probability) / others
+        radius = gaussian_l2_radius_two_class(
+            label_probability, rest, equivalent_input_noise(table).sigma
+        )
+        return np.where(label_probability > rest, radius, -1.0)
