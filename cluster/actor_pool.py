@@ -110,8 +110,9 @@ def run_chunks(
 
     Ray must be initialised. Raises ClusterError when no actor can start, actors keep dying, or a
     chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries, an
-    InvalidResults at once. After Ctrl-C and a ClusterError the results of calls that end within two
-    seconds are still delivered; the one that Ctrl-C struck in may then be delivered twice.
+    InvalidResultsError at once. After Ctrl-C and a ClusterError the results of calls that end
+    within two seconds are still delivered; the one that Ctrl-C struck in may then be delivered
+    twice.
     """
     pool = _Pool(factory, shared, chunks, on_result, settings or PoolSettings())
     try:

@@ -9,14 +9,14 @@ of a result.
 
 Small work is, on this machine without GPUs:
 
-* a training on one worker, or attacks or several trainings together, of at most `SMALL_TRAINING`
-  passes of an example;
+* a training on one worker of at most `SMALL_TRAINING` examples in all its steps; attacks, or
+  several trainings together, of at most as many passes;
 * a certification whose draws take one process at most `SMALL_JOB_SECONDS`, by the rate that was
   measured before its first draw;
 * unless a number of actors is asked for. What is left of a job after `SMALL_JOB_SECONDS` goes to
   Ray.
 
-A search goes to Ray, as does all work where RAY_ADDRESS names a cluster.
+Asked for nothing else, a search goes to Ray, as does all work where RAY_ADDRESS names a cluster.
 """
 
 from __future__ import annotations

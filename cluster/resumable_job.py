@@ -212,8 +212,8 @@ def run_job(
     progress(done, in all, per second). executor: where the work runs; None for the enclosing
     `open_executor` or `dpdist.connect`, else one is opened for this job and closed after it. Raises
     UserError when ``output`` holds other work (naming what differs) or another process is working
-    in it, ClusterError when the cluster cannot do it; InvalidResults when a worker found that none
-    of the results hold, then and whenever it is called again.
+    in it, ClusterError when the cluster cannot do it; InvalidResultsError when a worker found that
+    none of the results hold, then and whenever it is called again.
     """
     finished, wanted = output / spec.table_file, spec.identity()
     if finished.exists() and not spec.is_extensible:
@@ -265,7 +265,10 @@ def _record_invalid_results(
 
 
 def _resume_state(work_items: WorkItems, journal: Journal, output: Path) -> JobState:
-    """Return what the journal says is done. Raises InvalidResults where it says that none holds."""
+    """Return what the journal says is done.
+
+    Raises InvalidResultsError where it says that none of the results hold.
+    """
     book = JobState(work_items)
     for entry in journal.entries:
         if _INVALID in entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 from support.training import make, train
 
+import dpdist
 from dpdist import data
 from dpdist.attacks import gradient_attacks
 from dpdist.attacks.gradient_attacks import Ball
@@ -20,6 +22,7 @@ from dpdist.certification import registry, table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.job import certify
 from dpdist.core import fields
+from dpdist.core.errors import UserError
 from dpdist.training.records import data_source
 
 pytestmark = pytest.mark.whole
@@ -39,7 +42,7 @@ def beside(tmp_path, monkeypatch) -> Path:
 
 
 def test_there_is_one_of_each_and_they_are_short():
-    assert sorted(EXAMPLES) == ["hoeffding.py", "mine.py", "settling.py", "varied.py"]
+    assert sorted(EXAMPLES) == ["chernoff.py", "mine.py", "settling.py", "varied.py"]
     assert max(text.count("\n") for text in EXAMPLES.values()) < 60
 
 
@@ -63,22 +66,55 @@ def test_a_method_and_a_model(beside, monkeypatch, capsys):
 
 
 def test_a_certificate(beside, monkeypatch):
-    from hoeffding import Hoeffding
+    monkeypatch.setattr(registry, "BY_MODE", dict(registry.BY_MODE))
+    from chernoff import Chernoff
 
     recipe, folder = make(beside / "runs", "x", model="linear")
     train(recipe, folder)
     run_without_ray(monkeypatch)
     test = data.load(data_source(recipe), "test")
     tables = {}
-    monkeypatch.setitem(registry.BY_MODE, "hoeffding", registry.kind_of(Hoeffding))
-    for kind in (Hoeffding, Cohen):
+    for kind in (Chernoff, Cohen):
         settings = kind(sigma=0.1, n=400, n0=20, max_inputs=30, seed="5a")
         certify(folder.model_folder, test, settings, beside / kind.__name__)
         tables[kind] = table_reader.read(beside / kind.__name__ / "certificates.parquet")
-    mine, exact = (tables[kind].table.to_pandas() for kind in (Hoeffding, Cohen))
+    mine, exact = (tables[kind].table.to_pandas() for kind in (Chernoff, Cohen))
     assert (mine["k"] == exact["k"]).all()
     assert (mine["p_lower"] < exact["p_lower"]).all()  # the exact bound is the better one
-    assert tables[Hoeffding].mode == "hoeffding" and (mine["radius"] > 0).any()
+    assert tables[Chernoff].mode == "chernoff" and (mine["radius"] > 0).any()
+
+
+def test_a_certificate_that_nobody_could_read_is_refused_before_a_draw(monkeypatch, tmp_path):
+    """Not registered, of a mode that another has, or of the mode of a class that it is not."""
+    monkeypatch.setattr(registry, "BY_MODE", dict(registry.BY_MODE))
+
+    class Own(Cohen):
+        mode: Literal["own"] = "own"
+
+    class Taken(Cohen):
+        mode: Literal["hoeffding"] = "hoeffding"
+
+    class Same(Cohen):
+        """Reads as Cohen's."""
+
+    inputs = torch.eye(3), torch.arange(3)
+
+    def certified(settings):
+        return dpdist.certify(torch.nn.Linear(3, 3), inputs, settings, folder=tmp_path / "c")
+
+    for kind, message in (
+        (Own, "Own: mode 'own' is not registered; give the class a mode of its own and call"),
+        (Taken, "Taken: mode 'hoeffding' is that of HoeffdingVotes, and is not registered"),
+    ):
+        with pytest.raises(UserError, match=message):
+            certified(kind(sigma=0.1, n=50))
+        assert not (tmp_path / "c").exists()
+    with pytest.raises(UserError, match="Taken: mode 'hoeffding' is that of HoeffdingVotes; give"):
+        registry.register(Taken)
+    registry.register(Own)
+    registry.register(Own)  # a module that is imported anew
+    assert certified(Own(sigma=0.1, n=50)).mode == "own"
+    registry.require_readable(Same)
 
 
 def test_an_attack(beside, monkeypatch, capsys):

@@ -109,7 +109,10 @@ class SearchFolder:
 
     @property
     def terms(self) -> Path:
-        """Return the file that every trial reads: noise of the score, objective, packages."""
+        """Return the file of what is fixed before the first trial.
+
+        It holds records, plan, limit of a trial, noise of scores, budget charge and assumptions.
+        """
         return self.run.search_terms
 
     @property

@@ -1,10 +1,11 @@
 """A private search from its recipe to the released winner, on Ray Tune; continued after a crash.
 
 The rules that make its guarantee true (docs/how-to/tuning.md): everything is drawn before the
-first trial; all K trials run to their end, whatever the others score; a failed trial counts as
-minus infinity; a repetition replays with the same keys; only the best trial leaves private/; a
-search that is broken off releases nothing. Everything is checked before a search is drawn; nothing
-is written until all holds.
+first trial; with a secret K all trials run to their end, whatever the others score (with law fixed
+ASHA may stop some, all of which are paid for); a failed trial counts as minus infinity; a
+repetition replays with the same keys; only the best trial leaves private/; a search that is broken
+off releases nothing. Everything is checked before a search is drawn; nothing is written until all
+holds.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Search:
     def run(self, executor: Executor, progress: Progress = lambda done, total, rate: None) -> None:
         """Run what is left of the search; afterwards the run folder holds the winner.
 
-        Raises NoModel when there is none, UserError and ClusterError for what the user can mend.
+        Raises NoModelError when there is none, UserError and ClusterError for what can be mended.
         """
         if self.run_folder.training_summary.exists():
             self._charge_budget(settle=True)  # a crash may have come between

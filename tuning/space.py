@@ -616,7 +616,8 @@ class TrialLimit:
         if not self.allows(trial):
             raise UserError(
                 f"{context}: this training is not covered by what the search was accounted with, "
-                f"and is not begun: {trial.phases} against {self.base_plan.phases}"
+                f"so it is not begun, and fails as a trial: {trial.phases} against "
+                f"{self.base_plan.phases}"
             )
 
     def _profile_covers(self, trial: PrivacyPlan, grid_factor: int) -> bool:

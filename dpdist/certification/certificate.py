@@ -169,7 +169,7 @@ class ClassCounter(Protocol):
 class NoiseSampler(Protocol):
     """A sampler of the place where a model is random.
 
-    sigma: of the noise, which names it in the keys of random units. assignment, spec: what all
+    sigma: of the noise; a part of each random unit's key. assignment, spec: what all
     workers share, and the executed classifier (`dpdist.certification.worker`, `classifier`).
     """
 

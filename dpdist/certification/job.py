@@ -18,7 +18,7 @@ from dpdist.certification import inference
 from dpdist.certification import table as tables
 from dpdist.certification.certificate import Certificate, merge_partials
 from dpdist.certification.inference import CPU, ClassifierSpec
-from dpdist.certification.registry import kind_of
+from dpdist.certification.registry import kind_of, require_readable
 from dpdist.certification.worker import (
     BLOCKS_PER_WORK_UNIT,
     Assignment,
@@ -125,13 +125,13 @@ def certify(
         After `dpdist.run` made runs/small:
 
         >>> import dpdist
+        >>> from dpdist.certification.job import certify
         >>> from dpdist.data import DataSource, load
         >>> from pathlib import Path
         >>> settings = dpdist.settings_of({"sigma": 0.5, "n": 100, "max_inputs": 3})
-        >>> test = load(Source("digits", classes=10), "test")
-        >>> model = dpdist.read_facts("small").folder.model
-        >>> with dpdist.connect(cpus=2):
-        ...     table = dpdist.certify(model, test, settings, Path("certified"), actors=1)
+        >>> test = load(DataSource("digits", classes=10), "test")
+        >>> folder = dpdist.read_facts("small").folder.model_folder
+        >>> table = certify(folder, test, settings, Path("certified"))
         >>> table.num_rows, table["sigma"][0].as_py()
         (3, 0.5)
     """
@@ -197,6 +197,7 @@ class CertificationJob(JobSpec):
             log: is told of GPUs.
         """
         self._gpus, self._log = gpus, log
+        require_readable(type(settings))
         count = len(dataset.labels)
         self._indices = settings.indices(count)
         if not self._indices:

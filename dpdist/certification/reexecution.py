@@ -333,8 +333,8 @@ class Reexecution:
         """Check the chosen ones among the first `draws` of a block's rows.
 
         rows: (B, ...) as executed; logits: (B, classes), what was counted of them; scores: whether
-        their scores were counted too. Raises InvalidResults for a row that is answered otherwise
-        alone or among other inputs; then also at every later call.
+        their scores were counted too. Raises InvalidResultsError for a row that is answered
+        otherwise alone or among other inputs; then also at every later call.
         """
         if self._found is None:
             chosen = self._choice.choose_rows(index, stage, block, len(rows), draws)

@@ -1,6 +1,7 @@
 """Map each kind of certificate to its three roles: settings and algorithm, table, description.
 
-To add a kind, write the three and list them in `KINDS` and in the recipe's union `AnyCertificate`.
+To add a kind, write the three and list them in `KINDS` and in the recipe's union `AnyCertificate`;
+`register` does it for a kind of one's own, in Python alone.
 """
 
 from __future__ import annotations
@@ -232,6 +233,48 @@ def kind_of(settings: type[Certificate]) -> CertificateKind:
     )
 
 
+def register(kind: CertificateKind | type[Certificate]) -> None:
+    """Make the tables of a kind of one's own readable in this process.
+
+    Args:
+        kind: the three roles, or the settings alone where table and description are those of the
+            nearest listed class that they inherit from.
+
+    Raises:
+        UserError: another kind has its mode.
+
+    Example:
+        >>> from typing import Literal
+        >>> from dpdist.certification.cohen import Cohen
+        >>> from dpdist.certification.registry import BY_MODE, register
+        >>> class Halved(Cohen):
+        ...     mode: Literal["halved"] = "halved"
+        >>> register(Halved)
+        >>> BY_MODE.pop("halved").settings.__name__
+        'Halved'
+    """
+    own = kind if isinstance(kind, CertificateKind) else kind_of(kind)
+    mode, name = own.settings.mode_name(), own.settings.__qualname__
+    taken = BY_MODE.get(mode)
+    if taken is not None and taken.settings.__qualname__ != name:
+        raise UserError(
+            f"{name}: mode {mode!r} is that of {taken.settings.__qualname__}; give it a mode of "
+            "its own"
+        )
+    BY_MODE[mode] = own
+
+
+def require_readable(settings: type[Certificate]) -> None:
+    """Raise UserError for settings whose table could not be read once it is computed."""
+    mode, listed = settings.mode_name(), BY_MODE.get(settings.mode_name())
+    if listed is None or not issubclass(settings, listed.settings):
+        taken = "" if listed is None else f" is that of {listed.settings.__qualname__}, and"
+        raise UserError(
+            f"{settings.__qualname__}: mode {mode!r}{taken} is not registered; give the class a "
+            "mode of its own and call dpdist.certification.registry.register with it"
+        )
+
+
 def kind_of_table(table: pa.Table, context: object = "the table") -> CertificateKind:
     """Return the kind of certificate of a table.
 
@@ -246,6 +289,6 @@ def kind_of_table(table: pa.Table, context: object = "the table") -> Certificate
     if len(modes) != 1 or modes[0] not in BY_MODE:
         raise UserError(
             f"{context}: its rows differ in mode ({', '.join(sorted(modes))}), or it is one that "
-            f"this version does not know ({', '.join(BY_MODE)})"
+            f"this version does not know ({', '.join(BY_MODE)}); register a kind of your own first"
         )
     return BY_MODE[modes[0]]

@@ -18,10 +18,10 @@ RELATIVE_MARGIN = 1e-13
 Bound = np.ndarray | np.float64
 
 
-def clopper_pearson_lower(successes: ArrayLike, trials: ArrayLike, alpha: ArrayLike) -> Bound:
+def clopper_pearson_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
     """Return the one-sided lower confidence bound of a probability.
 
-    The bound is from ``successes`` successes in ``trials``.
+    The bound is from ``hits`` hits in ``draws`` draws.
 
     The largest p with Pr[Binomial(draws, p) >= hits] <= alpha; 0 when hits = 0. The true
     probability lies below it with probability at most alpha. Exact for counts up to 1e9 and more.
@@ -29,30 +29,28 @@ def clopper_pearson_lower(successes: ArrayLike, trials: ArrayLike, alpha: ArrayL
 
     Raises ValueError unless 0 <= hits <= draws, draws >= 1 and 0 < alpha < 1.
     """
-    k, n, a = _validate_counts(successes, trials, alpha)
+    k, n, a = _validate_counts(hits, draws, alpha)
     return _lower_bound_and_complement(k, n, a)[0][()]
 
 
-def clopper_pearson_upper(successes: ArrayLike, trials: ArrayLike, alpha: ArrayLike) -> Bound:
+def clopper_pearson_upper(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
     """Return the one-sided upper confidence bound of a probability; 1 when hits = draws.
 
     See ``clopper_pearson_lower``.
     """
-    k, n, a = _validate_counts(successes, trials, alpha)
+    k, n, a = _validate_counts(hits, draws, alpha)
     return _lower_bound_and_complement(n - k, n, a)[1][()]
 
 
 def clopper_pearson_interval(
-    successes: ArrayLike, trials: ArrayLike, alpha: ArrayLike
+    hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike
 ) -> tuple[Bound, Bound]:
     """Return a two-sided confidence interval of a probability.
 
     Its error is at most alpha in all, alpha / 2 on each side.
     """
     half = np.asarray(alpha, dtype=np.float64) / 2
-    return clopper_pearson_lower(successes, trials, half), clopper_pearson_upper(
-        successes, trials, half
-    )
+    return clopper_pearson_lower(hits, draws, half), clopper_pearson_upper(hits, draws, half)
 
 
 def hoeffding_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
@@ -71,12 +69,12 @@ def hoeffding_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Boun
     return found
 
 
-def two_sided_p_value(successes: int, trials: int) -> float:
+def two_sided_p_value(hits: int, draws: int) -> float:
     """Return the p value of hits or more extreme under Binomial(draws, 1/2)."""
-    most = max(successes, trials - successes)
-    if trials == 0 or 2 * most == trials:
+    most = max(hits, draws - hits)
+    if draws == 0 or 2 * most == draws:
         return 1.0
-    return float(min(1.0, 2 * scipy.special.betainc(most, trials - most + 1, 0.5)))
+    return float(min(1.0, 2 * scipy.special.betainc(most, draws - most + 1, 0.5)))
 
 
 def check_alpha(alpha: ArrayLike) -> np.ndarray:
@@ -91,16 +89,16 @@ def check_alpha(alpha: ArrayLike) -> np.ndarray:
 
 
 def _validate_counts(
-    successes: ArrayLike, trials: ArrayLike, alpha: ArrayLike
+    hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    k = np.asarray(successes, dtype=np.float64)
-    n = np.asarray(trials, dtype=np.float64)
+    k = np.asarray(hits, dtype=np.float64)
+    n = np.asarray(draws, dtype=np.float64)
     if not (np.all(k == np.floor(k)) and np.all(n == np.floor(n))):
         raise ValueError("hits and draws must be whole numbers")
     if not np.all((n >= 1) & np.isfinite(n)):
-        raise ValueError(f"draws must be at least 1, got {trials!r}")
+        raise ValueError(f"draws must be at least 1, got {draws!r}")
     if not np.all((k >= 0) & (k <= n)):
-        raise ValueError(f"hits must lie between 0 and draws, got {successes!r} of {trials!r}")
+        raise ValueError(f"hits must lie between 0 and draws, got {hits!r} of {draws!r}")
     k, n, a = np.broadcast_arrays(k, n, check_alpha(alpha))
     return k, n, a
 

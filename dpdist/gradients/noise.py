@@ -61,7 +61,7 @@ def add_noise(
     start: which entries of the key's stream they get; a shard of a longer sum gets those of its
     place. out: float64 (size,), for the result; it may be `total` itself. Beside both it needs a
     megabyte, whatever their length. Raises ValueError when `total` is not finite: clipping should
-    have made that impossible; what is in `out` then is nobody's.
+    have made that impossible; the contents of `out` are then undefined.
     """
     summed = np.ascontiguousarray(total, dtype=np.float64).reshape(-1)
     noisy = np.empty_like(summed) if out is None else out
@@ -180,7 +180,7 @@ def add_device_noise(total: Tensor, key: bytes, std: float, start: int = 0) -> T
     """`total`, float64 and contiguous, with N(0, std**2 I), rounded to the grid: written over it.
 
     `add_noise` of the same key and start; beside the sum it needs a piece's room, whatever their
-    length. Raises ValueError when `total` is not finite; what is left in it then is nobody's.
+    length. Raises ValueError when `total` is not finite; its contents are then undefined.
     """
     summed = total.view(-1)
     if std == 0:

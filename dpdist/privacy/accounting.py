@@ -136,7 +136,7 @@ def compose_rdp(
 ) -> RdpAccountant:
     """Return the library's RDP accountant after composing `event`.
 
-    Raises Unsupported with the reason.
+    Raises UnsupportedMechanismError with the reason.
     """
     library_relation(neighbours)
     event = _rescale_noise(event, 2.0 if neighbours == "replace-one" else 1.0)
@@ -236,7 +236,8 @@ def compute_epsilon(
     path_events: one event per part of the data a record may lie in (one event: no parallel parts).
     PLD is used when it covers every alternative, RDP otherwise, and where it is the smaller bound:
     the grid is coarse (losses in the hundreds), the delta is hardly above the rounding that a PLD
-    is charged for, or a search is priced. Raises Unsupported when neither covers them.
+    is charged for, or a search is priced. Raises UnsupportedMechanismError when neither covers
+    them.
     """
     return _epsilon(_HashableEvents(repr(list(path_events)), path_events), delta, neighbours)
 
@@ -279,7 +280,7 @@ def compute_privacy_losses(
 ) -> tuple[list[float], list[PrivacyLoss]]:
     """Return grids and losses, one per alternative, from which a price is computed.
 
-    Raises Unsupported.
+    Raises UnsupportedMechanismError.
 
     grid_factor: how many times the price's grid.
     """
@@ -297,7 +298,10 @@ def rdp_epsilon(
     neighbours: Neighbours,
     orders: Sequence[float] | None = None,
 ) -> float:
-    """Return epsilon by RDP at these orders (None: all of the library's). Raises Unsupported."""
+    """Return epsilon by RDP at these orders; None: all of the library's.
+
+    Raises UnsupportedMechanismError.
+    """
     accountants = [compose_rdp(event, neighbours, orders) for event in path_events]
     return _max_or_zero([accountant.get_epsilon(delta) for accountant in accountants])
 
@@ -322,7 +326,7 @@ def coarse_epsilon(
 ) -> float:
     """Return an upper bound on epsilon from a grid ten times coarser: for curves and searches.
 
-    Raises Unsupported where there is no PLD or it does not resolve `delta`.
+    Raises UnsupportedMechanismError where there is no PLD or it does not resolve `delta`.
     """
     return _coarse_epsilon(_HashableEvents(repr(list(path_events)), path_events), delta, neighbours)
 

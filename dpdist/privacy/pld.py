@@ -125,7 +125,7 @@ class PrivacyLoss:
 def compute_privacy_loss(event: dpa.DpEvent, neighbours: Neighbours, grid: float) -> PrivacyLoss:
     """Return the loss of one run of `event`, pessimistic at every grid width.
 
-    Raises Unsupported.
+    Raises UnsupportedMechanismError.
     """
     return PrivacyLoss(compose_pld(event, neighbours, grid), rounding_delta(_count_releases(event)))
 
@@ -194,7 +194,7 @@ def compose_pld(
 
     None if the event is not private.
 
-    Pessimistic at every grid width. Raises Unsupported where no PLD is known to us.
+    Pessimistic at every grid width. Raises UnsupportedMechanismError where no PLD is known to us.
     """
     # ValueError for another, which would be priced as add-or-remove-one
     library_relation(neighbours)

@@ -9,8 +9,8 @@ UNITS = "wiring/test_keys_of_a_certification"
 FAULTS: list[Fault] = [
     *group(
         "dpdist/core/binomial.py", "certification/test_bounds",
-        ("/ 2\n    return clopper_pearson_lower(successes, trials, half)",
-         "\n    return clopper_pearson_lower(successes, trials, half)",
+        ("/ 2\n    return clopper_pearson_lower(hits, draws, half)",
+         "\n    return clopper_pearson_lower(hits, draws, half)",
          "a two-sided interval spends its error twice"),
         ("p = scipy.special.betaincinv(positive, n - positive + 1, a)",
          "p = scipy.special.betaincinv(positive, n - positive + 1, 2 * a)", "twice the error"),
