@@ -13,6 +13,7 @@ from dpdist.cluster.job_folder import JobRecord
 from dpdist.core.errors import UserError
 from dpdist.core.fields import FileShape
 from dpdist.release.tables import TableRecord
+from dpdist.reports.facts import PublishedTrial
 from dpdist.runs.archive import ArchiveRecord, Manifest, Permit
 from dpdist.runs.folder import (
     CheckpointRecord,
@@ -47,6 +48,8 @@ WRITTEN: dict[type[FileShape], str] = {
     " null}]}",
     SettingsRecord: f'{{"noise_multiplier": 2.0, "values": {VALUES}}}',
     OutcomeRecord: '{"winner": null}',
+    PublishedTrial: '{"failed": null, "noise_multiplier": 2.0, "scores": [0.31],'
+    f' "values": {VALUES}}}',
     ScoresRecord: '{"done": true, "failed": null, "scores": [0.3146932197339607]}',
     JobRecord: '{"classifier": null, "data": "d", "format": 1, "model": "A", "seed": "drawn",'
     ' "settings": {"n": 10, "radii": [0.5]}}',

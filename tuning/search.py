@@ -345,7 +345,7 @@ class Search:
                 publishable_score(score, records, noise, planned) for score in state["scores"]
             ]
             rows.append({**settings, "scores": scores, "failed": state["failed"]})
-        write_json(self.folder.run.path / "trials.json", rows)
+        write_json(self.folder.run.trials, rows)
 
     # --- the data set's budget
 

@@ -40,6 +40,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import Count, RunName, Text, TrialCount
 
 if TYPE_CHECKING:
+    from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
 
 
@@ -106,6 +107,7 @@ def run_command(
         console.print_json(run_as_json(read_facts(folder)))
     else:
         typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
+        _print_trials(folder)
 
 
 # --- dpdist train -----------------------------------------------------------------------------
@@ -197,6 +199,17 @@ def tune_command(
         resolved, runs=runs, context=recipe, only_resume=resume, executor=executor_name(local)
     )
     typer.echo(console.format_table(pipeline.summary(folder), title=f"run {folder.name}"))
+    _print_trials(folder)
+
+
+def _print_trials(folder: RunFolder) -> None:
+    """Print the trials of a search where they may be shown."""
+    from dpdist.reports.facts import read_facts, trial_table
+
+    header, rows = trial_table(read_facts(folder))
+    if rows:
+        typer.echo(f"all trials ({folder.trials})")
+        typer.echo(console.format_columns(header, rows))
 
 
 def _print_search_costs(

@@ -1,6 +1,7 @@
 """Read the figures of a run folder that the summary, the report and the release show.
 
-Of a private search that chose the run, the terms are shown, never its trials.
+Of a private search that chose the run, the terms are shown; its trials only where their number is
+fixed, so that all of them are paid for.
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ from dpdist.certification.table import CertificateTable
 from dpdist.config.search import TuneRecipe
 from dpdist.core.console import format_exact, format_percent
 from dpdist.core.errors import UserError
-from dpdist.core.fields import INDEPENDENCE, MEASURES, SCREENED, weakest
-from dpdist.core.files import check_shape, read_json
+from dpdist.core.fields import (
+    INDEPENDENCE,
+    MEASURES,
+    SCREENED,
+    FileShape,
+    Keys,
+    Number,
+    weakest,
+)
+from dpdist.core.files import check_shape, parse_any_json, read_json, read_text
 from dpdist.core.version import __version__
 from dpdist.privacy.budget import charge_id, read_budgets
 from dpdist.privacy.calibration import combine_training_and_scoring
@@ -50,13 +59,28 @@ from dpdist.runs.recipe import Recipe
 _SEARCH_RECORD_SHAPE = {"plan": dict, "charge": str, "assumed": list}
 
 
+class PublishedTrial(FileShape):
+    """One entry of trials.json: a trial of a search whose number of trials is fixed.
+
+    values: of the searched fields, by dotted key. scores: at its rungs; on private records noisy
+    counts as shares of how many are held out by public numbers. failed: why the trial does not
+    count; None where it does.
+    """
+
+    values: Keys
+    noise_multiplier: Number
+    scores: list[Number]
+    failed: str | None
+
+
 @dataclass(frozen=True)
 class SearchTerms:
     """The terms of a private search.
 
     plan: of training and search together. fields: the searched fields. law: of the number of
     trials. one_training_epsilon: epsilon of one training with the same noise. charge_id: id in the
-    budget. assumptions: of the public parts that trials may have begun with.
+    budget. assumptions: of the public parts that trials may have begun with. trials: all of them
+    where their number is fixed, else none.
     """
 
     plan: PrivacyPlan
@@ -67,6 +91,7 @@ class SearchTerms:
     one_training_epsilon: float
     charge_id: str
     assumptions: tuple[str, ...] = ()
+    trials: tuple[PublishedTrial, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -123,7 +148,46 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         one_training_epsilon=trial.guarantee().epsilon,
         charge_id=record["charge"],
         assumptions=tuple(map(str, record["assumed"])),
+        trials=_read_trials(folder, tune),
     )
+
+
+def _read_trials(folder: RunFolder, tune: TuneRecipe) -> tuple[PublishedTrial, ...]:
+    """Return the trials that may be shown. Raises UserError where some are lost."""
+    if tune.law.name != "fixed":
+        return ()
+    path = folder.trials
+    rows = parse_any_json(read_text(path), str(path))
+    if not isinstance(rows, list) or len(rows) != tune.law.runs:
+        raise UserError(
+            f"{path}: damaged: must hold the {tune.law.runs:,} trials of the search; put back the "
+            "file that the search wrote"
+        )
+    return tuple(
+        PublishedTrial.parse(row if isinstance(row, dict) else {}, f"{path}: trial {number}")
+        for number, row in enumerate(rows)
+    )
+
+
+def trial_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the trials of a search, in their order; no rows where K is secret.
+
+    The last column says which trial was chosen, and why one does not count.
+    """
+    if facts.search is None or not facts.search.trials:
+        return [], []
+    fields, chosen = facts.search.fields, facts.recipe.model_dump(mode="json")
+    header = ["trial", *fields, "noise multiplier", "score", "outcome"]
+    rows = []
+    for number, trial in enumerate(facts.search.trials):
+        values = [_format_value(trial.values.get(field)) for field in fields]
+        same = trial.noise_multiplier == facts.recipe.privacy.noise_multiplier and all(
+            _at(chosen, field) == trial.values.get(field) for field in fields
+        )
+        score = f"{trial.scores[-1]:.4g}" if trial.scores else "none"
+        outcome = trial.failed or ("chosen" if same else "")
+        rows.append([str(number), *values, f"{trial.noise_multiplier:.4g}", score, outcome])
+    return header, rows
 
 
 def _search_plan(
@@ -706,9 +770,19 @@ def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | N
 
 def _format_field(recipe: dict[str, Any], field: str) -> str:
     """Return a field's value in few digits."""
+    return _format_value(_at(recipe, field))
+
+
+def _at(recipe: dict[str, Any], field: str) -> Any:
+    """Return the value of a dotted key."""
     value: Any = recipe
     for part in field.split("."):
         value = value[part]
+    return value
+
+
+def _format_value(value: Any) -> str:
+    """Return a value in few digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -71,7 +71,7 @@ from dpdist.reports.compare import (
     compare_with_baseline,
     privacy_rows,
 )
-from dpdist.reports.facts import Facts, describe_search, read_facts
+from dpdist.reports.facts import Facts, describe_search, read_facts, trial_table
 from dpdist.reports.summary import (
     accuracy_interval,
     clean_accuracy_interval,
@@ -351,6 +351,7 @@ def write_report(
         checks=_check_sections(facts),
         three=_epsilon_rows(facts),
         search=describe_search(facts.search, folder, facts.guarantee),
+        trials=dict(zip(("header", "rows"), trial_table(facts), strict=True)),
         limits=_limitations(facts),
         command=reproducing_command(facts),
         asked=folder.read_search_recipe().to_yaml() if folder.search_recipe_file.exists() else None,

@@ -177,6 +177,7 @@ class RunFolder:
     recipe_file = FileIn("recipe.yaml", "The recipe with its defaults.")
     search_recipe_file = FileIn("search.yaml", "The recipe with its search, before it chose.")
     evaluation = FileIn("evaluation.json", "Accuracy on test data.")
+    trials = FileIn("trials.json", "All trials of a search whose number of trials is fixed.")
     certificates = FileIn("certificates", "Folder of certifications, one folder each.")
     release_folder = FileIn("release", "Folder that is safe to publish.")
     report_file = FileIn("report/index.html", "The HTML report.")

@@ -24,7 +24,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
-from dpdist.reports.facts import read_facts
+from dpdist.reports.facts import read_facts, trial_table
 from dpdist.reports.html import write_report
 from dpdist.runs.recipe import plan_with_noise
 from dpdist.training import worker
@@ -190,6 +190,53 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
     assert not 0.99 < ratio < 1.01
     for row, report in zip(shown, expected, strict=True):
         assert row["scores"] == pytest.approx([score * ratio for _, score in report])
+
+
+def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
+    recipe, begin, run_trials
+):
+    """In Python, in a table and in the report: each trial once, in order, the chosen one named."""
+    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 3, "mean": None}}))
+    run_trials(search)
+    lost = {"scores": [], "done": True, "failed": "<lost> & gone"}
+    write_json(search.folder.scores_file(1), lost)
+    finish(search)
+    facts, field = read_facts(search.run_folder), "training.learning_rate"
+    drawn = [trial.values[field] for trial in read_trials(search.folder)]
+    assert [trial.values[field] for trial in facts.search.trials] == drawn
+    header, rows = trial_table(facts)
+    assert header == ["trial", field, "noise multiplier", "score", "outcome"]
+    assert [row[:3] for row in rows] == [
+        [str(n), f"{drawn[n]:.4g}", f"{facts.recipe.privacy.noise_multiplier:.4g}"]
+        for n in range(3)
+    ]
+    assert rows[1][3:] == ["none", "<lost> & gone"]
+    best = drawn.index(facts.recipe.training.learning_rate)
+    assert [n for n in range(3) if rows[n][4] == "chosen"] == [best]
+    scores = [trial.scores for trial in facts.search.trials]
+    assert float(rows[best][3]) == pytest.approx(max(s[-1] for s in scores if s), rel=1e-3)
+    write_report(search.run_folder)
+    page = search.run_folder.report_file.read_text()
+    assert "All its trials" in page and "&lt;lost&gt; &amp; gone" in page and "<lost>" not in page
+
+    text = search.run_folder.trials.read_text()
+    for wrong, message in (
+        (json.dumps(json.loads(text)[:2]), "must hold the 3 trials of the search"),
+        ("{}", "must hold the 3 trials of the search"),
+        (text.replace('"failed"', '"Failed"', 1), "trial 0: damaged: failed is missing"),
+    ):
+        search.run_folder.trials.write_text(wrong)
+        with pytest.raises(UserError, match=message):
+            read_facts(search.run_folder)
+
+    secret = begin(recipe(name="secret"))
+    run_trials(secret)
+    finish(secret)
+    facts = read_facts(secret.run_folder)
+    assert facts.search.trials == () and trial_table(facts) == ([], [])
+    write_report(secret.run_folder)
+    assert "All its trials" not in secret.run_folder.report_file.read_text()
+    assert not secret.run_folder.trials.exists()
 
 
 def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
