@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 from support.certificates import Data, with_changes
+from support.local_execution import TestExecutor
 from support.networks import save_small_cnn
 
 from dpdist import models
@@ -19,6 +20,7 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.inference import ClassifierSpec
 from dpdist.certification.worker import Assignment, NoiseBankCounter, VoteSampler
 from dpdist.cluster import resumable_job
+from dpdist.cluster.executor import use_executor
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import StreamKeys
 
@@ -90,20 +92,17 @@ def test_workers_and_chunks_change_no_byte(
 
 
 @pytest.mark.slow
-def test_order_changes_no_byte(
-    reference: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = resumable_job.run_chunks
+def test_order_changes_no_byte(reference: Path, model_folder: Path, tmp_path: Path) -> None:
+    class Shuffled(TestExecutor):
+        def run_chunks(self, make_worker, shared, chunks, on_result, settings=None):  # type: ignore[no-untyped-def]
+            chunks = list(chunks)
+            order = np.random.default_rng(3).permutation(len(chunks))
+            mixed = [replace(chunks[i], priority=float(place)) for place, i in enumerate(order)]
+            assert len(mixed) > 20
+            super().run_chunks(make_worker, shared, mixed, on_result, settings)
 
-    def shuffled(factory, shared, chunks, on_result, settings):  # type: ignore[no-untyped-def]
-        chunks = list(chunks)
-        order = np.random.default_rng(3).permutation(len(chunks))
-        mixed = [replace(chunks[i], priority=float(place)) for place, i in enumerate(order)]
-        assert len(mixed) > 20
-        original(factory, shared, mixed, on_result, settings)
-
-    monkeypatch.setattr(resumable_job, "run_chunks", shuffled)
-    job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
+    with use_executor(Shuffled()):
+        job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
     assert raw(tmp_path) == raw(reference)
 
 
@@ -112,11 +111,15 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
 ) -> None:
     # At 1,000 draws per second one sequential test of 100,000 may honestly take 100 seconds.
     seen = []
-    monkeypatch.setattr(resumable_job, "run_chunks", lambda *arguments: seen.append(arguments[-1]))
+
+    class Idle(TestExecutor):
+        def run_chunks(self, *arguments):  # type: ignore[no-untyped-def]
+            seen.append(arguments[-1])
+
     monkeypatch.setattr(job, "_read_rate", lambda _: 1000.0)
     settings = with_changes(SETTINGS, n=100_000, mode="target", radii=(0.25,))
     for _ in range(2):  # the second call reads the stored rate
-        with pytest.raises(KeyError):  # nothing was computed
+        with use_executor(Idle()), pytest.raises(KeyError):  # nothing was computed
             job.certify(model_folder, FakeData(), settings, tmp_path)
     assert seen[1].stall_seconds >= 1000
     assert seen[0].stall_seconds >= 60

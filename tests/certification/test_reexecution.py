@@ -103,7 +103,7 @@ def test_copies_have_the_noise_that_is_executed(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(worker, "find_batch_dependence", lambda *given: seen.append(given))
+    monkeypatch.setattr(worker, "find_batch_dependence", lambda *given, **_: seen.append(given))
     spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=noise == "hidden")
     model = models.initialise(models.ModelSpec("mlp", SHAPE, CLASSES), 0)
     section = {**SETTINGS, "batch": 64, "sigma": 0.2, "noise_bank": noise == "bank"}

@@ -356,7 +356,7 @@ def test_nothing_rests_on_the_time_of_day():
     }
     for line in ("a = time.time()", "clock = time.time_ns", "datetime.now(UTC)", "date.today()"):
         assert _clock_readings(ast.parse(line))
-    assert found == {"dpdist/reports/html.py", "dpdist/training/trainer.py", "tuning/trial.py"}
+    assert found == {"dpdist/reports/html.py", "cluster/executor.py", "tuning/trial.py"}
 
 
 def test_a_private_folder_is_its_owner_s(tmp_path):

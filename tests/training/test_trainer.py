@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import ray.train.torch
-from ray.train import WorkerGroupError
 from support.training import make
 
+from dpdist.cluster.executor import Executor
+from dpdist.cluster.work import WorkersFailedError
 from dpdist.core.errors import ClusterError
 from dpdist.privacy.ledger import JournalBusy, Ledger
 from dpdist.training.job import prepare
@@ -22,25 +22,21 @@ def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypat
     monkeypatch.setattr("dpdist.training.trainer._SHUTDOWN_SECONDS", 0.01)
     monkeypatch.setattr("dpdist.privacy.ledger._LOCK_SECONDS", 0.01)
 
-    class Trainer:
-        def __init__(self, *arguments, **options):
-            pass
-
-        def fit(self):
+    class Failing(Executor):
+        def run_workers(self, group):
             try:
                 Ledger.open(folder.ledger, job.plan.fingerprint())
             except JournalBusy as error:
                 said = f"...\ndpdist.privacy.journal.{type(error).__name__}: {error}"
-                raise WorkerGroupError(said, {0: error}) from error
-            raise WorkerGroupError("RuntimeError: a secret, no JournalBusy", {})
+                raise WorkersFailedError(said) from error
+            raise WorkersFailedError("RuntimeError: a secret, no JournalBusy")
 
-    monkeypatch.setattr(ray.train.torch, "TorchTrainer", Trainer)
     held = Ledger.open(folder.ledger, job.plan.fingerprint())
     with held, pytest.raises(RunBusy, match="another process is training this run; wait"):
-        fit(job)
+        fit(job, Failing())
     assert not folder.errors.exists()
     with pytest.raises(ClusterError, match="training failed 4 times") as error:
-        fit(job)
+        fit(job, Failing())
     assert "secret" not in str(error.value) and "secret" in folder.errors.read_text()
 
 
