@@ -338,18 +338,23 @@ def _check_units_apart(public: Records, private: Records) -> None:
         )
 
 
-def _spec_of(model: nn.Module, factory: str | None, inputs: Any) -> ModelSpec:
+def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> ModelSpec:
     """Return how the trained model is described, and built again.
 
     It is built by `factory`, or in this process by a copy of it.
 
     Raises:
-        UserError: the factory makes another model.
+        UserError: the factory makes another model, or the model fails where the loss is a name.
     """
     with torch.no_grad(), kept_buffers(model):
         try:
             outputs = model(take(inputs, slice(2)))
-        except Exception:  # a loss of the script's own may call it in another way
+        except Exception as error:  # a loss of the script's own may call it in another way
+            if isinstance(loss, str):
+                raise UserError(
+                    f"model: must take inputs as the records have them, {_forms(inputs)}; it fails "
+                    f"on invented ones: {' '.join(str(error).split()) or type(error).__name__}"
+                ) from error
             outputs = None
     several = isinstance(outputs, Tensor) and outputs.dim() > 1
     shape = tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
@@ -368,6 +373,14 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any) -> ModelSpec:
             "tensors have other names or shapes"
         )
     return spec
+
+
+def _forms(inputs: Any) -> str:
+    """Return shapes and types of a record's inputs in words, with B for the batch."""
+    return " and ".join(
+        f"({', '.join(['B', *map(str, each.shape[1:])])}) {str(each.dtype).removeprefix('torch.')}"
+        for each in tensors_of(inputs)
+    )
 
 
 def _structure(model: nn.Module) -> str:
@@ -570,7 +583,7 @@ class PrivateTraining:
         self._device = next(model.parameters()).device
         self._public = None if held_out is None else as_records(held_out)
         examples = self._examples()
-        self._spec = _spec_of(model, factory, examples[0])
+        self._spec = _spec_of(model, factory, examples[0], loss)
         if isinstance(loss, str):
             check_targets(self._records, loss, self._spec.classes)
         self._recipe = recipe = self._recipe_of(

@@ -289,14 +289,19 @@ def _long(target: Tensor) -> Tensor:
 
 
 def check_targets(records: Records, loss: str, outputs: int) -> None:
-    """Raise UserError for records that a named loss cannot learn: without targets, or with classes
-    that the model has no output for, whose value torch would tell in its error."""
+    """Raise UserError for records that a named loss cannot learn: without targets, with floats for
+    classes, or with classes without an output, whose value torch would tell in its error."""
     if not records.has_targets:
         Options(records.name).refuse(
             f"must have targets for the loss {loss}, got inputs alone",
             "give (X, y), name the field with as_records(..., target=...), or a loss of your own",
         )
     if loss == "cross-entropy":
+        if records.examples(1)[1].is_floating_point():
+            Options(records.name).refuse(
+                "targets must be whole numbers for the loss cross-entropy, got floats",
+                "number the classes from 0 (y.long(), or y.argmax(1) of one-hot rows)",
+            )
         check_classes(records, outputs)
 
 

@@ -42,6 +42,7 @@ from dpdist.models.spec import (
 from dpdist.models.zoo import NormalisedNetwork
 
 _GLOBAL_GENERATOR_LOCK = threading.Lock()
+_BUILDING = threading.local()  # the name of the model that this thread makes
 
 
 def build_model(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
@@ -273,10 +274,19 @@ def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
 
 def initialise(spec: ModelSpec, seed: int) -> nn.Module:
     """`build_model` with initial weights that depend only on `seed`; the global generator is left
-    alone."""
+    alone. Raises UserError where the factory's own module comes here while it is imported."""
+    if getattr(_BUILDING, "name", None) is not None:  # the lock would wait for itself, for ever
+        raise UserError(
+            f"a model is made while {_BUILDING.name!r} is imported: put the factory into a file of "
+            "its own, or the script's lines behind if __name__ == '__main__'"
+        )
     with _GLOBAL_GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build_model(spec)
+        _BUILDING.name = spec.name
+        try:
+            return build_model(spec)
+        finally:
+            _BUILDING.name = None
 
 
 def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> None:

@@ -118,6 +118,21 @@ def test_a_strangers_factory_is_not_imported(tmp_path):
         models.load(tmp_path)
 
 
+def test_a_factory_in_a_script_that_makes_models_is_refused(tmp_path, monkeypatch):
+    """Its import would wait for a lock that its own importer holds: refused, not for ever."""
+    (tmp_path / "unguarded_script.py").write_text(
+        "from torch import nn\n"
+        "from dpdist import models\n"
+        "def net(input_shape, classes):\n"
+        "    return nn.Linear(*input_shape, classes)\n"
+        "models.initialise(models.ModelSpec('mlp', (8,), 2), 0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="a model is made while 'unguarded_script:net' is imported"):
+        models.initialise(models.ModelSpec("unguarded_script:net", (8,), 2), 0)
+    models.initialise(models.ModelSpec("mlp", (8,), 2), 0)  # the next one is made
+
+
 def test_own_factory_by_name(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"

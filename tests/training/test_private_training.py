@@ -424,6 +424,9 @@ def dropping() -> nn.Module:
         (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "loss: must be a name or a function"),
         (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
          "one loss per example"),
+        (lambda: nn.Linear(WIDTH + 1, 2), sgd, {},
+         f"model: must take inputs as the records have them, (B, {WIDTH}) float32; it fails on"),
+        (lambda: Net().double(), sgd, {}, "it fails on invented ones: mat1 and mat2 must have the"),
         (Net, sgd, {"factory": "nowhere.at.all:net"}, "cannot import"),
         (Net, sgd, {"factory": "torch.nn:Identity"}, "factory: must build this model"),
     ],
@@ -434,6 +437,18 @@ def test_refusals_are_one_line_and_leave_nothing(tmp_path, model, optimizer, opt
         training(tmp_path / "own", made, optimizer(made), **options)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("kind", ["floats", "one-hot rows"])
+def test_floats_for_classes_are_refused(tmp_path, kind):
+    inputs, labels = torch.randn(40, WIDTH), torch.randint(2, (40,))
+    targets = labels.float() if kind == "floats" else nn.functional.one_hot(labels, 2).float()
+    model = Net()
+    with pytest.raises(UserError, match="must be whole numbers for the loss cross-entropy"):
+        dpdist.PrivateTraining(
+            model, sgd(model), (inputs, targets), loss="cross-entropy", privacy=PRIVATE,
+            batch_size=8, steps=1, folder=tmp_path / "own",
+        )  # fmt: skip
 
 
 def test_a_scheduler_that_is_not_registered_is_refused(tmp_path):
