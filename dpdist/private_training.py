@@ -95,7 +95,10 @@ from dpdist.training.worker import (
 # --- what is refused --------------------------------------------------------------------------
 
 
-_WRAPPED = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_WRAPPED = {
+    "DistributedDataParallel": "module", "DataParallel": "module", "FSDPModule": "module",
+    "FullyShardedDataParallel": "module", "GradSampleModule": "_module",
+}  # fmt: skip
 
 
 def _check_model(model: nn.Module) -> None:
@@ -103,11 +106,12 @@ def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UserError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if {kind.__name__ for kind in type(module).__mro__} & _WRAPPED:
-            raise UserError(
-                f"model: must be the module itself, got {type(module).__name__} at "
-                f"{name or 'the top'}: pass what it wraps (model.module)"
-            )
+        for kind in type(module).__mro__:
+            if inside := _WRAPPED.get(kind.__name__):
+                raise UserError(
+                    f"model: must be the module itself, got {type(module).__name__} at "
+                    f"{name or 'the top'}: pass what it wraps (model.{inside})"
+                )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: must have parameters to train, all of them are frozen")
 
@@ -195,7 +199,9 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
     counts = Counter(_unit_of(each, index) for each in grouped for index in range(len(each)))
     largest, size = max(counts.values(), default=0), recipe.privacy.group_size
     if largest > size:
-        rule = f"must be >= {largest}, the records of the largest unit"
+        rule = (
+            f"must be >= {largest}, the records of the largest unit, unless privacy.unit is group"
+        )
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 

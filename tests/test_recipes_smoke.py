@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.datasets import png, write_split
-from support.local_execution import run_without_ray
+from support.local_execution import TestExecutor, run_without_ray
 from support.optional_extras import needs_hf
 
 from dpdist import data, models
@@ -129,7 +129,7 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
     job = prepare(recipe, folder, str(path))
     if taught:
         run_without_ray(monkeypatch)
-        fit(job)
+        fit(job, TestExecutor())
         scores = TeacherEnsemble(folder).class_scores(
             data.load(job.source, "test").batch(slice(0, 2))
         )

@@ -87,9 +87,19 @@ def objective_of(loss: str | Callable[[nn.Module, Any], Tensor]) -> Objective:
             )
         return LOSSES[loss]
     if isinstance(loss, nn.Module):
+        name = type(loss).__name__
+        own = {key: value for key, value in vars(loss).items() if key in _SETTINGS}
+        changed = [key for key, value in own.items() if value != _SETTINGS[key]]
+        changed += [key for key, _ in loss.named_buffers()]
+        take = (
+            "a function of module and batch: torch.nn.functional's of module(batch[0]) and "
+            "batch[1], with reduction='none'"
+            if changed or name not in _NAMES
+            else repr(_NAMES[name])
+        )
+        got = f"{name} with {', '.join(changed)}" if changed else name
         raise UserError(
-            f"loss: must be a name or a function of module and batch, got a {type(loss).__name__}; "
-            f"take {_NAMES.get(type(loss).__name__, 'lambda module, batch: ...')!r}"
+            f"loss: must be a name or a function of module and batch, got a {got}; take {take}"
         )
     if not callable(loss):
         raise UserError(
@@ -98,6 +108,8 @@ def objective_of(loss: str | Callable[[nn.Module, Any], Tensor]) -> Objective:
     return OwnLoss(loss)
 
 
+# Settings of torch's losses that a name cannot have, with their defaults.
+_SETTINGS = {"ignore_index": -100, "label_smoothing": 0.0, "delta": 1.0}
 _NAMES = {"CrossEntropyLoss": "cross-entropy", "BCEWithLogitsLoss": "bce", "MSELoss": "mse",
           "HuberLoss": "huber"}  # fmt: skip
 
