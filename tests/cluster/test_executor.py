@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,6 +150,48 @@ def test_threads_of_torch_are_as_they_were(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
+def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
+    """On Ray it does: what a script or a notebook set in torch must change no bit of it here."""
+
+    def now(*_: Any) -> tuple[Any, ...]:
+        ones = torch.ones(2, 2)
+        return (
+            (ones @ ones).dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark,
+        )  # fmt: skip
+
+    def found() -> list[Any]:
+        seen = [LocalExecutor().run_once(now, None, "failed")]
+        LocalExecutor().run_chunks(lambda _: now, None, chunks(1), lambda key, it: seen.append(it))
+        LocalExecutor().run_workers(group_of(lambda *_: seen.append(now()), tmp_path))
+        return seen
+
+    new = now()
+    assert found() == [new] * 3
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.mkldnn.enabled = False
+        torch.backends.cudnn.benchmark = True
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            own = now()
+            assert all(a != b for a, b in zip(own, new, strict=True))
+            assert found() == [new] * 3
+            assert now() == own  # the program goes on as it was
+            with pytest.raises(UserError):
+                LocalExecutor().run_once(raising(ZeroDivisionError()), None, "failed")
+            assert now() == own
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.backends.mkldnn.enabled = True
+        torch.backends.cudnn.benchmark = False
+    assert now() == new
+
+
 def group_of(work: Callable[[Any, WorkerPlace], Any], storage: Path, **more: Any) -> WorkerGroup:
     given = {"workers": 1, "cpus": 1, "gpus": 0} | more
     return WorkerGroup(work, "it", storage=storage, torch_config=lambda: None, **given)
@@ -181,6 +224,30 @@ def test_work_is_polled_meanwhile_and_after_it() -> None:
         LocalExecutor().supervise(raising(KeyboardInterrupt()), poll)
     with pytest.raises(ZeroDivisionError):  # of a poll: the archive's, for instance
         LocalExecutor().supervise(lambda: None, raising(ZeroDivisionError()))
+
+
+def test_a_poll_that_fails_ends_work_which_waits_for_it() -> None:
+    """As on Ray: a training would wait half an hour for the permit of an archive that is gone."""
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        LocalExecutor().supervise(lambda: time.sleep(30), raising(ZeroDivisionError()))
+    assert time.monotonic() - began < 15
+
+    failed = threading.Event()
+
+    def poll() -> None:
+        failed.set()
+        raise ZeroDivisionError
+
+    def work() -> None:
+        try:
+            time.sleep(30)
+        except KeyboardInterrupt:
+            raise ClusterError("no answer") from None
+
+    with pytest.raises(ZeroDivisionError):  # why the work ended
+        LocalExecutor().supervise(work, poll)
+    assert failed.is_set()
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
