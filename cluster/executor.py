@@ -277,11 +277,14 @@ class LocalExecutor(Executor):
                 searcher.on_trial_complete(name, last)
 
 
-# Settings of torch.backends that change bits, as a new process has them.
+# Settings of torch that change bits and hold for all threads, as a new process has them.
 _NEW_BACKENDS = {
     "mkldnn": {"enabled": True},
     "cudnn": {"deterministic": False, "benchmark": False, "allow_tf32": True},
 }
+_settings_lock = threading.Lock()
+_settings_users = 0  # blocks that compute under them; the last one restores what the first found
+_settings_found = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -292,32 +295,54 @@ def _torch_as_in_a_new_process() -> Iterator[None]:
     """
     import torch
 
-    def set_number_form(dtype: torch.dtype, precision: str, on: bool, warn: bool) -> None:
-        torch.set_default_dtype(dtype)
-        if torch.get_float32_matmul_precision() != precision:
-            torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(on, warn_only=warn)
-
-    before = (
-        torch.get_default_dtype(), torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )  # fmt: skip
     with contextlib.ExitStack() as after:
         after.callback(torch.set_num_threads, torch.get_num_threads())
-        after.callback(set_number_form, *before)
-        set_number_form(torch.float32, "highest", False, False)
-        for name, settings in _NEW_BACKENDS.items():
-            backend = getattr(torch.backends, name)
-            for key, value in settings.items():
-                if (found := getattr(backend, key)) != value:
-                    after.callback(setattr, backend, key, found)
-                    setattr(backend, key, value)
+        after.enter_context(_new_settings())
         for block in (torch.inference_mode(False), torch.enable_grad()):
             after.enter_context(block)
         for device in ("cpu", "cuda"):
             after.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def _new_settings() -> Iterator[None]:
+    """Compute under the settings of a new process; several threads may do so at once."""
+    global _settings_users
+    with _settings_lock:
+        if not _settings_users:
+            _make_settings_new(_settings_found)
+        _settings_users += 1
+    try:
+        yield
+    finally:
+        with _settings_lock:
+            _settings_users -= 1
+            if not _settings_users:
+                _settings_found.close()
+
+
+def _make_settings_new(after: contextlib.ExitStack) -> None:
+    """Make them those of a new process; `after` brings back what is found."""
+    import torch
+
+    def set_numbers(dtype: torch.dtype, precision: str, on: bool, warn: bool) -> None:
+        torch.set_default_dtype(dtype)
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(on, warn_only=warn)
+
+    after.callback(
+        set_numbers, torch.get_default_dtype(), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )  # fmt: skip
+    set_numbers(torch.float32, "highest", False, False)
+    for name, settings in _NEW_BACKENDS.items():
+        backend = getattr(torch.backends, name)
+        for key, value in settings.items():
+            after.callback(setattr, backend, key, getattr(backend, key))
+            setattr(backend, key, value)
 
 
 # --- on Ray -----------------------------------------------------------------------------------

@@ -192,6 +192,30 @@ def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
     assert now() == new
 
 
+def test_one_that_ends_leaves_the_settings_of_the_others() -> None:
+    """Two threads work at once; the program around them has a number format of its own."""
+    entered, left = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    def other(_: Any) -> None:
+        entered.set()
+        assert left.wait(30)
+        seen.append(torch.get_default_dtype())
+
+    try:
+        torch.set_default_dtype(torch.float64)
+        thread = threading.Thread(target=lambda: LocalExecutor().run_once(other, None, "failed"))
+        first = LocalExecutor().run_once(
+            lambda _: (thread.start(), entered.wait(30)), None, "failed"
+        )
+        assert first[1] and torch.get_default_dtype() == torch.float32  # while the other works
+        left.set()
+        thread.join()
+        assert seen == [torch.float32] and torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def group_of(work: Callable[[Any, WorkerPlace], Any], storage: Path, **more: Any) -> WorkerGroup:
     given = {"workers": 1, "cpus": 1, "gpus": 0} | more
     return WorkerGroup(work, "it", storage=storage, torch_config=lambda: None, **given)
