@@ -274,6 +274,26 @@ def test_a_poll_that_fails_ends_work_which_waits_for_it() -> None:
     assert failed.is_set()
 
 
+def test_a_poll_that_failed_once_is_told_where_ctrl_c_does_not_reach() -> None:
+    failed = threading.Event()
+
+    def poll() -> None:
+        if not failed.is_set():
+            failed.set()
+            raise ZeroDivisionError
+
+    def supervise() -> None:
+        with pytest.raises(ZeroDivisionError):
+            LocalExecutor().supervise(lambda: failed.wait(30) and time.sleep(0.1), poll)
+        told.append(True)
+
+    told: list[bool] = []
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    thread.join()
+    assert told
+
+
 def raising(error: BaseException) -> Callable[..., Any]:
     def work(*_: Any, **__: Any) -> None:
         raise error
