@@ -277,14 +277,11 @@ class LocalExecutor(Executor):
                 searcher.on_trial_complete(name, last)
 
 
-# Settings of torch that change bits and hold for all threads, as a new process has them.
+# Settings of torch.backends that change bits, as a new process has them.
 _NEW_BACKENDS = {
     "mkldnn": {"enabled": True},
     "cudnn": {"deterministic": False, "benchmark": False, "allow_tf32": True},
 }
-_settings_lock = threading.Lock()
-_settings_users = 0  # blocks that compute under them; the last one restores what the first found
-_settings_found = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -297,7 +294,7 @@ def _torch_as_in_a_new_process() -> Iterator[None]:
 
     with contextlib.ExitStack() as after:
         after.callback(torch.set_num_threads, torch.get_num_threads())
-        after.enter_context(_new_settings())
+        after.enter_context(_SETTINGS.new())
         for block in (torch.inference_mode(False), torch.enable_grad()):
             after.enter_context(block)
         for device in ("cpu", "cuda"):
@@ -305,44 +302,51 @@ def _torch_as_in_a_new_process() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _new_settings() -> Iterator[None]:
-    """Compute under the settings of a new process; several threads may do so at once."""
-    global _settings_users
-    with _settings_lock:
-        if not _settings_users:
-            _make_settings_new(_settings_found)
-        _settings_users += 1
-    try:
-        yield
-    finally:
-        with _settings_lock:
-            _settings_users -= 1
-            if not _settings_users:
-                _settings_found.close()
+class _SharedSettings:
+    """The settings that all threads share: the last block that ends restores them."""
+
+    def __init__(self) -> None:
+        self._lock, self._blocks = threading.Lock(), 0
+        self._after = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def new(self) -> Iterator[None]:
+        """Compute under the settings of a new process, in several threads if need be."""
+        with self._lock:
+            if not self._blocks:
+                self._make_new()
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                if not self._blocks:
+                    self._after.close()
+
+    def _make_new(self) -> None:
+        import torch
+
+        after = self._after
+        after.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        after.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(False)
+        if (precision := torch.get_float32_matmul_precision()) != "highest":
+            after.callback(torch.set_float32_matmul_precision, precision)
+            torch.set_float32_matmul_precision("highest")
+        for name, settings in _NEW_BACKENDS.items():
+            backend = getattr(torch.backends, name)
+            for key, value in settings.items():
+                after.callback(setattr, backend, key, getattr(backend, key))
+                setattr(backend, key, value)
 
 
-def _make_settings_new(after: contextlib.ExitStack) -> None:
-    """Make them those of a new process; `after` brings back what is found."""
-    import torch
-
-    def set_numbers(dtype: torch.dtype, precision: str, on: bool, warn: bool) -> None:
-        torch.set_default_dtype(dtype)
-        if torch.get_float32_matmul_precision() != precision:
-            torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(on, warn_only=warn)
-
-    after.callback(
-        set_numbers, torch.get_default_dtype(), torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )  # fmt: skip
-    set_numbers(torch.float32, "highest", False, False)
-    for name, settings in _NEW_BACKENDS.items():
-        backend = getattr(torch.backends, name)
-        for key, value in settings.items():
-            after.callback(setattr, backend, key, getattr(backend, key))
-            setattr(backend, key, value)
+_SETTINGS = _SharedSettings()
 
 
 # --- on Ray -----------------------------------------------------------------------------------

@@ -31,7 +31,9 @@ from dpdist.cluster.work import Chunk, PoolSettings, TrialPass, WorkerGroup, Wor
 from dpdist.core.errors import ClusterError, DiskFullError, InvalidResultsError, UserError
 from dpdist.privacy.ledger import LedgerError, ReplayConflict
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
 from dpdist.training import trainer, worker
+from dpdist.training.job import prepare
 
 SEED = "5b" * 32
 
@@ -524,6 +526,52 @@ def test_a_training_in_this_process_has_the_threads_of_its_recipe(
     for cpus in (1, 3, 0.5):
         trainer.fit(job_of(tmp_path, f"{cpus}", resources__cpus_per_worker=cpus), LocalExecutor())
     assert seen == [1, 3, 1]
+
+
+@pytest.mark.parametrize("key", ["model.name", "method.name", "training.loss"])
+def test_own_code_that_was_edited_since_its_import_is_not_executed(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Ray a worker would import the new one: the same call would give other bits."""
+    name = f"edited_{key.replace('.', '_')}"
+    code = tmp_path / f"{name}.py"
+    code.write_text(OWN_CODE)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    value = {"model.name": "net", "method.name": "Own", "training.loss": "loss"}[key]
+    section, _, last = key.partition(".")
+    raw: dict[str, Any] = {
+        "name": "own", "data": {"name": "digits", "max_train": 100}, "model": {"name": "linear"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4}, "method": {"name": "dp-sgd"},
+        "training": {"batch_size": 20, "steps": 1, "learning_rate": 0.1},
+    }  # fmt: skip
+    raw[section][last] = f"{name}:{value}"
+    recipe = Recipe.model_validate(raw)
+    job = prepare(recipe, RunFolder(tmp_path / "own"), "test")
+    assert trainer.train(job, LocalExecutor())["steps"] == 1
+    code.write_text(OWN_CODE + "# edited\n")
+    job = prepare(recipe, RunFolder(tmp_path / "again"), "test")
+    with pytest.raises(UserError, match=rf"{name} of {name}:{value} changed since this process"):
+        trainer.train(job, LocalExecutor())
+    assert not job.folder.ledger.exists()
+    code.write_text(OWN_CODE)
+    assert trainer.train(job, LocalExecutor())["steps"] == 1
+
+
+OWN_CODE = """
+import torch
+from dpdist.methods.base import Method
+
+def net(input_shape, classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))
+
+def loss(model, batch):
+    inputs, targets = batch
+    return torch.nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+
+class Own(Method):
+    name: str = "own"
+"""
 
 
 def test_a_full_disk_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
