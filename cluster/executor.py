@@ -26,6 +26,7 @@ import functools
 import itertools
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -174,7 +175,7 @@ class LocalExecutor(Executor):
     ) -> Any:
         """Call the function."""
         try:
-            with _torch_threads_restored():
+            with _torch_as_in_a_new_process():
                 return self.transfer(function(self.transfer(argument)))
         except Exception as error:
             raise UserError(f"{error_prefix}: {error}") from error
@@ -195,7 +196,7 @@ class LocalExecutor(Executor):
             else chunks
         )
         waiting, workers = iter(ordered), list[Callable[[Any], Any]]()
-        with _torch_threads_restored():
+        with _torch_as_in_a_new_process():
             while asked := list(itertools.islice(waiting, asked_at_once)):
                 while len(workers) < len(asked):
                     make, own = self.transfer((make_worker, shared))
@@ -217,14 +218,18 @@ class LocalExecutor(Executor):
         import torch
 
         on_gpu = group.gpus > 0 and torch.cuda.is_available()
-        with _torch_threads_restored():
+        with _torch_as_in_a_new_process():
             group.work(
                 group.argument, WorkerPlace(0, 1, "cuda" if on_gpu else "cpu", in_process=True)
             )
 
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
-        """Run `work` in this thread, which Ctrl-C ends, and poll in another one."""
+        """Run `work` in this thread, which Ctrl-C ends, and poll in another one.
+
+        A poll that fails ends the work as Ctrl-C does, and its error is the one that is raised.
+        """
         ended, errors = threading.Event(), list[BaseException]()
+        working = threading.current_thread()
 
         def poll_until_end() -> None:
             try:
@@ -232,14 +237,22 @@ class LocalExecutor(Executor):
                     poll()
             except BaseException as error:
                 errors.append(error)
+                if working is threading.main_thread() and not ended.is_set():
+                    # Ctrl-C: the work may wait for what a poll would have done.
+                    signal.pthread_kill(working.ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=poll_until_end, daemon=True)
         thread.start()
         try:
-            work()
-        finally:
-            ended.set()
-            thread.join()
+            try:
+                work()
+            finally:
+                ended.set()
+                thread.join()
+        except BaseException:
+            if errors:  # a poll failed first, and so ended the work
+                raise errors[0] from None
+            raise
         if errors:
             raise errors[0]
         poll()
@@ -264,16 +277,76 @@ class LocalExecutor(Executor):
                 searcher.on_trial_complete(name, last)
 
 
+# Settings of torch.backends that change bits, as a new process has them.
+_NEW_BACKENDS = {
+    "mkldnn": {"enabled": True},
+    "cudnn": {"deterministic": False, "benchmark": False, "allow_tf32": True},
+}
+
+
 @contextlib.contextmanager
-def _torch_threads_restored() -> Iterator[None]:
-    """Restore at the end the number of torch's threads, which workers set for themselves."""
+def _torch_as_in_a_new_process() -> Iterator[None]:
+    """Compute as a new process would, whatever the program around the work set in torch.
+
+    At the end all is as before, the number of threads included, which workers set for themselves.
+    """
     import torch
 
-    threads = torch.get_num_threads()
-    try:
+    with contextlib.ExitStack() as after:
+        after.callback(torch.set_num_threads, torch.get_num_threads())
+        after.enter_context(_SETTINGS.new())
+        for block in (torch.inference_mode(False), torch.enable_grad()):
+            after.enter_context(block)
+        for device in ("cpu", "cuda"):
+            after.enter_context(torch.autocast(device, enabled=False))
         yield
-    finally:
-        torch.set_num_threads(threads)
+
+
+class _SharedSettings:
+    """The settings that all threads share: the last block that ends restores them."""
+
+    def __init__(self) -> None:
+        self._lock, self._blocks = threading.Lock(), 0
+        self._after = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def new(self) -> Iterator[None]:
+        """Compute under the settings of a new process, in several threads if need be."""
+        with self._lock:
+            if not self._blocks:
+                self._make_new()
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                if not self._blocks:
+                    self._after.close()
+
+    def _make_new(self) -> None:
+        import torch
+
+        after = self._after
+        after.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        after.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(False)
+        if (precision := torch.get_float32_matmul_precision()) != "highest":
+            after.callback(torch.set_float32_matmul_precision, precision)
+            torch.set_float32_matmul_precision("highest")
+        for name, settings in _NEW_BACKENDS.items():
+            backend = getattr(torch.backends, name)
+            for key, value in settings.items():
+                after.callback(setattr, backend, key, getattr(backend, key))
+                setattr(backend, key, value)
+
+
+_SETTINGS = _SharedSettings()
 
 
 # --- on Ray -----------------------------------------------------------------------------------

@@ -145,6 +145,19 @@ PartialCounts = dict[str, Any]  # JSON: what the first unit says once, then coun
 _ONCE = ("selected",)
 _UNDEFINED = "undefined"  # draws without a class, said where there are any
 
+# Where hooks of earlier versions are defined now.
+_MOVED_HOOKS = dict.fromkeys(
+    (
+        "achievable_radius", "attack_noise", "check_table", "consistent_counts", "constant_columns",
+        "extra_columns", "is_vote_based", "read_sizes", "recertify", "recompute_columns",
+        "recreate", "row", "sampled_columns", "sizes_in_norm", "spending",
+        "table_predicts_by_vote", "table_schema",
+    ),
+    "the kind's TableFormat",
+) | dict.fromkeys(
+    ("comparison_key", "describe", "draws_phrase", "summary_rows"), "the kind's Description"
+)  # fmt: skip
+
 _MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
 
 
@@ -247,6 +260,18 @@ class Certificate(Section):
     max_device_batch: ClassVar[int] = 4096  # at most, where it is chosen by a GPU's memory
     # "with sigma, by ...": why a key of another certificate is refused
     wrong_key_hint: ClassVar[str]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError for a hook of earlier versions, which nobody would ask any more."""
+        super().__pydantic_init_subclass__(**kwargs)
+        for made in set(cls.__mro__) - set(Certificate.__mro__):
+            for name in (*vars(made), *vars(made).get("__annotations__", {})):
+                if place := _MOVED_HOOKS.get(name):
+                    raise TypeError(
+                        f"{made.__name__}.{name}: is a part of {place} now: define it there, and "
+                        "list both in dpdist.certification.registry.KINDS"
+                    )
 
     @classmethod
     def accepts_section(cls, section: Mapping[str, Any]) -> bool:

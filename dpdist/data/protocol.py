@@ -262,9 +262,10 @@ class GroupedRecords(Records):
         Both are (B, max_records), as `Groups.draw` makes them. Those of the groups that were asked
         for last are kept: a step asks for inputs, targets and places of the same ones.
         """
-        if self._drawn is None or not np.array_equal(self._drawn[0], indices):
-            self._drawn = np.array(indices), self.groups.draw(indices, self._step_key)
-        positions, present = self._drawn[1]
+        last = self._drawn  # read once: another thread may ask for other groups
+        if last is None or not np.array_equal(last[0], indices):
+            last = self._drawn = np.array(indices), self.groups.draw(indices, self._step_key)
+        positions, present = last[1]
         return positions.copy(), present.copy()  # nobody's writes reach the next one
 
     def batch(self, indices: np.ndarray | slice) -> Batch:

@@ -95,6 +95,22 @@ def source_digests(factory: str) -> dict[str, str]:
     return _compute_digests(module, factory)
 
 
+def require_current_sources(factory: str, context: object) -> None:
+    """Raise UserError where a covered module's file changed since this process imported it.
+
+    A new process would execute the file, this one executes what it has loaded.
+    """
+    loaded, stored = source_digests(factory), _compute_digests(factory.partition(":")[0], factory)
+    record_digests(factory, loaded)  # of a class of one's own this is the first look
+    every = sorted(loaded.keys() | stored.keys())
+    if other := [name for name in every if loaded.get(name) != stored.get(name)]:
+        raise UserError(
+            f"{context}: {', '.join(other)} of {factory} changed since this process imported it, "
+            "which would go on with the old code: start the process anew, and the same call "
+            "continues"
+        )
+
+
 def record_digests(factory: str, found: dict[str, str]) -> None:
     """Keep what `source_digests` returned just before the factory's module was imported."""
     module = factory.partition(":")[0]

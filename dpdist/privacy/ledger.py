@@ -294,6 +294,9 @@ class ChainedJournal:
             finally:
                 self.close()
             raise JournalError(f"{self.path} could not be written: {error}") from error
+        except BaseException:  # Ctrl-C: the line may be there, and none may follow that ignores it
+            self.close()
+            raise
         self._checks.append(check)
         if self._anchor_file is not None:
             self._write_anchor(self._anchor_file)

@@ -96,6 +96,10 @@ def train(
             return train(job, executor, progress, log)
     folder, executor = job.folder, place_training(job, session)
     if not folder.training_summary.exists():
+        if isinstance(executor, LocalExecutor):
+            from dpdist.training.worker import require_current_code
+
+            require_current_code(job.recipe, folder.path)
         _check_not_running(folder)
         remove_leftovers(folder.path, folder.private, folder.model_folder, folder.checkpoints)
         remove_leftovers(*folder.checkpoints.glob("step-*"))

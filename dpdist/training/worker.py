@@ -40,7 +40,7 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.noise import check_device_noise
 from dpdist.methods.base import MethodSetup, MethodState
 from dpdist.models import ModelSpec
-from dpdist.models.factory_code import source_digests
+from dpdist.models.factory_code import require_current_sources, source_digests
 from dpdist.privacy.ledger import JournalBusy, Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, key_id, new_run_key
@@ -129,9 +129,20 @@ def recipe_digest(recipe: Recipe) -> str:
     """Return a digest of all in a recipe that its sums depend on, and of a user's own code in it:
     the modules of the model's factory, the method's class and the loss, as `factory_code` covers
     them."""
+    named = {name: source_digests(name) for name in _own_code(recipe)}
+    return _digest([recipe.experiment_settings, named])
+
+
+def require_current_code(recipe: Recipe, context: object) -> None:
+    """Raise UserError where a user's own code was edited since this process imported it."""
+    for name in _own_code(recipe):
+        require_current_sources(name, context)
+
+
+def _own_code(recipe: Recipe) -> list[str]:
+    """Return what a recipe names of a user's own code."""
     given = recipe.model.name, recipe.method.name, recipe.training.loss
-    named = (name for name in given if ":" in name)
-    return _digest([recipe.experiment_settings, {name: source_digests(name) for name in named}])
+    return [name for name in given if ":" in name]
 
 
 def _digest(value: Any) -> str:

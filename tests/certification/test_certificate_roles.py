@@ -202,3 +202,25 @@ def test_the_page_on_extending_names_every_hook() -> None:
         *_, without, given, _ = line.split("|")
         assert set(re.findall(r"`(\w+)`", without)) == abstract(of)
         assert set(re.findall(r"`(\w+)`", given)) == overridable(of) - abstract(of)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *(
+            (name, "TableFormat")
+            for name in ("row", "recompute_columns", "read_sizes", "recertify")
+        ),
+        *((name, "TableFormat") for name in ("check_table", "table_schema", "is_vote_based")),
+        *((name, "Description") for name in ("describe", "summary_rows", "draws_phrase")),
+    ],
+)
+def test_a_hook_of_earlier_versions_is_refused(name: str, place: str) -> None:
+    """The parent's would be used in its place: an own radius, for instance, would be forgotten."""
+    said = rf"Old\.{name}: is a part of the kind's {place} now"
+    with pytest.raises(TypeError, match=said):
+        type("Old", (Cohen,), {name: classmethod(lambda *_: None), "__module__": __name__})
+    mixin = type("Old", (), {name: None})
+    with pytest.raises(TypeError, match=said):
+        type("Mixed", (mixin, Cohen), {"__module__": __name__})
+    assert name not in methods(Certificate) and name not in methods(Cohen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,9 @@ from dpdist.cluster.work import Chunk, PoolSettings, TrialPass, WorkerGroup, Wor
 from dpdist.core.errors import ClusterError, DiskFullError, InvalidResultsError, UserError
 from dpdist.privacy.ledger import LedgerError, ReplayConflict
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
 from dpdist.training import trainer, worker
+from dpdist.training.job import prepare
 
 SEED = "5b" * 32
 
@@ -149,6 +152,72 @@ def test_threads_of_torch_are_as_they_were(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
+def test_work_computes_as_in_a_new_process(tmp_path: Path) -> None:
+    """On Ray it does: what a script or a notebook set in torch must change no bit of it here."""
+
+    def now(*_: Any) -> tuple[Any, ...]:
+        ones = torch.ones(2, 2)
+        return (
+            (ones @ ones).dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark,
+        )  # fmt: skip
+
+    def found() -> list[Any]:
+        seen = [LocalExecutor().run_once(now, None, "failed")]
+        LocalExecutor().run_chunks(lambda _: now, None, chunks(1), lambda key, it: seen.append(it))
+        LocalExecutor().run_workers(group_of(lambda *_: seen.append(now()), tmp_path))
+        return seen
+
+    new = now()
+    assert found() == [new] * 3
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.mkldnn.enabled = False
+        torch.backends.cudnn.benchmark = True
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            own = now()
+            assert all(a != b for a, b in zip(own, new, strict=True))
+            assert found() == [new] * 3
+            assert now() == own  # the program goes on as it was
+            with pytest.raises(UserError):
+                LocalExecutor().run_once(raising(ZeroDivisionError()), None, "failed")
+            assert now() == own
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.backends.mkldnn.enabled = True
+        torch.backends.cudnn.benchmark = False
+    assert now() == new
+
+
+def test_one_that_ends_leaves_the_settings_of_the_others() -> None:
+    """Two threads work at once; the program around them has a number format of its own."""
+    entered, left = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    def other(_: Any) -> None:
+        entered.set()
+        assert left.wait(30)
+        seen.append(torch.get_default_dtype())
+
+    try:
+        torch.set_default_dtype(torch.float64)
+        thread = threading.Thread(target=lambda: LocalExecutor().run_once(other, None, "failed"))
+        first = LocalExecutor().run_once(
+            lambda _: (thread.start(), entered.wait(30)), None, "failed"
+        )
+        assert first[1] and torch.get_default_dtype() == torch.float32  # while the other works
+        left.set()
+        thread.join()
+        assert seen == [torch.float32] and torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def group_of(work: Callable[[Any, WorkerPlace], Any], storage: Path, **more: Any) -> WorkerGroup:
     given = {"workers": 1, "cpus": 1, "gpus": 0} | more
     return WorkerGroup(work, "it", storage=storage, torch_config=lambda: None, **given)
@@ -181,6 +250,50 @@ def test_work_is_polled_meanwhile_and_after_it() -> None:
         LocalExecutor().supervise(raising(KeyboardInterrupt()), poll)
     with pytest.raises(ZeroDivisionError):  # of a poll: the archive's, for instance
         LocalExecutor().supervise(lambda: None, raising(ZeroDivisionError()))
+
+
+def test_a_poll_that_fails_ends_work_which_waits_for_it() -> None:
+    """As on Ray: a training would wait half an hour for the permit of an archive that is gone."""
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        LocalExecutor().supervise(lambda: time.sleep(30), raising(ZeroDivisionError()))
+    assert time.monotonic() - began < 15
+
+    failed = threading.Event()
+
+    def poll() -> None:
+        failed.set()
+        raise ZeroDivisionError
+
+    def work() -> None:
+        try:
+            time.sleep(30)
+        except KeyboardInterrupt:
+            raise ClusterError("no answer") from None
+
+    with pytest.raises(ZeroDivisionError):  # why the work ended
+        LocalExecutor().supervise(work, poll)
+    assert failed.is_set()
+
+
+def test_a_poll_that_failed_once_is_told_where_ctrl_c_does_not_reach() -> None:
+    failed = threading.Event()
+
+    def poll() -> None:
+        if not failed.is_set():
+            failed.set()
+            raise ZeroDivisionError
+
+    def supervise() -> None:
+        with pytest.raises(ZeroDivisionError):
+            LocalExecutor().supervise(lambda: failed.wait(30) and time.sleep(0.1), poll)
+        told.append(True)
+
+    told: list[bool] = []
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    thread.join()
+    assert told
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -413,6 +526,52 @@ def test_a_training_in_this_process_has_the_threads_of_its_recipe(
     for cpus in (1, 3, 0.5):
         trainer.fit(job_of(tmp_path, f"{cpus}", resources__cpus_per_worker=cpus), LocalExecutor())
     assert seen == [1, 3, 1]
+
+
+@pytest.mark.parametrize("key", ["model.name", "method.name", "training.loss"])
+def test_own_code_that_was_edited_since_its_import_is_not_executed(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Ray a worker would import the new one: the same call would give other bits."""
+    name = f"edited_{key.replace('.', '_')}"
+    code = tmp_path / f"{name}.py"
+    code.write_text(OWN_CODE)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    value = {"model.name": "net", "method.name": "Own", "training.loss": "loss"}[key]
+    section, _, last = key.partition(".")
+    raw: dict[str, Any] = {
+        "name": "own", "data": {"name": "digits", "max_train": 100}, "model": {"name": "linear"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4}, "method": {"name": "dp-sgd"},
+        "training": {"batch_size": 20, "steps": 1, "learning_rate": 0.1},
+    }  # fmt: skip
+    raw[section][last] = f"{name}:{value}"
+    recipe = Recipe.model_validate(raw)
+    job = prepare(recipe, RunFolder(tmp_path / "own"), "test")
+    assert trainer.train(job, LocalExecutor())["steps"] == 1
+    code.write_text(OWN_CODE + "# edited\n")
+    job = prepare(recipe, RunFolder(tmp_path / "again"), "test")
+    with pytest.raises(UserError, match=rf"{name} of {name}:{value} changed since this process"):
+        trainer.train(job, LocalExecutor())
+    assert not job.folder.ledger.exists()
+    code.write_text(OWN_CODE)
+    assert trainer.train(job, LocalExecutor())["steps"] == 1
+
+
+OWN_CODE = """
+import torch
+from dpdist.methods.base import Method
+
+def net(input_shape, classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))
+
+def loss(model, batch):
+    inputs, targets = batch
+    return torch.nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+
+class Own(Method):
+    name: str = "own"
+"""
 
 
 def test_a_full_disk_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

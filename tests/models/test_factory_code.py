@@ -26,7 +26,7 @@ from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.table_reader import merge_tables, shards_of_one_run, unmerged_tables
 from dpdist.core.errors import UserError
-from dpdist.models.factory_code import FactoryCode
+from dpdist.models.factory_code import FactoryCode, require_current_sources
 
 SOURCES = {
     "mine.py": """
@@ -191,6 +191,21 @@ def test_what_a_process_has_imported_is_what_it_executes(
     importlib.reload(sys.modules["mine"])
     with pytest.raises(UserError, match="mine of mine:net changed"):
         models.load(first, trusted_factory="mine:net")
+
+
+def test_code_that_was_edited_since_it_was_imported_is_noticed(
+    tmp_path: Path, use: Callable[[Path], None]
+) -> None:
+    """A training in this process would execute the old one, on Ray the new one."""
+    use(write(tmp_path / "code"))
+    require_current_sources("mine:net", "run")
+    saved(tmp_path / "first")
+    require_current_sources("mine:net", "run")
+    (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"] + "# changed\n")
+    with pytest.raises(UserError, match=r"^run: late of mine:net changed since .* imported it"):
+        require_current_sources("mine:net", "run")
+    (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"])
+    require_current_sources("mine:net", "run")
 
 
 def test_installed_code_covers_its_own_package(tmp_path: Path, use: Callable[[Path], None]) -> None:

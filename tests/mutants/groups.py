@@ -42,8 +42,8 @@ FAULTS: list[Fault] = [
             "a fingerprint does not know the groups",
         ),
         (
-            "if self._drawn is None or not np.array_equal(self._drawn[0], indices):",
-            "if self._drawn is None:",
+            "if last is None or not np.array_equal(last[0], indices):",
+            "if last is None:",
             "the groups that were asked for last stand for all others",
         ),
         (

@@ -168,6 +168,8 @@ FAULTS: list[Fault] = [
          "lines are not chained"),
         ("elif not _contains_anchor(checks, anchor):", "elif False:", "a cut ledger is read"),
         ("if os.getpid() != self._process:", "if False:", "a fork writes the ledger"),
+        ("that ignores it\n            self.close()\n", "that ignores it\n",
+         "a line is written behind one that Ctrl-C left"),
         ("if entry[\"check\"] != _chain(previous, _encode(entry[\"record\"])):", "if False:",
          "edits are not seen"),
     ),

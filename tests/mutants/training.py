@@ -27,9 +27,9 @@ FAULTS: list[Fault] = [
             "a chunk is lost between this process and Ray",
         ),
         (
-            "        torch.set_num_threads(threads)\n",
-            "        pass\n",
-            "what comes after a job has one thread",
+            "                    signal.pthread_kill(working.ident or 0, signal.SIGINT)\n",
+            "                    pass\n",
+            "a training waits half an hour for an archive that is gone",
         ),
         (
             "            for check in self._checks:\n                self._ray.check_nodes(*check)\n",
@@ -37,8 +37,8 @@ FAULTS: list[Fault] = [
             "hosts are not checked where a session opens late",
         ),
         (
-            "            thread.join()\n        if errors:\n            raise errors[0]\n        poll()\n",
-            "            thread.join()\n        poll()\n",
+            "            raise\n        if errors:\n            raise errors[0]\n        poll()\n",
+            "            raise\n        poll()\n",
             "errors of the archive are dropped in one process",
         ),
         (
@@ -48,8 +48,32 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "cluster/executor.py",
+        "cluster/test_executor",
+        (
+            "        after.callback(torch.set_num_threads, torch.get_num_threads())\n",
+            "",
+            "what comes after a job has one thread",
+        ),
+        (
+            "            after.enter_context(torch.autocast(device, enabled=False))\n",
+            "            pass\n",
+            "a notebook's autocast reaches what runs in its process",
+        ),
+        (
+            "                if not self._blocks:\n                    self._after.close()\n",
+            "                self._after.close()\n",
+            "one of two threads takes the other's number format away",
+        ),
+    ),
+    *group(
         "dpdist/training/trainer.py",
         "cluster/test_executor",
+        (
+            "            require_current_code(job.recipe, folder.path)\n",
+            "            pass\n",
+            "code that was edited since its import is executed",
+        ),
         (
             "resources.max_workers == 1 and not resources.gpus_per_worker",
             "resources.max_workers == 1",

@@ -404,6 +404,23 @@ def test_a_failed_write_is_no_release(ledger, monkeypatch):
         ledger.record(0, release(0))
 
 
+def test_ctrl_c_inside_a_write_leaves_a_ledger_that_opens_again(ledger, monkeypatch):
+    """A notebook goes on after it: a second line must not be chained to the one before the last."""
+    ledger.begin_attempt(ONE)
+
+    def interrupted(fd):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.record(0, release(0))
+    with pytest.raises(LedgerError, match="not open for writing"):
+        ledger.record(1, release(1))
+    with closing(reopen(ledger)) as again:
+        assert again.release_counts == {0: 1}  # it may have been made
+
+
 def test_malformed_arguments(ledger):
     with pytest.raises(LedgerError):
         ledger.record(0, release(0))
