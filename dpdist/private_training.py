@@ -199,9 +199,7 @@ def _check_groups(recipe: Recipe, *given: Records) -> None:
     counts = Counter(_unit_of(each, index) for each in grouped for index in range(len(each)))
     largest, size = max(counts.values(), default=0), recipe.privacy.group_size
     if largest > size:
-        rule = (
-            f"must be >= {largest}, the records of the largest unit, unless privacy.unit is group"
-        )
+        rule = f"must be >= {largest}, the records of the largest unit (or privacy.unit: group)"
         raise field_error("PrivateTraining", "privacy.group_size", rule, size)
 
 

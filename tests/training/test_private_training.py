@@ -421,7 +421,15 @@ def dropping() -> nn.Module:
         (Net, sgd, {"privacy": {**PRIVATE, "budget": "/tmp"}}, "privacy.budget: must be left out"),
         (Net, sgd, {"batch_size": 200}, "training.batch_size: must be <= the 80"),
         (Net, sgd, {"epochs": 2}, "exactly one of steps and epochs"),
-        (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "loss: must be a name or a function"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "got a CrossEntropyLoss; take 'cross-entropy'"),
+        (
+            Net, sgd, {"loss": nn.CrossEntropyLoss(weight=torch.ones(10))},
+            r"got a CrossEntropyLoss with weight; take a function of module and batch",
+        ),
+        (
+            Net, sgd, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+            r"got a CrossEntropyLoss with label_smoothing; take a function of module and batch",
+        ),
         (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
          "one loss per example"),
         (lambda: nn.Linear(WIDTH + 1, 2), sgd, {},
