@@ -21,6 +21,7 @@ from support.training import make, train
 
 import dpdist
 from dpdist import pipeline
+from dpdist.core.errors import ClusterError
 from dpdist.publishing import write_release
 from dpdist.serving.app import RequestLimits
 from dpdist.serving.deployment import ServingSettings, deploy_release
@@ -73,6 +74,16 @@ def kill_one() -> None:
 
 
 @pytest.mark.long
+def test_nothing_is_served_without_a_session(released):
+    """Ray would start one by itself, which listens on every interface."""
+    limits = RequestLimits(requests_per_second=10, burst_size=10)
+    serving = ServingSettings(released.resolve(), None, None, DRAWS, 0.001, 1, limits)
+    deployed = deploy_release(dpdist.load(released), serving, "127.0.0.1", free_port())
+    with pytest.raises(ClusterError, match="no session of Ray is open"), deployed:
+        pass
+
+
+@pytest.mark.long
 def test_many_clients_and_a_replica_that_dies(released, capsys):
     from sklearn.datasets import load_digits
 
@@ -88,7 +99,7 @@ def test_many_clients_and_a_replica_that_dies(released, capsys):
     serving = ServingSettings(released.resolve(), None, None, DRAWS, 0.001, 2, limits)
     bodies = [json.dumps({"input": image.tolist()}).encode() for image in images]
     with (
-        pipeline.run_session(None, 2),
+        pipeline.run_session(None, 2, "ray"),
         deploy_release(found, serving, "127.0.0.1", free_port()) as address,
         ThreadPoolExecutor(CLIENTS) as clients,
     ):

@@ -227,13 +227,16 @@ def _service_description(release: Release, settings: ServingSettings) -> dict[st
 def deploy_release(
     release: Release, settings: ServingSettings, host: str, port: int
 ) -> Iterator[str]:
-    """Answer by HTTP while the context lasts; gives the address. Ray must be initialised.
+    """Answer by HTTP while the context lasts; gives the address. A session of Ray must be open.
 
-    Raises UserError where that cannot be listened on, ClusterError when no replica starts.
+    Raises UserError where that cannot be listened on, ClusterError when no replica starts or no
+    session is open: Ray would start one by itself, which listens on every interface.
     """
     import ray
 
     require_server()
+    if not ray.is_initialized():
+        raise ClusterError("no session of Ray is open: serve within dpdist.connect()")
     listen(host, port).close()  # said before anything starts
     replica: Any = ray.remote(num_cpus=1, max_restarts=-1)(Classifier)
     actors: list[Any] = [
