@@ -245,7 +245,8 @@ class LocalExecutor(Executor):
         thread.start()
         try:
             try:
-                work()
+                with _own_interrupts_heard(errors):
+                    work()
             finally:
                 ended.set()
                 thread.join()
@@ -275,6 +276,25 @@ class LocalExecutor(Executor):
                 searcher.on_trial_complete(name, error=True)
             else:
                 searcher.on_trial_complete(name, last)
+
+
+@contextlib.contextmanager
+def _own_interrupts_heard(errors: list[BaseException]) -> Iterator[None]:
+    """Hear the interrupt of a failed poll where SIGINT is ignored, as in a shell's background."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        if errors:  # else it is somebody's Ctrl-C, which stays ignored
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # Settings of torch.backends that change bits, as a new process has them.

@@ -3,6 +3,7 @@ that are the same under both."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -252,12 +253,21 @@ def test_work_is_polled_meanwhile_and_after_it() -> None:
         LocalExecutor().supervise(lambda: None, raising(ZeroDivisionError()))
 
 
-def test_a_poll_that_fails_ends_work_which_waits_for_it() -> None:
-    """As on Ray: a training would wait half an hour for the permit of an archive that is gone."""
-    began = time.monotonic()
-    with pytest.raises(ZeroDivisionError):
-        LocalExecutor().supervise(lambda: time.sleep(30), raising(ZeroDivisionError()))
-    assert time.monotonic() - began < 15
+@pytest.mark.parametrize("sigint", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_poll_that_fails_ends_work_which_waits_for_it(sigint: Any) -> None:
+    """As on Ray: a training would wait half an hour for the permit of an archive that is gone. A
+    shell's background has SIGINT ignored, which Ctrl-C of others stays."""
+    before = signal.signal(signal.SIGINT, sigint)
+    try:
+        began = time.monotonic()
+        with pytest.raises(ZeroDivisionError):
+            LocalExecutor().supervise(lambda: time.sleep(30), raising(ZeroDivisionError()))
+        assert time.monotonic() - began < 15
+        assert signal.getsignal(signal.SIGINT) is sigint
+        if sigint is signal.SIG_IGN:
+            LocalExecutor().supervise(lambda: signal.raise_signal(signal.SIGINT), lambda: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     failed = threading.Event()
 

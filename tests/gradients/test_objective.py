@@ -318,7 +318,7 @@ def test_named_losses_refuse_shapes_that_torch_would_broadcast():
     [
         ("l1", "loss: must be cross-entropy, bce, .*huber or a function of module and batch, got"),
         (nn.MSELoss(), "got a MSELoss; take 'mse'"),
-        (nn.L1Loss(), "got a L1Loss; take 'lambda module"),
+        (nn.L1Loss(), "got a L1Loss; take a function of module and batch"),
         (3, "got a int"),
     ],
 )
