@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dpdist.cluster.work import Chunk, PoolSettings
+from dpdist.cluster.work import Chunk, PoolSettings, in_order
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
 # --- the actor and its calls ------------------------------------------------------------------
@@ -161,12 +161,7 @@ class _Pool:
     ) -> None:
         self.settings = settings
         self.on_result = on_result
-        ordered = (
-            sorted(chunks, key=lambda chunk: chunk.priority)
-            if isinstance(chunks, Sequence)
-            else chunks
-        )
-        self.source = iter(ordered)
+        self.source = in_order(chunks)
         self.exhausted = False
         self.chunks_read = 0
         self.pending: dict[str, _PendingChunk] = {}  # taken from the source, no result yet

@@ -12,9 +12,10 @@ Small work is, on this machine without GPUs:
 * a training on one worker of at most `SMALL_TRAINING` examples in all its steps; attacks, or
   several trainings together, of at most as many passes;
 * a certification whose draws take one process at most `SMALL_JOB_SECONDS`, by the rate that was
-  measured before its first draw;
-* unless a number of actors is asked for. What is left of a job after `SMALL_JOB_SECONDS` goes to
-  Ray.
+  measured before its first draw.
+
+A job for which a number of actors is asked is not small. What is left of a small one after
+`SMALL_JOB_SECONDS` goes to Ray.
 
 Asked for nothing else, a search goes to Ray, as does all work where RAY_ADDRESS names a cluster.
 """
@@ -51,6 +52,7 @@ from dpdist.cluster.work import (
     WorkerGroup,
     WorkerPlace,
     WorkersFailedError,
+    in_order,
 )
 from dpdist.core import optional_imports
 from dpdist.core.console import log
@@ -65,7 +67,11 @@ OnResult = Callable[[str, Any], None]
 
 
 class Executor:
-    """A place where work runs; the methods of this class do it in this process."""
+    """A place where work runs.
+
+    `run_once`, `run_chunks`, `run_workers`, `supervise` and `run_trials` are a subclass's own; the
+    other methods have the answers of a place that is one process.
+    """
 
     @property
     def gpus(self) -> float:
@@ -190,12 +196,7 @@ class LocalExecutor(Executor):
     ) -> None:
         """Run the chunks in turn; with `shuffle` the last one asked answers first."""
         asked_at_once = (settings and settings.actors) or 1 if self._shuffle else 1
-        ordered = (
-            sorted(chunks, key=lambda chunk: chunk.priority)
-            if isinstance(chunks, Sequence)
-            else chunks
-        )
-        waiting, workers = iter(ordered), list[Callable[[Any], Any]]()
+        waiting, workers = in_order(chunks), list[Callable[[Any], Any]]()
         with _torch_as_in_a_new_process():
             while asked := list(itertools.islice(waiting, asked_at_once)):
                 while len(workers) < len(asked):
@@ -210,11 +211,7 @@ class LocalExecutor(Executor):
 
     def run_workers(self, group: WorkerGroup) -> None:
         """Run the group's only worker, whose errors are raised as they are."""
-        if group.max_workers > 1:
-            raise UserError(
-                f"resources.workers: must be 1 in one process (--local), got {group.max_workers}; "
-                "leave --local out to train on Ray"
-            )
+        require_one_process(group.max_workers)
         import torch
 
         on_gpu = group.gpus > 0 and torch.cuda.is_available()
@@ -260,11 +257,7 @@ class LocalExecutor(Executor):
 
     def run_trials(self, trials: TrialPass) -> None:
         """Run the trials one after another, each to its end."""
-        if trials.make_scheduler is not None:
-            raise UserError(
-                "tune.asha: must be left out in one process (--local), where no trial runs beside "
-                "another that it could be compared with; leave --local out"
-            )
+        require_one_process(stops_early=trials.make_scheduler is not None)
         searcher = trials.make_searcher()
         for place in range(trials.count):
             name, last = f"trial-{place}", dict[str, Any]()
@@ -276,6 +269,25 @@ class LocalExecutor(Executor):
                 searcher.on_trial_complete(name, error=True)
             else:
                 searcher.on_trial_complete(name, last)
+
+
+def require_one_process(workers: int = 1, *, stops_early: bool = False) -> None:
+    """Raise UserError for what one process cannot execute.
+
+    Args:
+        workers: of a training.
+        stops_early: whether a search stops trials by the scores of those that run beside them.
+    """
+    if workers > 1:
+        raise UserError(
+            f"resources.workers: must be 1 in one process (--local), got {workers}; leave --local "
+            "out to train on Ray"
+        )
+    if stops_early:
+        raise UserError(
+            "tune.asha: must be left out in one process (--local), where no trial runs beside "
+            "another that it could be compared with; leave --local out"
+        )
 
 
 @contextlib.contextmanager
@@ -643,6 +655,10 @@ class _LocalAtFirst(LocalExecutor):
         """Return the executor for a piece of work within this one."""
         return self._whole.place(small)
 
+    def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
+        """Check the hosts as soon as there is a session, which work within this may open."""
+        self._whole.check_nodes(packages, shared_folder)
+
     def run_chunks(
         self,
         make_worker: MakeWorker,
@@ -652,7 +668,7 @@ class _LocalAtFirst(LocalExecutor):
         settings: PoolSettings | None = None,
     ) -> None:
         """Run the chunks in turn for `SMALL_JOB_SECONDS`, and the others on Ray."""
-        waiting, end = iter(chunks), time.monotonic() + SMALL_JOB_SECONDS
+        waiting, end = in_order(chunks), time.monotonic() + SMALL_JOB_SECONDS
         left: list[Chunk] = []
 
         def at_first() -> Iterator[Chunk]:
@@ -717,7 +733,9 @@ def use_executor(executor: Executor) -> Iterator[Executor]:
     try:
         yield executor
     finally:
-        _open_executors.remove(executor)
+        # The innermost of its places: blocks may be nested as A, B, A.
+        last = max(n for n, each in enumerate(_open_executors) if each is executor)
+        del _open_executors[last]
 
 
 @contextlib.contextmanager

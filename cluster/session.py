@@ -421,7 +421,6 @@ def describe_session(address: str | None = None) -> Session:
 
     if address is None and is_elastic():
         address = os.environ["RAY_ADDRESS"]
-
     total = ray.cluster_resources()
     alive = [node for node in ray.nodes() if node["Alive"]]
     return Session(address, total.get("CPU", 0.0), total.get("GPU", 0.0), len(alive))

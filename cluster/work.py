@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,12 @@ class Chunk:
     key: str
     payload: Any
     priority: float = 0.0
+
+
+def in_order(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Yield chunks in the order of work: a sequence by priority, a stream as it comes."""
+    by_priority = isinstance(chunks, Sequence)
+    return iter(sorted(chunks, key=lambda chunk: chunk.priority) if by_priority else chunks)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dpdist.cluster.executor import (
     check_executor_name,
     current_executor,
     open_executor,
+    require_one_process,
 )
 from dpdist.cluster.session import count_local_cpus, require_gpus, require_workers
 from dpdist.core import console
@@ -155,7 +156,8 @@ def _train_and_evaluate(
     folder = RunFolder(runs / recipe.name)
     check_executor_name(executor)
     if executor == "local":
-        _require_one_process(recipe, search)
+        asha = search and recipe.tune is not None and recipe.tune.asha is not None
+        require_one_process(recipe.resources.max_workers, stops_early=asha)
     # Complaints come before anything is written, the archive is claimed and Ray started.
     checked = _check_run(recipe, folder, context, search=search, only_resume=only_resume)
     Archive.check_writable(folder, recipe.resources.archive)
@@ -256,21 +258,6 @@ def require_certifying_gpus(recipe: Recipe) -> None:
     """Raise UserError, before Ray starts, where no certifying actor could have its GPUs."""
     need = recipe.resources.certify_gpus or 0.0
     require_gpus("resources.certify_gpus", "each certifying actor", need)
-
-
-def _require_one_process(recipe: Recipe, search: bool) -> None:
-    """Raise UserError for a recipe that one process cannot execute."""
-    workers = recipe.resources.max_workers
-    if workers > 1:
-        raise UserError(
-            f"resources.workers: must be 1 in one process (--local), got {workers}; leave --local "
-            "out to train on Ray"
-        )
-    if search and recipe.tune is not None and recipe.tune.asha is not None:
-        raise UserError(
-            "tune.asha: must be left out in one process (--local), where no trial runs beside "
-            "another that it could be compared with; leave --local out"
-        )
 
 
 @contextmanager

@@ -305,7 +305,7 @@ def _train_until(job: TrainJob, last_step: int) -> None:
     fit(job, _TrialExecutor(), max_failures=0, stop_after=last_step)
 
 
-# --- all trials -------------------------------------------------------------------
+# --- all trials -------------------------------------------------------------------------------
 
 
 def make_tune_pass(

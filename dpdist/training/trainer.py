@@ -265,17 +265,12 @@ def _fit_in_process(job: TrainJob, executor: Executor) -> None:
             return fit(job, executor)
         except (UserError, ClusterError):
             raise
-        except LedgerError as error:
-            # A restart mends the first: it takes the new epoch.
-            if not isinstance(error, ReplayConflict):
-                raise UserError(str(error)) from error
-            if not left:
-                raise _training_error(job.folder, traceback.format_exc(), restarts) from error
         except Exception as error:
             if is_disk_full(error):
-                raise DiskFullError(
-                    f"{error}; make room, and the same command continues"
-                ) from error
+                raise _disk_full_error(error) from error
+            # A restart mends a conflict, by the new epoch; of a ledger nothing else.
+            if isinstance(error, LedgerError) and not isinstance(error, ReplayConflict):
+                raise UserError(str(error)) from error
             if not left:
                 raise _training_error(job.folder, traceback.format_exc(), restarts) from error
 
@@ -309,7 +304,10 @@ def _worker_error(folder: RunFolder) -> UserError:
     said = json.loads(folder.failure.read_text() or "{}")
     if said and not said["full"]:
         return UserError(said["error"])
-    what = said.get("error") or f"{folder.path}: {os.strerror(errno.ENOSPC)}"
+    return _disk_full_error(said.get("error") or f"{folder.path}: {os.strerror(errno.ENOSPC)}")
+
+
+def _disk_full_error(what: object) -> DiskFullError:
     return DiskFullError(f"{what}; make room, and the same command continues")
 
 

@@ -3,6 +3,7 @@ that are the same under both."""
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import threading
@@ -14,9 +15,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.local_execution import command
+from support.recipes import write_recipe
+from support.training import make, train
 from support.training import prepare_job as job_of
 
 import dpdist
+from dpdist import pipeline
 from dpdist.cluster import executor as module
 from dpdist.cluster.executor import (
     SMALL_TRAINING,
@@ -26,11 +31,13 @@ from dpdist.cluster.executor import (
     RayExecutor,
     current_executor,
     open_executor,
+    use_executor,
 )
 from dpdist.cluster.session import Session
 from dpdist.cluster.work import Chunk, PoolSettings, TrialPass, WorkerGroup, WorkerPlace
 from dpdist.core.errors import ClusterError, DiskFullError, InvalidResultsError, UserError
 from dpdist.privacy.ledger import LedgerError, ReplayConflict
+from dpdist.publishing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training import trainer, worker
@@ -101,6 +108,10 @@ def test_chunks_are_done_by_priority_in_this_process() -> None:
     assert done_by(LocalExecutor()) == [(f"c{i}", 2 * i) for i in (4, 3, 2, 1, 0)]
     stream = iter(chunks(3))  # which has its own order
     assert [key for key, _ in done_by(LocalExecutor(), stream)] == ["c0", "c1", "c2"]
+
+
+def test_small_work_has_the_same_order(auto: Any) -> None:
+    assert [key for key, _ in done_by(auto.place(True))] == ["c4", "c3", "c2", "c1", "c0"]
 
 
 def test_shuffled_answers_come_from_several_workers_in_another_order() -> None:
@@ -378,6 +389,14 @@ def test_work_within_small_work_is_asked_for_its_own_size(auto: Any) -> None:
     assert small.place(False) is auto.ray()
 
 
+def test_hosts_are_checked_where_small_work_opens_the_session(auto: Any) -> None:
+    """As a training without steps does for its teachers."""
+    small = auto.place(True)
+    small.check_nodes(["dpdist"], Path("private"))
+    assert auto.opened == []
+    assert small.place(False).checked == [(["dpdist"], Path("private"))]
+
+
 def test_gpus_are_asked_of_ray(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_has_gpus", lambda: True)
     assert auto.place(True) is auto.ray()
@@ -454,6 +473,14 @@ def test_the_executor_is_chosen_by_name_cluster_and_enclosing_block(
     with open_executor("local") as outer:
         assert isinstance(outer, LocalExecutor)
     assert started[4:] == ["opened", "closed"]
+
+
+def test_blocks_of_one_executor_may_be_nested(started: list[str]) -> None:
+    one, other = LocalExecutor(), LocalExecutor()
+    with use_executor(one), use_executor(other):
+        with use_executor(one):
+            assert current_executor() is one
+        assert current_executor() is other
 
 
 def test_an_open_session_of_ray_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,9 +611,15 @@ class Own(Method):
 """
 
 
-def test_a_full_disk_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, LedgerError])
+def test_a_full_disk_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    full = OSError(28, "No space left on device")
+    error = full if kind is OSError else kind(str(full))
+    error.__cause__ = None if error is full else full
     with pytest.raises(DiskFullError, match=r"No space left.*make room, and the same command"):
-        train_with(tmp_path, monkeypatch, OSError(28, "No space left on device"))
+        train_with(tmp_path, monkeypatch, error)
 
 
 @pytest.mark.parametrize("error", [ReplayConflict("other bits"), RuntimeError("a flaky disk")])
@@ -646,3 +679,64 @@ def test_what_one_process_cannot_do_is_refused_before_anything_is_written(
     found = dpdist(*arguments, "--local")
     assert found.code == 2 and found.err.startswith(f"dpdist: {message}"), found.err
     assert not list(tmp_path.iterdir())
+
+
+# --- --local and --ray of every command -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with runs/x, trained and released, and a recipe."""
+    place = tmp_path_factory.mktemp("commands")
+    recipe, folder = make(
+        place / "runs", "x", model="linear", certify={"sigma": 0.25, "n": 100},
+        privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, folder)
+    write_release(folder)
+    raw = recipe.model_dump(mode="json", exclude_none=True) | {"name": "new"}
+    write_recipe(place, raw, "new.yaml")
+    search = {
+        "space": {"training.learning_rate": {"choice": [0.5]}},
+        "law": {"name": "fixed", "runs": 2},
+    }
+    write_recipe(place, raw | {"name": "searched", "tune": search}, "searched.yaml")
+    return place
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "new.yaml"),
+        ("train", "new.yaml"),
+        ("tune", "searched.yaml"),
+        ("certify", "x"),
+        ("certify", "x", "--at", "attacked:pgd,0.1"),
+        ("certify", "runs/x/release"),
+        ("attack", "x", "--sizes", "0.1"),
+        ("attack", "x", "--check-certificates"),
+        ("poison", "new.yaml", "--models", "4", "--select", "1"),
+        ("membership", "new.yaml"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("option", ["--local", "--ray", None])
+def test_every_command_says_where_its_work_runs(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    option: str | None,
+) -> None:
+    def refuse(name: str | None = None, **_: Any) -> None:
+        raise UserError(f"asked for {name}")
+
+    own = tmp_path / "place"
+    shutil.copytree(place, own)
+    if "--check-certificates" in arguments:
+        monkeypatch.setattr("dpdist.cli.audit._tables_to_attack", lambda *_: [Path("table")])
+    monkeypatch.setattr(pipeline, "open_executor", refuse)
+    done = command(monkeypatch, capsys, own, *arguments, *([option] if option else []))
+    asked = option.removeprefix("--") if option else None
+    assert done.code == 2 and done.err.endswith(f"dpdist: asked for {asked}\n"), done.err

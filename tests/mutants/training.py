@@ -42,6 +42,21 @@ FAULTS: list[Fault] = [
             "errors of the archive are dropped in one process",
         ),
         (
+            "        self._whole.check_nodes(packages, shared_folder)\n",
+            "        pass\n",
+            "hosts are not checked where small work opens the session",
+        ),
+        (
+            "        waiting, end = in_order(chunks),",
+            "        waiting, end = iter(chunks),",
+            "small work leaves the order of chunks",
+        ),
+        (
+            "        last = max(n for n,",
+            "        last = min(n for n,",
+            "an inner block closes the outer one",
+        ),
+        (
             "        return self._whole.place(small)\n",
             "        return self\n",
             "large sets of teachers are trained in one process",
@@ -85,8 +100,8 @@ FAULTS: list[Fault] = [
             "a damaged ledger ends in a traceback",
         ),
         (
-            "        except (UserError, ClusterError):\n            raise\n        except LedgerError",
-            "        except LedgerError",
+            "        except (UserError, ClusterError):\n            raise\n        except Exception",
+            "        except Exception",
             "a training that diverged is restarted",
         ),
     ),
