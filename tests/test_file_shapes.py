@@ -48,7 +48,7 @@ WRITTEN: dict[type[FileShape], str] = {
     " null}]}",
     SettingsRecord: f'{{"noise_multiplier": 2.0, "values": {VALUES}}}',
     OutcomeRecord: '{"winner": null}',
-    PublishedTrial: '{"failed": null, "noise_multiplier": 2.0, "scores": [0.31],'
+    PublishedTrial: '{"chosen": true, "failed": null, "noise_multiplier": 2.0, "scores": [0.31],'
     f' "values": {VALUES}}}',
     ScoresRecord: '{"done": true, "failed": null, "scores": [0.3146932197339607]}',
     JobRecord: '{"classifier": null, "data": "d", "format": 1, "model": "A", "seed": "drawn",'

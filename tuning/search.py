@@ -292,7 +292,7 @@ class Search:
         shutil.copytree(source.model_folder, target.model_folder)
         for extra in sorted(source.private.glob("hidden*")):
             write_atomic(target.private / extra.name, extra.read_bytes())
-        write_json(target.search_record, self._search_record())
+        write_json(target.search_record, self._search_record(winner))
         chosen = source.read_recipe()
         named = chosen.model_copy(
             update={
@@ -315,9 +315,14 @@ class Search:
         trained.pop("seconds", None)
         write_json(target.training_summary, trained)
 
-    def _search_record(self) -> dict[str, Any]:
-        """Return the published terms of the search. Nothing here depends on K or on a trial."""
+    def _search_record(self, winner: int) -> dict[str, Any]:
+        """Return the terms of the search, and its trials where their number is fixed.
+
+        With a secret K nothing here depends on K or on a trial.
+        """
+        fixed = self.tune.law.name == "fixed"
         return {
+            **({"trials": self._trial_rows(winner)} if fixed else {}),
             "plan": self.cost.plan.to_dict(),
             "law": self.tune.law.full_description,
             "fields": self.tune.searched_fields,
@@ -329,8 +334,15 @@ class Search:
         }
 
     def _publish_trials(self) -> None:
-        """Every trial of a search with a fixed number of trials: all of it was paid for. Scores on
-        private records are told as shares of how many there are by public numbers alone."""
+        """Write the trials of a search with a fixed number of them: all of it was paid for."""
+        rows = read_json(self.folder.run.search_record, {"trials": list})["trials"]
+        write_json(self.folder.run.trials, rows)
+
+    def _trial_rows(self, winner: int) -> list[dict[str, Any]]:
+        """Return what may be published of every trial.
+
+        Scores on private records are shares of how many there are by public numbers alone.
+        """
         from dpdist.tuning.scoring import publishable_score
 
         asked, rows = self.recipe, []
@@ -344,8 +356,9 @@ class Search:
             scores = [
                 publishable_score(score, records, noise, planned) for score in state["scores"]
             ]
-            rows.append({**settings, "scores": scores, "failed": state["failed"]})
-        write_json(self.folder.run.trials, rows)
+            told = {"scores": scores, "failed": state["failed"], "chosen": trial.number == winner}
+            rows.append(settings | told)
+        return rows
 
     # --- the data set's budget
 

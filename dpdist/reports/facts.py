@@ -60,17 +60,18 @@ _SEARCH_RECORD_SHAPE = {"plan": dict, "charge": str, "assumed": list}
 
 
 class PublishedTrial(FileShape):
-    """One entry of trials.json: a trial of a search whose number of trials is fixed.
+    """A trial of a search whose number of trials is fixed: one entry of trials.json.
 
     values: of the searched fields, by dotted key. scores: at its rungs; on private records noisy
     counts as shares of how many are held out by public numbers. failed: why the trial does not
-    count; None where it does.
+    count; None where it does. chosen: whether the run is this trial's.
     """
 
     values: Keys
     noise_multiplier: Number
     scores: list[Number]
     failed: str | None
+    chosen: bool
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,31 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         one_training_epsilon=trial.guarantee().epsilon,
         charge_id=record["charge"],
         assumptions=tuple(map(str, record["assumed"])),
-        trials=_read_trials(folder, tune),
+        trials=_read_trials(folder, tune, record.get("trials")),
     )
 
 
-def _read_trials(folder: RunFolder, tune: TuneRecipe) -> tuple[PublishedTrial, ...]:
-    """Return the trials that may be shown. Raises UserError where some are lost."""
-    if tune.law.name != "fixed":
+def _read_trials(folder: RunFolder, tune: TuneRecipe, recorded: Any) -> tuple[PublishedTrial, ...]:
+    """Return the trials that may be shown, as the search recorded them.
+
+    recorded: the trials in the search's record; None: by a version that kept none there, of which
+    none are shown. Raises UserError where they are lost, or the published file says otherwise.
+    """
+    if tune.law.name != "fixed" or recorded is None:
         return ()
-    path = folder.trials
-    rows = parse_any_json(read_text(path), str(path))
+    trials = _parse_trials(recorded, tune, folder.search_record)
+    if folder.trials.exists():  # an archive does not bring it back
+        published = parse_any_json(read_text(folder.trials), str(folder.trials))
+        if _parse_trials(published, tune, folder.trials) != trials:
+            raise UserError(
+                f"{folder.trials}: damaged: must be the trials in {folder.search_record}; put back "
+                "the file that the search wrote"
+            )
+    return trials
+
+
+def _parse_trials(rows: Any, tune: TuneRecipe, path: Path) -> tuple[PublishedTrial, ...]:
+    """Return the trials in a file. Raises UserError."""
     if not isinstance(rows, list) or len(rows) != tune.law.runs:
         raise UserError(
             f"{path}: damaged: must hold the {tune.law.runs:,} trials of the search; put back the "
@@ -176,16 +192,13 @@ def trial_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
     """
     if facts.search is None or not facts.search.trials:
         return [], []
-    fields, chosen = facts.search.fields, facts.recipe.model_dump(mode="json")
+    fields = facts.search.fields
     header = ["trial", *fields, "noise multiplier", "score", "outcome"]
     rows = []
     for number, trial in enumerate(facts.search.trials):
         values = [_format_value(trial.values.get(field)) for field in fields]
-        same = trial.noise_multiplier == facts.recipe.privacy.noise_multiplier and all(
-            _at(chosen, field) == trial.values.get(field) for field in fields
-        )
         score = f"{trial.scores[-1]:.4g}" if trial.scores else "none"
-        outcome = trial.failed or ("chosen" if same else "")
+        outcome = trial.failed or ("chosen" if trial.chosen else "")
         rows.append([str(number), *values, f"{trial.noise_multiplier:.4g}", score, outcome])
     return header, rows
 
@@ -770,15 +783,10 @@ def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | N
 
 def _format_field(recipe: dict[str, Any], field: str) -> str:
     """Return a field's value in few digits."""
-    return _format_value(_at(recipe, field))
-
-
-def _at(recipe: dict[str, Any], field: str) -> Any:
-    """Return the value of a dotted key."""
     value: Any = recipe
     for part in field.split("."):
         value = value[part]
-    return value
+    return _format_value(value)
 
 
 def _format_value(value: Any) -> str:

@@ -228,6 +228,18 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
         search.run_folder.trials.write_text(wrong)
         with pytest.raises(UserError, match=message):
             read_facts(search.run_folder)
+    told = json.loads(text)
+    for key, other in (("scores", [1.0]), ("failed", None), ("chosen", True), ("values", {})):
+        edited = [row | {key: other} if n != best else row for n, row in enumerate(told)]
+        search.run_folder.trials.write_text(json.dumps(edited))
+        with pytest.raises(UserError, match=r"trials\.json: damaged: must be the trials in "):
+            read_facts(search.run_folder)
+    search.run_folder.trials.unlink()  # as an archive brings a run back
+    assert trial_table(read_facts(search.run_folder)) == (header, rows)
+    record = json.loads(search.run_folder.search_record.read_text())
+    assert record.pop("trials") == told
+    search.run_folder.search_record.write_text(json.dumps(record))  # of a version that kept none
+    assert read_facts(search.run_folder).search.trials == ()
 
     secret = begin(recipe(name="secret"))
     run_trials(secret)
@@ -237,6 +249,21 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     write_report(secret.run_folder)
     assert "All its trials" not in secret.run_folder.report_file.read_text()
     assert not secret.run_folder.trials.exists()
+    assert "trials" not in json.loads(secret.run_folder.search_record.read_text())
+
+
+def test_of_two_trials_with_the_same_values_one_is_chosen(recipe, begin, run_trials):
+    tune = {
+        "law": {"name": "fixed", "runs": 3, "mean": None},
+        "space": {"training.learning_rate": {"log_uniform": None, "choice": [0.5]}},
+    }
+    search = begin(recipe(tune=tune))
+    run_trials(search)
+    finish(search)
+    (winner,) = json.loads(search.folder.outcome.read_text()).values()
+    _, rows = trial_table(read_facts(search.run_folder))
+    assert len({row[1] for row in rows}) == 1
+    assert [number for number, row in enumerate(rows) if row[4] == "chosen"] == [winner]
 
 
 def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
