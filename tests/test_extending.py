@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ from dpdist.attacks.gradient_attacks import Ball
 from dpdist.certification import registry, table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.job import certify
+from dpdist.certification.table import CertificateKind, CohenTable, VoteDescription
 from dpdist.core import fields
 from dpdist.core.errors import UserError
 from dpdist.training.records import data_source
@@ -115,6 +117,39 @@ def test_a_certificate_that_nobody_could_read_is_refused_before_a_draw(monkeypat
     registry.register(Own)  # a module that is imported anew
     assert certified(Own(sigma=0.1, n=50)).mode == "own"
     registry.require_readable(Same)
+
+
+def test_a_registered_kind_writes_and_reads_its_own_table(monkeypatch, tmp_path):
+    """And so does a class that inherits from it, not the table of the listed one above both."""
+    monkeypatch.setattr(registry, "BY_MODE", dict(registry.BY_MODE))
+
+    class Halved(Cohen):
+        mode: Literal["halved"] = "halved"
+
+        def decide(self, partials, sampler):
+            verdict = super().decide(partials, sampler)
+            return replace(verdict, radius=verdict.radius / 2)
+
+    class HalvedTable(CohenTable):
+        def recompute_columns(self, table, alpha):
+            columns = super().recompute_columns(table, alpha)
+            return columns | {"radius": columns["radius"] / 2}
+
+    words = VoteDescription("{n:,} draws an input, half of the radius")
+    registry.register(CertificateKind(Halved, HalvedTable, words))
+
+    class Same(Halved):
+        """As the one above."""
+
+    model, inputs = torch.nn.Linear(3, 3), (torch.eye(3), torch.arange(3))
+    for kind in (Halved, Same):
+        assert registry.kind_of(kind).table_class is HalvedTable
+        found, whole = (
+            dpdist.certify(model, inputs, each(sigma=0.01, n=200, n0=20, seed="5a"))
+            for each in (kind, Cohen)
+        )
+        assert found.kind.table_class is HalvedTable and "half of the radius" in found.description
+        assert (found.radius == whole.radius / 2).all() and found.radius.max() > 0
 
 
 def test_an_attack(beside, monkeypatch, capsys):

@@ -220,10 +220,10 @@ def _complaint(item: Any) -> str:
 def kind_of(settings: type[Certificate]) -> CertificateKind:
     """Return the three roles of a class of settings.
 
-    A class that is not listed has the table and the description of the nearest listed one that it
-    inherits from. Raises UserError where it inherits from none.
+    A class that is neither listed nor registered has the table and the description of the nearest
+    one that is, and that it inherits from. Raises UserError where it inherits from none.
     """
-    listed = {kind.settings: kind for kind in KINDS}
+    listed = {kind.settings: kind for kind in (*KINDS, *BY_MODE.values())}
     for parent in settings.__mro__:
         if parent in listed:
             return replace(listed[parent], settings=settings)
