@@ -41,6 +41,7 @@ from dpdist.core.fields import (
     Section,
     Text,
     key_error,
+    refuse_moved_hooks,
 )
 from dpdist.core.files import check_shape
 from dpdist.randomness import keys
@@ -158,6 +159,18 @@ _MOVED_HOOKS = dict.fromkeys(
     ("comparison_key", "describe", "draws_phrase", "summary_rows"), "the kind's Description"
 )  # fmt: skip
 
+
+def _moved_hook(name: str) -> str:
+    """Return where a hook of earlier versions is defined now; "" for any other name."""
+    place = _MOVED_HOOKS.get(name)
+    if place is None:
+        return ""
+    return (
+        f"is a part of {place} now: define it there, and list both in "
+        "dpdist.certification.registry.KINDS"
+    )
+
+
 _MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
 
 
@@ -265,13 +278,7 @@ class Certificate(Section):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Raise TypeError for a hook of earlier versions, which nobody would ask any more."""
         super().__pydantic_init_subclass__(**kwargs)
-        for made in set(cls.__mro__) - set(Certificate.__mro__):
-            for name in (*vars(made), *vars(made).get("__annotations__", {})):
-                if place := _MOVED_HOOKS.get(name):
-                    raise TypeError(
-                        f"{made.__name__}.{name}: is a part of {place} now: define it there, and "
-                        "list both in dpdist.certification.registry.KINDS"
-                    )
+        refuse_moved_hooks(cls, Certificate, _moved_hook)
 
     @classmethod
     def accepts_section(cls, section: Mapping[str, Any]) -> bool:

@@ -270,7 +270,9 @@ def certify_command(
         _print_tables(release.name, [path], [], as_json)
         return
     chosen = given | {"data_root": data_root, "actors": actors}
-    _refuse_certify_options(chosen | {executor_name(local) or "local": local}, merge, rebound)
+    if (where := executor_name(local)) is not None:
+        chosen[where] = True
+    _refuse_certify_options(chosen, merge, rebound)
     folder = open_run_or_archive(run, runs)
     if not merge and rebound is None:
         folder.require_trained()

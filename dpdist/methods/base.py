@@ -34,7 +34,7 @@ from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.fields import OptionCondition, RejectBool, Section
+from dpdist.core.fields import OptionCondition, RejectBool, Section, refuse_moved_hooks
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
@@ -150,10 +150,7 @@ class Method(Section):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Raise TypeError for a hook of earlier versions, which nobody would ask any more."""
         super().__pydantic_init_subclass__(**kwargs)
-        for made in set(cls.__mro__) - set(Method.__mro__):
-            for name in (*vars(made), *vars(made).get("__annotations__", {})):
-                if place := _moved_hook(name):
-                    raise TypeError(f"{made.__name__}.{name}: {place}")
+        refuse_moved_hooks(cls, Method, _moved_hook)
 
     @property
     @final

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpdist.config.data import BUILT_IN_DATASETS
 from dpdist.core.console import format_bound, format_exact, format_percent, format_significant
 from dpdist.core.fields import describe_averaging
 from dpdist.privacy.card import no_epsilon
@@ -39,9 +38,8 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
     size = " x ".join(map(str, spec.input_shape))
     kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
     raw = f"{kind} as they are, whose public ranges `{DESCRIPTION}` names"
-    known = len(spec.input_shape) == 3 or description.data.name in BUILT_IN_DATASETS
-    scaled = f"{kind}, in [0, 1]" if known else f"{kind}, as the training had them"
-    scaled = raw if description.data.columns.ranges else scaled
+    scale = "in [0, 1]" if len(spec.input_shape) == 3 else "as the training had them"
+    scaled = raw if description.data.columns.ranges else f"{kind}, {scale}"
     kind = "tokens" if description.tokens else scaled
     sections = [
         f"---\n{yaml.safe_dump(_metadata(description, card, spec), sort_keys=False)}---",

@@ -344,7 +344,7 @@ class Large(nn.Module):
     ("n", "limit", "batch"), [(100, 100, 1), (100, 2**41, 2), (10_000, 100, 8)]
 )
 def test_beyond_a_limit_of_work_each_draw_is_executed_alone(monkeypatch, n, limit, batch, mixes):
-    """What was not checked is taken to look at its batch: no draw has company then."""
+    """A network that is not checked is taken to look at its batch: each draw is executed alone."""
     monkeypatch.setattr(worker, "_FLOPS", 0)
     monkeypatch.setattr(worker, "_CHECK_FLOPS", limit)
     data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])

@@ -346,12 +346,17 @@ FAULTS: list[Fault] = [
         ("2 * self.crop + 1)", "2 * self.crop)", "one of the places is never cut out"),
     ),
     *group(
-        "dpdist/methods/base.py", "methods/test_method_roles training/test_group_unit",
-        ("raise TypeError(f\"{made.__name__}.{name}: {place}\")", "pass",
+        "dpdist/core/fields.py", "methods/test_method_roles certification/test_certificate_roles",
+        ("raise TypeError(f\"{each.__name__}.{name}: {place}\")", "pass",
          "a hook of an earlier version is ignored in silence"),
-        ("(*vars(made), *vars(made).get(\"__annotations__\", {}))", "vars(made)",
+        ("(*vars(each), *vars(each).get(\"__annotations__\", {}))", "vars(each)",
          "a fact that is given as an attribute is ignored in silence"),
-        ("set(cls.__mro__) - set(Method.__mro__)", "{cls}", "a hook that is inherited is ignored in silence"),
+        ("set(made.__mro__) - set(base.__mro__)", "{made}", "a hook that is inherited is ignored in silence"),
+    ),
+    *group(
+        "dpdist/methods/base.py", "methods/test_method_roles training/test_group_unit",
+        ("        refuse_moved_hooks(cls, Method, _moved_hook)\n", "",
+         "hooks of earlier versions of methods are not looked for"),
         ("supports_groups: bool = False", "supports_groups: bool = True", "every method takes groups unless it says no"),
     ),
     *group(
