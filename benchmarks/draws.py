@@ -25,9 +25,9 @@ from _common import parse_arguments
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification import cohen, sequential
+from dpdist.certification import sequential, variants
 from dpdist.certification.noise import Gaussian
-from dpdist.certification.registry import settings_of
+from dpdist.certification.registry import kind_of, settings_of
 from dpdist.certification.variants import certify_against_runner_up
 from dpdist.certification.worker import Assignment, InputWorkUnit, Worker, probe
 from dpdist.core.errors import UserError
@@ -96,11 +96,12 @@ class Counting:
     def all(self, x: Tensor, labels: Tensor) -> tuple[list[dict[str, Any]], float]:
         """Rows of a table, and processor seconds."""
         units, rows, settings = self.assignment.num_units, [], self.assignment.settings
+        table = kind_of(type(settings)).table_format
         began = time.process_time()
         for index, (each, label) in enumerate(zip(x.numpy(), labels.tolist(), strict=True)):
             (found,) = self._worker([InputWorkUnit(index, 0, units, each)])
             verdict = self.assignment.decide(found["partial"])
-            rows.append(settings.row(index, label, verdict, self.assignment.sampler))
+            rows.append(table.row(settings, index, label, verdict, self.assignment.sampler))
         return rows, time.process_time() - began
 
 
@@ -184,7 +185,7 @@ def two_class(options: argparse.Namespace) -> None:
     one = np.array([row["radius"] for row in rows])
     both = {}
     for share in (0.02, 0.1, 0.3, 0.5):
-        with mock.patch.object(cohen, "_OF_RUNNER_UP", share):
+        with mock.patch.object(variants, "_OF_RUNNER_UP", share):
             made = [
                 certify_against_runner_up(a, c, alpha, noise)
                 for a, c in zip(selected, counts, strict=True)

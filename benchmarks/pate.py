@@ -29,7 +29,7 @@ from _common import end_script, parse_arguments, train_small_run
 from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.files import make_private_folder, write_atomic
 from dpdist.evaluation import evaluate_stage
-from dpdist.methods.pate import UNANSWERED, VOTES
+from dpdist.methods.pate import PATE, UNANSWERED, VOTES
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
@@ -64,6 +64,7 @@ def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[st
         "labels right": float(right.mean()),
         "accuracy": json.loads(folder.evaluation.read_text())["accuracy"],
     }
+    assert isinstance(recipe.method, PATE)
     spreading = recipe.method.spreading
     if spreading is not None:
         told, graph = labels[answered].astype(int), spreading.build_graph(public)

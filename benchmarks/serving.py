@@ -160,7 +160,7 @@ def measure(release: Path, arguments: argparse.Namespace) -> None:
         release.resolve(), None, None, arguments.draws, 0.001, arguments.replicas, limits
     )
     with (
-        pipeline.run_session(None, arguments.replicas),
+        pipeline.run_session(None, arguments.replicas, "ray"),
         deploy_release(found, serving, "127.0.0.1", PORT) as address,
         loops(release.resolve(), arguments) as bare,
     ):

@@ -170,17 +170,18 @@ def prepare_job(recipe: Path, folder: Path) -> Any:
 def on_ray(path: Path, answer: Path) -> None:
     """The driver of a training on Ray; its workers watch themselves."""
     from dpdist.cluster.session import connect
+    from dpdist.cluster.work import WorkerPlace
     from dpdist.training import worker
     from dpdist.training.trainer import train
 
     job = pickle.loads(path.read_bytes())
     steps = job.recipe.training.steps
 
-    def train_worker(config: dict[str, Any]) -> None:
+    def train_worker(config: dict[str, Any], place: WorkerPlace) -> None:
         from dpdist.training import worker
 
         worker.run_training = make_watched_run(steps, answer)
-        worker.train_worker(config)  # the worker's own, which is not this one
+        worker.train_worker(config, place)  # the worker's own, which is not this one
 
     worker.train_worker = train_worker
     with connect(job.folder.private / "ray.log") as session:

@@ -379,10 +379,10 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
         ]
     found = []
     for repeat, name in enumerate(row.runs()):
-        folder = RunFolder(bench.runs / name)
-        if not attacked(folder.path):
+        run = RunFolder(bench.runs / name)
+        if not attacked(run.path):
             continue
-        facts = read_facts(folder)
+        facts = read_facts(run)
         assert facts.evaluation is not None
         (table,) = [t for t in facts.tables if t.mode == "fixed"]
         epsilon = "none"
@@ -392,7 +392,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
             claimed = format_epsilon(facts.claim.claimed.epsilon)
             epsilon = f"none (claimed {claimed}, {facts.claim.verdict})"
         accuracy = facts.evaluation["accuracy"]
-        split = split_line(folder, facts.recipe)
+        split = split_line(run, facts.recipe)
         found.append(Measured(epsilon, accuracy, table, facts.attacks[0], split, repeat))
     return found
 

@@ -24,6 +24,23 @@ def test_nothing_is_found(command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_scripts_of_benchmarks_use_what_there_is() -> None:
+    """Names and arguments of ours; they are not typed strictly, and most run only with `long`."""
+    scripts = sorted(path.relative_to(ROOT) for path in (ROOT / "benchmarks").glob("*.py"))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *map(str, scripts)],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MYPYPATH": "benchmarks"},
+    )  # fmt: skip
+    assert "checked" in done.stdout, done.stdout + done.stderr
+    wrong = [
+        line
+        for line in done.stdout.splitlines()
+        if line.endswith(("[attr-defined]", "[call-arg]", "[name-defined]", "[import-not-found]"))
+        and "does not explicitly export" not in line
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("name", ["torch", "ray.train", "transformers"])
 @pytest.mark.parametrize("path", ["dpdist/privacy/plan.py", "dpdist/methods/new.py"])
 def test_a_light_file_imports_nothing_heavy_at_module_level(path: str, name: str) -> None:

@@ -477,7 +477,7 @@ class FunctionalExecution(Execution[Functional]):
         copies: Iterator[CopyPass],
         head: tuple[Tensor, Tensor],
     ) -> Iterator[FeaturePass]:
-        """Yield features, targets and weight of each copy that is summed, adversarial ones included."""
+        """Yield features, targets and weight of each copy to sum, adversarial ones included."""
         asked = self.method.adversarial if stage > 1 else None
         own = 1.0 if asked is None else 1 / (1 + asked.xi)
         for noisy, targets, weight, place in copies:
