@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import re
@@ -51,6 +52,7 @@ def rows_of(text: str) -> list[list[str]]:
     return [row for place, row in enumerate(cells) if not {place, place + 1} & ruled]
 
 
+@functools.cache
 def defined_in(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
 
@@ -212,6 +214,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
             yield getattr(node.func, "attr", getattr(node.func, "id", "")), node
 
 
+@pytest.mark.slow
 def test_no_other_sampler_draws_private_records():
     """Nothing in the package but `poisson_sample` chooses the records of a step, and its rate is
     always one that a plan or a section states."""
