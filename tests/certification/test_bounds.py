@@ -86,6 +86,21 @@ def test_vectorised_equals_scalar_and_scipy() -> None:
     assert (low, high) == pytest.approx((reference.low, reference.high), rel=1e-9)
 
 
+@pytest.mark.parametrize("alpha", [1e-3, 1e-7, 1e-11])
+@pytest.mark.parametrize("draws", [500, 1000, 100_000])
+def test_bounds_of_few_hits_have_no_jump(draws: int, alpha: float) -> None:
+    """Elsewhere 0 of 1,000 at 1e-7 has been bounded by 0.9999998 in place of 0.016."""
+    hits = np.array([0, 1, 2, 3, 10, 30, 100])
+    upper = binomial.clopper_pearson_upper(hits, draws, alpha)
+    assert (np.diff(upper) > 0).all()
+    mp.mp.dps = 40
+    none = 1 - mp.mpf(alpha) ** (mp.mpf(1) / draws)
+    assert upper[0] == pytest.approx(float(none), rel=1e-9) and upper[0] >= float(none)
+    for k, bound in zip(hits[1:], upper[1:], strict=True):
+        missed = 1 - exact_upper_tail(int(k) + 1, draws, bound)  # Pr[at most k hits] at the bound
+        assert missed == pytest.approx(alpha, rel=1e-6)
+
+
 def test_coverage_is_computed_exactly() -> None:
     # Error at the true p, by exact enumeration: at most alpha, and not by orders less.
     alpha, n = 0.01, 200

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.hypothesis_settings import hypothesis_settings
 from torch import Tensor, nn
 
+from dpdist.core.errors import UserError
 from dpdist.gradients import layer_rules
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
@@ -335,6 +336,38 @@ def test_attention_falls_back_with_its_submodules():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
     check(layer, torch.randn(3, 3, 4), fallback=["self_attn"])
+
+
+class _SharedPositions(nn.Module):
+    """Words and learned positions; the positions of a batch are looked up once, or for each row."""
+
+    def __init__(self, rows: str) -> None:
+        super().__init__()
+        self.rows, self.words, self.head = rows, nn.Embedding(9, 4), nn.Linear(4, 3)
+        self.positions = nn.Embedding(6, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])
+        if self.rows == "one":
+            places = places[None]
+        elif self.rows == "each":
+            places = places.expand(len(tokens), -1)
+        return self.head(torch.tanh(self.words(tokens) + self.positions(places)))
+
+
+@pytest.mark.parametrize("rows", ["one", "none"])
+def test_positions_that_a_batch_shares_are_refused_or_taken_one_by_one(rows):
+    """Their gradient is that of the whole batch: no norm of one example can be made of it."""
+    torch.manual_seed(0)
+    model, tokens = _SharedPositions(rows).double(), torch.randint(0, 9, (5, 6))
+    targets, clip = torch.arange(5) % 3, FlatClipping(0.3)
+    with pytest.raises(UserError, match=r"layer positions returned shape .*keep the examples on"):
+        GradientEngine(model, weighted_square, clipping=clip).clipped_sum(tokens, targets)
+    alone = GradientEngine(model, weighted_square, clipping=clip, isolate=True)
+    expected, scale = one_at_a_time(model, tokens, targets, 0.3)
+    found = alone.clipped_sum(tokens, targets).flat
+    torch.testing.assert_close(found, expected, rtol=RTOL, atol=RTOL * scale)
+    check(_SharedPositions("each"), tokens)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,22 @@ FAULTS: list[Fault] = [
          "every step executes the last phase"),
     ),
     *group(
+        "dpdist/privacy/plan.py", "privacy/test_plan",
+        ("return float(round(expected)) if whole else expected", "return float(int(expected))",
+         "the divisor is the expected batch rounded down"),
+    ),
+    *group(
+        "dpdist/privacy/plan.py", "test_peers_page::test_a_recipe_executes_the_sampler_that_it_accounts",
+        ("sample_rate=phase.sample_rate,\n", "sample_rate=min(1.0, 2 * phase.sample_rate),\n",
+         "twice the accounted rate is executed"),
+    ),
+    *group(
+        "dpdist/runs/recipe.py", "test_recipe",
+        ("training.epochs * records // training.batch_size",
+         "training.epochs * int(1 / (training.batch_size / records))",
+         "steps are counted by the reciprocal of a rate"),
+    ),
+    *group(
         "dpdist/privacy/phases.py", "privacy/test_plan privacy/test_phases",
         ("_sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)",
          "_sampled(dpa.GaussianDpEvent(2 * self.noise_multiplier), self.sample_rate)",

@@ -242,6 +242,22 @@ def test_no_noise_costs_infinity():
     assert compute_epsilon([dpa.NoOpDpEvent()], 1e-5, BOTH[0])[0] == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [1e-4, 0.05, 1.0])
+def test_epsilon_is_no_negative_number_and_falls_as_noise_rises(rate):
+    """From epsilon in the thousands to none; with full batches it is the exact one throughout."""
+    found = []
+    for noise in (0.05, 0.3, 1.0, 4.0, 20.0, 300.0, 1e4):
+        step = dpa.GaussianDpEvent(noise)
+        one = step if rate == 1.0 else dpa.PoissonSampledDpEvent(rate, step)
+        value, _ = compute_epsilon([dpa.SelfComposedDpEvent(one, 4)], 1e-5, BOTH[0])
+        exact = float(gaussian_epsilon(1e-5, noise / 2)) if rate == 1.0 else 0.0
+        assert max(0.0, exact) <= value * (1 + 1e-9) and math.isfinite(value), (noise, value)
+        assert rate < 1.0 or value == pytest.approx(exact, rel=1e-3, abs=1e-3)
+        found.append(value)
+    assert found == sorted(found, reverse=True) and found[0] > 1 and found[-1] < 1e-3
+
+
 @pytest.mark.parametrize(
     ("records", "steps", "published"),
     [(60_000, 6057, 1.99), (60_000, 129_642, 10.0), (50_000, 4097, 1.99), (50_000, 89_746, 10.0)],

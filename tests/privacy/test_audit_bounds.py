@@ -187,6 +187,22 @@ def test_one_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_st
         assert binomtest(exceeded, times, ALPHA, alternative="greater").pvalue > 1e-3
 
 
+@pytest.mark.parametrize("runs", [40, 400])
+def test_scores_that_say_nothing_show_nothing(runs):
+    """Nor do scores whose order is reversed, unless the audit was told so beforehand."""
+    rng, times = np.random.default_rng(11), 100
+    shown = []
+    for _ in range(times):
+        inside, outside = rng.standard_normal((2, runs))
+        found = ThresholdCounts.from_scores(CanaryScores.from_scores(inside, outside), ALPHA)
+        shown.append(max(found.mu(), found.epsilon(1e-5)) > 0)
+    assert binomtest(sum(shown), times, ALPHA, alternative="greater").pvalue > 1e-3
+    far = CanaryScores.from_scores(inside - 6, outside)
+    assert ThresholdCounts.from_scores(far, ALPHA).mu() == 0
+    told = CanaryScores.from_scores(6 - inside, -outside)
+    assert ThresholdCounts.from_scores(told, ALPHA).mu() > 1
+
+
 @pytest.mark.slow
 def test_many_run_audits_of_a_gaussian_mechanism_exceed_the_truth_as_seldom_as_stated():
     rng, mu, times = np.random.default_rng(20), 1.0, 400

@@ -110,6 +110,20 @@ def test_steps_follow_their_phases():
             plan.step(outside)
 
 
+def test_the_divisor_is_the_batch_that_was_asked_for():
+    """Exactly, also where rate times records, rounded down, is one less; and it is no whole number
+    where the rate makes none."""
+    floored = [
+        (n, size) for n in range(2, 200) for size in range(1, n) if int(size / n * n) != size
+    ]
+    assert len(floored) > 100
+    for records, size in [*floored, (60_000, 256), (1439, 512), (7, 7)]:
+        setting = MNIST | {"records": records, "batch_size": size}
+        assert PrivacyPlan.dp_sgd(**setting).step(0).expected_batch == size
+    plan = PrivacyPlan(101, (GaussianSteps(3, 1.0, 0.125),), 1e-5)
+    assert plan.step(0).expected_batch == 12.625
+
+
 def test_laplace_parts_are_charged_before_the_first_step():
     phases = (GaussianSteps(3, 2.0, 0.1), LaplaceReleases(4.0))
     plan = PrivacyPlan(100, phases, 1e-6)

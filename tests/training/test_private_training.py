@@ -470,12 +470,17 @@ def test_a_scheduler_that_is_not_registered_is_refused(tmp_path):
     assert not t.run.path.exists() and scheduler is not None
 
 
-@pytest.mark.parametrize("change", ["freeze", "exchange"])
+@pytest.mark.parametrize("change", ["freeze", "unfreeze", "exchange"])
 def test_other_parameters_in_mid_run_are_refused(tmp_path, change):
-    t = training(tmp_path / "own")
+    model = Net()
+    model.first.bias.requires_grad_(change != "unfreeze")
+    trained = [each for each in model.parameters() if each.requires_grad]
+    t = training(tmp_path / "own", model, torch.optim.SGD(trained, lr=0.3))
     t.step()
     if change == "freeze":
         t.model.first.weight.requires_grad_(False)
+    elif change == "unfreeze":
+        t.model.first.bias.requires_grad_()
     else:
         t.model.first = nn.Linear(WIDTH, 5)
     with pytest.raises(UserError, match="model: must train the same parameters in all steps"):
