@@ -62,8 +62,8 @@ def sizes_without_data(recipe: Recipe, records: int | None, context: str) -> Rec
     whole = records or KNOWN_SIZES.get(recipe.data.name)
     if whole is None:
         raise UserError(
-            f"{context}: data.name: the number of training records of {recipe.data.name!r} is not "
-            "known without reading it; give it with --records"
+            f"{context}: data.name: the number of training {recipe.counted} of "
+            f"{recipe.data.name!r} is not known without reading it; give it with --records"
         )
     if recipe.data.max_train is not None:
         whole = min(whole, recipe.data.max_train)

@@ -1,9 +1,10 @@
 """The score of one trial: a count over records, with noise when the records are private.
 
 Every record adds a number in [0, 1] that depends on itself, the model and fresh randomness only,
-so the sum changes by at most 1 when one record is added or removed. Private records are executed
-one at a time, in batches of one shape: with other records in the batch, the last bit of a result
-(and so a class) could depend on them.
+so the sum changes by at most 1 when one record is added or removed. Where a group of records is
+the unit, a group adds the mean of its records' numbers, and is counted once. Private records are
+executed one at a time, in batches of one shape: with other records in the batch, the last bit of a
+result (and so a class) could depend on them.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from dpdist.certification.worker import Assignment, Worker, probe
 from dpdist.config.search import ScoreRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
+from dpdist.data.dataset import GroupedDataset
 from dpdist.gradients.noise import add_noise, grid_exponent
 from dpdist.randomness.keys import StreamKeys, derive_key
+from dpdist.training.private_score import UNITS, mean_units
 
 _PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64
@@ -40,6 +43,7 @@ def compute_score(
 ) -> float:
     """The score: weighted mean of the objectives over the records, between 0 and 1 but for noise.
 
+    Of records by group it is the mean over groups, of which each has the mean of its records.
     sigma: smoothing noise of the certified objectives. noise: standard deviation of the Gaussian
     noise on the sum over private records; None when they are public. key: the trial's key for this
     score; used for one score only. Raises UserError when parameters of the model are not finite.
@@ -47,7 +51,7 @@ def compute_score(
     model = models.load(model_folder, trusted_factory=trusted_factory).eval()
     if not all(bool(torch.isfinite(value).all()) for value in model.state_dict().values()):
         raise UserError("the trained parameters are not finite numbers")
-    total = np.array([float(_record_scores(model, dataset, settings, sigma, noise, key).sum())])
+    total = np.array([_total_score(model, dataset, settings, sigma, noise, key)])
     if noise is not None:
         total = add_noise(total, derive_key(key, "score", "noise"), noise)
     return float(total[0]) / len(dataset)
@@ -66,6 +70,23 @@ def publishable_score(
         return score
     step = 2.0 ** grid_exponent(noise)
     return round(score * records / step) * step / planned_records
+
+
+def _total_score(
+    model: torch.nn.Module,
+    dataset: Dataset,
+    settings: ScoreRecipe,
+    sigma: float | None,
+    noise: float | None,
+    key: bytes,
+) -> float:
+    """The sum of all records' numbers, or of all groups' means: a unit adds at most 1."""
+    if not isinstance(dataset, GroupedDataset):
+        return float(_record_scores(model, dataset, settings, sigma, noise, key).sum())
+    values = _record_scores(model, dataset.records, settings, sigma, noise, key)
+    groups = dataset.groups
+    means = [mean_units(values[groups.records_of(group)]) for group in range(len(groups))]
+    return sum(means) / UNITS
 
 
 def _record_scores(

@@ -27,7 +27,7 @@ from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import DiskFullError, UserError
 from dpdist.core.files import read_json, write_atomic, write_json
 from dpdist.data import Dataset
-from dpdist.data.dataset import refuse_common_records
+from dpdist.data.dataset import refuse_common_groups, refuse_common_records
 from dpdist.privacy.budget import Charge, Lineage
 from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
@@ -36,7 +36,12 @@ from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_le
 from dpdist.runs.recipe import Recipe, make_plan
 from dpdist.training import job
 from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
-from dpdist.training.records import data_source, private_records, records_with_canaries
+from dpdist.training.records import (
+    by_unit,
+    data_source,
+    private_records,
+    records_with_canaries,
+)
 from dpdist.tuning.manifest import (
     SearchFolder,
     best_trial,
@@ -230,12 +235,12 @@ class Search:
 
     def describe(self) -> list[tuple[str, str]]:
         """Name and value of what the whole search is, for a dry run."""
-        records = f"{len(scoring_data(self.recipe)):,} records"
-        noise = self.cost.score_noise
+        count, noise = len(scoring_data(self.recipe)), self.cost.score_noise
         if noise is None:
-            scored = f"{records}, public"
+            scored = f"{count:,} records, public"
         else:
-            scored = f"{records}, held out, with noise {noise:.4g} on their count"
+            units = f"{count:,} {self.cost.plan.counted}"
+            scored = f"{units}, held out, with noise {noise:.4g} on their count"
         trials = (
             "cost differently; below, one of them" if self.cost.varies_cost else "all cost the same"
         )
@@ -327,7 +332,7 @@ class Search:
             "law": self.tune.law.full_description,
             "fields": self.tune.searched_fields,
             "objective": self.tune.score.describe(),
-            "scored_on": self.tune.score.scored_records,
+            "scored_on": self.tune.score.describe_records(self.cost.plan.counted),
             "one_training": self.cost.one_training_guarantee.to_dict(),
             "charge": self._charge_id(),
             "assumed": read_terms(self.folder)["assumed"],
@@ -442,7 +447,8 @@ def check_search(
 
     sizes = RecordCounts(len(load_training_records(recipe, 0.0, 1.0)), hold_out, counted)
     cost = SearchCost(recipe, sizes, recipe.tune.law, context)
-    everything = private_records(recipe, data_source(recipe))  # what is scored on is among it
+    # What is scored on is among it.
+    everything = by_unit(recipe, private_records(recipe, data_source(recipe)))
     search = Search(recipe, folder, cost, everything.fingerprint)
     if not (continued and search.folder.terms.exists()):
         cost.plan  # noqa: B018  (refused here, if no theorem covers it)
@@ -494,6 +500,7 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
         )
         private = private_records(recipe, data_source(recipe))
         refuse_common_records(private, records, f"{context}: tune.score.public", why)
+        refuse_common_groups(private, records, f"{context}: tune.score.public")
     if not score.needs_certificates:
         return
     for values in iter_probe_values(recipe.tune):

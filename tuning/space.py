@@ -5,7 +5,8 @@ dotted name, as in an error about a recipe: "method.radius", "training.learning_
 
 The base mechanism of a search is one trial: training, and scoring by held-out private records (or
 by public ones, which costs nothing). Training and held-out records are told apart by a hash of the
-record, so a record pays for one of the two: the worse counts, not their sum. With a secret random
+record (of its group, where groups are the unit), so a record or group pays for one of the two: the
+worse counts, not their sum. With a secret random
 number of trials the best trial costs what `dpdist.privacy.calibration` computes; with a fixed one,
 plain composition.
 
@@ -319,10 +320,10 @@ _MAX_NOISE_MULTIPLIER = 1e6  # of a trial's noise
 
 @dataclass(frozen=True)
 class RecordCounts:
-    """Numbers of records, all public. total: before anything is held out.
+    """Numbers of records, all public; of groups where a group is the unit.
 
-    count_training_records: (share to train on -> number of training records) as counted; without
-    it, expected.
+    total: before anything is held out. count_training_records: (share to train on -> number of
+    training records) as counted; without it, expected.
     """
 
     total: int
@@ -430,6 +431,7 @@ class SearchCost:
             privacy.delta,
             clip_norm=privacy.sensitivity,
             neighbours=privacy.neighbours,
+            group=self.recipe.group_unit,
         )
 
     @cached_property
@@ -450,7 +452,8 @@ class SearchCost:
     def score_noise(self) -> float | None:
         """Standard deviation of the noise on the count of held-out records; None for public ones.
 
-        By default the least with which a held-out record pays no more than a training record.
+        Where a group is the unit, groups are counted. By default the least with which a held-out
+        record (group) pays no more than one that is trained on.
         """
         tune = self.recipe.tune
         assert tune is not None
@@ -601,6 +604,8 @@ class TrialLimit:
         """
         base = self.base_plan
         if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):
+            return False
+        if trial.group != base.group:
             return False
         same_size = trial.records == base.records
         if same_size or not any(own.has_batch_cap for own in walk_phases(trial.phases)):

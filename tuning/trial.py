@@ -34,7 +34,7 @@ from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import PACKAGES, TrainJob, prepare
-from dpdist.training.records import data_source, private_records_between
+from dpdist.training.records import by_unit, data_source, private_records_between
 from dpdist.training.trainer import fit
 from dpdist.tuning.manifest import (
     SearchFolder,
@@ -172,17 +172,16 @@ def trial_recipe(
 
 def scoring_data(search_recipe: Recipe) -> Dataset:
     """The records that trials are scored on: named public ones, or private ones that no trial
-    trains on, beside those that data.hold_out keeps out of training and search."""
+    trains on, beside those that data.hold_out keeps out of training and search. Private ones are
+    by group where a group is the unit."""
     tune = search_recipe.tune
     assert tune is not None
     public = tune.score.public
     if public is None:
-        return private_records_between(
-            search_recipe,
-            data_source(search_recipe),
-            search_recipe.data.hold_out,
-            held_out_fraction(search_recipe),
-        )
+        low, high = search_recipe.data.hold_out, held_out_fraction(search_recipe)
+        source = data_source(search_recipe)
+        held_out = private_records_between(search_recipe, source, low, high)
+        return by_unit(search_recipe, held_out)
     return public_data(search_recipe, public)
 
 

@@ -145,7 +145,10 @@ _Plan = Annotated[
     bool, flag("--plan", "Print what each law of the number of trials costs; no data.")
 ]
 _Trials = Annotated[str | None, option("With --plan: expected numbers of trials, such as 5,10,50.")]
-_Records = Annotated[int | None, option("With --plan: number of training records.", Count)]
+_Records = Annotated[
+    int | None,
+    option("With --plan: number of training records (of groups, with privacy.unit: group).", Count),
+]
 _AsJson = Annotated[bool, flag("--json", "With --plan: print JSON.")]
 _Plot = Annotated[
     Path | None,
@@ -281,7 +284,8 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
         cells.append(line)
     widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
     typer.echo(
-        f"training on about {records:,} records; one untuned run: noise multiplier {noise:.4g}"
+        f"training on about {records:,} {recipe.counted}; one untuned run: noise multiplier "
+        f"{noise:.4g}"
         + ("" if target is None else f", epsilon {target:g}")
         + f" at delta {recipe.privacy.delta:g}"
     )

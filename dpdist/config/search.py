@@ -156,6 +156,7 @@ class ScoreRecipe(Section):
     after as many, 100 at most, that choose its class.
     hold_out: the fraction of the training records (by hash) kept for scoring. noise: standard
     deviation of the noise on the count of records; default: as much as costs no more than training.
+    With privacy.unit: group both are of groups, of which each adds the mean of its records.
     """
 
     conditions = (
@@ -194,11 +195,14 @@ class ScoreRecipe(Section):
     def needs_certificates(self) -> bool:
         return set(self.objectives) != {"accuracy"}
 
-    @property
-    def scored_records(self) -> str:
-        """Return the records that trials are scored on, in words."""
+    def describe_records(self, counted: str) -> str:
+        """Return the records that trials are scored on, in words.
+
+        Args:
+            counted: the word for the units of the plan, "records" or "groups".
+        """
         if self.public is None:
-            return "held-out private records, with noise"
+            return f"held-out private {counted}, with noise"
         return f"public records ({self.public.name}/{self.public.split})"
 
     def describe(self) -> str:

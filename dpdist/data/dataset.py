@@ -261,6 +261,13 @@ class GroupedDataset(Dataset):
         """Return whom the records belong to."""
         return self._grouped.groups
 
+    @property
+    def records(self) -> Dataset:
+        """Return the records themselves, whose positions `groups` names."""
+        found = self._grouped.records
+        assert isinstance(found, Dataset)
+        return found
+
     @cached_property
     def fingerprint(self) -> str:
         """Return the fingerprint of the records and of their groups."""
@@ -345,12 +352,20 @@ def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
         "the files, or leave them out of training with data.drop_test_records: true"
     )
     refuse_common_records(train, test, context, why)
-    if not train.by_group:
+    refuse_common_groups(train, test, context)
+
+
+def refuse_common_groups(private: Dataset, others: Dataset, context: str) -> None:
+    """Raise UserError where a group is the unit and a private one has records among public ones.
+
+    Scores on these are published, or used as if they were public.
+    """
+    if not private.by_group:
         return
-    if both := np.intersect1d(train.group_hashes, test.group_hashes).size:
+    if both := np.intersect1d(private.group_hashes, others.group_hashes).size:
         raise UserError(
-            f"{context}: {both:,} groups of {train.name} are in {test.name} too: scores on private "
-            "groups would be published; take them out of one of the files"
+            f"{context}: {both:,} groups of {private.name} are in {others.name} too: scores on "
+            "private groups would be published; take them out of one of the files"
         )
 
 

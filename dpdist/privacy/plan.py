@@ -96,6 +96,16 @@ class GroupUnit:
         )
 
 
+# What phases say of records, and of groups where these are the unit.
+_IN_GROUPS = (
+    ("every record joins", "every group joins"),
+    ("held-out record", "held-out group"),
+    ("clipped per record", "clipped per group"),
+    ("every record lies in one part only, whatever the other records are",
+     "every group lies in one part only, whatever the other groups are"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class PrivacyPlan:
     """Everything that the privacy of a training run depends on.
@@ -363,10 +373,9 @@ class PrivacyPlan:
 
     def in_units(self, line: str) -> str:
         """Return what a phase says of records, said of groups where these are the unit."""
-        if self.group is None:
-            return line
-        line = line.replace("every record joins", "every group joins")
-        return line.replace("held-out record", "held-out group")
+        for of_records, of_groups in () if self.group is None else _IN_GROUPS:
+            line = line.replace(of_records, of_groups)
+        return line
 
     @property
     def trained_elsewhere(self) -> bool:

@@ -145,7 +145,7 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         law=tune.law.full_description,
         fields=tune.searched_fields,
         objective=tune.score.describe(),
-        scored_on=tune.score.scored_records,
+        scored_on=tune.score.describe_records(plan.counted),
         one_training_epsilon=trial.guarantee().epsilon,
         charge_id=record["charge"],
         assumptions=tuple(map(str, record["assumed"])),

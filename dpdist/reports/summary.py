@@ -143,9 +143,10 @@ def _privacy_clauses(facts: Facts) -> list[tuple[Severity, str]]:
         if_true = ", if what it assumes holds" if facts.assumptions else ""
         weak = guarantee.epsilon > _WEAK
         how = "hardly protected" if weak else "protected"
+        whose = "training record" if guarantee.group is None else "whole group of training records"
         found.append(
             ("caution" if weak or facts.assumptions else "good",
-             f"each training record is {how} with {stated}{if_true}")
+             f"each {whose} is {how} with {stated}{if_true}")
         )  # fmt: skip
     if facts.canary_notice is not None:
         found.append(("caution", "canaries of an audit were trained on, so it is not for release"))

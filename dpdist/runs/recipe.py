@@ -98,11 +98,10 @@ class Recipe(BaseRecipe):
                 f"privacy.unit: must be record with method {self.method.name} with these options; "
                 "group works with dp-sgd, dplis, and input-noise without consistency"
             )
-        for key, given in (("audit", self.audit), ("tune", self.tune)):
-            if given is not None:
-                raise ValueError(
-                    f"{key}: is for single records, not for privacy.unit: group; leave it out"
-                )
+        if self.audit is not None:
+            raise ValueError(
+                "audit: is for single records, not for privacy.unit: group; leave it out"
+            )
         return self
 
     @property
@@ -112,6 +111,11 @@ class Recipe(BaseRecipe):
         if self.privacy.unit == "record" or most is None:
             return None
         return GroupUnit(self.data.columns.group or "unit_id", most)
+
+    @property
+    def counted(self) -> str:
+        """Return the word for the units of privacy that are counted: "records" or "groups"."""
+        return "records" if self.group_unit is None else "groups"
 
     @property
     def privacy_unit(self) -> str:
@@ -303,7 +307,7 @@ def field_error(context: str, key: str, rule: str, got: object) -> UserError:
 def check_against_data(recipe: Recipe, records: int, context: str) -> None:
     """Raise UserError for settings that the number of records forbids."""
     privacy, training = recipe.privacy, recipe.training
-    counted = "records" if recipe.group_unit is None else "groups"
+    counted = recipe.counted
     if records < 2:
         raise UserError(
             f"{context}: data: public, hold_out, fraction and max_train leave {records} {counted} "

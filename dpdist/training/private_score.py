@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ ASSUMED = (
     "returned",
 )
 ASSUMED_OF_VALUE = "a held-out record's value depends on that record and the model alone"
-_UNITS = 2**20  # of a record's value: multiples of 1 / _UNITS add up without rounding
+UNITS = 2**20  # of a record's value: multiples of 1 / UNITS add up without rounding
 
 
 def declare(
@@ -301,18 +301,17 @@ class PrivateScore:
             own = np.array([index])
             if isinstance(seen, GroupedRecords):
                 own = seen.groups.records_of(index)
-            values = [self._units_of(model, single_records(seen), row) for row in own.tolist()]
-            total += sum(values) // len(values)  # a whole number of units, _UNITS at most
-        return total / _UNITS
+            records = single_records(seen)
+            total += mean_units([self._value_at(model, records, row) for row in own.tolist()])
+        return total / UNITS
 
-    def _units_of(self, model: nn.Module, records: Records, row: int) -> int:
-        """Return a record's value in whole units, 0 to `_UNITS`."""
+    def _value_at(self, model: nn.Module, records: Records, row: int) -> float:
+        """Return the value of the record at a position; 0 where it fails."""
         one = np.array([row])
         try:
-            value = self._value(model, records.batch(one), records.targets(one))
+            return self._value(model, records.batch(one), records.targets(one))
         except Exception:
-            return 0
-        return math.floor(bounded(value) * _UNITS)
+            return 0.0
 
     def _value(self, model: nn.Module, inputs: Any, targets: Tensor) -> float:
         """Return the value of a batch of one record; the pass leaves nothing behind."""
@@ -320,6 +319,16 @@ class PrivateScore:
             there = each_tensor(lambda each: each.to(self._device), inputs)
             wanted = targets.to(self._device)
             return float(example_losses(model, self._objective, {}, there, wanted))
+
+
+def mean_units(values: Sequence[float]) -> int:
+    """Return the mean of one unit's values, each cut to [0, 1], in whole units of 1 / `UNITS`.
+
+    A unit is a record with its one value, or a group with those of all its records: either adds
+    0 to `UNITS` to a sum, whatever number of records it has.
+    """
+    units = [math.floor(bounded(value) * UNITS) for value in values]
+    return sum(units) // len(units)
 
 
 def bounded(value: float) -> float:

@@ -61,9 +61,7 @@ def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Datas
     With privacy.unit: group they are groups of records, and len counts groups. Canaries take public
     inputs from data.public, without it from the test split.
     """
-    records = training_records(recipe, source)
-    if (unit := recipe.group_unit) is not None:
-        return GroupedDataset.from_records(records, unit.max_records)
+    records = by_unit(recipe, training_records(recipe, source))
     if recipe.canary_audit is None:
         return records
     from dpdist.training.canaries import DatasetWithCanaries
@@ -72,6 +70,15 @@ def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Datas
         declared_public_records(recipe, source) if recipe.data.public else data.load(source, "test")
     )
     return DatasetWithCanaries.from_records(records, recipe.canary_audit, public)
+
+
+def by_unit(recipe: Recipe, records: data.Dataset) -> data.Dataset:
+    """Return private records by group where a group is the unit, else as they are.
+
+    Raises UserError where a record's group is not known.
+    """
+    unit = recipe.group_unit
+    return records if unit is None else GroupedDataset.from_records(records, unit.max_records)
 
 
 def training_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:

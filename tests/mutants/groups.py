@@ -6,6 +6,7 @@ from mutants.fault import Fault, group
 
 ENGINE = "gradients/test_groups"
 UNIT = "training/test_group_unit"
+SEARCH = "tuning/test_group_search"
 
 FAULTS: list[Fault] = [
     *group(
@@ -133,9 +134,9 @@ FAULTS: list[Fault] = [
             "every method takes groups",
         ),
         (
-            '        for key, given in (("audit", self.audit), ("tune", self.tune)):',
-            "        for key, given in ():",
-            "a search scores single records of groups",
+            "        if self.audit is not None:\n",
+            "        if False:\n",
+            "an audit's canaries are records among groups",
         ),
     ),
     *group(
@@ -237,8 +238,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_score.py",
         "training/test_private_score",
         (
-            "total += sum(values) // len(values)",
-            "total += sum(values)",
+            "    return sum(units) // len(units)",
+            "    return sum(units)",
             "a group adds a value for each of its records",
         ),
     ),
@@ -254,6 +255,79 @@ FAULTS: list[Fault] = [
             "    if len({isinstance(unit, str) for both in units for unit in both}) > 1:\n",
             "    if False:\n",
             "a group of another kind of name is on both sides",
+        ),
+    ),
+    *group(
+        "tuning/space.py",
+        f"{SEARCH}::test_whole_groups_are_held_out_and_everything_is_counted_from_them "
+        f"{SEARCH}::test_a_trial_for_single_records_is_not_covered",
+        (
+            "            group=self.recipe.group_unit,\n",
+            "",
+            "a search over groups is stated for records",
+        ),
+        (
+            "        if trial.group != base.group:\n",
+            "        if False:\n",
+            "a trial for records passes the limit of groups",
+        ),
+    ),
+    *group(
+        "tuning/trial.py",
+        f"{SEARCH}::test_whole_groups_are_held_out_and_everything_is_counted_from_them "
+        f"{SEARCH}::test_each_score_of_a_search_counts_groups_and_carries_the_noise_paid_for",
+        (
+            "        return by_unit(search_recipe, held_out)",
+            "        return held_out",
+            "a trial's score counts a group's records",
+        ),
+    ),
+    *group(
+        "tuning/scoring.py",
+        f"{SEARCH}::test_a_whole_group_moves_a_score_by_one_at_most "
+        f"{SEARCH}::test_a_score_is_the_mean_of_means_with_the_noise_of_one_group",
+        (
+            "    means = [mean_units(values[groups.records_of(group)]) for group in range(len(groups))]",
+            "    means = [mean_units([value]) for value in values]",
+            "a group adds a number for each of its records to a trial's score",
+        ),
+        (
+            "mean_units(values[groups.records_of(group)])",
+            "mean_units(values[groups.records_of(group)][:1])",
+            "one record of a group is scored",
+        ),
+    ),
+    *group(
+        "tuning/search.py",
+        SEARCH,
+        (
+            "    everything = by_unit(recipe, private_records(recipe, data_source(recipe)))",
+            "    everything = private_records(recipe, data_source(recipe))",
+            "a continued search does not know whose its records are",
+        ),
+        (
+            '        refuse_common_groups(private, records, f"{context}: tune.score.public")\n',
+            "",
+            "a search scores on private groups as if they were public",
+        ),
+        (
+            '            units = f"{count:,} {self.cost.plan.counted}"',
+            '            units = f"{count:,} records"',
+            "a preview counts groups as records",
+        ),
+        (
+            '"scored_on": self.tune.score.describe_records(self.cost.plan.counted)',
+            '"scored_on": self.tune.score.describe_records("records")',
+            "the record of a search says records for groups",
+        ),
+    ),
+    *group(
+        "dpdist/reports/facts.py",
+        SEARCH,
+        (
+            "scored_on=tune.score.describe_records(plan.counted)",
+            'scored_on=tune.score.describe_records("records")',
+            "a report says that records were scored in place of groups",
         ),
     ),
 ]

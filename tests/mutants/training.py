@@ -1446,8 +1446,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_score.py",
         SCORE,
         (
-            "return math.floor(bounded(value) * _UNITS)",
-            "return math.floor(value * _UNITS)",
+            "units = [math.floor(bounded(value) * UNITS) for value in values]",
+            "units = [math.floor(value * UNITS) for value in values]",
             "a record's value has no bound",
         ),
         (
@@ -1456,7 +1456,7 @@ FAULTS: list[Fault] = [
             "a record's value may be negative",
         ),
         (
-            "        except Exception:\n            return 0\n",
+            "        except Exception:\n            return 0.0\n",
             "        except Exception:\n            raise\n",
             "a record on which the value fails ends the run",
         ),

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.groups import GROUPS, MOST, recipe_of, write
 from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
 
 import dpdist
@@ -27,7 +28,7 @@ from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import GroupUnit, PrivacyPlan, group_guarantee
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, make_plan, parse_recipe, plan_with_noise, refuse_unused
+from dpdist.runs.recipe import make_plan, parse_recipe, plan_with_noise, refuse_unused
 from dpdist.training import records as chosen
 from dpdist.training.job import check_trainable, prepare
 from dpdist.training.model_setup import describe_cost
@@ -35,61 +36,10 @@ from dpdist.training.private_step import PrivateStep
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
-GROUPS, MOST = 60, 3
-
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
-
-
-def write(
-    root: Path, *, split: str = "train", seed: int = 0, groups: int = GROUPS, most: int = 9,
-    name: str = "patient {}", change: Any = None, drop: object = None,
-) -> list[Any]:  # fmt: skip
-    """Write records of groups of 1 to `most` into root/scans; return whom they belong to."""
-    generator = np.random.default_rng(seed)
-    sizes = generator.integers(1, most + 1, groups)
-    whom = np.repeat(np.arange(groups), sizes)[generator.permutation(sizes.sum())]
-    values = generator.random((len(whom), 3)).round(6)
-    own: list[Any] = [
-        name.format(each) if isinstance(name, str) else each for each in whom.tolist()
-    ]
-    own = change(own) if change is not None else own
-    table = pa.table(
-        {
-            **{f"f{k}": values[:, k].astype(np.float32) for k in range(3)},
-            "label": (values.sum(1) > 1.5).astype(np.int64),
-            "patient": own,
-        }
-    )
-    if drop is not None:
-        kept = [each != drop for each in own]
-        table, own = table.filter(pa.array(kept)), [each for each in own if each != drop]
-    (root / "scans").mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, root / "scans" / f"{split}.parquet")
-    return own
-
-
-def recipe_of(root: Path, **sections: Any) -> Recipe:
-    raw: dict[str, Any] = {
-        "name": "x",
-        "data": {
-            "name": "scans", "root": str(root), "classes": 2,
-            "columns": {"features": ["f*"], "group": "patient"},
-        },
-        "model": {"name": "linear"},
-        "privacy": {
-            "noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY, "unit": "group",
-            "max_records_per_group": MOST,
-        },
-        "training": {"batch_size": 12, "epochs": 2, "learning_rate": 0.5},
-        "resources": {"checkpoint_seconds": 1e-6},
-    }  # fmt: skip
-    for key, value in sections.items():
-        section, _, name = key.partition("__")
-        raw[section] = {**raw.get(section, {}), name: value} if name else value
-    return parse_recipe(raw, "test")
 
 
 @pytest.fixture

@@ -1,0 +1,452 @@
+"""A private search whose unit is a group: whole groups are held out, and each is counted once."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dp_accounting as dpa
+import numpy as np
+import pytest
+import torch
+from dp_accounting.pld import PLDAccountant
+from support.groups import GROUPS, MOST, recipe_of, write
+from support.training import parameters
+from typer.testing import CliRunner
+
+from dpdist import UserError, models, pipeline
+from dpdist.cli.main import app
+from dpdist.cluster.executor import LocalExecutor
+from dpdist.config.search import LawRecipe, ScoreRecipe
+from dpdist.core.files import read_json
+from dpdist.data.dataset import Dataset, GroupedDataset
+from dpdist.data.record_hashes import GROUPS_FILE, hash_groups, write_hashes
+from dpdist.models import ModelSpec
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts
+from dpdist.privacy.plan import GroupUnit
+from dpdist.publishing import write_release
+from dpdist.release.verify import verify_release
+from dpdist.reports.facts import read_facts
+from dpdist.reports.html import write_report
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.training.records import data_source, records_with_canaries
+from dpdist.tuning import scoring
+from dpdist.tuning.manifest import read_scores, read_trials
+from dpdist.tuning.scoring import compute_score
+from dpdist.tuning.search import check_search, prepare_search
+from dpdist.tuning.space import RecordCounts, SearchCost, TrialLimit
+from dpdist.tuning.trial import scoring_data
+
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
+RUNS, NOISE = 3, 2.0
+TUNE: dict[str, Any] = {
+    "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
+    "law": {"name": "fixed", "runs": RUNS},
+    "score": {"hold_out": 0.3, "noise": NOISE},
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
+
+
+def public_scans(root: Path) -> None:
+    write(root, split="test", seed=1, groups=20, name="other {}")
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    write(tmp_path / "data")
+    public_scans(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def asked(root: Path, **sections: Any) -> Recipe:
+    steps = {"training__steps": 4, "training__epochs": None}
+    return recipe_of(root, **{"tune": TUNE, **steps, **sections})
+
+
+def sides(recipe: Recipe) -> tuple[Dataset, Dataset]:
+    """The records that a trial trains on, and those that it is scored on."""
+    held = recipe.model_copy(update={"data": recipe.data.model_copy(update={"hold_out": 0.3})})
+    return records_with_canaries(held, data_source(recipe)), scoring_data(recipe)
+
+
+def names(part: Dataset) -> set[bytes]:
+    return set(part.group_hashes.tolist())
+
+
+# --- what is counted ----------------------------------------------------------------------------
+
+
+def test_whole_groups_are_held_out_and_everything_is_counted_from_them(root, tmp_path):
+    recipe = asked(root)
+    search = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml")
+    trained, scored = sides(recipe)
+    assert len(trained) + len(scored) == GROUPS and 8 < len(scored) < 30
+    assert not names(trained) & names(scored)
+    assert len(trained.hashes) + len(scored.hashes) > 3 * GROUPS, "groups are records"
+    plan, (training, scores) = search.cost.plan, search.cost.plan.phases[0].parts
+    assert plan.group == GroupUnit("patient", MOST) and plan.records == len(trained)
+    rate = 12 / len(trained)
+    assert training == (GaussianSteps(4 * RUNS, 1.0, rate),)
+    assert scores == (GaussianReleases(NOISE, RUNS),)
+    trial = search.example_trial()[1]
+    assert trial.group == plan.group and trial.step(0).sample_rate == rate
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("share", [{}, {"data__public": 0.2, "data__hold_out": 0.1}])
+def test_one_person_s_removal_moves_no_other_to_another_side(root, tmp_path, share):
+    """However many records a person has, on either side."""
+    own = write(root)
+    before = [names(part) for part in sides(asked(root, **share))]
+    for who in sorted(set(own), key=own.count)[-8:]:
+        fewer = tmp_path / who
+        write(fewer, drop=who)
+        public_scans(fewer)
+        after = [names(part) for part in sides(asked(fewer, **share))]
+        lost = [one - other for one, other in zip(before, after, strict=True)]
+        assert not any(other - one for one, other in zip(before, after, strict=True))
+        assert sum(map(len, lost)) <= 1
+        assert share or any(lost), "with no records aside, each group is on one of both sides"
+
+
+def test_the_price_is_that_of_as_many_records_and_worked_out_by_dp_accounting(root, tmp_path):
+    recipe = asked(root)
+    cost = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml").cost
+    trained, _ = sides(recipe)
+    single = asked(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
+    same = SearchCost(single, RecordCounts(GROUPS, 0.3, lambda _: len(trained)), recipe.tune.law)
+    assert cost.guarantee.epsilon == same.guarantee.epsilon
+    assert cost.guarantee.relation == (
+        "zero-out of a whole group (all records of one value of patient, of which at most 3 count "
+        "in a step)"
+    )
+    assert cost.one_training_guarantee.relation == cost.guarantee.relation
+    step = dpa.PoissonSampledDpEvent(12 / len(trained), dpa.GaussianDpEvent(1.0))
+    paths = []
+    for event, count in ((step, 4 * RUNS), (dpa.GaussianDpEvent(NOISE), RUNS)):
+        accountant = PLDAccountant(dpa.NeighboringRelation.REPLACE_SPECIAL)
+        accountant.compose(dpa.SelfComposedDpEvent(event, count))
+        paths.append(accountant.get_epsilon(1e-3))
+    assert cost.guarantee.epsilon == pytest.approx(max(paths), rel=1e-2)
+    assert not np.isclose(*paths), "the two sides would be taken for one another"
+
+
+def test_a_target_is_met_and_a_held_out_group_pays_no_more(root, tmp_path):
+    privacy = {"epsilon": 4.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST}
+    tune = {**TUNE, "score": {"hold_out": 0.3}}
+    cost = check_search(
+        asked(root, privacy=privacy, tune=tune), RunFolder(tmp_path / "x"), "r.yaml"
+    ).cost
+    assert 3.95 < cost.guarantee.epsilon <= 4.0
+    accountant = PLDAccountant(dpa.NeighboringRelation.REPLACE_SPECIAL)
+    accountant.compose(dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(cost.score_noise), RUNS))
+    assert 3.9 < accountant.get_epsilon(1e-3) < 4.04
+
+
+def test_a_trial_for_single_records_is_not_covered(root, tmp_path):
+    search = check_search(asked(root), RunFolder(tmp_path / "x"), "r.yaml")
+    limit, trial = search.cost.trial_limit, search.example_trial()[1]
+    assert limit.allows(trial)
+    assert not limit.allows(replace(trial, group=None))
+    assert not limit.allows(replace(trial, group=GroupUnit("patient", MOST + 1)))
+    records = TrialLimit(replace(limit.base_plan, group=None))
+    assert not records.allows(trial) and records.allows(replace(trial, group=None))
+
+
+# --- the score ----------------------------------------------------------------------------------
+
+
+def stored(folder: Path, inputs: np.ndarray, labels: np.ndarray, whom: list[int]) -> GroupedDataset:
+    folder.mkdir()
+    np.save(folder / "inputs.npy", inputs)
+    np.save(folder / "labels.npy", labels)
+    write_hashes(folder, hash_groups(whom), GROUPS_FILE)
+    return GroupedDataset.from_records(Dataset(folder, "made/up", 10, folder.name), 2)
+
+
+WHOM = [0, 1, 1, 2, 2, 2, 3] + [4] * 9 + [place % 4 + 5 for place in range(24)]
+OBJECTIVES = [
+    ScoreRecipe(),
+    ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.03, draws=20),
+    ScoreRecipe(objectives={"accuracy": 1.0, "average-radius": 3.0}, radius_cap=0.2, draws=20),
+]
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    spec = ModelSpec("linear", (1, 8, 8), 10)
+    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def pictures(model) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels, of which the model tells two thirds right."""
+    inputs = np.random.default_rng(5).integers(0, 256, (len(WHOM), 1, 8, 8), dtype=np.uint8)
+    with torch.inference_mode():
+        labels = models.load(model)(torch.from_numpy(inputs / 255).float()).argmax(1).numpy()
+    return inputs, (labels + (np.arange(len(WHOM)) % 3 == 0)) % 10
+
+
+@pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: "+".join(s.objectives))
+def test_a_whole_group_moves_a_score_by_one_at_most(tmp_path, model, pictures, settings):
+    """Exact neighbour replay: all records of each group are taken away.
+
+    The draws of a certificate are keyed by place, so the other records' are held as they were by
+    taking the last group's: groups are renamed so that each comes last once.
+    """
+    moved = []
+    for who in range(9):
+        order = np.argsort([each == who for each in WHOM], kind="stable")
+        inputs, labels = (part[order] for part in pictures)
+        whom = [WHOM[place] for place in order]
+        rest = len(whom) - whom.count(who)
+        whole = stored(tmp_path / f"whole-{who}", inputs, labels, whom)
+        fewer = stored(tmp_path / f"fewer-{who}", inputs[:rest], labels[:rest], whom[:rest])
+        assert (len(whole), len(fewer)) == (9, 8)
+        totals = [
+            len(part) * compute_score(model, part, settings, sigma=0.1, noise=NOISE, key=bytes(32))
+            for part in (whole, fewer)
+        ]
+        moved.append(totals[0] - totals[1])
+    grid = 2.0**-10  # of the noise; a noisy sum is rounded to it, or finer
+    assert all(-grid <= each <= 1 + grid for each in moved), moved
+    assert max(moved) > 0.3 and len(set(moved)) > 2
+
+
+def test_a_score_is_the_mean_of_means_with_the_noise_of_one_group(tmp_path, model, pictures):
+    dataset = stored(tmp_path / "own", *pictures, WHOM)
+    right = np.array([place % 3 != 0 for place in range(len(WHOM))], dtype=float)
+    whom = np.array(WHOM)
+    total = sum(math.floor(right[whom == each].mean() * 2**20 + 1e-6) / 2**20 for each in range(9))
+    drawn = [
+        compute_score(
+            model, dataset, ScoreRecipe(), sigma=None, noise=noise, key=bytes([number] * 32)
+        )
+        for noise in (1e-4, NOISE)
+        for number in range(40)
+    ]
+    np.testing.assert_allclose(np.array(drawn[:40]) * 9, total, atol=1e-3)
+    spread = ((np.array(drawn[40:]) * 9 - total) / NOISE) ** 2
+    assert 16.9 < spread.sum() < 80.1  # chi-square of 40: one in 10^4 on either side
+
+
+# --- a whole search -----------------------------------------------------------------------------
+
+
+def searched(recipe: Recipe, folder: Path, run_trials: Any) -> Any:
+    search = prepare_search(recipe, RunFolder(folder), "r.yaml")
+    run_trials(search)
+    return search
+
+
+def final_scores(search: Any) -> list[float]:
+    numbers = [trial.number for trial in read_trials(search.folder)]
+    return [read_scores(search.folder, number)["scores"][-1] for number in numbers]
+
+
+def test_a_held_out_person_moves_each_score_and_the_best_by_one_at_most(root, tmp_path, run_trials):
+    """Neighbour replay of a whole search under fixed keys: each trial trains to the same bits, and
+    the noisy sums, and so the best, move by at most the one group that is paid for."""
+    recipe, own = asked(root), write(root)
+    hidden = names(scoring_data(recipe))
+    held = [who for who in set(own) if hash_groups([who]) in hidden]
+    who = max(held, key=own.count)
+    assert own.count(who) > MOST
+    fewer = tmp_path / "fewer"
+    write(fewer, drop=who)
+    public_scans(fewer)
+    one, other = (
+        searched(asked(each), tmp_path / name, run_trials)
+        for each, name in ((root, "one"), (fewer, "other"))
+    )
+    for number in range(RUNS):
+        assert torch.equal(*(parameters(each.folder.trial_folder(number)) for each in (one, other)))
+    sums = [np.array(final_scores(each)) * len(scoring_data(each.recipe)) for each in (one, other)]
+    moved = sums[0] - sums[1]
+    assert (abs(moved) <= 1 + 1e-3).all() and (abs(moved) > 1e-3).any(), moved
+    assert abs(max(sums[0]) - max(sums[1])) <= 1 + 1e-3
+
+
+def test_a_trained_person_moves_no_record_that_is_scored(root, tmp_path):
+    own, recipe = write(root), asked(root)
+    hidden = names(scoring_data(recipe))
+    who = max((each for each in set(own) if hash_groups([each]) not in hidden), key=own.count)
+    write(tmp_path / "fewer", drop=who)
+    public_scans(tmp_path / "fewer")
+    assert scoring_data(asked(tmp_path / "fewer")).fingerprint == scoring_data(recipe).fingerprint
+
+
+def test_each_score_of_a_search_counts_groups_and_carries_the_noise_paid_for(
+    root, tmp_path, run_trials, monkeypatch
+):
+    found = []
+    real = scoring.add_noise
+
+    def noted(total, key, std):
+        found.append((float(total[0]), std))
+        return real(total, key, std)
+
+    monkeypatch.setattr(scoring, "add_noise", noted)
+    search = searched(asked(root), tmp_path / "x", run_trials)
+    assert {std for _, std in found} == {NOISE} and len(found) == RUNS
+    scored = scoring_data(search.recipe)
+    whom = scored.group_hashes
+    for number, (total, _) in enumerate(found):
+        model = models.load(search.folder.trial_folder(number).model_folder)
+        with torch.inference_mode():
+            guessed = model(scored.records.batch(slice(None))).argmax(1)
+        right = (guessed == scored.records.targets(slice(None))).numpy()
+        means = [right[whom == each].mean() for each in np.unique(whom)]
+        assert total == pytest.approx(sum(means), abs=1e-4)
+    assert max(total for total, _ in found) <= len(scored)
+
+
+def test_a_search_becomes_a_run_that_states_its_groups(root, tmp_path):
+    privacy = {"epsilon": 4.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST}
+    recipe = asked(root, privacy=privacy, certify={"sigma": 0.1, "n": 50, "max_inputs": 3})
+    told = dict(pipeline.dry_run(recipe, runs=tmp_path / "runs"))
+    _, scored = sides(recipe)
+    assert told["scored on"].startswith(f"{len(scored)} groups, held out, with noise 2 on their")
+    assert "zero-out of a whole group" in told["guarantee"]
+    pipeline.tune(recipe, runs=tmp_path / "runs", context="r.yaml", executor="local")
+    run = RunFolder(tmp_path / "runs" / "x")
+    facts = read_facts(run)
+    assert facts.guarantee.group is not None and 3.9 < facts.guarantee.epsilon <= 4.0
+    words = "held-out private groups, with noise"
+    assert facts.search is not None and facts.search.scored_on == words
+    assert facts.search.plan.group == GroupUnit("patient", MOST)
+    assert read_json(run.search_record)["scored_on"] == words
+    assert read_json(run.search_record)["one_training"]["group"] == facts.guarantee.group
+    terms = read_json(run.search_terms)
+    assert terms["plan"]["group"] == terms["trial"]["group"] == {
+        "column": "patient", "max_records": MOST,
+    }  # fmt: skip
+    assert run.read_plan().group == GroupUnit("patient", MOST)
+    card = facts.privacy_card()
+    assert card["relation"] == facts.guarantee.relation and card["unit"].startswith("a whole group")
+    lines = "\n".join(card["assumptions"])
+    assert "every group lies in one part only, whatever the other groups are" in lines
+    assert "what is released beside the steps is clipped per group as well" in lines
+    assert not [line for line in card["assumptions"] if "every record" in line]
+    write_report(run)
+    page = (run.path / "report" / "index.html").read_text()
+    assert words in page and "each whole group of training records is protected" in page.lower()
+    write_release(run)
+    verify_release(run.release_folder)
+    stated = json.loads((run.release_folder / "privacy_card.json").read_text())
+    assert stated["guarantee"]["epsilon"] == facts.guarantee.epsilon
+    again = prepare_search(recipe, run, "r.yaml", only_resume=True)
+    again.run(LocalExecutor())
+
+
+def test_published_scores_are_shares_of_a_public_number_of_groups(root, tmp_path):
+    pipeline.tune(asked(root), runs=tmp_path, context="r.yaml", executor="local")
+    run = RunFolder(tmp_path / "x")
+    trained, scored = sides(asked(root))
+    planned = len(trained) * 0.3 / 0.7
+    states = [
+        read_json(path)["scores"][-1]
+        for path in sorted((run.private / "search" / "scores").glob("*.json"))
+    ]
+    shown = [row["scores"][-1] for row in json.loads(run.trials.read_text())]
+    np.testing.assert_allclose(shown, np.array(states) * len(scored) / planned, atol=1e-5)
+
+
+def test_a_preview_speaks_of_groups(root, tmp_path):
+    (tmp_path / "r.yaml").write_text(asked(root).to_yaml())
+    plan = ["tune", str(tmp_path / "r.yaml"), "--plan"]
+    unknown = CliRunner().invoke(app, plan)
+    assert "the number of training groups of 'scans' is not known" in str(unknown.exception)
+    done = CliRunner().invoke(app, [*plan, "--records", "500"])
+    assert "training on about 350 groups; one untuned run" in done.stdout
+
+
+@pytest.mark.parametrize("law", [LawRecipe(name="geometric", mean=3.0)], ids=lambda law: law.name)
+def test_a_secret_number_of_trials_is_of_groups_as_well(root, tmp_path, law):
+    tune = {**TUNE, "law": law.model_dump(exclude_none=True)}
+    cost = check_search(asked(root, tune=tune), RunFolder(tmp_path / "x"), "r.yaml").cost
+    (inner,) = cost.plan.phases[0].phases
+    assert isinstance(inner, ParallelParts)
+    assert cost.guarantee.group == GroupUnit("patient", MOST).description
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def refusal(recipe: Recipe, folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        prepare_search(recipe, RunFolder(folder), "r.yaml")
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_a_budget_of_records_takes_no_search_of_groups(root, tmp_path):
+    """Persons and records never mix: neither a search nor any of its trials can name a budget."""
+    budget = {"budget": str(tmp_path / "budget")}
+    unit = {"noise_multiplier": 1.0, "delta": 1e-3, "unit": "group", "max_records_per_group": MOST}
+    with pytest.raises(UserError, match="never mixes them with groups") as caught:
+        asked(root, privacy={**unit, **budget})
+    assert len(str(caught.value).splitlines()) == 1
+    record = asked(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3, **budget})
+    changed = {**TUNE, "space": {"privacy.unit": {"choice": ["record", "group"]}}}
+    assert "privacy.unit: cannot be searched: the guarantee is stated for one unit" in refusal(
+        record.model_copy(update={"tune": type(record.tune).model_validate(changed)}),
+        tmp_path / "x",
+    )
+    assert not (tmp_path / "budget").exists() and not (tmp_path / "x").exists()
+
+
+def test_a_method_for_single_records_is_no_choice_of_the_space(root, tmp_path):
+    space = {"method": {"choice": ["dp-sgd", "functional"]}}
+    said = refusal(asked(root, tune={**TUNE, "space": space}), tmp_path / "x")
+    assert "group works with dp-sgd, dplis, and input-noise" in said
+
+
+@pytest.mark.parametrize(("name", "common"), [("patient {}", 15), ("stranger {}", 0)])
+def test_public_records_to_score_on_have_no_private_group(root, tmp_path, name, common):
+    write(root / "more", seed=7, groups=15, name=name)
+    public = {"name": "scans", "root": str(root / "more"), "split": "train"}
+    recipe = asked(root, tune={**TUNE, "score": {"public": public}})
+    if not common:
+        cost = check_search(recipe, RunFolder(tmp_path / "x"), "r.yaml").cost
+        assert cost.score_noise is None and cost.plan.group == GroupUnit("patient", MOST)
+        return
+    assert f"tune.score.public: {common} groups of scans/train are in scans/train too" in (
+        refusal(recipe, tmp_path / "x")
+    )
+
+
+def test_a_nameless_held_out_record_is_refused(root, tmp_path):
+    write(root, change=lambda own: [*own[:-1], None])
+    assert "must be a whole number or a text for each record, is none" in (
+        refusal(asked(root), tmp_path / "x")
+    )
+
+
+def test_a_search_goes_on_with_the_groups_it_was_begun_with(root, tmp_path):
+    recipe = asked(root)
+    prepare_search(recipe, RunFolder(tmp_path / "x"), "r.yaml")
+    prepare_search(recipe, RunFolder(tmp_path / "x"), "r.yaml", only_resume=True)
+    whom = write(root)
+    rich = max(set(whom), key=whom.count)
+    first = whom.index(rich)
+    other = next(each for each in whom if each != rich and _same_side(recipe, rich, each))
+    write(root, change=lambda own: [*own[:first], other, *own[first + 1 :]])
+    assert "the private records changed since this search was begun" in (
+        refusal(recipe, tmp_path / "x")
+    )
+
+
+def _same_side(recipe: Recipe, one: str, other: str) -> bool:
+    hidden = names(scoring_data(recipe))
+    return (hash_groups([one]) in hidden) == (hash_groups([other]) in hidden)
