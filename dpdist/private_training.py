@@ -52,7 +52,13 @@ from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints
-from dpdist.runs.recipe import Recipe, field_error, parse_recipe, resolve_plan
+from dpdist.runs.recipe import (
+    Recipe,
+    field_error,
+    iter_differences,
+    parse_recipe,
+    resolve_plan,
+)
 from dpdist.training import checkpoint, monitoring
 from dpdist.training.collectives import ReplicatedUpdate, Workers, refused_by_all
 from dpdist.training.estimate import optimizer_of
@@ -81,8 +87,11 @@ from dpdist.training.script_state import (
     Watch,
     code_digest_of,
     form_of,
+    given_settings,
     kept_buffers,
     pack,
+    refuse_differences,
+    setting_differences,
     unpack,
 )
 from dpdist.training.worker import (
@@ -410,6 +419,26 @@ def _plain(name: str, section: Any) -> dict[str, Any]:
 
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_ARGUMENTS = {"training.": "", "script.": "", "data.root": "held_out"}
+
+
+def _recipe_differences(begun: Recipe, now: Recipe) -> list[str]:
+    """Return in which arguments a run's recipe is another, in words (`setting_differences`)."""
+    before, after = (each.model_dump(mode="json", exclude={"resources"}) for each in (begun, now))
+    olds: dict[str, Any] = {}
+    news: dict[str, Any] = {}
+    for key, old, new in iter_differences(before, after):  # "script" first, which names defaults
+        olds.setdefault(_argument(key), old)
+        news.setdefault(_argument(key), new)
+    return setting_differences(olds, news)
+
+
+def _argument(key: str) -> str:
+    """Return the argument of `PrivateTraining` behind a key of its recipe."""
+    for begin, argument in _ARGUMENTS.items():
+        if key.startswith(begin):
+            return argument + key.removeprefix(begin)
+    return key
 
 
 # --- what a step tells ------------------------------------------------------------------------
@@ -581,6 +610,7 @@ class PrivateTraining:
         _check_optimizer(optimizer, model)
         _check_state(state)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
+        self._given: dict[str, Any] | None = given_settings(model, optimizer, state)
         self.run = RunFolder(Path(folder).resolve())
         self._private_metrics, self._loss = private_metrics, loss
         self._records = as_records(data)
@@ -723,11 +753,15 @@ class PrivateTraining:
         noise: float | None = None
         try:
             continued = folder.check_same_recipe(recipe)
-        except DifferentRecipeError as error:
-            said = str(error).partition(": ")[2].partition("; choose")[0]
-            raise UserError(
-                f"folder: {folder.path}: {said}; give another folder, or the same settings"
-            ) from None
+        except DifferentRecipeError:
+            begun = folder.read_recipe()
+            if begun.by_script is None:
+                raise UserError(
+                    f"folder: must hold a run of PrivateTraining or nothing, got {folder.path}, "
+                    "the run of a recipe; give another folder"
+                ) from None
+            refuse_differences(_recipe_differences(begun, recipe), folder.path)
+            raise  # the folder was changed in between
         check_kept(recipe, folder, None)
         if continued and folder.plan.exists():
             plan = folder.read_plan()
@@ -883,6 +917,7 @@ class PrivateTraining:
                 f"state: must hold what the run was begun with ({before}), got "
                 f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
+        self._check_given(found)
         self._done, self._initial = state.step, found["initial"]
         try:
             self.model.load_state_dict(unpack("model", state.slots))
@@ -896,6 +931,27 @@ class PrivateTraining:
                 "the run was begun"
             ) from error
 
+    def _check_given(self, begun: Mapping[str, Any]) -> None:
+        """Raise UserError for settings that the run did not begin with, and would not use.
+
+        Weights that a script draws without a seed are others each time: those of the run hold.
+        """
+        before, now = dict(begun.get("given") or {}), self._given or {}
+        older = _open.get(self.run.path)
+        trained = None if older is None else older()
+        again = trained is not None and trained.model is self.model  # of a notebook's earlier cell
+        if again or begun["initial"] == self._initial:  # no seed shows in these weights
+            before.pop("seed", None)
+        refuse_differences(setting_differences(before, now), self.run.path)
+        if before.get("seed") is not None and "seed" in now:
+            warnings.warn(
+                "model: has other weights than the run began with, which are not used: those of "
+                f"the newest checkpoint in {self.run.path} are. For a run of its own give another "
+                "folder",
+                stacklevel=2,
+            )
+        self._given = begun.get("given")
+
     def _save(self) -> None:
         """Write a checkpoint of everything as it is now, on all workers the same."""
         self._workers.check_same(self._digests("parameters"))
@@ -908,6 +964,7 @@ class PrivateTraining:
         kept = {
             "initial": self._initial,
             "kept": [type(each).__name__ for each in self.state],
+            **({} if self._given is None else {"given": self._given}),
         }
         slots = {
             **pack("script", kept),

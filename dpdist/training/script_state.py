@@ -1,7 +1,8 @@
 """State of a script's own objects: kept in checkpoints without pickle, and watched between steps.
 
 A checkpoint holds tensors alone. A `state_dict` of an optimizer or a scheduler has numbers, lists
-and dictionaries around them: these become one JSON text in a tensor of bytes.
+and dictionaries around them: these become one JSON text in a tensor of bytes. What a script gave
+when its run began is kept there too, since another value would have no effect later.
 """
 
 from __future__ import annotations
@@ -93,6 +94,100 @@ def _decoded(tree: Any, tensor: Any) -> Any:
     return Counter(made) if kind == "counter" else made
 
 
+# --- what the run was begun with --------------------------------------------------------------
+
+
+_MOST_CHOSEN = 2**32  # a seed below was chosen; torch draws its own from 2**53
+_OF_STEPS = {  # of a scheduler's state_dict: changed by its steps, or by the learning rate
+    "base_lrs", "last_epoch", "verbose", "_step_count", "_last_lr", "_is_initial",
+    "_get_lr_called_within_step",
+}  # fmt: skip
+_SHOWN = 3  # differences in one line
+
+
+def given_settings(model: nn.Module, optimizer: Optimizer, state: Sequence[Any]) -> dict[str, Any]:
+    """Return what a script gave to its training, by key, as `pack` can keep it.
+
+    Args:
+        model: in which torch's own layers are told with their settings.
+        optimizer: whose settings are those of the moment.
+        state: objects of the checkpoint. Of schedulers that took no step yet, their settings; where
+            one took steps, what it changes of the optimizer is left out.
+
+    Returns:
+        Plain values by key: "optimizer.lr", "state[0].gamma", "model.0", "seed" where the script
+        chose one, ...
+    """
+    free, found = set[str](), dict[str, Any]()
+    for place, each in enumerate(state):
+        if not isinstance(each, LRScheduler):
+            continue
+        if each.last_epoch > 0:  # an object that was used before, as a notebook keeps it
+            free |= _set_by((each,))
+            continue
+        told = _without_steps(each.state_dict())
+        found |= {f"state[{place}].{name.lstrip('_')}": value for name, value in told.items()}
+    groups = optimizer.param_groups
+    for place, group in enumerate(groups):
+        at = "optimizer" if len(groups) == 1 else f"optimizer.param_groups[{place}]"
+        plain = {n: v for n, v in group.items() if n != "params" and n not in free}
+        found |= {f"{at}.{name}": _number(value) for name, value in plain.items()}
+        found[f"{at}.params"] = f"{len(group['params']):,} tensors"
+    for name, module in model.named_modules():
+        kind, own = type(module), type(module).__module__.startswith("torch.nn.modules.")
+        found[f"model.{name}" if name else "model"] = (
+            f"{kind.__name__}({module.extra_repr()})" if own else kind.__name__
+        )
+    for name, parameter in model.named_parameters():
+        found[f"model.{name}"] = "trained" if parameter.requires_grad else "frozen"
+    seed = torch.initial_seed()
+    return {**found, **({"seed": seed} if seed < _MOST_CHOSEN else {})}
+
+
+def setting_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return each difference in words, "KEY: must be X as when the run began, got Y".
+
+    Keys that one side does not have are left out: another version of torch may know more settings.
+    """
+    return [
+        f"{key}: must be {value} as when the run began, got {now[key]}"
+        for key, value in before.items()
+        if key in now and now[key] != value
+    ]
+
+
+def refuse_differences(differences: Sequence[str], folder: Path) -> None:
+    """Raise UserError, in one line, where anything differs from what a run in `folder` began with.
+
+    differences: in the words of `setting_differences`.
+    """
+    if not differences:
+        return
+    more = len(differences) - _SHOWN
+    said = [*differences[:_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
+    raise UserError(
+        f"{'; '.join(said)}; give it as it was then, or another folder than {folder} for a new run"
+    )
+
+
+def _without_steps(value: Any) -> Any:
+    """Return a scheduler's settings without what its steps change; of those inside of it, too."""
+    if isinstance(value, dict):
+        return {n: _without_steps(each) for n, each in value.items() if n not in _OF_STEPS}
+    return [_without_steps(each) for each in value] if isinstance(value, list) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def _set_by(schedulers: Sequence[LRScheduler]) -> set[str]:
+    """Return the settings of an optimizer that the steps of these schedulers change."""
+    inner = [each for whole in schedulers for each in getattr(whole, "_schedulers", ())]
+    cycles = any(getattr(each, "cycle_momentum", False) for each in (*schedulers, *inner))
+    return {"lr", "momentum", "betas"} if cycles else {"lr"}
+
+
 # --- what changed outside of a step -----------------------------------------------------------
 
 
@@ -151,9 +246,7 @@ class Watch:
         schedulers = [each for each in state if isinstance(each, LRScheduler)]
         free = set[str]()
         if schedulers and not any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
-            inner = [each for whole in schedulers for each in getattr(whole, "_schedulers", ())]
-            cycles = any(getattr(each, "cycle_momentum", False) for each in (*schedulers, *inner))
-            free = {"lr", "momentum", "betas"} if cycles else {"lr"}
+            free = _set_by(schedulers)
         now = self._groups()
         if len(now) != len(self._settings):
             return False
@@ -175,11 +268,7 @@ class Watch:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [
-            {
-                name: float(value) if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
+            {name: _number(value) for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
 

@@ -1317,6 +1317,47 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/private_training.py",
+        f"{OWN}::test_another_setting_on_a_run_that_began_is_refused "
+        f"{OWN}::test_the_run_holds_the_settings_of_its_beginning",
+        (
+            "        refuse_differences(setting_differences(before, now), self.run.path)\n",
+            "",
+            "a script's other settings are ignored in silence",
+        ),
+        (
+            '        self._given = begun.get("given")\n',
+            "",
+            "a script's settings are those of the last start, not of the first",
+        ),
+        (
+            "        olds.setdefault(_argument(key), old)\n",
+            "        olds[_argument(key)] = old\n",
+            "another loss of a script is told by its default",
+        ),
+    ),
+    *group(
+        "dpdist/training/script_state.py",
+        f"{OWN}::test_another_setting_on_a_run_that_began_is_refused "
+        f"{OWN}::test_a_notebook_s_objects_go_on_after_their_steps "
+        f"{OWN}::test_weights_without_a_seed_are_those_of_the_run",
+        (
+            '"trained" if parameter.requires_grad else "frozen"',
+            '"trained"',
+            "other trained parameters of a script are not compared",
+        ),
+        (
+            "        if each.last_epoch > 0:",
+            "        if each.last_epoch > 1e9:",
+            "the rate of a scheduler's steps is taken for a script's other setting",
+        ),
+        (
+            " if seed < _MOST_CHOSEN else {}",
+            "",
+            "a script without a seed is refused for the seed of its process",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
         f"{OWN}::test_parameters_that_are_not_finite_are_seen",
         (
             "return total - total == 0 or bool(values.isfinite().all())",

@@ -808,7 +808,9 @@ def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
 
 def test_another_setting_is_another_run(tmp_path):
     training(tmp_path / "own").run_all()
-    with pytest.raises(UserError, match=r"folder: .*training\.batch_size differ"):
+    with pytest.raises(
+        UserError, match=r"^batch_size: must be 16 as when the run began, got 20; .*another folder"
+    ):
         training(tmp_path / "own", batch_size=20)
     with pytest.raises(UserError, match=r"model\.options\.structure"):
         training(tmp_path / "own", Net(7))
@@ -816,6 +818,154 @@ def test_another_setting_is_another_run(tmp_path):
     assert finished.steps_left == 0 and finished.guarantee == finished.plan.guarantee()
     with pytest.raises(UserError, match="all 6 steps of the plan are done"):
         finished.step()
+
+
+class Sloped(Net):
+    def __init__(self, slope: float = 0.1, seed: int = 3) -> None:
+        super().__init__()
+        self.slope = nn.LeakyReLU(slope)
+        torch.manual_seed(seed)
+        self.first = nn.Linear(WIDTH, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.slope(self.first(inputs)))
+
+
+def begun_or_not(
+    folder: Path, steps: int = 0, *, lr: float = 0.3, momentum: float = 0.5, gamma: float = 0.5,
+    slope: float = 0.1, seed: int = 3, adam: bool = False, frozen: bool = False, **given: Any,
+) -> PrivateTraining:  # fmt: skip
+    """Run the same script, whose settings are the arguments, for so many steps."""
+    model = Sloped(slope, seed)
+    model.first.bias.requires_grad_(not frozen)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr, momentum)
+    if adam:
+        optimizer = torch.optim.Adam(model.parameters(), lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
+    t = training(folder, model, optimizer, state=[scheduler], **given)
+    for _ in range(steps):
+        t.step()
+        scheduler.step()
+    t.close()
+    return t
+
+
+def own_loss(module: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+
+OTHERS = [
+    ({"lr": 0.1}, "optimizer.lr: must be 0.3 as when the run began, got 0.1;"),
+    ({"momentum": 0.9}, "optimizer.momentum: must be 0.5 as when the run began, got 0.9;"),
+    ({"adam": True}, "optimizer: must be torch.optim.sgd.SGD as when the run began, got"),
+    ({"gamma": 0.9}, "state[0].gamma: must be 0.5 as when the run began, got 0.9;"),
+    (
+        {"slope": 0.2},
+        "model.slope: must be LeakyReLU(negative_slope=0.1) as when the run began, got",
+    ),
+    ({"seed": 4}, "seed: must be 3 as when the run began, got 4;"),
+    ({"frozen": True}, "model.first.bias: must be trained as when the run began, got frozen;"),
+    ({"loss": own_loss}, "loss: must be cross-entropy as when the run began, got"),
+    ({"batch_size": 20}, "batch_size: must be 16 as when the run began, got 20;"),
+    ({"privacy": {**PRIVATE, "clip_norm": 2.0}}, "privacy.clip_norm: must be 1.0 as when"),
+    ({"isolate": True}, "model.isolate: must be False as when the run began, got True;"),
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "other", "said"), [(2, *each) for each in OTHERS] + [(6, *OTHERS[0])]
+)
+def test_another_setting_on_a_run_that_began_is_refused(tmp_path, steps, other, said):
+    """Also on one that is done: it would be handed back as if the setting had been used."""
+    begun_or_not(tmp_path / "own", steps)
+    before = sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        begun_or_not(tmp_path / "own", 1, **other)
+    assert "\n" not in str(error.value) and "another folder" in str(error.value)
+    assert before == sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
+    # The script of then goes on, from the checkpoint that the last step began with.
+    assert begun_or_not(tmp_path / "own").steps_left == {2: 5, 6: 0}[steps]
+
+
+def test_settings_that_differ_are_named_together(tmp_path):
+    begun_or_not(tmp_path / "own", 1)
+    with pytest.raises(
+        UserError, match=r"^state\[0\]\.gamma: .*; optimizer\.lr: .*; optimizer\.mo"
+    ):
+        begun_or_not(tmp_path / "own", lr=0.1, momentum=0.1, gamma=0.1)
+
+
+def test_the_run_holds_the_settings_of_its_beginning(tmp_path):
+    """A rate that the schedule reached is another one; and a third start still knows the first."""
+    assert begun_or_not(tmp_path / "own", 2).optimizer.param_groups[0]["lr"] == 0.075
+    begun_or_not(tmp_path / "own", 1)
+    with pytest.raises(UserError, match=r"optimizer\.lr: must be 0\.3 as .* got 0\.075"):
+        begun_or_not(tmp_path / "own", lr=0.075)
+
+
+def test_fit_refuses_another_rate(tmp_path):
+    told: dict[str, Any] = {
+        "privacy": PRIVATE, "batch_size": 16, "steps": 2, "folder": tmp_path / "own",
+    }  # fmt: skip
+    dpdist.fit(Net(), records(), learning_rate=0.1, **told)
+    with pytest.raises(
+        UserError, match=r"optimizer\.lr: must be 0\.1 as when the run began, got 0\."
+    ):
+        dpdist.fit(Net(), records(), learning_rate=0.2, **told)
+    dpdist.fit(Net(), records(), learning_rate=0.1, **told)
+
+
+def test_a_notebook_s_objects_go_on_after_their_steps(tmp_path):
+    """The same model, optimizer and scheduler, used before, and another seed since."""
+    model = Net()
+    optimizer = sgd(model)
+    state = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    t = training(tmp_path / "own", model, optimizer, state=state)
+    for _ in range(3):
+        t.step()
+        state[0].step()
+    torch.manual_seed(17)
+    again = training(tmp_path / "own", model, optimizer, state=state)
+    assert 0 < again.steps_left < 6
+    again.run_all()
+    assert t.run.training_summary.exists()
+
+
+def test_weights_without_a_seed_are_those_of_the_run(tmp_path):
+    """A script that seeds nothing goes on; where the seed is the same, other weights are told."""
+    torch.seed()
+    t = training(tmp_path / "own", nn.Linear(WIDTH, 2), steps=4)
+    t.step()
+    t.step()
+    t.close()
+    torch.seed()
+    again = training(tmp_path / "own", nn.Linear(WIDTH, 2), steps=4)
+    assert again.steps_left == 3
+    again.close()
+    seeded = tmp_path / "seeded"
+    torch.manual_seed(5)
+    t = training(seeded, nn.Linear(WIDTH, 2), steps=4)
+    t.step()
+    t.close()
+    del t
+    with pytest.warns(UserWarning, match="model: has other weights than the run began with"):
+        training(seeded, nn.Linear(WIDTH, 2), steps=4).close()
+
+
+def test_a_run_of_before_goes_on_without_its_settings(tmp_path, monkeypatch):
+    """Checkpoints that say nothing of settings are those of earlier versions."""
+    monkeypatch.setattr(private_training, "given_settings", lambda *_: None)
+    begun_or_not(tmp_path / "own", 2)
+    monkeypatch.undo()
+    assert begun_or_not(tmp_path / "own", 2, lr=0.1).steps_left == 3
+    assert begun_or_not(tmp_path / "own", 1, lr=0.2).steps_left == 3
+
+
+def test_a_folder_of_a_recipe_s_run_is_refused(tmp_path):
+    made, folder = make(tmp_path, "recipe")
+    folder.create_or_open(made)
+    with pytest.raises(UserError, match=r"^folder: must hold a run of PrivateTraining or nothing"):
+        training(folder.path)
 
 
 def test_a_run_that_ended_before_it_said_so_is_finished(tmp_path):
@@ -911,7 +1061,8 @@ import os, signal, sys, torch
 import dpdist
 
 kill, seed = int(sys.argv[2]), int(sys.argv[3])
-torch.manual_seed(seed)
+if seed >= 0:
+    torch.manual_seed(seed)
 
 
 class Mine(torch.nn.Module):
@@ -965,8 +1116,11 @@ def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
     whole = script(tmp_path, tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
     assert script(tmp_path, tmp_path / "own", 4, each=each).returncode == -signal.SIGKILL
-    assert script(tmp_path, tmp_path / "own", 9, seed=7, each=each).returncode == -signal.SIGKILL
-    done = script(tmp_path, tmp_path / "own", seed=8, each=each)
+    other = script(tmp_path, tmp_path / "own", 9, seed=7, each=each)
+    assert other.returncode == 1
+    assert "seed: must be 0 as when the run began, got 7" in other.stderr
+    assert script(tmp_path, tmp_path / "own", 9, seed=-1, each=each).returncode == -signal.SIGKILL
+    done = script(tmp_path, tmp_path / "own", seed=-1, each=each)
     assert done.returncode == 0, done.stderr
     assert done.stdout == whole.stdout and whole.stdout.startswith("12 ")
     one, other = (RunFolder(tmp_path / name) for name in ("whole", "own"))
