@@ -43,11 +43,12 @@ from dpdist.data.registry import store_split
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.hooks import each_tensor, example_losses, take, tensors_of
-from dpdist.gradients.objective import objective_of
+from dpdist.gradients.hooks import each_tensor, take, tensors_of
+from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
+from dpdist.privacy.budget import Charge
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
@@ -64,11 +65,14 @@ from dpdist.training.collectives import ReplicatedUpdate, Workers, refused_by_al
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
+    begin_charge,
     check_kept,
     check_same_data,
     choose_run_key,
+    end_charge,
     ensure_run_key,
     read_run_key,
+    reserve_charge,
 )
 from dpdist.training.model_setup import weakest_independence
 from dpdist.training.monitoring import Monitor, StepMetrics
@@ -202,6 +206,32 @@ def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
         )
 
 
+class _HashedRecords:
+    """Recognise records on a budget: by what the model sees of them, and what it is made of."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Return hashes of 16 bytes, one or more for each record.
+
+        Of records with one tensor each, those by which a recipe knows the same inputs. They are
+        kept nowhere: a budget keeps them under a key of its own.
+        """
+        records, found, single = self._records, list[bytes](), True
+        for start in range(0, len(records), _AT_ONCE):
+            some = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
+            if not isinstance(some, Tensor):
+                single = False
+                break
+            rows = some.cpu() if some.dtype == torch.uint8 else some.float().cpu()
+            found += hash_inputs(np.ascontiguousarray(rows.numpy())).tolist()
+        if not single or type(records).input_macs is not Records.input_macs:
+            found += [mac for macs in records.input_macs(_BUDGET_LABEL) for mac in macs]
+        return np.array(found, dtype="S16")
+
+
 def _check_groups(recipe: Recipe, *given: Records) -> None:
     """Raise UserError where a unit has more records than privacy.group_size promises to cover."""
     grouped = [each for each in given if type(each).unit_id is not Records.unit_id]
@@ -290,6 +320,7 @@ def _unit_of(records: Records, index: int) -> Hashable:
 
 _HELD_OUT = "held-out"  # folder of public records in a run folder
 _AT_ONCE = 1024  # records compared at once
+_BUDGET_LABEL = b"records of a budget"  # no secret: the budget's own key is one
 
 
 def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -496,6 +527,7 @@ class StepReport:
 # --- the training -----------------------------------------------------------------------------
 
 
+_CONTEXT = "PrivateTraining"  # in complaints about its settings
 _FINGERPRINT = "fingerprint of a script's records"  # purpose of its key
 _EXAMPLES = 33  # invented, to screen the model with
 _ASSUMED = (
@@ -609,6 +641,7 @@ class PrivateTraining:
         self._form = form_of(model)
         _check_optimizer(optimizer, model)
         _check_state(state)
+        self._objective = objective_of(loss)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
         self._given: dict[str, Any] | None = given_settings(model, optimizer, state)
         self.run = RunFolder(Path(folder).resolve())
@@ -632,7 +665,6 @@ class PrivateTraining:
 
     def _set_up(self, recipe: Recipe, examples: tuple[Any, Tensor]) -> None:
         """Make the engine and the plan; begin where a run goes on or several workers begin."""
-        self._objective = objective_of(self._loss)
         self._engine = self._engine_of(examples)
         self._check_form()
         self._done = 0
@@ -701,11 +733,6 @@ class PrivateTraining:
             },
             "PrivateTraining",
         )  # fmt: skip
-        if recipe.privacy.budget is not None:
-            raise UserError(
-                "privacy.budget: must be left out in PrivateTraining, whose records have no hashes "
-                f"to charge, got {recipe.privacy.budget}"
-            )
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(
@@ -740,7 +767,7 @@ class PrivateTraining:
         engine.records_per_example = privacy.max_records_per_group or 1
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
-            _check_draws(lambda: example_losses(self.model, objective, {}, *few), self._device)
+            _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)
             engine.validate(*examples)
         # As they were checked: they stay so from here on, also before the first step.
         self._trained_names = self._trained()
@@ -773,6 +800,10 @@ class PrivateTraining:
                 f"got {len(records):,}"
             )
         _check_groups(recipe, records)
+        self._hashed = None if recipe.privacy.budget is None else _HashedRecords(records)
+        if self._hashed is not None and not continued and self._workers.first:
+            whole = Charge.for_plan("", recipe.name, plan, plan.phases)
+            reserve_charge(recipe, self._hashed, whole, _CONTEXT, record=False)
         check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)
         if self._public is not None:
             _check_public(self._public, records, recipe.data.targets)
@@ -794,6 +825,8 @@ class PrivateTraining:
         self._restore()
         self._workers.check_same({"checkpoint": str(self._done), **self._digests("checkpoint")})
         if folder.training_summary.exists():
+            if self._hashed is not None and self._workers.first:  # a crash may have left it open
+                end_charge(self._recipe, folder, self._hashed, None, _CONTEXT)
             self._evaluate()
             return
         self._attempt(key, examples)
@@ -870,6 +903,7 @@ class PrivateTraining:
         held = None
         try:
             if self._workers.first:
+                self._charge_budget()
                 held = Attempt.open_ledger(job, self._stack, identity, self._done)
         except JournalBusy:
             raise UserError(
@@ -892,6 +926,14 @@ class PrivateTraining:
             self._tell_group(held, examples)
         self._watch = Watch(ModelParts(self.model), self.optimizer)
         self._saved = time.monotonic()
+
+    def _charge_budget(self) -> None:
+        """Charge what the plan may release before it is (worker 0), and what it did at the end."""
+        if self._hashed is None:
+            return
+        recipe, folder = self._recipe, self.run
+        mine = begin_charge(recipe, self.plan, folder, self._hashed, _CONTEXT)
+        self._stack.callback(end_charge, recipe, folder, self._hashed, mine, _CONTEXT)
 
     def _tell_group(self, ledger: Ledger, examples: tuple[Any, Tensor]) -> None:
         """Write down who goes on from here, and how their passes keep records apart (worker 0)."""
@@ -1088,6 +1130,11 @@ class PrivateTraining:
             True
         """
         self._refuse_workers()
+        if self._hashed is not None:
+            raise UserError(
+                "score: must be left out with privacy.budget, whose records are charged for steps "
+                "alone; train without one of the two"
+            )
         records, begun = as_records(held_out), self._recipe.score
         if self._recipe.group_unit is not None:
             records = _scored_by_unit(self._recipe, self._records, records)

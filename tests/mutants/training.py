@@ -1317,8 +1317,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/private_training.py",
-        f"{OWN}::test_another_setting_on_a_run_that_began_is_refused "
-        f"{OWN}::test_the_run_holds_the_settings_of_its_beginning",
+        f"{OWN}::test_a_run_of_before_goes_on_without_its_settings "
+        f"{OWN}::test_another_setting_on_a_run_that_began_is_refused",
         (
             "        refuse_differences(setting_differences(before, now), self.run.path)\n",
             "",
@@ -1354,6 +1354,42 @@ FAULTS: list[Fault] = [
             " if seed < _MOST_CHOSEN else {}",
             "",
             "a script without a seed is refused for the seed of its process",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_a_run_over_the_budget_is_refused_before_a_step "
+        f"{OWN}::test_records_of_every_kind_are_known_to_a_budget "
+        f"{OWN}::test_a_second_start_may_take_the_room_first "
+        f"{OWN}::test_a_run_that_was_cut_stays_charged_and_goes_on",
+        (
+            "            reserve_charge(recipe, self._hashed, whole, _CONTEXT, record=False)\n",
+            "            pass\n",
+            "a script's run over the budget is begun",
+        ),
+        (
+            "                self._charge_budget()\n",
+            "",
+            "a script's run is charged to no budget",
+        ),
+        (
+            "        self._stack.callback(end_charge, recipe, folder, self._hashed, mine, _CONTEXT)\n",
+            "",
+            "a script's run is never settled",
+        ),
+        (
+            "type(records).input_macs is not Records.input_macs:",
+            "False:",
+            "a budget knows random draws of records in place of the records",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/objective.py",
+        f"{OWN}::test_refusals_are_one_line_and_leave_nothing",
+        (
+            "    except Exception as error:  # whatever a user's function does\n",
+            "    except ArithmeticError as error:\n",
+            "a script's loss of outputs and targets is told by torch's error",
         ),
     ),
     *group(

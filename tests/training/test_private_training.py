@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ import torch
 from support.local_execution import command, run_without_ray
 from support.training import KEY, execute, make, parameters, release_ids
 from torch import nn
+from torch.nn import functional as F
 
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError, private_training
 from dpdist.core.files import read_json
 from dpdist.gradients.clipping import AutomaticClipping
+from dpdist.privacy.budget import Charge, read_budgets
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
@@ -418,7 +421,6 @@ def dropping() -> nn.Module:
         (Net, sgd, {"resources": {"workers": 2}}, "resources.workers: must be 1"),
         (Net, sgd, {"privacy": {"delta": 1e-3}}, "exactly one of epsilon and noise_multiplier"),
         (Net, sgd, {"privacy": {"epsilon": -1, "delta": 1e-3}}, "privacy.epsilon: must be"),
-        (Net, sgd, {"privacy": {**PRIVATE, "budget": "/tmp"}}, "privacy.budget: must be left out"),
         (Net, sgd, {"batch_size": 200}, "training.batch_size: must be <= the 80"),
         (Net, sgd, {"epochs": 2}, "exactly one of steps and epochs"),
         (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "got a CrossEntropyLoss; take 'cross-entropy'"),
@@ -432,6 +434,32 @@ def dropping() -> nn.Module:
         ),
         (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
          "one loss per example"),
+        (Net, sgd, {"loss": F.cross_entropy}, "got torch's cross_entropy; take 'cross-entropy'"),
+        (Net, sgd, {"loss": partial(F.mse_loss, reduction="none")},
+         "got torch's mse_loss; take 'mse'"),
+        (
+            Net, sgd, {"loss": partial(F.cross_entropy, label_smoothing=0.1)},
+            "got torch's cross_entropy; take a function of module and batch that returns one value "
+            "a record, such as lambda module, batch: torch.nn.functional.cross_entropy(module(",
+        ),
+        (Net, sgd, {"loss": F.nll_loss},
+         "such as lambda module, batch: torch.nn.functional.nll_loss(module(batch[0]), batch"),
+        (Net, sgd, {"loss": torch.nn.functional.softplus}, "got torch's softplus; take a function"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss}, "got the class CrossEntropyLoss; take 'cross-en"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss(reduction="mean")}, "take 'cross-entropy'"),
+        (Net, sgd, {"loss": nn.L1Loss()}, "got a L1Loss; take a function of module and batch"),
+        (Net, sgd, {"loss": nn.NLLLoss(reduction="sum")}, "got a NLLLoss; take a function"),
+        (Net, sgd, {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
+         "got <lambda>, which fails on invented records (batch is (inputs, "
+         "targets)): TypeError: cross_entropy_loss()"),
+        (Net, sgd, {"loss": lambda outputs: outputs},
+         "which cannot be called with two arguments: too many positional arguments"),
+        (Net, sgd, {"loss": lambda a, b, c: a}, "arguments: missing a required argument: 'c'"),
+        (Net, sgd, {"loss": lambda module, batch: module(batch)}, "fails on invented records"),
+        (Net, sgd, {"loss": lambda module, batch: batch["x"]}, "fails on invented records (batch"),
+        (Net, sgd, {"loss": lambda module, batch: None}, "one loss per example"),
+        (Net, sgd, {"loss": None}, "loss: must be a name or a function of module and batch, got a"),
+        (Net, sgd, {"loss": "cross_entropy"}, "loss: must be cross-entropy, bce"),
         (lambda: nn.Linear(WIDTH + 1, 2), sgd, {},
          f"model: must take inputs as the records have them, (B, {WIDTH}) float32; it fails on"),
         (lambda: Net().double(), sgd, {}, "it fails on invented ones: mat1 and mat2 must have the"),
@@ -1051,6 +1079,133 @@ def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     assert "loss test_private_training" in " ".join(
         dpdist.read_facts(u.run).privacy_card()["notes"]
     )
+
+
+# --- a budget over several runs
+
+
+def budgeted(tmp: Path, **given: Any) -> dict[str, Any]:
+    """Return privacy of about epsilon 1.2 a run, under a ceiling that holds two of them."""
+    noise = {"noise_multiplier": 1.5, "delta": 1e-3}
+    return {**noise, "budget": tmp / "budget", "budget_ceiling": 2.2, "budget_delta": 1e-3, **given}
+
+
+def charges(tmp: Path) -> list[Charge]:
+    (budget,) = read_budgets(tmp / "budget")
+    return budget.charges
+
+
+def test_a_run_over_the_budget_is_refused_before_a_step(tmp_path):
+    """By the records, not by their order, their labels or the kind of array."""
+    inputs, labels = records()
+    private = budgeted(tmp_path)
+    one = training(tmp_path / "one", privacy=private)
+    one.run_all()
+    (charge,) = charges(tmp_path)
+    assert charge.status == "settled" and charge.phases == one.plan.phases
+    assert dpdist.read_facts(one.run).data_set_guarantee.epsilon == 2.2
+    other = (inputs.flip(0).numpy(), 1 - labels.flip(0).numpy())
+    for number, refused in enumerate([False, True]):
+        folder = tmp_path / f"more-{number}"
+        if refused:
+            with pytest.raises(UserError, match=r"^PrivateTraining: privacy\.budget: .* are spent"):
+                training(folder, data=other, privacy=private)
+            assert not folder.exists() and len(charges(tmp_path)) == 2
+        else:
+            training(folder, data=other, privacy=private).run_all()
+    training(tmp_path / "others", data=records(seed=2), privacy=private).step()  # of other records
+    assert len(read_budgets(tmp_path / "budget")) == 2
+
+
+def test_a_recipe_s_run_and_a_script_s_share_a_budget(tmp_path):
+    """A recipe knows records by hashes of what a model sees, and so does a script's run."""
+    private = budgeted(tmp_path, budget=str(tmp_path / "budget"), budget_ceiling=8.0)
+    made, folder = make(tmp_path, "recipe", privacy=private, training__steps=2)
+    dpdist.train(job.prepare(made, folder, "a test"))
+    dataset = records_with_canaries(made, job.data_source(made))
+    rows = np.arange(len(dataset))
+    data = dataset.batch(rows), dataset.targets(rows)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(data[0][0].numel(), 10))
+    training(tmp_path / "own", model, sgd(model), data=data, privacy=private, steps=2).run_all()
+    (budget,) = read_budgets(tmp_path / "budget")
+    assert len(budget.charges) == 2 and len(budget.known) == len(set(dataset.hashes.tolist()))
+
+
+def test_a_run_that_was_cut_stays_charged_and_goes_on(tmp_path):
+    private = budgeted(tmp_path)
+    t = training(tmp_path / "own", privacy=private)
+    t.step()
+    (charge,) = charges(tmp_path)
+    assert (
+        charge.status == "reserved" and charge.phases == t.plan.phases
+    )  # also if it is killed now
+    t.close()
+    training(tmp_path / "second", privacy=private).run_all()
+    with pytest.raises(UserError, match=r"privacy\.budget: .* are spent"):
+        training(tmp_path / "third", privacy=private)
+    training(tmp_path / "own", privacy=private).run_all()
+    assert [each.status for each in charges(tmp_path)] == ["settled", "settled"]
+
+
+def test_a_second_start_may_take_the_room_first(tmp_path):
+    """What fits when the object is made may not fit at its first step: nothing is released then."""
+    private = budgeted(tmp_path)
+    training(tmp_path / "one", privacy=private).run_all()
+    late, soon = (training(tmp_path / name, privacy=private) for name in ("late", "soon"))
+    soon.run_all()
+    with pytest.raises(UserError, match=r"privacy\.budget: .* are spent"):
+        late.step()
+    assert Ledger.read(late.run.ledger).release_counts == {}
+    assert len(charges(tmp_path)) == 2
+
+
+def loss_of_two(module: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(*batch[:2]), batch[2], reduction="none")
+
+
+@pytest.mark.parametrize("kind", ["several inputs", "items before their transforms"])
+def test_records_of_every_kind_are_known_to_a_budget(tmp_path, kind):
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 2)
+
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            return self.layer(first + second)
+
+    class Items(torch.utils.data.Dataset[Any]):
+        def __init__(self, start: int) -> None:
+            self.start = start
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            item = records()[0][self.start + index]
+            return item + torch.randn(WIDTH), int(item.sum() > WIDTH / 2)
+
+    private = budgeted(tmp_path, budget_ceiling=1.8)
+
+    def train(start: int) -> None:
+        """On records of which half are those that the other start has."""
+        inputs, labels = (each[start : start + 40] for each in records())
+        model: nn.Module = nn.Linear(WIDTH, 2)
+        data: Any = dpdist.as_records(Items(start), before_transform=inputs.__getitem__)
+        own: dict[str, Any] = {}
+        if kind == "several inputs":
+            model, data, own = Two(), ((inputs, inputs), labels), {"loss": loss_of_two}
+        told = {"data": data, "privacy": private, "batch_size": 8, **own}
+        training(tmp_path / str(start), model, sgd(model), **told).run_all()
+
+    train(0)
+    with pytest.raises(UserError, match=r"privacy\.budget: .* are spent"):
+        train(20)
+
+
+def test_scores_and_a_budget_do_not_go_together(tmp_path):
+    t = training(tmp_path / "own", privacy=budgeted(tmp_path))
+    with pytest.raises(UserError, match=r"^score: must be left out with privacy\.budget"):
+        t.score(records(30, seed=5), every=2)
 
 
 # --- crashes
