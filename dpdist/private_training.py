@@ -48,7 +48,6 @@ from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
-from dpdist.privacy.budget import Charge
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
@@ -66,13 +65,13 @@ from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
     begin_charge,
+    check_charge,
     check_kept,
     check_same_data,
     choose_run_key,
     end_charge,
     ensure_run_key,
     read_run_key,
-    reserve_charge,
 )
 from dpdist.training.model_setup import weakest_independence
 from dpdist.training.monitoring import Monitor, StepMetrics
@@ -93,6 +92,7 @@ from dpdist.training.script_state import (
     form_of,
     given_settings,
     kept_buffers,
+    module_record,
     pack,
     refuse_differences,
     setting_differences,
@@ -207,7 +207,7 @@ def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
 
 
 class _HashedRecords:
-    """Recognise records on a budget: by what the model sees of them, and what it is made of."""
+    """Recognise records on a budget: by their inputs, and by items before random transforms."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -802,8 +802,7 @@ class PrivateTraining:
         _check_groups(recipe, records)
         self._hashed = None if recipe.privacy.budget is None else _HashedRecords(records)
         if self._hashed is not None and not continued and self._workers.first:
-            whole = Charge.for_plan("", recipe.name, plan, plan.phases)
-            reserve_charge(recipe, self._hashed, whole, _CONTEXT, record=False)
+            check_charge(recipe, plan, self._hashed, _CONTEXT)
         check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)
         if self._public is not None:
             _check_public(self._public, records, recipe.data.targets)
@@ -1015,6 +1014,8 @@ class PrivateTraining:
         }
         for place, each in enumerate(self.state):
             slots |= pack(f"state.{place}", each.state_dict())
+        if not self.steps_left:
+            slots |= pack("module", module_record(self.model, self._records.examples(_EXAMPLES)[0]))
         state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
         checkpoint.save(self.run.checkpoints, state, ledger.anchor)
 

@@ -117,6 +117,12 @@ def reserve_charge(
         )
 
 
+def check_charge(recipe: Recipe, plan: PrivacyPlan, records: Hashed, context: str) -> None:
+    """Raise UserError where a new run does not fit under the recipe's ceiling; charge nothing."""
+    charge = Charge.for_plan("", recipe.name, plan, plan.phases)
+    reserve_charge(recipe, records, charge, context, record=False)
+
+
 def begin_charge(
     recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, records: Hashed, context: str
 ) -> str:

@@ -1,12 +1,13 @@
 """State of a script's own objects: kept in checkpoints without pickle, and watched between steps.
 
 A checkpoint holds tensors alone. A `state_dict` of an optimizer or a scheduler has numbers, lists
-and dictionaries around them: these become one JSON text in a tensor of bytes. What a script gave
-when its run began is kept there too, since another value would have no effect later.
+and dictionaries around them: these become one JSON text in a tensor of bytes. A script's settings
+when its run began are kept there too, since another value would have no effect later.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -21,12 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import code_bytes, source_digests
+from dpdist.training.checkpoint import load_latest
 
 # --- state_dicts as tensors -------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ def _decoded(tree: Any, tensor: Any) -> Any:
     return Counter(made) if kind == "counter" else made
 
 
-# --- what the run was begun with --------------------------------------------------------------
+# --- settings of a run's beginning -------------------------------------------------------------
 
 
 _MOST_CHOSEN = 2**32  # a seed below was chosen; torch draws its own from 2**53
@@ -106,7 +109,7 @@ _SHOWN = 3  # differences in one line
 
 
 def given_settings(model: nn.Module, optimizer: Optimizer, state: Sequence[Any]) -> dict[str, Any]:
-    """Return what a script gave to its training, by key, as `pack` can keep it.
+    """Return the settings that a script gave to its training, by key, as `pack` can keep them.
 
     Args:
         model: in which torch's own layers are told with their settings.
@@ -133,11 +136,7 @@ def given_settings(model: nn.Module, optimizer: Optimizer, state: Sequence[Any])
         plain = {n: v for n, v in group.items() if n != "params" and n not in free}
         found |= {f"{at}.{name}": _number(value) for name, value in plain.items()}
         found[f"{at}.params"] = f"{len(group['params']):,} tensors"
-    for name, module in model.named_modules():
-        kind, own = type(module), type(module).__module__.startswith("torch.nn.modules.")
-        found[f"model.{name}" if name else "model"] = (
-            f"{kind.__name__}({module.extra_repr()})" if own else kind.__name__
-        )
+    found |= {f"model.{name}" if name else "model": told for name, told in _layers(model).items()}
     for name, parameter in model.named_parameters():
         found[f"model.{name}"] = "trained" if parameter.requires_grad else "frozen"
     seed = torch.initial_seed()
@@ -168,6 +167,16 @@ def refuse_differences(differences: Sequence[str], folder: Path) -> None:
     raise UserError(
         f"{'; '.join(said)}; give it as it was then, or another folder than {folder} for a new run"
     )
+
+
+def _layers(model: nn.Module) -> dict[str, str]:
+    """Return the class of each module, by name; of torch's own ones, with their settings."""
+    return {
+        name: f"{type(module).__name__}({module.extra_repr()})"
+        if type(module).__module__.startswith("torch.nn.modules.")
+        else type(module).__name__
+        for name, module in model.named_modules()
+    }
 
 
 def _without_steps(value: Any) -> Any:
@@ -388,6 +397,121 @@ def _type_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# --- a trained module, built again ------------------------------------------------------------
+
+
+_PROBED = 3  # invented inputs whose outputs are kept
+_CLOSE = 1e-4  # of outputs on another machine, relative to the largest
+
+
+def module_record(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Return the description by which a module is recognised when a factory builds it, for `pack`.
+
+    Args:
+        model: as it was trained.
+        inputs: (B, ...) invented inputs; None among the outputs where it does not answer them.
+
+    Returns:
+        Classes and settings of its layers, digests of the classes' code, and its outputs in
+        evaluation mode for some of the inputs.
+    """
+    found: dict[str, Any] = {"layers": _layers(model), "code": _class_codes(model)}
+    if isinstance(inputs, Tensor):
+        rows = inputs[-_PROBED:].float().cpu()
+        outputs = _outputs(copy.deepcopy(model).cpu(), rows)
+        found |= {"inputs": rows, "outputs": outputs}
+    return found
+
+
+def check_built_again(model: nn.Module, file: Path, checkpoints: Path, factory: str) -> None:
+    """Load a script's trained weights into what a factory built, and check that it is that module.
+
+    Args:
+        model: built by the factory.
+        file: the run's weights, in safetensors.
+        checkpoints: of the run, the last of which holds the `module_record`.
+        factory: name of the factory, for complaints.
+
+    Raises:
+        UserError: tensors, layers, code of classes or outputs are others than those of the run.
+    """
+    state = load_latest(checkpoints)
+    if state is None or "module.json" not in state.slots:
+        raise UserError(
+            f"factory: must be given by the script of this run, got {factory}: {checkpoints} does "
+            "not describe its module (an earlier version wrote it); run the script in another "
+            "folder"
+        )
+    wanted, weights = unpack("module", state.slots), load_file(file)
+    before, now = _told(wanted["layers"], weights), _told(_layers(model), model.state_dict())
+    for name in (*before, *now):
+        if before.get(name) != now.get(name):
+            raise _another_module(
+                factory, f"{name} must be {before.get(name, 'left out')}, "
+                f"got {now.get(name, 'nothing of that name')}"
+            )  # fmt: skip
+    if changed := sorted(set(_class_codes(model)) ^ set(wanted["code"])):
+        raise _another_module(factory, f"the code of {changed[0].partition(' ')[0]} is another")
+    model.load_state_dict(dict(weights))
+    outputs = wanted.get("outputs")
+    if outputs is None:
+        raise UserError(
+            "factory: must build a module of one tensor of numbers for each record, as releases "
+            "answer by; this run's takes something else"
+        )
+    found = _outputs(model, wanted["inputs"])
+    if found is None or found.shape != outputs.shape or not torch.allclose(
+        found, outputs, rtol=_CLOSE, atol=_CLOSE * max(1.0, float(outputs.abs().max()))
+    ):  # fmt: skip
+        raise _another_module(factory, "with the trained weights it answers otherwise")
+
+
+def _told(layers: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return layers and tensors in words, by name."""
+    found = {name or "the top": told for name, told in layers.items()}
+    return found | {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
+
+
+def _another_module(factory: str, why: str) -> UserError:
+    return UserError(
+        f"factory: must build the module that was trained, got another from {factory}: {why}; let "
+        "it return that class, with the same arguments"
+    )
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
+    """Return a module's outputs in evaluation mode; None where they are no tensor of numbers."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found = model.eval()(inputs)
+    except Exception:  # it takes something else: a release could not ask it either
+        return None
+    return found.float() if isinstance(found, Tensor) else None
+
+
+def _class_codes(model: nn.Module) -> list[str]:
+    """Return name and digest of the code of each class that is not torch's, wherever it stands."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_OF_A_SCRIPT]
+    return sorted(f"{kind.__name__} {_hash(_class_bytes(kind))}" for kind in own)
+
+
+def _class_bytes(kind: type) -> bytes:
+    """Return the code of a class's functions, and its plain attributes."""
+    found = []
+    for name, value in sorted(vars(kind).items()):
+        held = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        for each in held:
+            function = getattr(each, "__func__", each)
+            if isinstance(function, types.FunctionType):
+                defaults = repr((function.__defaults__, function.__kwdefaults__))
+                found.append(f"{name} {defaults} ".encode() + code_bytes(function.__code__))
+            elif isinstance(each, _PLAIN) and not name.startswith("__"):
+                found.append(f"{name} {each!r} ".encode())
+    return b"".join(found)
 
 
 # --- the script's code ------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training import job, model_setup
+from dpdist.training import checkpoint, job, model_setup
 from dpdist.training.records import records_with_canaries
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
@@ -248,6 +248,134 @@ def test_a_model_of_the_script_itself_needs_its_script(tmp_path):
     code = f"from dpdist import models; models.load({folder!r}, trusted_factory={name!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and "UserError" in done.stderr and "factory" in done.stderr
+
+
+MINE = """
+import torch
+from torch import nn
+
+SCALE = 1.0
+
+
+class Mine(nn.Module):
+    turns = 2
+
+    def __init__(self, width=5, slope=0.1):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, width), nn.Linear(width, 2)
+        self.slope = nn.LeakyReLU(slope)
+
+    @property
+    def scale(self):
+        return SCALE
+
+    def forward(self, inputs):
+        return self.second(self.scale * self.slope(self.first(inputs)))
+"""
+FACTORY = """
+
+def net(input_shape, classes):
+    return Mine()
+"""
+OTHER_FACTORIES = {
+    "sizes": ("Mine()", "Mine(7)", r"first must be Linear\(.* out_features=5, .* out_features=7"),
+    "types": ("Mine()", "Mine().double()", r"must be \(5,\) torch.float32, got .* torch.float64"),
+    "shapes": ("self.slope =", "self.more = nn.Parameter(torch.ones(2)); self.slope =",
+               r"more must be left out, got \(2,\) torch.float32"),
+    "names": ("self.second", "self.last", "second must be Linear.* got nothing of that name"),
+    "settings": ("Mine()", "Mine(5, 0.2)", r"slope must be LeakyReLU\(negative_slope=0.1\), got"),
+    "classes": ("return Mine()", "return nn.Sequential(Mine())", "the top must be Mine, got Seq"),
+    "forward": ("(self.scale * ", "(1.5 * ", "the code of Mine is another"),
+    "property": ("return SCALE", "return 1.5 * SCALE", "the code of Mine is another"),
+    "attribute": ("turns = 2", "turns = 3", "the code of Mine is another"),
+    "module": ("SCALE = 1.0", "SCALE = 1.5", "with the trained weights it answers otherwise"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def of_the_script(tmp_path, monkeypatch) -> PrivateTraining:
+    """A run of a module that the script alone has; `nets_later.py` has the same class."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nets_later.py").write_text(MINE + FACTORY)
+    for name in ("nets_later", "nowhere_later"):
+        sys.modules.pop(name, None)
+    given: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(MINE, "a cell of a notebook", "exec"), given)
+    torch.manual_seed(2)
+    model = given["Mine"]()
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-3}
+    t = training(tmp_path / "own", model, sgd(model), privacy=privacy, held_out=records(20, 2))
+    t.run_all()
+    return t
+
+
+def test_a_factory_may_be_named_for_the_release(of_the_script, tmp_path, monkeypatch, capsys):
+    run = of_the_script.run
+    factory = "nets_later:net"
+    before = checkpoint.tensors_digest(of_the_script.model.state_dict())
+    run_without_ray(monkeypatch)
+    done = command(monkeypatch, capsys, tmp_path, "release", str(run.path), "--factory", factory)
+    assert done.code == 0, done.err
+    with pytest.raises(UserError, match="If you trust it, name it"):
+        dpdist.load(run.release_folder).model  # noqa: B018 - building is what is refused
+    release = dpdist.load(run.release_folder, trusted_factory=factory)
+    inputs = records(30, 5)[0]
+    torch.testing.assert_close(release.model(inputs), of_the_script.model(inputs))
+    assert checkpoint.tensors_digest(release.model.state_dict()) == before
+    assert release.card["extra"]["model"] == factory and release.card["private"]
+    verify = ("verify", str(run.release_folder), "--trust-factory", factory)
+    assert command(monkeypatch, capsys, tmp_path, *verify).code == 0
+    code = (
+        "import dpdist, torch\n"
+        f"release = dpdist.load({str(run.release_folder)!r}, trusted_factory={factory!r})\n"
+        "print(release.model(torch.ones(1, 6)).tolist())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )  # which never saw the script
+    assert done.stdout == f"{of_the_script.model(torch.ones(1, 6)).tolist()}\n", done.stderr
+
+
+@pytest.mark.parametrize("case", OTHER_FACTORIES)
+def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
+    old, new, said = OTHER_FACTORIES[case]
+    (tmp_path / "nets_later.py").write_text((MINE + FACTORY).replace(old, new))
+    with pytest.raises(UserError, match=rf"^factory: must build the module .*{said}") as error:
+        dpdist.write_release(of_the_script.run, factory="nets_later:net")
+    assert "\n" not in str(error.value)
+    assert not of_the_script.run.release_folder.exists()
+
+
+@pytest.mark.long
+def test_a_factory_is_for_runs_that_need_one(of_the_script, tmp_path, monkeypatch):
+    run = of_the_script.run
+    with pytest.raises(UserError, match="cannot import"):
+        dpdist.write_release(run, factory="nowhere_later:net")
+    with pytest.raises(UserError, match="must be importable"):
+        dpdist.write_release(run, factory="__main__:net")
+    again = training(tmp_path / "own-2", Net(), factory="test_private_training:net")
+    again.run_all()
+    with pytest.raises(
+        UserError, match=r"factory: must be left out for this run, whose model test"
+    ):
+        dpdist.write_release(again.run, not_private=True, factory="nets_later:net")
+    run_without_ray(monkeypatch)
+    settings = dpdist.Cohen(sigma=0.25, n=20, n0=5, max_inputs=2)
+    dpdist.certify(run, None, settings, folder=run.certificates / "one", executor="local")
+    with pytest.raises(UserError, match="factory: must be given to a run without certificates"):
+        dpdist.write_release(run, factory="nets_later:net")
+
+
+def test_a_run_of_before_does_not_describe_its_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(private_training, "module_record", lambda *_: {})
+    whole = private_training.pack
+    monkeypatch.setattr(
+        private_training, "pack", lambda name, value: {} if name == "module" else whole(name, value)
+    )
+    t = training(tmp_path / "own")
+    t.run_all()
+    with pytest.raises(UserError, match="factory: must be given by the script of this run"):
+        dpdist.write_release(t.run, not_private=True, factory="test_private_training:net")
 
 
 def test_held_out_records_must_not_be_private(tmp_path):
