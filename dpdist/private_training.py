@@ -43,8 +43,8 @@ from dpdist.data.registry import store_split
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.hooks import each_tensor, example_losses, take, tensors_of
-from dpdist.gradients.objective import objective_of
+from dpdist.gradients.hooks import each_tensor, take, tensors_of
+from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
 from dpdist.models.spec import SCRIPT, give
@@ -52,15 +52,24 @@ from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, complete_checkpoints
-from dpdist.runs.recipe import Recipe, field_error, parse_recipe, resolve_plan
+from dpdist.runs.recipe import (
+    Recipe,
+    field_error,
+    iter_differences,
+    parse_recipe,
+    resolve_plan,
+)
 from dpdist.training import checkpoint, monitoring
 from dpdist.training.collectives import ReplicatedUpdate, Workers, refused_by_all
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
+    begin_charge,
+    check_charge,
     check_kept,
     check_same_data,
     choose_run_key,
+    end_charge,
     ensure_run_key,
     read_run_key,
 )
@@ -81,8 +90,12 @@ from dpdist.training.script_state import (
     Watch,
     code_digest_of,
     form_of,
+    given_settings,
     kept_buffers,
+    module_record,
     pack,
+    refuse_differences,
+    setting_differences,
     unpack,
 )
 from dpdist.training.worker import (
@@ -193,6 +206,32 @@ def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
         )
 
 
+class _HashedRecords:
+    """Recognise records on a budget: by their inputs, and by items before random transforms."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Return hashes of 16 bytes, one or more for each record.
+
+        Of records with one tensor each, those by which a recipe knows the same inputs. They are
+        kept nowhere: a budget keeps them under a key of its own.
+        """
+        records, found, single = self._records, list[bytes](), True
+        for start in range(0, len(records), _AT_ONCE):
+            some = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
+            if not isinstance(some, Tensor):
+                single = False
+                break
+            rows = some.cpu() if some.dtype == torch.uint8 else some.float().cpu()
+            found += hash_inputs(np.ascontiguousarray(rows.numpy())).tolist()
+        if not single or type(records).input_macs is not Records.input_macs:
+            found += [mac for macs in records.input_macs(_BUDGET_LABEL) for mac in macs]
+        return np.array(found, dtype="S16")
+
+
 def _check_groups(recipe: Recipe, *given: Records) -> None:
     """Raise UserError where a unit has more records than privacy.group_size promises to cover."""
     grouped = [each for each in given if type(each).unit_id is not Records.unit_id]
@@ -281,6 +320,7 @@ def _unit_of(records: Records, index: int) -> Hashable:
 
 _HELD_OUT = "held-out"  # folder of public records in a run folder
 _AT_ONCE = 1024  # records compared at once
+_BUDGET_LABEL = b"records of a budget"  # no secret: the budget's own key is one
 
 
 def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -410,6 +450,26 @@ def _plain(name: str, section: Any) -> dict[str, Any]:
 
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_ARGUMENTS = {"training.": "", "script.": "", "data.root": "held_out"}
+
+
+def _recipe_differences(begun: Recipe, now: Recipe) -> list[str]:
+    """Return in which arguments a run's recipe is another, in words (`setting_differences`)."""
+    before, after = (each.model_dump(mode="json", exclude={"resources"}) for each in (begun, now))
+    olds: dict[str, Any] = {}
+    news: dict[str, Any] = {}
+    for key, old, new in iter_differences(before, after):  # "script" first, which names defaults
+        olds.setdefault(_argument(key), old)
+        news.setdefault(_argument(key), new)
+    return setting_differences(olds, news)
+
+
+def _argument(key: str) -> str:
+    """Return the argument of `PrivateTraining` behind a key of its recipe."""
+    for begin, argument in _ARGUMENTS.items():
+        if key.startswith(begin):
+            return argument + key.removeprefix(begin)
+    return key
 
 
 # --- what a step tells ------------------------------------------------------------------------
@@ -467,6 +527,7 @@ class StepReport:
 # --- the training -----------------------------------------------------------------------------
 
 
+_CONTEXT = "PrivateTraining"  # in complaints about its settings
 _FINGERPRINT = "fingerprint of a script's records"  # purpose of its key
 _EXAMPLES = 33  # invented, to screen the model with
 _ASSUMED = (
@@ -580,7 +641,9 @@ class PrivateTraining:
         self._form = form_of(model)
         _check_optimizer(optimizer, model)
         _check_state(state)
+        self._objective = objective_of(loss)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
+        self._given: dict[str, Any] | None = given_settings(model, optimizer, state)
         self.run = RunFolder(Path(folder).resolve())
         self._private_metrics, self._loss = private_metrics, loss
         self._records = as_records(data)
@@ -602,7 +665,6 @@ class PrivateTraining:
 
     def _set_up(self, recipe: Recipe, examples: tuple[Any, Tensor]) -> None:
         """Make the engine and the plan; begin where a run goes on or several workers begin."""
-        self._objective = objective_of(self._loss)
         self._engine = self._engine_of(examples)
         self._check_form()
         self._done = 0
@@ -671,11 +733,6 @@ class PrivateTraining:
             },
             "PrivateTraining",
         )  # fmt: skip
-        if recipe.privacy.budget is not None:
-            raise UserError(
-                "privacy.budget: must be left out in PrivateTraining, whose records have no hashes "
-                f"to charge, got {recipe.privacy.budget}"
-            )
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(
@@ -710,7 +767,7 @@ class PrivateTraining:
         engine.records_per_example = privacy.max_records_per_group or 1
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
-            _check_draws(lambda: example_losses(self.model, objective, {}, *few), self._device)
+            _check_draws(lambda: checked_losses(self.model, objective, *few), self._device)
             engine.validate(*examples)
         # As they were checked: they stay so from here on, also before the first step.
         self._trained_names = self._trained()
@@ -723,11 +780,15 @@ class PrivateTraining:
         noise: float | None = None
         try:
             continued = folder.check_same_recipe(recipe)
-        except DifferentRecipeError as error:
-            said = str(error).partition(": ")[2].partition("; choose")[0]
-            raise UserError(
-                f"folder: {folder.path}: {said}; give another folder, or the same settings"
-            ) from None
+        except DifferentRecipeError:
+            begun = folder.read_recipe()
+            if begun.by_script is None:
+                raise UserError(
+                    f"folder: must hold a run of PrivateTraining or nothing, got {folder.path}, "
+                    "the run of a recipe; give another folder"
+                ) from None
+            refuse_differences(_recipe_differences(begun, recipe), folder.path)
+            raise  # the folder was changed in between
         check_kept(recipe, folder, None)
         if continued and folder.plan.exists():
             plan = folder.read_plan()
@@ -739,6 +800,9 @@ class PrivateTraining:
                 f"got {len(records):,}"
             )
         _check_groups(recipe, records)
+        self._hashed = None if recipe.privacy.budget is None else _HashedRecords(records)
+        if self._hashed is not None and not continued and self._workers.first:
+            check_charge(recipe, plan, self._hashed, _CONTEXT)
         check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)
         if self._public is not None:
             _check_public(self._public, records, recipe.data.targets)
@@ -760,6 +824,8 @@ class PrivateTraining:
         self._restore()
         self._workers.check_same({"checkpoint": str(self._done), **self._digests("checkpoint")})
         if folder.training_summary.exists():
+            if self._hashed is not None and self._workers.first:  # a crash may have left it open
+                end_charge(self._recipe, folder, self._hashed, None, _CONTEXT)
             self._evaluate()
             return
         self._attempt(key, examples)
@@ -836,6 +902,7 @@ class PrivateTraining:
         held = None
         try:
             if self._workers.first:
+                self._charge_budget()
                 held = Attempt.open_ledger(job, self._stack, identity, self._done)
         except JournalBusy:
             raise UserError(
@@ -858,6 +925,14 @@ class PrivateTraining:
             self._tell_group(held, examples)
         self._watch = Watch(ModelParts(self.model), self.optimizer)
         self._saved = time.monotonic()
+
+    def _charge_budget(self) -> None:
+        """Charge what the plan may release before it is (worker 0), and what it did at the end."""
+        if self._hashed is None:
+            return
+        recipe, folder = self._recipe, self.run
+        mine = begin_charge(recipe, self.plan, folder, self._hashed, _CONTEXT)
+        self._stack.callback(end_charge, recipe, folder, self._hashed, mine, _CONTEXT)
 
     def _tell_group(self, ledger: Ledger, examples: tuple[Any, Tensor]) -> None:
         """Write down who goes on from here, and how their passes keep records apart (worker 0)."""
@@ -883,6 +958,7 @@ class PrivateTraining:
                 f"state: must hold what the run was begun with ({before}), got "
                 f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
+        self._check_given(found)
         self._done, self._initial = state.step, found["initial"]
         try:
             self.model.load_state_dict(unpack("model", state.slots))
@@ -896,6 +972,27 @@ class PrivateTraining:
                 "the run was begun"
             ) from error
 
+    def _check_given(self, begun: Mapping[str, Any]) -> None:
+        """Raise UserError for settings that the run did not begin with, and would not use.
+
+        Weights that a script draws without a seed are others each time: those of the run hold.
+        """
+        before, now = dict(begun.get("given") or {}), self._given or {}
+        older = _open.get(self.run.path)
+        trained = None if older is None else older()
+        again = trained is not None and trained.model is self.model  # of a notebook's earlier cell
+        if again or begun["initial"] == self._initial:  # no seed shows in these weights
+            before.pop("seed", None)
+        refuse_differences(setting_differences(before, now), self.run.path)
+        if before.get("seed") is not None and "seed" in now:
+            warnings.warn(
+                "model: has other weights than the run began with, which are not used: those of "
+                f"the newest checkpoint in {self.run.path} are. For a run of its own give another "
+                "folder",
+                stacklevel=2,
+            )
+        self._given = begun.get("given")
+
     def _save(self) -> None:
         """Write a checkpoint of everything as it is now, on all workers the same."""
         self._workers.check_same(self._digests("parameters"))
@@ -908,6 +1005,7 @@ class PrivateTraining:
         kept = {
             "initial": self._initial,
             "kept": [type(each).__name__ for each in self.state],
+            **({} if self._given is None else {"given": self._given}),
         }
         slots = {
             **pack("script", kept),
@@ -916,6 +1014,8 @@ class PrivateTraining:
         }
         for place, each in enumerate(self.state):
             slots |= pack(f"state.{place}", each.state_dict())
+        if not self.steps_left:
+            slots |= pack("module", module_record(self.model, self._records.examples(_EXAMPLES)[0]))
         state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
         checkpoint.save(self.run.checkpoints, state, ledger.anchor)
 
@@ -1031,6 +1131,11 @@ class PrivateTraining:
             True
         """
         self._refuse_workers()
+        if self._hashed is not None:
+            raise UserError(
+                "score: must be left out with privacy.budget, whose records are charged for steps "
+                "alone; train without one of the two"
+            )
         records, begun = as_records(held_out), self._recipe.score
         if self._recipe.group_unit is not None:
             records = _scored_by_unit(self._recipe, self._records, records)

@@ -5,6 +5,7 @@ No other module writes there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,7 @@ from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, read_bytes, read_json, write_atomic, write_json
 from dpdist.core.version import __version__
-from dpdist.privacy.card import card_markdown
-from dpdist.privacy.phases import NOT_TRAINED_HERE
+from dpdist.privacy.card import card_markdown, no_epsilon
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.release.bundle import (
     CHECKSUMS,
@@ -25,6 +25,7 @@ from dpdist.release.bundle import (
     PRIVACY_CARD_TEXT,
     SIGNATURE,
     TEXT_FORMAT,
+    WEIGHTS,
     ReleasedText,
     certified_accuracy_record,
     check_text_column,
@@ -53,6 +54,7 @@ def write_release(
     not_private: bool = False,
     licence: str | None = None,
     key: Path | None = None,
+    factory: str | None = None,
 ) -> list[Path]:
     """Write what may be published of a run into its folder release/, anew and whole.
 
@@ -62,15 +64,18 @@ def write_release(
             says so.
         licence: an SPDX identifier for the model.
         key: an Ed25519 private key (PEM) that signs the release.
+        factory: "package.module:function" of (input_shape, classes) that builds the module of a
+            script's run that named none; it is imported, and must build the module that was
+            trained.
 
     Returns:
         The files, which are all that release/ holds.
 
     Raises:
         UserError: training never finished, canaries were trained on, the run's models never leave,
-            the model is not the one that was trained or cannot be loaded, release/ holds something
-            else, or the run is not private and `not_private` is not given. The folder is then left
-            as it was.
+            the model is not the one that was trained or cannot be loaded, the factory builds
+            another one, release/ holds something else, or the run is not private and `not_private`
+            is not given. The folder is then left as it was.
 
     Example:
         After `dpdist.run` made runs/small:
@@ -89,7 +94,7 @@ def write_release(
     described = facts.privacy_card()
     if not described["private"] and not not_private:
         reason = "its run key is fixed" if facts.has_fixed_key else "its proved epsilon is infinite"
-        reason = NOT_TRAINED_HERE if facts.plan.trained_elsewhere else reason
+        reason = no_epsilon(described) or reason
         raise UserError(
             f"{folder.path}: this run is not private ({reason}); to release it all the same, "
             "labelled as such, add --not-private"
@@ -100,7 +105,9 @@ def write_release(
             write_atomic(aside / name, read_bytes(folder.model_folder / name))
         for number, table in enumerate(facts.tables, 1):
             write_atomic(aside / table_name(number), read_bytes(table.path))
-        model = _load_copied_model(facts, aside)
+        model = _load_copied_model(facts, aside, factory)
+        if factory is not None:
+            described["extra"] |= {"model": factory, "model hash": models.model_hash(aside)}
         for table in facts.tables:
             check_table(table, models.model_hash(aside), model, models.read_spec(aside))
         if facts.recipe.data.text is not None:
@@ -201,8 +208,8 @@ def _refuse_foreign_files(release: Path) -> None:
         )
 
 
-def _load_copied_model(facts: Facts, copied_model: Path) -> nn.Module:
-    """Return the copied model, checked.
+def _load_copied_model(facts: Facts, copied_model: Path, factory: str | None) -> nn.Module:
+    """Return the copied model, checked; its description then names the factory, if one is given.
 
     Raises UserError unless it is the trained one, loads as its users will load it, and answers
     with finite numbers.
@@ -215,8 +222,11 @@ def _load_copied_model(facts: Facts, copied_model: Path) -> nn.Module:
             f"{where}: is not the model that this run trained, and its guarantee does not speak of "
             "it; put the trained model back"
         )
+    if factory is not None:
+        _name_factory(facts, copied_model, factory)
     try:
-        module = models.load(copied_model, trusted_factory=facts.recipe.model.name)
+        trusted = facts.recipe.model.name if factory is None else factory
+        module = models.load(copied_model, trusted_factory=trusted)
         models.check_outputs(module, models.read_spec(copied_model))
     except UserError as error:
         said = str(error).replace(str(copied_model), str(where))
@@ -225,3 +235,27 @@ def _load_copied_model(facts: Facts, copied_model: Path) -> nn.Module:
     if bad:
         raise UserError(f"{where}: {bad[0]} holds numbers that are not finite; train again")
     return module
+
+
+def _name_factory(facts: Facts, copied_model: Path, factory: str) -> None:
+    """Let a factory build the copied model of a script's run from here on.
+
+    Raises UserError where it builds another module, or the run needs none.
+    """
+    spec = models.read_spec(copied_model)
+    if facts.recipe.by_script is None or not spec.name.startswith(f"{models.SCRIPT}:"):
+        raise UserError(
+            f"factory: must be left out for this run, whose model {spec.name} builds, got {factory}"
+        )
+    if facts.tables:
+        raise UserError(
+            f"factory: must be given to a run without certificates, got {factory}; those in "
+            f"{facts.folder.certificates} are of the script's own module: move them away, and "
+            "certify the release"
+        )
+    from dpdist.training.script_state import check_built_again
+
+    built = replace(spec, name=factory, options={})
+    module = models.initialise(built, 0)
+    check_built_again(module, copied_model / WEIGHTS, facts.folder.checkpoints, factory)
+    models.save(module, built, copied_model)

@@ -211,6 +211,14 @@ def release_command(
     sign: Annotated[
         Path | None, path_option("Sign with this Ed25519 private key (PEM).", metavar="KEY")
     ] = None,
+    factory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Import this function to build the module of a script's run that named none; it "
+            "must be the module that was trained.",
+        ),
+    ] = None,
     as_json: PublishableJson = False,
 ) -> None:
     """Write what is safe to publish into release/: model, privacy card, model card, checksums."""
@@ -222,7 +230,9 @@ def release_command(
     folder.require_trained()
     from dpdist.publishing import write_release
 
-    files = write_release(folder, not_private=not_private, licence=licence, key=sign)
+    files = write_release(
+        folder, not_private=not_private, licence=licence, key=sign, factory=factory
+    )
     if as_json:
         card = read_json(folder.release_folder / "privacy_card.json")
         released = {"run": folder.name, "files": [str(path) for path in files]}

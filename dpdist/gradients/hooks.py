@@ -74,7 +74,7 @@ def example_losses(
     if not isinstance(losses, Tensor) or losses.shape != (count,):
         got = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise UserError(
-            f"the objective must return one loss per example, shape ({count},), got {got}: use "
+            f"loss: must return one loss per example, shape ({count},), got {got}: use "
             "reduction='none'"
         )
     return losses

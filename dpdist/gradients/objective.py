@@ -13,7 +13,9 @@ Huber's loss is d^2 / 2 where |d| <= 1, and |d| - 1/2 beyond (Huber, 1964; torch
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from torch.nn import functional
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.engine import cross_entropy
-from dpdist.gradients.hooks import Losses, Objective, OwnLoss
+from dpdist.gradients.hooks import Inputs, Losses, Objective, OwnLoss, example_losses
 
 
 def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ def objective_of(loss: str | Callable[[nn.Module, Any], Tensor]) -> Objective:
         the batch, or that lets one record's value depend on another record.
 
     Raises:
-        UserError: no loss has that name.
+        UserError: no loss has that name, or it is a loss of outputs and targets, such as torch's.
 
     Example:
         >>> import torch
@@ -91,27 +93,93 @@ def objective_of(loss: str | Callable[[nn.Module, Any], Tensor]) -> Objective:
         own = {key: value for key, value in vars(loss).items() if key in _SETTINGS}
         changed = [key for key, value in own.items() if value != _SETTINGS[key]]
         changed += [key for key, _ in loss.named_buffers()]
-        take = (
-            "a function of module and batch: torch.nn.functional's of module(batch[0]) and "
-            "batch[1], with reduction='none'"
-            if changed or name not in _NAMES
-            else repr(_NAMES[name])
-        )
         got = f"{name} with {', '.join(changed)}" if changed else name
-        raise UserError(
-            f"loss: must be a name or a function of module and batch, got a {got}; take {take}"
-        )
+        raise _other_form(f"a {got}", None if changed else _NAMES.get(name))
     if not callable(loss):
         raise UserError(
             f"loss: must be a name or a function of module and batch, got a {type(loss).__name__}"
         )
+    kind: Any = loss
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        raise _other_form(f"the class {kind.__name__}", _NAMES.get(kind.__name__))
+    inner: Any = loss.func if isinstance(loss, partial) else loss
+    if str(getattr(inner, "__module__", None) or "").partition(".")[0] == "torch":
+        name = getattr(inner, "__name__", type(inner).__name__)
+        plain = getattr(loss, "keywords", {}).keys() <= {"reduction"}
+        raise _other_form(f"torch's {name}", _FUNCTIONS.get(name) if plain else None, name)
+    try:
+        inspect.signature(loss).bind(None, None)
+    except TypeError as error:
+        raise UserError(
+            f"loss: must be {_FORM.format('cross_entropy')}, got {_name_of(loss)}, which cannot be "
+            f"called with two arguments: {error}"
+        ) from None
+    except ValueError:  # of a builtin: its first call says more
+        pass
     return OwnLoss(loss)
+
+
+def checked_losses(
+    model: nn.Module, objective: Objective, inputs: Inputs, targets: Tensor
+) -> Tensor:
+    """Compute the losses (B,) of invented or public examples.
+
+    Raises:
+        UserError: a loss of the user's own fails on them, with its error, or does not return one
+            value a record.
+    """
+    try:
+        return example_losses(model, objective, {}, inputs, targets)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function does
+        if not isinstance(objective, OwnLoss):
+            raise
+        batch = "(inputs, targets)"
+        if isinstance(inputs, dict):
+            batch = f"the dict of {', '.join(inputs)}"
+        elif isinstance(inputs, tuple):
+            batch = f"the {len(inputs)} inputs and the targets"
+        said = " ".join(str(error).split())[:_SHOWN]
+        raise UserError(
+            f"loss: must be {_FORM.format('cross_entropy')}, got {_name_of(objective.function)}, "
+            f"which fails on invented records (batch is {batch}): {type(error).__name__}: {said}"
+        ) from error
+
+
+_FORM = (
+    "a function of module and batch that returns one value a record, such as lambda module, batch: "
+    "torch.nn.functional.{}(module(batch[0]), batch[1], reduction='none')"
+)
+_SHOWN = 300  # letters of an error
+
+
+def _other_form(got: str, name: str | None, function: str = "") -> UserError:
+    """Return the complaint about a loss of outputs and targets, which may have a name here."""
+    if name is not None:
+        take = repr(name)
+    elif function:
+        take = _FORM.format(function)
+    else:
+        take = (
+            "a function of module and batch: torch.nn.functional's of module(batch[0]) and "
+            "batch[1], with reduction='none'"
+        )
+    return UserError(
+        f"loss: must be a name or a function of module and batch, got {got}; take {take}"
+    )
+
+
+def _name_of(loss: Any) -> str:
+    return str(getattr(loss, "__qualname__", type(loss).__name__)).replace("<locals>.", "")
 
 
 # Settings of torch's losses that a name cannot have, with their defaults.
 _SETTINGS = {"ignore_index": -100, "label_smoothing": 0.0, "delta": 1.0}
 _NAMES = {"CrossEntropyLoss": "cross-entropy", "BCEWithLogitsLoss": "bce", "MSELoss": "mse",
           "HuberLoss": "huber"}  # fmt: skip
+_FUNCTIONS = {"cross_entropy": "cross-entropy", "binary_cross_entropy_with_logits": "bce",
+              "mse_loss": "mse", "huber_loss": "huber"}  # fmt: skip
 
 
 def _compared(loss: Callable[..., Tensor], name: str, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dpdist.models.spec import (
     CLASSIFIER,
     DENOISER,
+    SCRIPT,
     ZOO,
     BlockNoise,
     ModelSpec,
@@ -57,6 +58,7 @@ __all__ = [
     "CLASSIFIER",
     "DENOISER",
     "NO_CLASS",
+    "SCRIPT",
     "ZOO",
     "BlockNoise",
     "DPALNetwork",

@@ -118,7 +118,8 @@ def _given(name: str) -> Callable[..., Any]:
             return _GIVEN[name, structure]()
         raise UserError(
             f"model.name: {name!r} is known to the script that trained it alone: call it there, or "
-            "train with PrivateTraining(..., factory='package.module:function')"
+            "train with PrivateTraining(..., factory='package.module:function'), or release it by "
+            "`dpdist release RUN --factory package.module:function`"
         )
 
     return build

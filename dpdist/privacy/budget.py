@@ -571,6 +571,7 @@ def reserve(
     name: str = "",
     limit: tuple[float, float] | None = None,
     enforce: bool = True,
+    record: bool = True,
 ) -> None:
     """Put a run on record before it starts, on every budget that holds any of its records.
 
@@ -580,7 +581,7 @@ def reserve(
     once, and of a copy of it what the other has not released (`Lineage`). Durable on return.
 
     Raises BudgetExceeded, and nothing was recorded, where the run does not fit; JournalError.
-    enforce: False records what was done already, whatever it costs.
+    enforce: False records what was done already, whatever it costs. record: False checks alone.
     """
     with _open_budgets(Path(folder)) as (key, budgets):
         if records is None:
@@ -603,6 +604,8 @@ def reserve(
                         f"before its first run; this run comes with {terms}"
                     )
             _check_charge_fits(held, terms, charge, neighbours, limit)
+        if not record:
+            return
         if not held:
             held = [DataBudget.create(Path(folder), name, terms, hashed, _key_id(key))]
             budgets.append(held[0])  # is closed with the others

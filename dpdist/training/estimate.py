@@ -24,9 +24,9 @@ from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective
-from dpdist.gradients.hooks import Objective, each_tensor, example_losses, take
+from dpdist.gradients.hooks import Objective, each_tensor, take
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.objective import objective_of
+from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.sampling import Blocks
 from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
@@ -203,7 +203,7 @@ def _measured(
     inputs, targets = each_tensor(lambda each: each.to(device), inputs), targets.to(device)
     one = take(inputs, slice(1)), targets[:1]
     with kept_buffers(model):
-        each = bytes_per_example(model, lambda: example_losses(model, objective, {}, *one))
+        each = bytes_per_example(model, lambda: checked_losses(model, objective, *one))
         rate = examples_per_second(engine, TrainingObjective(), inputs, targets)
     rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
     held = extra_bytes(engine) + min(rows, most or PROBE_EXAMPLES) * each

@@ -18,7 +18,6 @@ from dpdist.cluster.versions import package_fingerprints
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_atomic, write_json, write_secret_once
-from dpdist.data import Dataset
 from dpdist.data.dataset import check_test_records_unseen, refuse_common_records
 from dpdist.privacy import budget
 from dpdist.privacy.budget import (
@@ -29,10 +28,16 @@ from dpdist.privacy.budget import (
     RenyiFilter,
     charge_id,
 )
-from dpdist.privacy.ledger import JournalError
+from dpdist.privacy.ledger import JournalError, Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
-from dpdist.runs.folder import DifferentRecipeError, RunFolder, has_released, read_verified_ledger
+from dpdist.runs.folder import (
+    DifferentRecipeError,
+    RunFolder,
+    has_released,
+    read_verified_ledger,
+    verify_ledger,
+)
 from dpdist.runs.recipe import Recipe, check_against_data, field_error, resolve_plan
 from dpdist.training.provenance import AMONG_PUBLIC_REASON, check_pretrained
 from dpdist.training.records import (
@@ -72,8 +77,21 @@ def build_charge(recipe: Recipe, folder: RunFolder, process: str | None = None) 
     return Charge.for_plan(run, recipe.name, plan, (), lineage)
 
 
+class Hashed(Protocol):
+    """Records that are recognised by hashes: (N,) numbers or texts of fixed length."""
+
+    @property
+    def hashes(self) -> np.ndarray: ...
+
+
 def reserve_charge(
-    recipe: Recipe, records: Dataset | None, charge: Charge, context: str, *, enforce: bool = True
+    recipe: Recipe,
+    records: Hashed | None,
+    charge: Charge,
+    context: str,
+    *,
+    enforce: bool = True,
+    record: bool = True,
 ) -> None:
     """Charge the records before anything is released; see `dpdist.privacy.budget.reserve`.
 
@@ -95,10 +113,43 @@ def reserve_charge(
             name=recipe.data.name,
             limit=limit,
             enforce=enforce,
+            record=record,
         )
 
 
-def settle_charge(recipe: Recipe, records: Dataset, charge: Charge, context: str) -> None:
+def check_charge(recipe: Recipe, plan: PrivacyPlan, records: Hashed, context: str) -> None:
+    """Raise UserError where a new run does not fit under the recipe's ceiling; charge nothing."""
+    charge = Charge.for_plan("", recipe.name, plan, plan.phases)
+    reserve_charge(recipe, records, charge, context, record=False)
+
+
+def begin_charge(
+    recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, records: Hashed, context: str
+) -> str:
+    """Charge a run's whole plan before it goes on, and return the nonce of this process.
+
+    Raises UserError where it does not fit under the recipe's ceiling; nothing was charged.
+    """
+    # In the ledger first: of two copies that go on, each is charged for what is left.
+    with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
+        verify_ledger(folder, plan, ledger)
+        mine = ledger.announce_process()
+    reserve_charge(recipe, records, build_charge(recipe, folder, mine), context)
+    return mine
+
+
+def end_charge(
+    recipe: Recipe, folder: RunFolder, records: Hashed, process: str | None, context: str
+) -> None:
+    """Charge what a run released: settled where it is done, else with what it may yet release."""
+    charge = build_charge(recipe, folder, process)
+    if folder.training_summary.exists():
+        settle_charge(recipe, records, charge, context)
+    else:
+        reserve_charge(recipe, records, charge, context, enforce=False)
+
+
+def settle_charge(recipe: Recipe, records: Hashed, charge: Charge, context: str) -> None:
     """Charge what was really released, when all of it was."""
     if recipe.privacy.budget is None:
         return

@@ -28,7 +28,7 @@ from dpdist.data.text import next_tokens
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective, input_targets
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, take
-from dpdist.gradients.objective import objective_of
+from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
 from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import NUM_EXAMPLES
@@ -210,7 +210,11 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
         check_canary_coordinates(recipe.canary_audit, engine.size)
     models.check_outputs(module, spec)
     probe = public_probe(data.load(data_source(recipe), "test"))
-    check_initial_model(module, *probe, spec.name, objective(recipe.training))
+    learned = objective(recipe.training)
+    if recipe.training.own_loss:
+        with torch.no_grad():
+            checked_losses(models.fresh_copy(module), learned, probe[0][:1], probe[1][:1])
+    check_initial_model(module, *probe, spec.name, learned)
     execution = recipe.method.execution()
     if recipe.method.capabilities.takes_gradient_steps:
         validate_on_public_examples(engine, execution.task(), data_source(recipe))

@@ -1,11 +1,13 @@
 """State of a script's own objects: kept in checkpoints without pickle, and watched between steps.
 
 A checkpoint holds tensors alone. A `state_dict` of an optimizer or a scheduler has numbers, lists
-and dictionaries around them: these become one JSON text in a tensor of bytes.
+and dictionaries around them: these become one JSON text in a tensor of bytes. A script's settings
+when its run began are kept there too, since another value would have no effect later.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -20,12 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import code_bytes, source_digests
+from dpdist.training.checkpoint import load_latest
 
 # --- state_dicts as tensors -------------------------------------------------------------------
 
@@ -93,6 +97,106 @@ def _decoded(tree: Any, tensor: Any) -> Any:
     return Counter(made) if kind == "counter" else made
 
 
+# --- settings of a run's beginning -------------------------------------------------------------
+
+
+_MOST_CHOSEN = 2**32  # a seed below was chosen; torch draws its own from 2**53
+_OF_STEPS = {  # of a scheduler's state_dict: changed by its steps, or by the learning rate
+    "base_lrs", "last_epoch", "verbose", "_step_count", "_last_lr", "_is_initial",
+    "_get_lr_called_within_step",
+}  # fmt: skip
+_SHOWN = 3  # differences in one line
+
+
+def given_settings(model: nn.Module, optimizer: Optimizer, state: Sequence[Any]) -> dict[str, Any]:
+    """Return the settings that a script gave to its training, by key, as `pack` can keep them.
+
+    Args:
+        model: in which torch's own layers are told with their settings.
+        optimizer: whose settings are those of the moment.
+        state: objects of the checkpoint. Of schedulers that took no step yet, their settings; where
+            one took steps, what it changes of the optimizer is left out.
+
+    Returns:
+        Plain values by key: "optimizer.lr", "state[0].gamma", "model.0", "seed" where the script
+        chose one, ...
+    """
+    free, found = set[str](), dict[str, Any]()
+    for place, each in enumerate(state):
+        if not isinstance(each, LRScheduler):
+            continue
+        if each.last_epoch > 0:  # an object that was used before, as a notebook keeps it
+            free |= _set_by((each,))
+            continue
+        told = _without_steps(each.state_dict())
+        found |= {f"state[{place}].{name.lstrip('_')}": value for name, value in told.items()}
+    groups = optimizer.param_groups
+    for place, group in enumerate(groups):
+        at = "optimizer" if len(groups) == 1 else f"optimizer.param_groups[{place}]"
+        plain = {n: v for n, v in group.items() if n != "params" and n not in free}
+        found |= {f"{at}.{name}": _number(value) for name, value in plain.items()}
+        found[f"{at}.params"] = f"{len(group['params']):,} tensors"
+    found |= {f"model.{name}" if name else "model": told for name, told in _layers(model).items()}
+    for name, parameter in model.named_parameters():
+        found[f"model.{name}"] = "trained" if parameter.requires_grad else "frozen"
+    seed = torch.initial_seed()
+    return {**found, **({"seed": seed} if seed < _MOST_CHOSEN else {})}
+
+
+def setting_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return each difference in words, "KEY: must be X as when the run began, got Y".
+
+    Keys that one side does not have are left out: another version of torch may know more settings.
+    """
+    return [
+        f"{key}: must be {value} as when the run began, got {now[key]}"
+        for key, value in before.items()
+        if key in now and now[key] != value
+    ]
+
+
+def refuse_differences(differences: Sequence[str], folder: Path) -> None:
+    """Raise UserError, in one line, where anything differs from what a run in `folder` began with.
+
+    differences: in the words of `setting_differences`.
+    """
+    if not differences:
+        return
+    more = len(differences) - _SHOWN
+    said = [*differences[:_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
+    raise UserError(
+        f"{'; '.join(said)}; give it as it was then, or another folder than {folder} for a new run"
+    )
+
+
+def _layers(model: nn.Module) -> dict[str, str]:
+    """Return the class of each module, by name; of torch's own ones, with their settings."""
+    return {
+        name: f"{type(module).__name__}({module.extra_repr()})"
+        if type(module).__module__.startswith("torch.nn.modules.")
+        else type(module).__name__
+        for name, module in model.named_modules()
+    }
+
+
+def _without_steps(value: Any) -> Any:
+    """Return a scheduler's settings without what its steps change; of those inside of it, too."""
+    if isinstance(value, dict):
+        return {n: _without_steps(each) for n, each in value.items() if n not in _OF_STEPS}
+    return [_without_steps(each) for each in value] if isinstance(value, list) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def _set_by(schedulers: Sequence[LRScheduler]) -> set[str]:
+    """Return the settings of an optimizer that the steps of these schedulers change."""
+    inner = [each for whole in schedulers for each in getattr(whole, "_schedulers", ())]
+    cycles = any(getattr(each, "cycle_momentum", False) for each in (*schedulers, *inner))
+    return {"lr", "momentum", "betas"} if cycles else {"lr"}
+
+
 # --- what changed outside of a step -----------------------------------------------------------
 
 
@@ -151,9 +255,7 @@ class Watch:
         schedulers = [each for each in state if isinstance(each, LRScheduler)]
         free = set[str]()
         if schedulers and not any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
-            inner = [each for whole in schedulers for each in getattr(whole, "_schedulers", ())]
-            cycles = any(getattr(each, "cycle_momentum", False) for each in (*schedulers, *inner))
-            free = {"lr", "momentum", "betas"} if cycles else {"lr"}
+            free = _set_by(schedulers)
         now = self._groups()
         if len(now) != len(self._settings):
             return False
@@ -175,11 +277,7 @@ class Watch:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [
-            {
-                name: float(value) if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
+            {name: _number(value) for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
 
@@ -299,6 +397,121 @@ def _type_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# --- a trained module, built again ------------------------------------------------------------
+
+
+_PROBED = 3  # invented inputs whose outputs are kept
+_CLOSE = 1e-4  # of outputs on another machine, relative to the largest
+
+
+def module_record(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Return the description by which a module is recognised when a factory builds it, for `pack`.
+
+    Args:
+        model: as it was trained.
+        inputs: (B, ...) invented inputs; None among the outputs where it does not answer them.
+
+    Returns:
+        Classes and settings of its layers, digests of the classes' code, and its outputs in
+        evaluation mode for some of the inputs.
+    """
+    found: dict[str, Any] = {"layers": _layers(model), "code": _class_codes(model)}
+    if isinstance(inputs, Tensor):
+        rows = inputs[-_PROBED:].float().cpu()
+        outputs = _outputs(copy.deepcopy(model).cpu(), rows)
+        found |= {"inputs": rows, "outputs": outputs}
+    return found
+
+
+def check_built_again(model: nn.Module, file: Path, checkpoints: Path, factory: str) -> None:
+    """Load a script's trained weights into what a factory built, and check that it is that module.
+
+    Args:
+        model: built by the factory.
+        file: the run's weights, in safetensors.
+        checkpoints: of the run, the last of which holds the `module_record`.
+        factory: name of the factory, for complaints.
+
+    Raises:
+        UserError: tensors, layers, code of classes or outputs are others than those of the run.
+    """
+    state = load_latest(checkpoints)
+    if state is None or "module.json" not in state.slots:
+        raise UserError(
+            f"factory: must be given by the script of this run, got {factory}: {checkpoints} does "
+            "not describe its module (an earlier version wrote it); run the script in another "
+            "folder"
+        )
+    wanted, weights = unpack("module", state.slots), load_file(file)
+    before, now = _told(wanted["layers"], weights), _told(_layers(model), model.state_dict())
+    for name in (*before, *now):
+        if before.get(name) != now.get(name):
+            raise _another_module(
+                factory, f"{name} must be {before.get(name, 'left out')}, "
+                f"got {now.get(name, 'nothing of that name')}"
+            )  # fmt: skip
+    if changed := sorted(set(_class_codes(model)) ^ set(wanted["code"])):
+        raise _another_module(factory, f"the code of {changed[0].partition(' ')[0]} is another")
+    model.load_state_dict(dict(weights))
+    outputs = wanted.get("outputs")
+    if outputs is None:
+        raise UserError(
+            "factory: must build a module of one tensor of numbers for each record, as releases "
+            "answer by; this run's takes something else"
+        )
+    found = _outputs(model, wanted["inputs"])
+    if found is None or found.shape != outputs.shape or not torch.allclose(
+        found, outputs, rtol=_CLOSE, atol=_CLOSE * max(1.0, float(outputs.abs().max()))
+    ):  # fmt: skip
+        raise _another_module(factory, "with the trained weights it answers otherwise")
+
+
+def _told(layers: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return layers and tensors in words, by name."""
+    found = {name or "the top": told for name, told in layers.items()}
+    return found | {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
+
+
+def _another_module(factory: str, why: str) -> UserError:
+    return UserError(
+        f"factory: must build the module that was trained, got another from {factory}: {why}; let "
+        "it return that class, with the same arguments"
+    )
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
+    """Return a module's outputs in evaluation mode; None where they are no tensor of numbers."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found = model.eval()(inputs)
+    except Exception:  # it takes something else: a release could not ask it either
+        return None
+    return found.float() if isinstance(found, Tensor) else None
+
+
+def _class_codes(model: nn.Module) -> list[str]:
+    """Return name and digest of the code of each class that is not torch's, wherever it stands."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_OF_A_SCRIPT]
+    return sorted(f"{kind.__name__} {_hash(_class_bytes(kind))}" for kind in own)
+
+
+def _class_bytes(kind: type) -> bytes:
+    """Return the code of a class's functions, and its plain attributes."""
+    found = []
+    for name, value in sorted(vars(kind).items()):
+        held = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        for each in held:
+            function = getattr(each, "__func__", each)
+            if isinstance(function, types.FunctionType):
+                defaults = repr((function.__defaults__, function.__kwdefaults__))
+                found.append(f"{name} {defaults} ".encode() + code_bytes(function.__code__))
+            elif isinstance(each, _PLAIN) and not name.startswith("__"):
+                found.append(f"{name} {each!r} ".encode())
+    return b"".join(found)
 
 
 # --- the script's code ------------------------------------------------------------------------

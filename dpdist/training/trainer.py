@@ -142,19 +142,11 @@ def _budget_charged(job: TrainJob) -> Iterator[None]:
     records, where = training_records(recipe, job.source), str(folder.recipe_file)
     mine: str | None = None
     if not folder.training_summary.exists():
-        # In the ledger first: of two copies that go on, each is charged for what is left.
-        with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
-            verify_ledger(folder, plan, ledger)
-            mine = ledger.announce_process()
-        charging.reserve_charge(recipe, records, charging.build_charge(recipe, folder, mine), where)
+        mine = charging.begin_charge(recipe, plan, folder, records, where)
     try:
         yield
     finally:
-        charge = charging.build_charge(recipe, folder, mine)
-        if folder.training_summary.exists():
-            charging.settle_charge(recipe, records, charge, where)
-        else:
-            charging.reserve_charge(recipe, records, charge, where, enforce=False)
+        charging.end_charge(recipe, folder, records, mine, where)
 
 
 def place_training(job: TrainJob, executor: Executor) -> Executor:

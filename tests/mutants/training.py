@@ -1317,6 +1317,122 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/private_training.py",
+        f"{OWN}::test_a_run_of_before_goes_on_without_its_settings "
+        f"{OWN}::test_another_setting_on_a_run_that_began_is_refused",
+        (
+            "        refuse_differences(setting_differences(before, now), self.run.path)\n",
+            "",
+            "a script's other settings are ignored in silence",
+        ),
+        (
+            '        self._given = begun.get("given")\n',
+            "",
+            "a script's settings are those of the last start, not of the first",
+        ),
+        (
+            "        olds.setdefault(_argument(key), old)\n",
+            "        olds[_argument(key)] = old\n",
+            "another loss of a script is told by its default",
+        ),
+    ),
+    *group(
+        "dpdist/training/script_state.py",
+        f"{OWN}::test_another_setting_on_a_run_that_began_is_refused "
+        f"{OWN}::test_a_notebook_s_objects_go_on_after_their_steps "
+        f"{OWN}::test_weights_without_a_seed_are_those_of_the_run",
+        (
+            '"trained" if parameter.requires_grad else "frozen"',
+            '"trained"',
+            "other trained parameters of a script are not compared",
+        ),
+        (
+            "        if each.last_epoch > 0:",
+            "        if each.last_epoch > 1e9:",
+            "the rate of a scheduler's steps is taken for a script's other setting",
+        ),
+        (
+            " if seed < _MOST_CHOSEN else {}",
+            "",
+            "a script without a seed is refused for the seed of its process",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_a_run_over_the_budget_is_refused_before_a_step "
+        f"{OWN}::test_records_of_every_kind_are_known_to_a_budget "
+        f"{OWN}::test_a_second_start_may_take_the_room_first "
+        f"{OWN}::test_a_run_that_was_cut_stays_charged_and_goes_on",
+        (
+            "            check_charge(recipe, plan, self._hashed, _CONTEXT)\n",
+            "            pass\n",
+            "a script's run over the budget is begun",
+        ),
+        (
+            "                self._charge_budget()\n",
+            "",
+            "a script's run is charged to no budget",
+        ),
+        (
+            "        self._stack.callback(end_charge, recipe, folder, self._hashed, mine, _CONTEXT)\n",
+            "",
+            "a script's run is never settled",
+        ),
+        (
+            "type(records).input_macs is not Records.input_macs:",
+            "False:",
+            "a budget knows random draws of records in place of the records",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/objective.py",
+        f"{OWN}::test_refusals_are_one_line_and_leave_nothing",
+        (
+            "    except Exception as error:  # whatever a user's function does\n",
+            "    except ArithmeticError as error:\n",
+            "a script's loss of outputs and targets is told by torch's error",
+        ),
+    ),
+    *group(
+        "dpdist/training/script_state.py",
+        f"{OWN}::test_a_factory_of_another_module_is_refused",
+        (
+            "        if before.get(name) != now.get(name):",
+            "        if False:",
+            "a release's factory may build other layers",
+        ),
+        (
+            "    if changed := sorted(",
+            "    if changed := [] and sorted(",
+            "a release's factory may have classes of other code",
+        ),
+        (
+            "_CLOSE = 1e-4",
+            "_CLOSE = 1e4",
+            "a release's factory may answer otherwise",
+        ),
+        (
+            "if isinstance(value, property) else (value,)",
+            "if False else (value,)",
+            "a release's factory may have other properties",
+        ),
+    ),
+    *group(
+        "dpdist/publishing.py",
+        f"{OWN}::test_a_factory_is_for_runs_that_need_one "
+        f"{OWN}::test_a_factory_may_be_named_for_the_release",
+        (
+            "    if facts.tables:\n",
+            "    if False:\n",
+            "certificates are of a release's other factory",
+        ),
+        (
+            '"model hash": models.model_hash(aside)}',
+            "}",
+            "the card of a release by a factory names another model",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
         f"{OWN}::test_parameters_that_are_not_finite_are_seen",
         (
             "return total - total == 0 or bool(values.isfinite().all())",

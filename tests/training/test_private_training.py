@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,18 @@ import torch
 from support.local_execution import command, run_without_ray
 from support.training import KEY, execute, make, parameters, release_ids
 from torch import nn
+from torch.nn import functional as F
 
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError, private_training
 from dpdist.core.files import read_json
 from dpdist.gradients.clipping import AutomaticClipping
+from dpdist.privacy.budget import Charge, read_budgets
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training import job, model_setup
+from dpdist.training import checkpoint, job, model_setup
 from dpdist.training.records import records_with_canaries
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
@@ -247,6 +250,134 @@ def test_a_model_of_the_script_itself_needs_its_script(tmp_path):
     assert done.returncode and "UserError" in done.stderr and "factory" in done.stderr
 
 
+MINE = """
+import torch
+from torch import nn
+
+SCALE = 1.0
+
+
+class Mine(nn.Module):
+    turns = 2
+
+    def __init__(self, width=5, slope=0.1):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, width), nn.Linear(width, 2)
+        self.slope = nn.LeakyReLU(slope)
+
+    @property
+    def scale(self):
+        return SCALE
+
+    def forward(self, inputs):
+        return self.second(self.scale * self.slope(self.first(inputs)))
+"""
+FACTORY = """
+
+def net(input_shape, classes):
+    return Mine()
+"""
+OTHER_FACTORIES = {
+    "sizes": ("Mine()", "Mine(7)", r"first must be Linear\(.* out_features=5, .* out_features=7"),
+    "types": ("Mine()", "Mine().double()", r"must be \(5,\) torch.float32, got .* torch.float64"),
+    "shapes": ("self.slope =", "self.more = nn.Parameter(torch.ones(2)); self.slope =",
+               r"more must be left out, got \(2,\) torch.float32"),
+    "names": ("self.second", "self.last", "second must be Linear.* got nothing of that name"),
+    "settings": ("Mine()", "Mine(5, 0.2)", r"slope must be LeakyReLU\(negative_slope=0.1\), got"),
+    "classes": ("return Mine()", "return nn.Sequential(Mine())", "the top must be Mine, got Seq"),
+    "forward": ("(self.scale * ", "(1.5 * ", "the code of Mine is another"),
+    "property": ("return SCALE", "return 1.5 * SCALE", "the code of Mine is another"),
+    "attribute": ("turns = 2", "turns = 3", "the code of Mine is another"),
+    "module": ("SCALE = 1.0", "SCALE = 1.5", "with the trained weights it answers otherwise"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def of_the_script(tmp_path, monkeypatch) -> PrivateTraining:
+    """A run of a module that the script alone has; `nets_later.py` has the same class."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nets_later.py").write_text(MINE + FACTORY)
+    for name in ("nets_later", "nowhere_later"):
+        sys.modules.pop(name, None)
+    given: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(MINE, "a cell of a notebook", "exec"), given)
+    torch.manual_seed(2)
+    model = given["Mine"]()
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-3}
+    t = training(tmp_path / "own", model, sgd(model), privacy=privacy, held_out=records(20, 2))
+    t.run_all()
+    return t
+
+
+def test_a_factory_may_be_named_for_the_release(of_the_script, tmp_path, monkeypatch, capsys):
+    run = of_the_script.run
+    factory = "nets_later:net"
+    before = checkpoint.tensors_digest(of_the_script.model.state_dict())
+    run_without_ray(monkeypatch)
+    done = command(monkeypatch, capsys, tmp_path, "release", str(run.path), "--factory", factory)
+    assert done.code == 0, done.err
+    with pytest.raises(UserError, match="If you trust it, name it"):
+        dpdist.load(run.release_folder).model  # noqa: B018 - building is what is refused
+    release = dpdist.load(run.release_folder, trusted_factory=factory)
+    inputs = records(30, 5)[0]
+    torch.testing.assert_close(release.model(inputs), of_the_script.model(inputs))
+    assert checkpoint.tensors_digest(release.model.state_dict()) == before
+    assert release.card["extra"]["model"] == factory and release.card["private"]
+    verify = ("verify", str(run.release_folder), "--trust-factory", factory)
+    assert command(monkeypatch, capsys, tmp_path, *verify).code == 0
+    code = (
+        "import dpdist, torch\n"
+        f"release = dpdist.load({str(run.release_folder)!r}, trusted_factory={factory!r})\n"
+        "print(release.model(torch.ones(1, 6)).tolist())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )  # which never saw the script
+    assert done.stdout == f"{of_the_script.model(torch.ones(1, 6)).tolist()}\n", done.stderr
+
+
+@pytest.mark.parametrize("case", OTHER_FACTORIES)
+def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
+    old, new, said = OTHER_FACTORIES[case]
+    (tmp_path / "nets_later.py").write_text((MINE + FACTORY).replace(old, new))
+    with pytest.raises(UserError, match=rf"^factory: must build the module .*{said}") as error:
+        dpdist.write_release(of_the_script.run, factory="nets_later:net")
+    assert "\n" not in str(error.value)
+    assert not of_the_script.run.release_folder.exists()
+
+
+@pytest.mark.long
+def test_a_factory_is_for_runs_that_need_one(of_the_script, tmp_path, monkeypatch):
+    run = of_the_script.run
+    with pytest.raises(UserError, match="cannot import"):
+        dpdist.write_release(run, factory="nowhere_later:net")
+    with pytest.raises(UserError, match="must be importable"):
+        dpdist.write_release(run, factory="__main__:net")
+    again = training(tmp_path / "own-2", Net(), factory="test_private_training:net")
+    again.run_all()
+    with pytest.raises(
+        UserError, match=r"factory: must be left out for this run, whose model test"
+    ):
+        dpdist.write_release(again.run, not_private=True, factory="nets_later:net")
+    run_without_ray(monkeypatch)
+    settings = dpdist.Cohen(sigma=0.25, n=20, n0=5, max_inputs=2)
+    dpdist.certify(run, None, settings, folder=run.certificates / "one", executor="local")
+    with pytest.raises(UserError, match="factory: must be given to a run without certificates"):
+        dpdist.write_release(run, factory="nets_later:net")
+
+
+def test_a_run_of_before_does_not_describe_its_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(private_training, "module_record", lambda *_: {})
+    whole = private_training.pack
+    monkeypatch.setattr(
+        private_training, "pack", lambda name, value: {} if name == "module" else whole(name, value)
+    )
+    t = training(tmp_path / "own")
+    t.run_all()
+    with pytest.raises(UserError, match="factory: must be given by the script of this run"):
+        dpdist.write_release(t.run, not_private=True, factory="test_private_training:net")
+
+
 def test_held_out_records_must_not_be_private(tmp_path):
     with pytest.raises(UserError, match="held_out: must share no record with data, got 1"):
         training(tmp_path / "own", held_out=tuple(each[:1] for each in records()))
@@ -418,7 +549,6 @@ def dropping() -> nn.Module:
         (Net, sgd, {"resources": {"workers": 2}}, "resources.workers: must be 1"),
         (Net, sgd, {"privacy": {"delta": 1e-3}}, "exactly one of epsilon and noise_multiplier"),
         (Net, sgd, {"privacy": {"epsilon": -1, "delta": 1e-3}}, "privacy.epsilon: must be"),
-        (Net, sgd, {"privacy": {**PRIVATE, "budget": "/tmp"}}, "privacy.budget: must be left out"),
         (Net, sgd, {"batch_size": 200}, "training.batch_size: must be <= the 80"),
         (Net, sgd, {"epochs": 2}, "exactly one of steps and epochs"),
         (Net, sgd, {"loss": nn.CrossEntropyLoss()}, "got a CrossEntropyLoss; take 'cross-entropy'"),
@@ -432,6 +562,32 @@ def dropping() -> nn.Module:
         ),
         (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
          "one loss per example"),
+        (Net, sgd, {"loss": F.cross_entropy}, "got torch's cross_entropy; take 'cross-entropy'"),
+        (Net, sgd, {"loss": partial(F.mse_loss, reduction="none")},
+         "got torch's mse_loss; take 'mse'"),
+        (
+            Net, sgd, {"loss": partial(F.cross_entropy, label_smoothing=0.1)},
+            "got torch's cross_entropy; take a function of module and batch that returns one value "
+            "a record, such as lambda module, batch: torch.nn.functional.cross_entropy(module(",
+        ),
+        (Net, sgd, {"loss": F.nll_loss},
+         "such as lambda module, batch: torch.nn.functional.nll_loss(module(batch[0]), batch"),
+        (Net, sgd, {"loss": torch.nn.functional.softplus}, "got torch's softplus; take a function"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss}, "got the class CrossEntropyLoss; take 'cross-en"),
+        (Net, sgd, {"loss": nn.CrossEntropyLoss(reduction="mean")}, "take 'cross-entropy'"),
+        (Net, sgd, {"loss": nn.L1Loss()}, "got a L1Loss; take a function of module and batch"),
+        (Net, sgd, {"loss": nn.NLLLoss(reduction="sum")}, "got a NLLLoss; take a function"),
+        (Net, sgd, {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
+         "got <lambda>, which fails on invented records (batch is (inputs, "
+         "targets)): TypeError: cross_entropy_loss()"),
+        (Net, sgd, {"loss": lambda outputs: outputs},
+         "which cannot be called with two arguments: too many positional arguments"),
+        (Net, sgd, {"loss": lambda a, b, c: a}, "arguments: missing a required argument: 'c'"),
+        (Net, sgd, {"loss": lambda module, batch: module(batch)}, "fails on invented records"),
+        (Net, sgd, {"loss": lambda module, batch: batch["x"]}, "fails on invented records (batch"),
+        (Net, sgd, {"loss": lambda module, batch: None}, "one loss per example"),
+        (Net, sgd, {"loss": None}, "loss: must be a name or a function of module and batch, got a"),
+        (Net, sgd, {"loss": "cross_entropy"}, "loss: must be cross-entropy, bce"),
         (lambda: nn.Linear(WIDTH + 1, 2), sgd, {},
          f"model: must take inputs as the records have them, (B, {WIDTH}) float32; it fails on"),
         (lambda: Net().double(), sgd, {}, "it fails on invented ones: mat1 and mat2 must have the"),
@@ -813,7 +969,9 @@ def test_a_step_that_was_interrupted_is_not_gone_on_with(tmp_path, monkeypatch):
 
 def test_another_setting_is_another_run(tmp_path):
     training(tmp_path / "own").run_all()
-    with pytest.raises(UserError, match=r"folder: .*training\.batch_size differ"):
+    with pytest.raises(
+        UserError, match=r"^batch_size: must be 16 as when the run began, got 20; .*another folder"
+    ):
         training(tmp_path / "own", batch_size=20)
     with pytest.raises(UserError, match=r"model\.options\.structure"):
         training(tmp_path / "own", Net(7))
@@ -821,6 +979,154 @@ def test_another_setting_is_another_run(tmp_path):
     assert finished.steps_left == 0 and finished.guarantee == finished.plan.guarantee()
     with pytest.raises(UserError, match="all 6 steps of the plan are done"):
         finished.step()
+
+
+class Sloped(Net):
+    def __init__(self, slope: float = 0.1, seed: int = 3) -> None:
+        super().__init__()
+        self.slope = nn.LeakyReLU(slope)
+        torch.manual_seed(seed)
+        self.first = nn.Linear(WIDTH, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.slope(self.first(inputs)))
+
+
+def begun_or_not(
+    folder: Path, steps: int = 0, *, lr: float = 0.3, momentum: float = 0.5, gamma: float = 0.5,
+    slope: float = 0.1, seed: int = 3, adam: bool = False, frozen: bool = False, **given: Any,
+) -> PrivateTraining:  # fmt: skip
+    """Run the same script, whose settings are the arguments, for so many steps."""
+    model = Sloped(slope, seed)
+    model.first.bias.requires_grad_(not frozen)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr, momentum)
+    if adam:
+        optimizer = torch.optim.Adam(model.parameters(), lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
+    t = training(folder, model, optimizer, state=[scheduler], **given)
+    for _ in range(steps):
+        t.step()
+        scheduler.step()
+    t.close()
+    return t
+
+
+def own_loss(module: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+
+OTHERS = [
+    ({"lr": 0.1}, "optimizer.lr: must be 0.3 as when the run began, got 0.1;"),
+    ({"momentum": 0.9}, "optimizer.momentum: must be 0.5 as when the run began, got 0.9;"),
+    ({"adam": True}, "optimizer: must be torch.optim.sgd.SGD as when the run began, got"),
+    ({"gamma": 0.9}, "state[0].gamma: must be 0.5 as when the run began, got 0.9;"),
+    (
+        {"slope": 0.2},
+        "model.slope: must be LeakyReLU(negative_slope=0.1) as when the run began, got",
+    ),
+    ({"seed": 4}, "seed: must be 3 as when the run began, got 4;"),
+    ({"frozen": True}, "model.first.bias: must be trained as when the run began, got frozen;"),
+    ({"loss": own_loss}, "loss: must be cross-entropy as when the run began, got"),
+    ({"batch_size": 20}, "batch_size: must be 16 as when the run began, got 20;"),
+    ({"privacy": {**PRIVATE, "clip_norm": 2.0}}, "privacy.clip_norm: must be 1.0 as when"),
+    ({"isolate": True}, "model.isolate: must be False as when the run began, got True;"),
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "other", "said"), [(2, *each) for each in OTHERS] + [(6, *OTHERS[0])]
+)
+def test_another_setting_on_a_run_that_began_is_refused(tmp_path, steps, other, said):
+    """Also on one that is done: it would be handed back as if the setting had been used."""
+    begun_or_not(tmp_path / "own", steps)
+    before = sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        begun_or_not(tmp_path / "own", 1, **other)
+    assert "\n" not in str(error.value) and "another folder" in str(error.value)
+    assert before == sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
+    # The script of then goes on, from the checkpoint that the last step began with.
+    assert begun_or_not(tmp_path / "own").steps_left == {2: 5, 6: 0}[steps]
+
+
+def test_settings_that_differ_are_named_together(tmp_path):
+    begun_or_not(tmp_path / "own", 1)
+    with pytest.raises(
+        UserError, match=r"^state\[0\]\.gamma: .*; optimizer\.lr: .*; optimizer\.mo"
+    ):
+        begun_or_not(tmp_path / "own", lr=0.1, momentum=0.1, gamma=0.1)
+
+
+def test_the_run_holds_the_settings_of_its_beginning(tmp_path):
+    """A rate that the schedule reached is another one; and a third start still knows the first."""
+    assert begun_or_not(tmp_path / "own", 2).optimizer.param_groups[0]["lr"] == 0.075
+    begun_or_not(tmp_path / "own", 1)
+    with pytest.raises(UserError, match=r"optimizer\.lr: must be 0\.3 as .* got 0\.075"):
+        begun_or_not(tmp_path / "own", lr=0.075)
+
+
+def test_fit_refuses_another_rate(tmp_path):
+    told: dict[str, Any] = {
+        "privacy": PRIVATE, "batch_size": 16, "steps": 2, "folder": tmp_path / "own",
+    }  # fmt: skip
+    dpdist.fit(Net(), records(), learning_rate=0.1, **told)
+    with pytest.raises(
+        UserError, match=r"optimizer\.lr: must be 0\.1 as when the run began, got 0\."
+    ):
+        dpdist.fit(Net(), records(), learning_rate=0.2, **told)
+    dpdist.fit(Net(), records(), learning_rate=0.1, **told)
+
+
+def test_a_notebook_s_objects_go_on_after_their_steps(tmp_path):
+    """The same model, optimizer and scheduler, used before, and another seed since."""
+    model = Net()
+    optimizer = sgd(model)
+    state = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    t = training(tmp_path / "own", model, optimizer, state=state)
+    for _ in range(3):
+        t.step()
+        state[0].step()
+    torch.manual_seed(17)
+    again = training(tmp_path / "own", model, optimizer, state=state)
+    assert 0 < again.steps_left < 6
+    again.run_all()
+    assert t.run.training_summary.exists()
+
+
+def test_weights_without_a_seed_are_those_of_the_run(tmp_path):
+    """A script that seeds nothing goes on; where the seed is the same, other weights are told."""
+    torch.seed()
+    t = training(tmp_path / "own", nn.Linear(WIDTH, 2), steps=4)
+    t.step()
+    t.step()
+    t.close()
+    torch.seed()
+    again = training(tmp_path / "own", nn.Linear(WIDTH, 2), steps=4)
+    assert again.steps_left == 3
+    again.close()
+    seeded = tmp_path / "seeded"
+    torch.manual_seed(5)
+    t = training(seeded, nn.Linear(WIDTH, 2), steps=4)
+    t.step()
+    t.close()
+    del t
+    with pytest.warns(UserWarning, match="model: has other weights than the run began with"):
+        training(seeded, nn.Linear(WIDTH, 2), steps=4).close()
+
+
+def test_a_run_of_before_goes_on_without_its_settings(tmp_path, monkeypatch):
+    """Checkpoints that say nothing of settings are those of earlier versions."""
+    monkeypatch.setattr(private_training, "given_settings", lambda *_: None)
+    begun_or_not(tmp_path / "own", 2)
+    monkeypatch.undo()
+    assert begun_or_not(tmp_path / "own", 2, lr=0.1).steps_left == 3
+    assert begun_or_not(tmp_path / "own", 1, lr=0.2).steps_left == 3
+
+
+def test_a_folder_of_a_recipe_s_run_is_refused(tmp_path):
+    made, folder = make(tmp_path, "recipe")
+    folder.create_or_open(made)
+    with pytest.raises(UserError, match=r"^folder: must hold a run of PrivateTraining or nothing"):
+        training(folder.path)
 
 
 def test_a_run_that_ended_before_it_said_so_is_finished(tmp_path):
@@ -908,6 +1214,133 @@ def test_losses_by_name_and_of_one_s_own(tmp_path, name):
     )
 
 
+# --- a budget over several runs
+
+
+def budgeted(tmp: Path, **given: Any) -> dict[str, Any]:
+    """Return privacy of about epsilon 1.2 a run, under a ceiling that holds two of them."""
+    noise = {"noise_multiplier": 1.5, "delta": 1e-3}
+    return {**noise, "budget": tmp / "budget", "budget_ceiling": 2.2, "budget_delta": 1e-3, **given}
+
+
+def charges(tmp: Path) -> list[Charge]:
+    (budget,) = read_budgets(tmp / "budget")
+    return budget.charges
+
+
+def test_a_run_over_the_budget_is_refused_before_a_step(tmp_path):
+    """By the records, not by their order, their labels or the kind of array."""
+    inputs, labels = records()
+    private = budgeted(tmp_path)
+    one = training(tmp_path / "one", privacy=private)
+    one.run_all()
+    (charge,) = charges(tmp_path)
+    assert charge.status == "settled" and charge.phases == one.plan.phases
+    assert dpdist.read_facts(one.run).data_set_guarantee.epsilon == 2.2
+    other = (inputs.flip(0).numpy(), 1 - labels.flip(0).numpy())
+    for number, refused in enumerate([False, True]):
+        folder = tmp_path / f"more-{number}"
+        if refused:
+            with pytest.raises(UserError, match=r"^PrivateTraining: privacy\.budget: .* are spent"):
+                training(folder, data=other, privacy=private)
+            assert not folder.exists() and len(charges(tmp_path)) == 2
+        else:
+            training(folder, data=other, privacy=private).run_all()
+    training(tmp_path / "others", data=records(seed=2), privacy=private).step()  # of other records
+    assert len(read_budgets(tmp_path / "budget")) == 2
+
+
+def test_a_recipe_s_run_and_a_script_s_share_a_budget(tmp_path):
+    """A recipe knows records by hashes of what a model sees, and so does a script's run."""
+    private = budgeted(tmp_path, budget=str(tmp_path / "budget"), budget_ceiling=8.0)
+    made, folder = make(tmp_path, "recipe", privacy=private, training__steps=2)
+    dpdist.train(job.prepare(made, folder, "a test"))
+    dataset = records_with_canaries(made, job.data_source(made))
+    rows = np.arange(len(dataset))
+    data = dataset.batch(rows), dataset.targets(rows)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(data[0][0].numel(), 10))
+    training(tmp_path / "own", model, sgd(model), data=data, privacy=private, steps=2).run_all()
+    (budget,) = read_budgets(tmp_path / "budget")
+    assert len(budget.charges) == 2 and len(budget.known) == len(set(dataset.hashes.tolist()))
+
+
+def test_a_run_that_was_cut_stays_charged_and_goes_on(tmp_path):
+    private = budgeted(tmp_path)
+    t = training(tmp_path / "own", privacy=private)
+    t.step()
+    (charge,) = charges(tmp_path)
+    assert (
+        charge.status == "reserved" and charge.phases == t.plan.phases
+    )  # also if it is killed now
+    t.close()
+    training(tmp_path / "second", privacy=private).run_all()
+    with pytest.raises(UserError, match=r"privacy\.budget: .* are spent"):
+        training(tmp_path / "third", privacy=private)
+    training(tmp_path / "own", privacy=private).run_all()
+    assert [each.status for each in charges(tmp_path)] == ["settled", "settled"]
+
+
+def test_a_second_start_may_take_the_room_first(tmp_path):
+    """What fits when the object is made may not fit at its first step: nothing is released then."""
+    private = budgeted(tmp_path)
+    training(tmp_path / "one", privacy=private).run_all()
+    late, soon = (training(tmp_path / name, privacy=private) for name in ("late", "soon"))
+    soon.run_all()
+    with pytest.raises(UserError, match=r"privacy\.budget: .* are spent"):
+        late.step()
+    assert Ledger.read(late.run.ledger).release_counts == {}
+    assert len(charges(tmp_path)) == 2
+
+
+def loss_of_two(module: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(*batch[:2]), batch[2], reduction="none")
+
+
+@pytest.mark.parametrize("kind", ["several inputs", "items before their transforms"])
+def test_records_of_every_kind_are_known_to_a_budget(tmp_path, kind):
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 2)
+
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            return self.layer(first + second)
+
+    class Items(torch.utils.data.Dataset[Any]):
+        def __init__(self, start: int) -> None:
+            self.start = start
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            item = records()[0][self.start + index]
+            return item + torch.randn(WIDTH), int(item.sum() > WIDTH / 2)
+
+    private = budgeted(tmp_path, budget_ceiling=1.8)
+
+    def train(start: int) -> None:
+        """On records of which half are those that the other start has."""
+        inputs, labels = (each[start : start + 40] for each in records())
+        model: nn.Module = nn.Linear(WIDTH, 2)
+        data: Any = dpdist.as_records(Items(start), before_transform=inputs.__getitem__)
+        own: dict[str, Any] = {}
+        if kind == "several inputs":
+            model, data, own = Two(), ((inputs, inputs), labels), {"loss": loss_of_two}
+        told = {"data": data, "privacy": private, "batch_size": 8, **own}
+        training(tmp_path / str(start), model, sgd(model), **told).run_all()
+
+    train(0)
+    with pytest.raises(UserError, match=r"privacy\.budget: .* are spent"):
+        train(20)
+
+
+def test_scores_and_a_budget_do_not_go_together(tmp_path):
+    t = training(tmp_path / "own", privacy=budgeted(tmp_path))
+    with pytest.raises(UserError, match=r"^score: must be left out with privacy\.budget"):
+        t.score(records(30, seed=5), every=2)
+
+
 # --- crashes
 
 
@@ -916,7 +1349,8 @@ import os, signal, sys, torch
 import dpdist
 
 kill, seed = int(sys.argv[2]), int(sys.argv[3])
-torch.manual_seed(seed)
+if seed >= 0:
+    torch.manual_seed(seed)
 
 
 class Mine(torch.nn.Module):
@@ -970,8 +1404,11 @@ def test_after_a_kill_the_same_script_ends_at_the_same_bits(tmp_path, each):
     whole = script(tmp_path, tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
     assert script(tmp_path, tmp_path / "own", 4, each=each).returncode == -signal.SIGKILL
-    assert script(tmp_path, tmp_path / "own", 9, seed=7, each=each).returncode == -signal.SIGKILL
-    done = script(tmp_path, tmp_path / "own", seed=8, each=each)
+    other = script(tmp_path, tmp_path / "own", 9, seed=7, each=each)
+    assert other.returncode == 1
+    assert "seed: must be 0 as when the run began, got 7" in other.stderr
+    assert script(tmp_path, tmp_path / "own", 9, seed=-1, each=each).returncode == -signal.SIGKILL
+    done = script(tmp_path, tmp_path / "own", seed=-1, each=each)
     assert done.returncode == 0, done.stderr
     assert done.stdout == whole.stdout and whole.stdout.startswith("12 ")
     one, other = (RunFolder(tmp_path / name) for name in ("whole", "own"))

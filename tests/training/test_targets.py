@@ -228,6 +228,8 @@ def test_bce_is_for_one_label(tmp_path):
     ("loss", "words"),
     [
         ("support.losses:mean", r"one loss per example, shape \(1,\), got \(\)"),
+        ("support.losses:of_outputs", "got of_outputs, which fails on invented records"),
+        ("torch.nn.functional:l1_loss", "got torch's l1_loss; take a function of module and batch"),
         ("support.losses:absent", "training.loss: cannot import 'support.losses:absent'"),
         ("absent.losses:mean", "training.loss: cannot import 'absent.losses:mean'"),
     ],
