@@ -299,7 +299,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "tuning/search.py",
-        SEARCH,
+        f"{SEARCH}::test_a_search_goes_on_with_the_groups_it_was_begun_with "
+        f"{SEARCH}::test_public_records_to_score_on_have_no_private_group",
         (
             "    everything = by_unit(recipe, private_records(recipe, data_source(recipe)))",
             "    everything = private_records(recipe, data_source(recipe))",
@@ -310,6 +311,10 @@ FAULTS: list[Fault] = [
             "",
             "a search scores on private groups as if they were public",
         ),
+    ),
+    *group(
+        "tuning/search.py",
+        f"{SEARCH}::test_a_search_becomes_a_run_that_states_its_groups",
         (
             '            units = f"{count:,} {self.cost.plan.counted}"',
             '            units = f"{count:,} records"',
@@ -323,7 +328,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/reports/facts.py",
-        SEARCH,
+        f"{SEARCH}::test_a_search_becomes_a_run_that_states_its_groups",
         (
             "scored_on=tune.score.describe_records(plan.counted)",
             'scored_on=tune.score.describe_records("records")',
