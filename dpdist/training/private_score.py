@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from dpdist import models
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.protocol import GroupedRecords, Records
+from dpdist.data.protocol import UNITS, GroupedRecords, Records, mean_units
 from dpdist.gradients.hooks import Objective, OwnLoss, each_tensor, example_losses, take
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.calibration import score_noise_for
@@ -52,7 +52,6 @@ ASSUMED = (
     "returned",
 )
 ASSUMED_OF_VALUE = "a held-out record's value depends on that record and the model alone"
-UNITS = 2**20  # of a record's value: multiples of 1 / UNITS add up without rounding
 
 
 def declare(
@@ -382,21 +381,6 @@ class PrivateScore:
             there = each_tensor(lambda each: each.to(self._device), inputs)
             wanted = targets.to(self._device)
             return float(example_losses(model, self._objective, {}, there, wanted))
-
-
-def mean_units(values: Sequence[float]) -> int:
-    """Return the mean of one unit's values, each cut to [0, 1], in whole units of 1 / `UNITS`.
-
-    A unit is a record with its one value, or a group with those of all its records: either adds
-    0 to `UNITS` to a sum, whatever number of records it has.
-    """
-    units = [math.floor(bounded(value) * UNITS) for value in values]
-    return sum(units) // len(units)
-
-
-def bounded(value: float) -> float:
-    """Return a value within [0, 1]; 0 for what is no number."""
-    return 0.0 if math.isnan(value) else min(max(value, 0.0), 1.0)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

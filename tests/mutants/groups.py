@@ -167,7 +167,7 @@ FAULTS: list[Fault] = [
             "all nameless records are one group",
         ),
         (
-            "if both := np.intersect1d(train.group_hashes, test.group_hashes).size:",
+            "if both := np.intersect1d(private.group_hashes, others.group_hashes).size:",
             "if both := 0:",
             "scores on private groups are published",
         ),
@@ -235,7 +235,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/private_score.py",
+        "dpdist/data/protocol.py",
         "training/test_private_score",
         (
             "    return sum(units) // len(units)",
@@ -283,17 +283,17 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "tuning/scoring.py",
+        "dpdist/data/protocol.py",
         f"{SEARCH}::test_a_whole_group_moves_a_score_by_one_at_most "
         f"{SEARCH}::test_a_score_is_the_mean_of_means_with_the_noise_of_one_group",
         (
-            "    means = [mean_units(values[groups.records_of(group)]) for group in range(len(groups))]",
-            "    means = [mean_units([value]) for value in values]",
+            "        means = [mean_units(values[self.records_of(group)]) for group in range(len(self))]",
+            "        means = [mean_units([value]) for value in values]",
             "a group adds a number for each of its records to a trial's score",
         ),
         (
-            "mean_units(values[groups.records_of(group)])",
-            "mean_units(values[groups.records_of(group)][:1])",
+            "mean_units(values[self.records_of(group)])",
+            "mean_units(values[self.records_of(group)][:1])",
             "one record of a group is scored",
         ),
     ),

@@ -1443,7 +1443,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/private_score.py",
+        "dpdist/data/protocol.py",
         SCORE,
         (
             "units = [math.floor(bounded(value) * UNITS) for value in values]",
@@ -1455,6 +1455,10 @@ FAULTS: list[Fault] = [
             "return 0.0 if math.isnan(value) else min(value, 1.0)",
             "a record's value may be negative",
         ),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
+        SCORE,
         (
             "        except Exception:\n            return 0.0\n",
             "        except Exception:\n            raise\n",
