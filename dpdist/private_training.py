@@ -673,20 +673,11 @@ class PrivateTraining:
         self._monitor: Monitor | None = None
         self._stack = ExitStack()
         _warn_of_fixed_key(recipe)
-        recipe = with_kept_score(recipe, self.run)
-        if recipe.score is not None:
-            self._refuse_workers()
-        self._planned(recipe)
-        if self._continued or self._workers.count > 1:  # workers agree on all at once
+        self._planned(with_kept_score(recipe, self.run))
+        if any(each["goes on"] for each in self._workers.agree(**{"goes on": self._continued})):
             self._begin(examples)
-
-    def _refuse_workers(self) -> None:
-        """Raise UserError for scores in a script of several processes, which cannot share one."""
-        if self._workers.count > 1:
-            raise UserError(
-                f"score: must be used in one process, got {self._workers.count} workers; train "
-                "without it, or in one"
-            )
+        else:
+            self._check_same_start(len(self._records))
 
     def _examples(self) -> tuple[Any, Tensor]:
         """Return invented inputs and targets, on the model's device."""
@@ -819,7 +810,7 @@ class PrivateTraining:
         plan = self.plan.fingerprint()
         key = derive_key(run_key, "run", plan, self._fingerprint, "trial", 0)
         if self._scored is not None:
-            self._scored.open(folder, self.plan)
+            self._scored.open(folder, self.plan, self._workers)
         self._initial = checkpoint.tensors_digest(self.model.state_dict())
         self._restore()
         self._workers.check_same({"checkpoint": str(self._done), **self._digests("checkpoint")})
@@ -1130,13 +1121,19 @@ class PrivateTraining:
             >>> training.guarantee.epsilon <= 3
             True
         """
-        self._refuse_workers()
         if self._hashed is not None:
             raise UserError(
                 "score: must be left out with privacy.budget, whose records are charged for steps "
                 "alone; train without one of the two"
             )
-        records, begun = as_records(held_out), self._recipe.score
+        with self._workers.sharing_errors():
+            self._scored = self._declared_score(as_records(held_out), value, every, noise)
+
+    def _declared_score(
+        self, records: Records, value: Value | None, every: int, noise: float | None
+    ) -> PrivateScore:
+        """Return the scores that `score` declares, checked; the plan pays for them afterwards."""
+        begun = self._recipe.score
         if self._recipe.group_unit is not None:
             records = _scored_by_unit(self._recipe, self._records, records)
             if self._public is not None:
@@ -1160,11 +1157,12 @@ class PrivateTraining:
         scored = PrivateScore(records, terms, value, self._device)
         scored.check(self.model)
         self._check_form()
+        scored.check_same(self._workers, code_digest_of(self.model, value))
         if begun is None:
             self._planned(with_score(self._recipe, terms, value is not None))
         if self._started:
-            scored.open(self.run, self.plan)
-        self._scored = scored
+            scored.open(self.run, self.plan, self._workers)
+        return scored
 
     def close(self) -> None:
         """Let go of the run, which another process may then continue."""
@@ -1297,9 +1295,10 @@ class PrivateTraining:
         """Return the score that is due after this step, or None."""
         if self._scored is None or not self._scored.is_due(number):
             return None
-        assert self._step is not None and self._step.ledger is not None
+        assert self._step is not None
         fixed = self._recipe.privacy.run_key is not None
-        return self._scored.release(number, self.model, self._step.ledger, self.plan, fixed)
+        ledger = self._step.ledger
+        return self._scored.release(number, self.model, ledger, self.plan, fixed, self._workers)
 
     def _update(self, gradient: Tensor) -> None:
         """Let the optimizer take its step from this gradient (size,) and nothing else."""

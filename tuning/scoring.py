@@ -20,11 +20,9 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.worker import Assignment, Worker, probe
 from dpdist.config.search import ScoreRecipe
 from dpdist.core.errors import UserError
-from dpdist.data import Dataset
-from dpdist.data.dataset import GroupedDataset
+from dpdist.data import Dataset, GroupedDataset
 from dpdist.gradients.noise import add_noise, grid_exponent
 from dpdist.randomness.keys import StreamKeys, derive_key
-from dpdist.training.private_score import UNITS, mean_units
 
 _PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64
@@ -84,9 +82,7 @@ def _total_score(
     if not isinstance(dataset, GroupedDataset):
         return float(_record_scores(model, dataset, settings, sigma, noise, key).sum())
     values = _record_scores(model, dataset.records, settings, sigma, noise, key)
-    groups = dataset.groups
-    means = [mean_units(values[groups.records_of(group)]) for group in range(len(groups))]
-    return sum(means) / UNITS
+    return dataset.groups.sum_of_means(values)
 
 
 def _record_scores(

@@ -1,6 +1,6 @@
 """Data sets: Parquet and Arrow in, memory-mapped arrays out."""
 
-from dpdist.data.dataset import Dataset
+from dpdist.data.dataset import Dataset, GroupedDataset
 from dpdist.data.parquet import Columns
 from dpdist.data.registry import (
     BUILT_IN,
@@ -19,6 +19,7 @@ __all__ = [
     "Columns",
     "DataSource",
     "Dataset",
+    "GroupedDataset",
     "TextColumn",
     "WordList",
     "cache_folder",

@@ -12,6 +12,7 @@ No text of an error holds a record's value: it names fields, types, shapes and p
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     Batch = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 _CHUNK = 1024  # records fingerprinted at once
+UNITS = 2**20  # of a score's value: multiples of 1 / UNITS add up without rounding
 INPUTS, TARGETS = "inputs", "targets"  # names of fields where the data give none
 
 
@@ -200,6 +202,15 @@ class Groups:
         """Return the positions of all records of one group."""
         return self._order[self._starts[group] : self._starts[group + 1]]
 
+    def sum_of_means(self, values: np.ndarray) -> float:
+        """Return the sum over groups of the mean of their records' values (N,), each in [0, 1].
+
+        Guarantee: a group that comes or goes changes it by at most 1, exactly, whatever number of
+        records it has.
+        """
+        means = [mean_units(values[self.records_of(group)]) for group in range(len(self))]
+        return sum(means) / UNITS
+
     def draw(self, indices: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Draw the records of some groups that count in the step of a key.
 
@@ -226,6 +237,21 @@ class Groups:
             positions[row], present[row, : len(own)] = own[0], True
             positions[row, : len(own)] = own
         return positions, present
+
+
+def mean_units(values: Sequence[float]) -> int:
+    """Return the mean of one unit's values, each cut to [0, 1], in whole units of 1 / `UNITS`.
+
+    A unit is a record with its one value, or a group with those of all its records: either adds
+    0 to `UNITS` to a sum, whatever number of records it has.
+    """
+    units = [math.floor(bounded(value) * UNITS) for value in values]
+    return sum(units) // len(units)
+
+
+def bounded(value: float) -> float:
+    """Return a value within [0, 1]; 0 for what is no number."""
+    return 0.0 if math.isnan(value) else min(max(value, 0.0), 1.0)
 
 
 class GroupedRecords(Records):

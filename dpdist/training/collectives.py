@@ -511,6 +511,7 @@ def release_id(label: str, leaves: Sequence[bytes]) -> str:
 _HINTS = {
     "model": "seed torch before it is built, or load the same weights in all of them",
     "data": "give all of them the same records in the same order",
+    "held-out records": "give all of them the same records in the same order",
     "checkpoint": "is the storage shared?",
     "parameters": "let the lines between two steps do the same in all of them",
 }
@@ -597,9 +598,14 @@ class Workers:
         return self._reducer.world_size
 
     @property
+    def rank(self) -> int:
+        """Return the number of this worker, from 0 on."""
+        return self._reducer.rank
+
+    @property
     def first(self) -> bool:
         """Return whether this is worker 0, which alone writes."""
-        return self._reducer.rank == 0
+        return self.rank == 0
 
     def reducer_on(self, device: torch.device) -> Reducer:
         """Return what adds up sums that lie on this device. Raises UserError."""

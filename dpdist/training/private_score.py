@@ -13,9 +13,11 @@ class) could depend on them.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from dpdist import models
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.protocol import GroupedRecords, Records
+from dpdist.data.protocol import UNITS, GroupedRecords, Records, mean_units
 from dpdist.gradients.hooks import Objective, OwnLoss, each_tensor, example_losses, take
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.calibration import score_noise_for
@@ -37,6 +39,7 @@ from dpdist.randomness.keys import KEY_BYTES, derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint
+from dpdist.training.collectives import Workers
 from dpdist.training.script_state import kept_buffers
 
 Value = Callable[[nn.Module, Any], Tensor]  # of the module and a batch: one value a record, (B,)
@@ -49,7 +52,6 @@ ASSUMED = (
     "returned",
 )
 ASSUMED_OF_VALUE = "a held-out record's value depends on that record and the model alone"
-UNITS = 2**20  # of a record's value: multiples of 1 / UNITS add up without rounding
 
 
 def declare(
@@ -180,6 +182,19 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (models.predicted_classes(outputs) == targets).double()
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What the ledger knows of a score.
+
+    score: that was given before. missing: whether it is on record and has to be made. nonce: of the
+    process that put it on record.
+    """
+
+    score: float | None = None
+    missing: bool = False
+    nonce: str = ""
+
+
 class PrivateScore:
     """Noisy scores of a model on held-out private records, of which each adds at most 1 to a sum.
 
@@ -224,8 +239,21 @@ class PrivateScore:
         ):
             raise UserError("score.value: must leave the model as it is, changed its parameters")
 
-    def open(self, folder: RunFolder, plan: PrivacyPlan) -> None:
+    def check_same(self, workers: Workers, code: str) -> None:
+        """Raise UserError, on all workers, unless they score the same records in the same way.
+
+        code: digest of the code of a record's value.
+        """
+        if workers.count == 1:
+            return
+        workers.check_same({"score settings": self.terms.model_dump_json(), "score.value": code})
+        key = bytes.fromhex(workers.of_first(secrets.token_hex(KEY_BYTES)))
+        workers.check_same({"held-out records": self.records.keyed_fingerprint(key)})
+
+    def open(self, folder: RunFolder, plan: PrivacyPlan, workers: Workers) -> None:
         """Make the key of the scores of a run, whose held-out records stay what they are.
+
+        Worker 0 alone writes it down.
 
         Raises:
             UserError: the run was begun with other held-out records.
@@ -242,7 +270,7 @@ class PrivateScore:
                 )
         elif folder.ledger.exists() and Ledger.read(folder.ledger).num_queries:
             raise UserError(f"{path}: missing, and scores were released; put it back")
-        else:
+        elif workers.first:
             write_json(path, {"held out": told})
         self._key = derive_key(key, "held out", told)
 
@@ -251,59 +279,93 @@ class PrivateScore:
         return (step + 1) % self.terms.every == 0
 
     def release(
-        self, step: int, model: nn.Module, ledger: Ledger, plan: PrivacyPlan, fixed: bool
+        self,
+        step: int,
+        model: nn.Module,
+        ledger: Ledger | None,
+        plan: PrivacyPlan,
+        fixed: bool,
+        workers: Workers,
     ) -> float | None:
         """Return the noisy score of the model after a step: the noisy sum by the number of records.
 
         The ledger has it durably, as one of those that the plan pays for, before its noise is
         drawn. The same model after the same step is the same release, however often it is made.
+        Several workers, which all come here, add up whole numbers, so their sum is that of one;
+        worker 0 draws the noise, once, and tells the others the score.
 
         Args:
             step: number of the step.
-            model: as that step left it.
-            ledger: of the run, open.
+            model: as that step left it, the same on all workers.
+            ledger: of the run, open, on worker 0; None on the others.
             plan: of the run.
             fixed: the run key is fixed, for tests, which want the same noise again.
+            workers: the processes of the run.
 
         Returns:
-            The score; None where no score is left, since other attempts took them.
+            The score, on all workers; None where no score is left, since other attempts took them.
         """
         assert self._key is not None
         # By the model, which is released, never by the sum: whether two sums are equal is a secret.
         made_of = checkpoint.tensors_digest(model.state_dict())
         query = derive_key(self._key, "asked", step, made_of).hex()
+        with workers.sharing_errors():
+            workers.check_same({"parameters": made_of})
+            found = _Found() if ledger is None else self._look_up(query, ledger, plan)
+            if not json.loads(workers.of_first(json.dumps(found.missing))):
+                return self._told(found.score, workers)
+            shares = workers.agree(units=self._units(model, step, workers))
+            score = None
+            if ledger is not None:
+                total = sum(each["units"] for each in shares) / UNITS
+                score = self._noisy(total, query, "" if fixed else found.nonce)
+                ledger.record_answer(query, [score])
+            return self._told(score, workers)
+
+    def _look_up(self, query: str, ledger: Ledger, plan: PrivacyPlan) -> _Found:
+        """Return what the ledger knows of a score; one that is new is on record afterwards."""
         known = ledger.find_answer(query)
         if known is not None:
-            return known[0]
+            return _Found(known[0])
         nonce = ledger.find_query_nonce(query)
         if nonce is None:
             try:
                 ledger.record_query(query, plan)
             except QueriesExhausted:
-                return None
+                return _Found()
             nonce = ledger.nonce
-        total = self._sum(model, step)
-        labels = [total.hex(), *([] if fixed else [nonce])]  # no two sums ever get the same noise
-        key = derive_key(self._key, "noise", query, *labels)
+        return _Found(None, True, nonce)
+
+    def _told(self, score: float | None, workers: Workers) -> float | None:
+        """Return worker 0's score on all workers."""
+        told: float | None = json.loads(workers.of_first(json.dumps(score)))
+        return told
+
+    def _noisy(self, total: float, query: str, nonce: str) -> float:
+        """Return a sum with noise, by the number of records; no two sums ever get the same noise.
+
+        nonce: of the process that put the score on record; "" with a fixed run key.
+        """
+        assert self._key is not None
+        key = derive_key(self._key, "noise", query, total.hex(), *([nonce] if nonce else []))
         noisy = add_noise(np.array([total]), key, self.terms.noise)
-        score = float(noisy[0]) / len(self.records)
-        ledger.record_answer(query, [score])
-        return score
+        return float(noisy[0]) / len(self.records)
 
-    def _sum(self, model: nn.Module, step: int) -> float:
-        """Return the sum of all records' values, or of all groups' means, exactly: PRIVATE.
+    def _units(self, model: nn.Module, step: int, workers: Workers) -> int:
+        """Return this worker's part of the sum, in whole units of 1 / `UNITS`: PRIVATE.
 
-        A record on which the value fails counts 0: whether a run stops must not depend on it.
+        It is the sum of its records' values, or of its groups' means. A record on which the value
+        fails counts 0: whether a run stops must not depend on it.
         """
         assert self._key is not None
         seen, total = self.records.for_step(derive_key(self._key, "data", step)), 0
-        for index in range(len(seen)):
+        records = single_records(seen)
+        for index in range(workers.rank, len(seen), workers.count):
             own = np.array([index])
             if isinstance(seen, GroupedRecords):
                 own = seen.groups.records_of(index)
-            records = single_records(seen)
             total += mean_units([self._value_at(model, records, row) for row in own.tolist()])
-        return total / UNITS
+        return total
 
     def _value_at(self, model: nn.Module, records: Records, row: int) -> float:
         """Return the value of the record at a position; 0 where it fails."""
@@ -319,21 +381,6 @@ class PrivateScore:
             there = each_tensor(lambda each: each.to(self._device), inputs)
             wanted = targets.to(self._device)
             return float(example_losses(model, self._objective, {}, there, wanted))
-
-
-def mean_units(values: Sequence[float]) -> int:
-    """Return the mean of one unit's values, each cut to [0, 1], in whole units of 1 / `UNITS`.
-
-    A unit is a record with its one value, or a group with those of all its records: either adds
-    0 to `UNITS` to a sum, whatever number of records it has.
-    """
-    units = [math.floor(bounded(value) * UNITS) for value in values]
-    return sum(units) // len(units)
-
-
-def bounded(value: float) -> float:
-    """Return a value within [0, 1]; 0 for what is no number."""
-    return 0.0 if math.isnan(value) else min(max(value, 0.0), 1.0)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

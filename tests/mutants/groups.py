@@ -167,7 +167,7 @@ FAULTS: list[Fault] = [
             "all nameless records are one group",
         ),
         (
-            "if both := np.intersect1d(train.group_hashes, test.group_hashes).size:",
+            "if both := np.intersect1d(private.group_hashes, others.group_hashes).size:",
             "if both := 0:",
             "scores on private groups are published",
         ),
@@ -235,7 +235,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/private_score.py",
+        "dpdist/data/protocol.py",
         "training/test_private_score",
         (
             "    return sum(units) // len(units)",
@@ -283,23 +283,24 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "tuning/scoring.py",
+        "dpdist/data/protocol.py",
         f"{SEARCH}::test_a_whole_group_moves_a_score_by_one_at_most "
         f"{SEARCH}::test_a_score_is_the_mean_of_means_with_the_noise_of_one_group",
         (
-            "    means = [mean_units(values[groups.records_of(group)]) for group in range(len(groups))]",
-            "    means = [mean_units([value]) for value in values]",
+            "        means = [mean_units(values[self.records_of(group)]) for group in range(len(self))]",
+            "        means = [mean_units([value]) for value in values]",
             "a group adds a number for each of its records to a trial's score",
         ),
         (
-            "mean_units(values[groups.records_of(group)])",
-            "mean_units(values[groups.records_of(group)][:1])",
+            "mean_units(values[self.records_of(group)])",
+            "mean_units(values[self.records_of(group)][:1])",
             "one record of a group is scored",
         ),
     ),
     *group(
         "tuning/search.py",
-        SEARCH,
+        f"{SEARCH}::test_a_search_goes_on_with_the_groups_it_was_begun_with "
+        f"{SEARCH}::test_public_records_to_score_on_have_no_private_group",
         (
             "    everything = by_unit(recipe, private_records(recipe, data_source(recipe)))",
             "    everything = private_records(recipe, data_source(recipe))",
@@ -310,6 +311,10 @@ FAULTS: list[Fault] = [
             "",
             "a search scores on private groups as if they were public",
         ),
+    ),
+    *group(
+        "tuning/search.py",
+        f"{SEARCH}::test_a_search_becomes_a_run_that_states_its_groups",
         (
             '            units = f"{count:,} {self.cost.plan.counted}"',
             '            units = f"{count:,} records"',
@@ -323,7 +328,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/reports/facts.py",
-        SEARCH,
+        f"{SEARCH}::test_a_search_becomes_a_run_that_states_its_groups",
         (
             "scored_on=tune.score.describe_records(plan.counted)",
             'scored_on=tune.score.describe_records("records")',

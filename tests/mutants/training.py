@@ -1559,7 +1559,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/private_score.py",
+        "dpdist/data/protocol.py",
         SCORE,
         (
             "units = [math.floor(bounded(value) * UNITS) for value in values]",
@@ -1571,6 +1571,10 @@ FAULTS: list[Fault] = [
             "return 0.0 if math.isnan(value) else min(value, 1.0)",
             "a record's value may be negative",
         ),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
+        SCORE,
         (
             "        except Exception:\n            return 0.0\n",
             "        except Exception:\n            raise\n",
@@ -1583,16 +1587,16 @@ FAULTS: list[Fault] = [
         ),
         (
             "made_of = checkpoint.tensors_digest(model.state_dict())",
-            "made_of = self._sum(model, step).hex()",
+            "made_of = str(self._units(model, step, workers))",
             "equal sums of other models get the same answer",
         ),
         (
-            "labels = [total.hex(), *([] if fixed else [nonce])]",
-            "labels = [] if fixed else [nonce]",
+            '"noise", query, total.hex(), *([nonce]',
+            '"noise", query, *([nonce]',
             "another sum of the same model gets the same noise",
         ),
         (
-            "            except QueriesExhausted:\n                return None\n            nonce",
+            "            except QueriesExhausted:\n                return _Found()\n            nonce",
             "            except QueriesExhausted:\n                pass\n            nonce",
             "more scores are given than the plan pays for",
         ),
@@ -1612,12 +1616,12 @@ FAULTS: list[Fault] = [
             "a score has half its noise",
         ),
         (
-            'derive_key(self._key, "noise", query, *labels)',
-            'derive_key(self._key, "noise", *labels[1:])',
+            'derive_key(self._key, "noise", query, total.hex(), *([nonce] if nonce else []))',
+            'derive_key(self._key, "noise")',
             "all scores get one noise",
         ),
         (
-            "        ledger.record_answer(query, [score])\n",
+            "                ledger.record_answer(query, [score])\n",
             "",
             "a score that was given is drawn again",
         ),
@@ -1698,16 +1702,41 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/private_training.py",
-        f"{SCRIPT_WORKERS}::test_scores_are_refused_in_several_processes",
+        f"{SCRIPT_WORKERS}::test_workers_that_score_otherwise_are_refused",
         (
-            "        self._refuse_workers()\n        records, begun",
-            "        records, begun",
-            "several processes score at once",
+            "        scored.check_same(self._workers, code_digest_of(self.model, value))\n",
+            "",
+            "workers score different records, or in another way",
+        ),
+    ),
+    *group(
+        "dpdist/training/private_score.py",
+        f"{SCRIPT_WORKERS}::test_two_workers_score_as_one_to_the_bit "
+        f"{SCRIPT_WORKERS}::test_workers_whose_models_drift_apart_are_not_scored",
+        (
+            "range(workers.rank, len(seen), workers.count)",
+            "range(len(seen))",
+            "each worker adds up all held-out records",
         ),
         (
-            "            self._refuse_workers()\n        self._planned",
-            "            pass\n        self._planned",
-            "a run with scores goes on in several processes",
+            'sum(each["units"] for each in shares)',
+            'shares[0]["units"]',
+            "the first worker's records alone are scored",
+        ),
+        (
+            "            return self._told(score, workers)",
+            "            return score",
+            "workers beside the first have no score",
+        ),
+        (
+            "        elif workers.first:\n",
+            "        else:\n",
+            "every worker writes down what is scored",
+        ),
+        (
+            '            workers.check_same({"parameters": made_of})\n',
+            "",
+            "a score is of several models at once",
         ),
     ),
     *group(

@@ -22,15 +22,17 @@ from torch import nn
 import dpdist
 from dpdist import PrivateTraining, UserError
 from dpdist.core.errors import ClusterError
+from dpdist.gradients.noise import add_noise
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.runs.folder import RunFolder
-from dpdist.training import checkpoint, monitoring
+from dpdist.training import checkpoint, monitoring, private_score
 from dpdist.training.collectives import Reducer, ScriptReducer, WorkerLost, Workers
 
 pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
 
 RECORDS, WIDTH, STEPS = 80, 6, 6
-PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
+FRESH = {"noise_multiplier": 1.0, "delta": 1e-3}
+PRIVATE = {**FRESH, "run_key": KEY}
 
 
 def records() -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,7 +258,8 @@ def refused(rank: int, folder: Path, others: dict[str, Any]) -> None:
     if "fewer" in given:
         given["data"] = tuple(each[: given["fewer"]] for each in records())
         del given["fewer"]
-    begin(folder, **given).close()
+    with begin(folder, **given) as t:
+        t.step()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +364,7 @@ def forgotten(rank: int, folder: Path) -> None:
 def test_a_scheduler_that_one_worker_forgot_is_refused_by_all(tmp_path, pair):
     for line in both(pair.do(forgotten, tmp_path / "own")):
         assert "state: must hold the StepLR of this optimizer" in line
-    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {}
+    assert not (tmp_path / "own").exists(), "nothing was begun"
 
 
 def unrecorded(rank: int, folder: Path) -> tuple[str, bool]:
@@ -424,21 +427,194 @@ def test_no_worker_goes_on_where_the_first_cannot_write(tmp_path, pair, what):
     assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1}
 
 
-def scored(rank: int, folder: Path) -> None:
-    with begin(folder) as t:
-        t.score(records(), every=2, noise=5.0)
+# --- scores on held-out private records
 
 
-def test_scores_are_refused_in_several_processes(tmp_path, pair):
-    """Each would draw noise, or a sum, of its own."""
-    refused = "score: must be used in one process, got 2 workers; train without it, or in one"
-    assert both(pair.do(scored, tmp_path / "new")) == [refused] * 2
-    alone = begin(tmp_path / "own")
+WHOM = [
+    place // 3 for place in range(25)
+]  # of held-out records: eight persons of three, one of one
+BY_PERSON = {**PRIVATE, "unit": "group", "max_records_per_group": 2}
+
+
+def held_out(shift: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = records()
-    alone.score((inputs + 1, labels), every=2, noise=5.0)
-    alone.step()
-    alone.close()
-    assert both(pair.do(busy, tmp_path / "own")) == [refused] * 2
+    return inputs[:25] + shift, labels[:25]
+
+
+def half_right(module: nn.Module, batch: Any) -> torch.Tensor:
+    """Return a value that is no whole number."""
+    return module(batch[0]).softmax(1)[:, 1]
+
+
+def scored(
+    rank: int, folder: Path, given: dict[str, Any], declared: dict[str, Any], until: int = STEPS
+) -> dict[str, Any]:
+    sys.addaudithook(_watch_writes)
+    WRITES.clear()
+    given, declared = dict(given), {"every": 2, "noise": 3.0, **declared}
+    data = declared.pop("data", held_out())
+    if given.get("privacy") == BY_PERSON:
+        given["data"] = dpdist.as_records(records(), unit=[100 + k // 2 for k in range(RECORDS)])
+        data = dpdist.as_records(data, unit=WHOM)
+    with begin(folder, **given) as t:
+        t.score(data, **declared)
+        passes = 0
+        kept = t._scored._value_at
+
+        def counted(*words: Any) -> float:
+            nonlocal passes
+            passes += 1
+            return kept(*words)
+
+        t._scored._value_at = counted
+        seen = [t.step().score for _ in range(until - (STEPS - t.steps_left))]
+        return {
+            "scores": seen, "parameters": flat(t.model), "guarantee": str(t.guarantee),
+            "passes": passes, "writes": [name for name in WRITES if str(folder) in name],
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "declared"),
+    [
+        ({}, {}),
+        ({}, {"value": half_right}),
+        ({"privacy": BY_PERSON, "batch_size": 8}, {}),
+        ({"privacy": BY_PERSON, "batch_size": 8}, {"value": half_right}),
+    ],
+)
+def test_two_workers_score_as_one_to_the_bit(tmp_path, pair, given, declared):
+    """The sum is one of whole numbers, its noise is drawn once and charged once."""
+    given = {**given, "reproducible": True}
+    one = scored(0, tmp_path / "one", given, declared)
+    first, second = pair.do(scored, tmp_path / "two", given, declared)
+    assert first["scores"] == second["scores"] == one["scores"]
+    assert [score is None for score in one["scores"]] == [True, False] * 3
+    assert first["parameters"] == second["parameters"] == one["parameters"]
+    assert first["guarantee"] == second["guarantee"] == one["guarantee"]
+    ledgers = [Ledger.read(tmp_path / name / "private" / "ledger.jsonl") for name in ("one", "two")]
+    assert [ledger.num_queries for ledger in ledgers] == [3, 3]
+    assert second["writes"] == [] and first["writes"]
+    passes = [each["passes"] for each in (first, second)]
+    assert sum(passes) == one["passes"] == 3 * 25 and min(passes) > 25, "a worker is idle"
+
+
+def test_without_canonical_sums_all_workers_have_one_score(tmp_path, pair):
+    first, second = pair.do(scored, tmp_path / "own", {"privacy": FRESH}, {})
+    assert first["scores"] == second["scores"]
+    assert sum(score is not None for score in first["scores"]) == 3
+
+
+def test_a_run_with_scores_goes_on_with_other_workers(tmp_path, pair, alone):
+    """Alone, then by two, then alone: the scores are those of an undisturbed run."""
+    given = {"reproducible": True}
+    (whole,) = alone.do(scored, tmp_path / "whole", given, {})
+    (begun,) = alone.do(scored, tmp_path / "own", given, {}, 2)
+    first, second = pair.do(scored, tmp_path / "own", given, {}, 4)
+    (ended,) = alone.do(scored, tmp_path / "own", given, {})
+    found = [score for each in (begun, first, ended) for score in each["scores"]]
+    assert list(dict.fromkeys(score for score in found if score)) == [
+        score for score in whole["scores"] if score
+    ]
+    assert first["scores"] == second["scores"]
+    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").num_queries == 3
+
+
+def otherwise(rank: int, folder: Path, other: dict[str, Any]) -> None:
+    """Declare scores, worker 1 in another way."""
+    terms = {"data": held_out(), "every": 2, "noise": 3.0, **(other if rank == 1 else {})}
+    with begin(folder) as t:
+        t.score(terms.pop("data"), **terms)
+        t.step()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            {"noise": 3.5},
+            "score settings: must be the same on all workers, got another on worker 1",
+        ),
+        ({"every": 3}, "score settings: must be the same on all workers"),
+        ({"value": half_right}, "must be the same on all workers"),
+        ({"data": held_out(2.0)}, "held-out records: must be the same on all workers"),
+        ({"data": records()}, "held-out records must not be in data, got 80 in common"),
+    ],
+)
+def test_workers_that_score_otherwise_are_refused(tmp_path, pair, other, said):
+    for line in both(pair.do(otherwise, tmp_path / "own", other)):
+        assert said in line, line
+    assert not (tmp_path / "own").exists()
+
+
+def unscored(rank: int, folder: Path) -> None:
+    """Take a step where worker 0 alone declares scores."""
+    with begin(folder) as t:
+        if rank == 0:
+            t.score(held_out(), every=2, noise=3.0)
+        t.step()
+
+
+def test_scores_that_one_worker_declares_are_refused(tmp_path, pair):
+    for line in both(pair.do(unscored, tmp_path / "own")):
+        assert "must be the same on all workers, got another on worker 1" in line
+    assert not (tmp_path / "own").exists()
+
+
+def drifting(rank: int, folder: Path) -> None:
+    """Take a step behind which each worker has a model of its own, as other hardware could."""
+    with begin(folder) as t:
+        t.score(held_out(), every=1, noise=3.0)
+        kept = t.optimizer.step
+
+        def step() -> None:
+            kept()
+            with torch.no_grad():
+                t.model[0].weight.add_(1e-6 * rank)
+
+        t.optimizer.step = step
+        t.step()
+
+
+def test_workers_whose_models_drift_apart_are_not_scored(tmp_path, pair):
+    for line in both(pair.do(drifting, tmp_path / "own")):
+        assert "parameters: must be the same on all workers, got another on worker 1" in line
+    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").num_queries == 0
+
+
+def unpaid(rank: int, folder: Path, what: str) -> tuple[str, list[bytes]]:
+    """Take two steps, the second with a score that worker 0 cannot put on record."""
+    with begin(folder) as t:
+        t.score(held_out(), every=2, noise=3.0)
+        kept, drawn = (Ledger.record_query, Ledger.record_answer), list[bytes]()
+
+        def full(*_: Any) -> Any:
+            raise LedgerError("no space left")
+
+        def noted(total: Any, key: bytes, std: float) -> Any:
+            drawn.append(key)
+            return add_noise(total, key, std)
+
+        private_score.add_noise = noted
+        if rank == 0:
+            setattr(Ledger, what, full)
+        try:
+            t.run_all()
+        except (LedgerError, ClusterError) as error:
+            return str(error), drawn
+        finally:
+            Ledger.record_query, Ledger.record_answer = kept
+            private_score.add_noise = add_noise
+    return "", []
+
+
+@pytest.mark.parametrize("what", ["record_query", "record_answer"])
+def test_no_worker_has_a_score_that_is_not_on_record(tmp_path, pair, what):
+    first, second = pair.do(unpaid, tmp_path / "own", what)
+    assert first[0] == "no space left" and "worker 0: failed with" in second[0]
+    assert second[1] == [], "a worker beside the first drew noise"
+    assert len(first[1]) == (what == "record_answer")
+    assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").num_queries == len(first[1])
 
 
 def busy(rank: int, folder: Path) -> None:
@@ -524,15 +700,17 @@ def train_loop_per_worker(config):
         steps=12, folder=config["folder"], state=[scheduler], reproducible=True,
         resources={"checkpoint_seconds": config["seconds"]},
     )
+    training.score((inputs[:20] + 1, labels[:20]), every=3, noise=2.0)
+    scores = []
     while training.steps_left:
         mark = config["kill"]
         if training.steps_left == 5 and rank == 1 and not os.path.exists(mark):
             open(mark, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        training.step()
+        scores.append(training.step().score)
         scheduler.step()
     with open(f"{config['folder']}.{rank}", "w") as file:
-        file.write(f"{training.guarantee} {optimizer.param_groups[0]['lr'].hex()}")
+        file.write(f"{training.guarantee} {optimizer.param_groups[0]['lr'].hex()} {scores[-4:]}")
 
 
 if __name__ == "__main__":
@@ -604,17 +782,18 @@ import torch
 import torch.distributed as dist
 
 sys.path[:0] = {path!r}
+from dpdist.training.collectives import ScriptReducer
 from training import test_workers_of_a_script as here
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 t = here.begin(Path(sys.argv[1]))
-reduce = type(t._step.reducer).all_reduce
+reduce = ScriptReducer.all_reduce
 def dying(self, buffer):
     if t.steps_left == here.STEPS - 2 and dist.get_rank() == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)  # in the middle of a step
     reduce(self, buffer)
-type(t._step.reducer).all_reduce = dying
+ScriptReducer.all_reduce = dying
 t.run_all()
 """
 
