@@ -139,6 +139,7 @@ def _release_record(
         tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
     kind = set() if recipe.data.targets == "class" else {"targets"}
     text = {} if recipe.data.text is None else {"text": _text_record(facts)}
+    raw = {} if recipe.by_script is None else {"raw_inputs": True}
     pictures: dict[str, Any] = {}
     if recipe.method.capabilities.picture_preparation:
         imported = read_json(facts.folder.imported, {"data": dict})
@@ -159,6 +160,7 @@ def _release_record(
         "licence": licence,
         **text,
         **pictures,
+        **raw,
     }
 
 

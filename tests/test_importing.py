@@ -286,6 +286,39 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     assert "shape (1, 40, 56), the model takes (1, 32, 32)" in said
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("released", [False, True])
+def test_predict_without_noise_is_plain_and_says_so(
+    weights: Path, tmp_path: Path, released: bool
+) -> None:
+    runs = ("--runs", tmp_path / "runs")
+    good("import", "plain", "--model", FACTORY, "--weights", weights, "--data", "digits", *runs)
+    folder = RunFolder(tmp_path / "runs" / "plain")
+    inputs = data.load(data_source(folder.read_recipe()), "test").batch(np.arange(4))
+    files = [tmp_path / f"{place}.npy" for place in range(4)]
+    for path, each in zip(files, inputs, strict=True):
+        np.save(path, each.numpy())
+    where: tuple[object, ...] = ("plain", *files, *runs)
+    if released:
+        good("release", "plain", "--not-private", *runs)
+        where = (folder.path / "release", *files, "--trust-factory", FACTORY)
+    model = models.load(folder.model_folder, trusted_factory=FACTORY)
+    labels = model(inputs).argmax(1).tolist()
+    done = call("predict", *where)
+    assert done.exit_code == 0, (done.output, done.exception)
+    said = [f"{path}: {label} (no certificate)" for path, label in zip(files, labels, strict=True)]
+    assert done.stdout.splitlines() == said
+    assert "plain predictions without a certificate; --sigma certifies" in done.stderr
+    done = call("predict", *where, "--json")
+    for line, label in zip(map(json.loads, done.stdout.splitlines()), labels, strict=True):
+        assert (line["label"], line["radius"], line["certified"]) == (label, None, False)
+    for option in (("--n", "50"), ("--alpha", "0.01"), ("--label-only",)):  # of certificates
+        assert "give --sigma" in refused("predict", *where, *option)
+    done = call("predict", *where, "--sigma", "0.25", "--n", "50")
+    assert "(L2 radius " in done.stdout or "ABSTAIN" in done.stdout
+    assert "no certificate" not in done.stdout
+
+
 @pytest.mark.long
 def test_a_timm_name_is_made_by_timm(tmp_path: Path) -> None:
     """A module stands in for timm that imports torchvision first, as it does, in a new process:

@@ -606,8 +606,11 @@ def test_a_release_answers_without_its_run(copied, call, work):
     with pytest.raises(ValueError, match="shape"):
         loaded.answerer(n=300)(np.zeros((3, 3)))
     edit(copied, DESCRIPTION, at("certificate", to=None))
-    done = call("predict", copied, path)
+    done = call("predict", copied, path, "--n", "300")
     assert done.code == 2 and "give --sigma" in done.err
+    label = int(loaded.model(torch.from_numpy(np.load(path))[None]).argmax())
+    done = call("predict", copied, path)
+    assert done.code == 0 and done.out == f"{path}: {label} (no certificate)\n"
 
 
 def test_a_replica_answers_by_the_release_that_is_described_and_no_other(copied):

@@ -70,8 +70,12 @@ class Predictor:
         return self._asked
 
 
-def to_model_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
+def to_model_input(
+    values: np.ndarray, input_shape: tuple[int, ...], *, bounded: bool = True
+) -> Tensor:
     """Raw pixels (uint8) or numbers as the float32 input the model takes.
+
+    bounded: whether numbers of images must lie in [0, 1]; False where no range was declared.
 
     Raises ValueError for complex numbers, truth values or text, when the shape is another one, or
     for an image with numbers outside [0, 1].
@@ -86,7 +90,7 @@ def to_model_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
         array /= np.float32(255)
     if not np.isfinite(array).all():
         raise ValueError("contains numbers that are not finite as float32")
-    if array.ndim == 3 and not 0 <= float(array.min()) <= float(array.max()) <= 1:
+    if bounded and array.ndim == 3 and not 0 <= float(array.min()) <= float(array.max()) <= 1:
         raise ValueError("pixels must lie in [0, 1] (or be uint8)")
     import torch  # only now: what cannot be used is refused at once
 

@@ -62,7 +62,7 @@ from dpdist.core.files import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from torch import nn
+    from torch import Tensor, nn
 
     from dpdist.certification.certificate import Certificate
     from dpdist.release.bundle import Release, TextAnswerer
@@ -700,7 +700,7 @@ def predict_command(
             QueryOracle(recipe, folder), images, saved.classes, saved.scale, as_json
         )
         return
-    asked = {"sigma": sigma, "n": n or DEFAULT_DRAWS, "alpha": alpha or DEFAULT_ALPHA}
+    asked = {"sigma": sigma, "n": n, "alpha": alpha}
     _predict_smoothed(saved, images, asked, label_only, as_json)
 
 
@@ -763,6 +763,7 @@ class _SavedModel:
     scale: Callable[[Any], Any]
     load_model: Callable[[], nn.Module]
     fit: Callable[[Any], Any] = lambda pixels: pixels
+    bounded: bool = True  # numbers of images lie in [0, 1]
 
 
 def _saved_release(release: Release) -> _SavedModel:
@@ -772,7 +773,7 @@ def _saved_release(release: Release) -> _SavedModel:
     return _SavedModel(
         release.path, about.certificate, about.classes, about.data.targets, about.tokens,
         about.data.columns.scale, lambda: release.model,
-        release.fit_picture,
+        release.fit_picture, not about.raw_inputs,
     )  # fmt: skip
 
 
@@ -783,7 +784,7 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
         data.text is not None, data.columns.scale, lambda: load_model(recipe, folder),
-        _picture_fit(folder, recipe),
+        _picture_fit(folder, recipe), recipe.by_script is None,
     )  # fmt: skip
 
 
@@ -806,24 +807,29 @@ def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
 def _predict_smoothed(
     saved_model: _SavedModel,
     images: list[Path],
-    options: dict[str, Any],
+    given: dict[str, Any],
     label_only: bool,
     as_json: bool,
 ) -> None:
+    """Print label and radius of images; without any noise the label alone, and that it is plain."""
     from dpdist import models
 
+    asked = given["n"] is not None or given["alpha"] is not None
+    defaults = {"n": DEFAULT_DRAWS, "alpha": DEFAULT_ALPHA}
+    options = given | {key: given[key] or usual for key, usual in defaults.items()}
     spec = models.read_spec(saved_model.path)
-    inputs = [
-        _read_image(path, spec.input_shape, saved_model.scale, saved_model.fit) for path in images
-    ]
+    inputs = _read_images(saved_model, images, spec.input_shape)
     console.log(f"{saved_model.path}: loading the model")
     from dpdist.certification.predict import Predictor
     from dpdist.certification.registry import settings_of
-    from dpdist.randomness.noise_location import resolve_smoothing_sigma
+    from dpdist.randomness.noise_location import find_noise_location, resolve_smoothing_sigma
 
     model, sigma = saved_model.load_model(), options["sigma"]
     if sigma is None and saved_model.certificate is not None:
         sigma = saved_model.certificate.sigma
+    if sigma is None and not (asked or label_only or find_noise_location(model).is_random):
+        _tell_plain_labels(saved_model, model, images, inputs, as_json)
+        return
     sigma = resolve_smoothing_sigma(model, sigma, saved_model.path)
     settings = settings_of(options | {"sigma": sigma})
     try:
@@ -855,7 +861,7 @@ def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: 
     from dpdist import models
 
     shape = models.read_spec(saved.path).input_shape
-    inputs = torch.stack([_read_image(path, shape, saved.scale) for path in images])
+    inputs = torch.stack(_read_images(saved, images, shape))
     with torch.inference_mode():
         outputs = saved.load_model()(inputs).double().tolist()
     for path, values in zip(images, outputs, strict=True):
@@ -864,6 +870,31 @@ def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: 
             console.print_json({"image": str(path), targets: told, "outputs": values})
         else:
             typer.echo(f"{path}: {' '.join(f'{value:.6g}' for value in told)}")
+
+
+def _tell_plain_labels(
+    saved: _SavedModel, model: nn.Module, images: list[Path], inputs: list[Tensor], as_json: bool
+) -> None:
+    """Print the labels that a model without noise says, and that nothing is certified of them."""
+    import torch
+
+    from dpdist import models
+
+    console.log(
+        f"{saved.path}: no noise is named, so these are plain predictions without a certificate; "
+        "--sigma certifies"
+    )
+    with torch.inference_mode():
+        labels = models.predicted_classes(model(torch.stack(inputs))).tolist()
+    for path, label in zip(images, labels, strict=True):
+        named = None if label == -1 else saved.classes[label]
+        if as_json:
+            answer = {"image": str(path), "label": label, "class": named, "abstain": label == -1}
+            uncertified = {"radius": None, "norm": None, "sigma": None, "alpha": None}
+            console.print_json(answer | uncertified | {"certified": False})
+        else:
+            said = "no answer: its numbers are not finite" if named is None else named
+            typer.echo(f"{path}: {said} (no certificate)")
 
 
 def _predict_with_paid_answers(
@@ -909,15 +940,27 @@ def _print_answer(
         typer.echo(f"{path}: {named} (L2 radius {format_radius(radius)})")
 
 
+def _read_images(saved: _SavedModel, paths: list[Path], shape: tuple[int, ...]) -> list[Tensor]:
+    """Return the inputs of some files, each of the model's shape."""
+    if not saved.bounded and any(path.suffix != ".npy" for path in paths):
+        console.log(
+            "pictures: numbers of 8 bits are divided by 255; how the script scaled its inputs is "
+            "not known here"
+        )
+    return [_read_image(path, shape, saved.scale, saved.fit, saved.bounded) for path in paths]
+
+
 def _read_image(
     path: Path,
     input_shape: tuple[int, ...],
     scale: Callable[[Any], Any] = lambda values: values,
     fit: Callable[[Any], Any] = lambda pixels: pixels,
+    bounded: bool = True,
 ) -> Any:
     """Return the input of a file.
 
     scale: maps raw features of an array to those of the model. fit: brings a picture to its size.
+    bounded: whether numbers of images must lie in [0, 1].
     """
     import numpy as np
 
@@ -931,7 +974,7 @@ def _read_image(
                 values = scale(values)
         else:
             values = fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
-        return to_model_input(values, input_shape)
+        return to_model_input(values, input_shape, bounded=bounded)
     except UnreadableImage as error:
         raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
     except ValueError as error:

@@ -373,7 +373,8 @@ class ReleaseDescription(Section):
     where nothing was certified. data: of the test split; where it lies is everybody's own.
     licence: an SPDX identifier; None where the publisher gave none. certified: of each table, in
         their order. text: how tokens are made of texts; format 2 did not say. pictures: how
-    pictures of other sizes become inputs; None: they must have the size of the input.
+    pictures of other sizes become inputs; None: they must have the size of the input. raw_inputs:
+    inputs are numbers as a script had them, of no declared range; written only where it is so.
     """
 
     format: Literal[2, 3]
@@ -391,6 +392,7 @@ class ReleaseDescription(Section):
     licence: Licence | None
     text: ReleasedText | None = None
     pictures: ReleasedPictures | None = None
+    raw_inputs: bool = False
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
@@ -505,13 +507,14 @@ class Answerer:
     def __call__(self, image: np.ndarray) -> Answer:
         """Return the answer to one image.
 
-        image: of the model's input shape, uint8 or numbers in [0, 1]. Raises ValueError for
-        anything else.
+        image: of the model's input shape, uint8 or numbers in [0, 1]; of a script's run, numbers as
+        its training had them. Raises ValueError for anything else.
         """
         shape = self._release.spec.input_shape
         if image.shape == shape and len(shape) == 1:  # raw features, as their files hold them
             image = self._release.description.data.columns.scale(image)
-        verdict = self._predictor.certify(to_model_input(image, shape))
+        bounded = not self._release.description.raw_inputs
+        verdict = self._predictor.certify(to_model_input(image, shape, bounded=bounded))
         label = int(verdict.prediction)
         settings = self._settings
         return Answer(
@@ -764,7 +767,7 @@ class Release:
     def model(self) -> nn.Module:
         """Return the network, in eval mode.
 
-        float32 inputs (B, *spec.input_shape) in [0, 1] to logits. Noise of its own is not
+        float32 inputs (B, *spec.input_shape), images in [0, 1], to logits. Noise of its own is not
         in its forward pass (`dpdist.randomness.noise_location`). Raises as `spec`.
         """
         from dpdist import models

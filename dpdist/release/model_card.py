@@ -38,7 +38,8 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
     size = " x ".join(map(str, spec.input_shape))
     kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
     raw = f"{kind} as they are, whose public ranges `{DESCRIPTION}` names"
-    scale = "in [0, 1]" if len(spec.input_shape) == 3 else "as the training had them"
+    pictures = len(spec.input_shape) == 3 and not description.raw_inputs
+    scale = "in [0, 1]" if pictures else "as the training had them"
     scaled = raw if description.data.columns.ranges else f"{kind}, {scale}"
     kind = "tokens" if description.tokens else scaled
     sections = [
@@ -47,7 +48,7 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         _origin(description, card, spec),
         _USAGE if description.text is None else _text_usage(spec),
         f"Inputs: {size} {kind}"
-        + (", or of 8 bits. " if len(spec.input_shape) == 3 else ". ")
+        + (", or of 8 bits. " if pictures else ". ")
         + _pictures(description, spec)
         + _outputs(description),
         "## Privacy",

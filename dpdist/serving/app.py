@@ -80,7 +80,7 @@ class RequestHandler:
     """description: what GET / says. input_shape: of the model's input; None where it is a text.
     answer_image: one image or text to its answer; raises Lost where it may be asked again. clock:
     seconds, for the rate. fit_picture: brings an encoded picture to the input's shape; None: it
-    must have it."""
+    must have it. bounded: whether numbers of images must lie in [0, 1]."""
 
     def __init__(
         self,
@@ -90,8 +90,9 @@ class RequestHandler:
         limits: RequestLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         fit_picture: Callable[[np.ndarray], np.ndarray] | None = None,
+        bounded: bool = True,
     ) -> None:
-        self._fit_picture = fit_picture
+        self._fit_picture, self._bounded = fit_picture, bounded
         self._description, self._input_shape, self._answer_image = (
             description,
             input_shape,
@@ -199,7 +200,7 @@ class RequestHandler:
                 image = decode_picture(raw, (self._input_shape[1], self._input_shape[2]))
             else:
                 raise ValueError('send JSON, {"input": [...]}, as application/json')
-            to_model_input(image, self._input_shape)
+            to_model_input(image, self._input_shape, bounded=self._bounded)
         except UnreadableImage as error:
             raise _RequestError(400, f"not a readable image: {error_text(error)}") from None
         except (UserError, ValueError, TypeError, OverflowError) as error:

@@ -263,6 +263,7 @@ def deploy_release(
                 batches,
                 limits,
                 fit_picture=release.fit_picture if release.description.pictures else None,
+                bounded=not release.description.raw_inputs,
             ),
             host,
             port,

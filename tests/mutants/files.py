@@ -286,6 +286,6 @@ FAULTS: list[Fault] = [
          "a body that never comes holds a place"),
         ("asyncio.timeout(min(self._limits.timeout_seconds, _BODY_SECONDS))",
          "asyncio.timeout(self._limits.timeout_seconds)", "a body may take as long as an answer"),
-        ("            to_model_input(image, self._input_shape)\n", "", "numbers of any range and shape are asked"),
+        ("            to_model_input(image, self._input_shape, bounded=self._bounded)\n", "", "numbers of any range and shape are asked"),
     ),
 ]  # fmt: skip

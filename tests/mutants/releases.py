@@ -330,6 +330,29 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/release/model_card.py",
+        "training/test_private_training::test_nothing_is_said_of_a_range_that_nobody_declared",
+        (
+            "len(spec.input_shape) == 3 and not description.raw_inputs",
+            "len(spec.input_shape) == 3",
+            "a script's model card says a range that nobody declared",
+        ),
+    ),
+    *group(
+        "dpdist/cli/certify.py",
+        "test_importing::test_predict_without_noise_is_plain_and_says_so",
+        (
+            'typer.echo(f"{path}: {said} (no certificate)")',
+            'typer.echo(f"{path}: {said}")',
+            "a plain prediction looks like a certified one",
+        ),
+        (
+            "    if sigma is None and not (asked or label_only or find_noise_location(model).is_random):\n",
+            "    if sigma is None and not find_noise_location(model).is_random:\n",
+            "draws for a certificate are asked for, and a plain prediction is given",
+        ),
+    ),
+    *group(
+        "dpdist/release/model_card.py",
         "test_release::test_the_model_card_states_the_population_as_all_others_do",
         (
             '    rows += [] if table.population is None else ["", f"{table.population}."]\n',

@@ -336,6 +336,37 @@ def test_a_factory_may_be_named_for_the_release(of_the_script, tmp_path, monkeyp
     assert done.stdout == f"{of_the_script.model(torch.ones(1, 6)).tolist()}\n", done.stderr
 
 
+def test_nothing_is_said_of_a_range_that_nobody_declared(tmp_path, monkeypatch, capsys):
+    """Normalised pictures of a script: numbers of three dimensions, outside of [0, 1]."""
+    text = "from torch import nn\n\n\ndef net(input_shape, classes):\n"
+    text += "    return nn.Sequential(nn.Flatten(), nn.Linear(16, classes))\n"
+    (tmp_path / "nets_of_pictures.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import nets_of_pictures
+
+    inputs = 3 * torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    model, factory = nets_of_pictures.net((1, 4, 4), 2), "nets_of_pictures:net"
+    labels = (inputs.mean((1, 2, 3)) > 0).long()
+    told = {"data": (inputs, labels), "batch_size": 8, "factory": factory}
+    run = training(tmp_path / "own", model, sgd(model), **told).run_all()
+    dpdist.write_release(run, not_private=True)
+    card = (run.release_folder / "README.md").read_text()
+    assert "images (channels, height, width), as the training had them. Classes" in card
+    assert "[0, 1]" not in card and "8 bits" not in card
+    np.save(tmp_path / "one.npy", inputs[0].numpy())
+    label = int(model(inputs[:1]).argmax())
+    for where in (run.path, run.release_folder):
+        words_ = ("predict", str(where), str(tmp_path / "one.npy"), "--trust-factory", factory)
+        words_ = words_ if where != run.path else words_[:3]
+        done = command(monkeypatch, capsys, tmp_path, *words_)
+        assert done.code == 0 and f"{label} (no certificate)" in done.out, done.err
+    release = dpdist.load(run.release_folder, trusted_factory=factory)
+    assert release.description.raw_inputs
+    assert release.answerer(sigma=0.01, n=200)(inputs[0].numpy()).label in (label, -1)
+    verify = ("verify", str(run.release_folder), "--trust-factory", factory)
+    assert command(monkeypatch, capsys, tmp_path, *verify).code == 0
+
+
 @pytest.mark.parametrize("case", OTHER_FACTORIES)
 def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
     old, new, said = OTHER_FACTORIES[case]
