@@ -497,10 +497,10 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
     if not score.needs_certificates:
         return
     for values in iter_probe_values(recipe.tune):
-        _check_certifiable(apply_values(recipe, values, context), score, context)
+        check_certifiable(apply_values(recipe, values, context), score, context)
 
 
-def _check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
+def check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
     """Raise UserError when a trial cannot be scored by what is certified."""
     certify = trial.certify
     if certify is None or certify.sigma is None or certify.noise != "gaussian":
