@@ -499,7 +499,8 @@ def sweep_recipe(
     )  # fmt: skip
     _check_sweep(asked, score, context)
     said = {
-        "recipe": asked.model_dump(mode="json", exclude={"resources"}),
+        "recipe": recipe.model_dump(mode="json", exclude={"resources", "tune"}),
+        "space": {key: domain.description for key, domain in space.items()},
         "public_scores": public_scores,
         **settings.to_dict(),
     }
