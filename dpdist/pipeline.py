@@ -6,6 +6,7 @@ Each stage is skipped when its results are already in the run folder.
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -454,8 +455,15 @@ def search_stage(search: Search, executor: Executor) -> None:
     )
     if search.tune.law.name != "fixed":
         console.log("search: the number of trials is secret: what follows is for your eyes only")
+    # In a log, which others may read, nothing more is said where the number of trials is secret.
+    told = search.tune.law.name == "fixed" or sys.stderr.isatty()
     with console.progress("search", "trials") as show:
-        search.run(place, show)
+        search.run(
+            place,
+            lambda done, total, rate: show(
+                done, total, rate, "; ".join(search.stages()) if told else ""
+            ),
+        )
 
 
 def check_evaluations(recipe: Recipe, context: str) -> None:

@@ -10,6 +10,7 @@ holds.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -258,7 +259,24 @@ class Search:
     def _report_progress(self, progress: Progress) -> None:
         total = len(read_trials(self.folder))
         done = total - len(self._unfinished_trials())
+        stages = {"done": done, "trials": total, "stages": self.stages()}
+        with contextlib.suppress(OSError):  # a full disk is told by what has to be written
+            write_json(self.folder.progress, stages, durable=False)
         progress(done, total, done / (time.monotonic() - self._since))
+
+    def stages(self) -> list[str]:
+        """Return the stage of each trial that was begun and has not ended.
+
+        Where the number of trials is secret, so is this.
+        """
+        found = []
+        for number in self._unfinished_trials():
+            own = self.folder.trial_folder(number)
+            if own.training_summary.exists():
+                found.append(f"trial {number} scoring")
+            elif own.run_key.exists():
+                found.append(f"trial {number} training{_describe_step(own)}")
+        return found
 
     # --- the end
 
@@ -399,6 +417,15 @@ class Search:
         going_on = None if finished else known[-1]
         alone = self.tune.law.secret_law is not None
         return Lineage.from_ledger(phases, path, made, going_on, once, alone)
+
+
+def _describe_step(trial: RunFolder) -> str:
+    """Return how far a trial's training is, or nothing before its first step."""
+    try:
+        at = read_json(trial.progress, {"done": int, "steps": int})
+    except (UserError, OSError):
+        return ""
+    return f", step {at['done']:,} of {at['steps']:,}"
 
 
 def load_training_records(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:

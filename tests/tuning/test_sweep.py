@@ -15,7 +15,10 @@ from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
 
 from dpdist import pipeline
+from dpdist.cluster.executor import open_executor
+from dpdist.core import console
 from dpdist.core.errors import UserError
+from dpdist.core.files import write_json
 from dpdist.reports.facts import read_facts
 from dpdist.runs.recipe import parse_recipe
 from dpdist.tuning.sweep import (
@@ -290,3 +293,46 @@ def test_a_searcher_that_is_not_installed_is_told(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UserError, match=rf"needs {name} .*pip install 'dpdist\[{extra}\]'"):
             pipeline.sweep(SMALL, SPACE, folder=tmp_path / "s", searcher=name)
+
+
+# --- progress ---------------------------------------------------------------------------------
+
+
+def test_the_stage_of_every_trial_is_named_in_private(begin, recipe, capsys):
+    """Begun, in the middle of its training, trained and not scored yet; nothing of the others."""
+    search = begin(recipe(tune={"law": {"name": "binomial", "mean": 4, "runs": 4}}))
+    first, second, third, _ = _trials(search)
+    assert search.stages() == []
+    for trial in (first, second, third):
+        write_json(
+            search.folder.settings_file(trial.number),
+            {
+                "values": trial.values,
+                "noise_multiplier": search.trial_noise_multiplier(trial.values),
+            },
+        )
+        job = prepare_trial(search.folder, search.recipe, trial)
+        if trial is not first:
+            train_until(job, 2 if trial is second else job.plan.steps)
+    assert search.stages() == [
+        "trial 0 training", "trial 1 training, step 2 of 4", "trial 2 scoring",
+    ]  # fmt: skip
+    seen = []
+    search._report_progress(lambda *numbers: seen.append(numbers[:2]))
+    assert seen == [(0, 4)] and search.folder.progress.is_relative_to(search.run_folder.private)
+    kept = json.loads(search.folder.progress.read_text())
+    assert kept == {"done": 0, "trials": 4, "stages": search.stages()}
+
+
+@pytest.mark.parametrize("law", ["fixed", "binomial"])
+def test_a_log_names_stages_only_where_the_trials_are_public(law, begin, recipe, monkeypatch):
+    more = {"runs": 2} if law == "fixed" else {"runs": 2, "mean": 2}
+    search = begin(recipe(tune={"law": {"name": law, "mean": None, **more}}))
+    monkeypatch.setattr(search, "stages", lambda: ["trial 0 training, step 1 of 4"])
+    lines: list[str] = []
+    monkeypatch.setattr(console, "log", lines.append)
+    monkeypatch.setattr(search, "run", lambda place, show: show(0, 2, 1.0))
+    with open_executor("local") as executor:
+        pipeline.search_stage(search, executor)
+    assert any("trial 0 training" in line for line in lines) == (law == "fixed"), lines
+    assert any("0 of 2 trials" in line for line in lines)
