@@ -689,6 +689,11 @@ def _run_tuner(
     results = SweepResults(grid, folder, NOT_PRIVATE)
     rows = _trial_rows(results, is_recipe)
     write_json(folder / "trials.json", {"privacy": NOT_PRIVATE, "trials": rows})
+    if rows and all(row["failed"] for row in rows):
+        raise UserError(
+            f"{folder}: all {len(rows)} trials failed, the first by: {rows[0]['failed']}; mend it, "
+            "and the same sweep tries them again"
+        )
     return results
 
 

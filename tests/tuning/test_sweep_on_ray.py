@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from support.recipes import write_recipe
 from dpdist import pipeline
 from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
+from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
@@ -49,10 +51,10 @@ def test_not_private_stands_everywhere_and_a_killed_sweep_goes_on(
     tmp_path, monkeypatch, capsys, request
 ):
     """kill -9 once a trial has ended; the same command then does the others alone."""
-    write_recipe(tmp_path, SMALL)
+    write_recipe(tmp_path, SMALL, training={"steps": 700})
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
     process = start("sweep", "r.yaml", "--space", "space.yaml", "--samples", 4, "--seed", 1,
-                    "--concurrent", 1, cwd=tmp_path)  # fmt: skip
+                    "--concurrent", 1, cwd=tmp_path, TUNE_GLOBAL_CHECKPOINT_S="1")  # fmt: skip
     folder = tmp_path / "runs" / "small-sweep"
 
     def ended() -> list[Path]:
@@ -108,3 +110,20 @@ def test_a_function_is_swept_by_optuna_and_asha_into_ray_s_own_grid(session, tmp
     _, trials = read_sweep(tmp_path / "f")
     assert [t.values["x"] for t in trials if t.chosen] == [best.config["x"]]
     assert "NOT PRIVATE" in (tmp_path / "f" / "report" / "index.html").read_text()
+
+
+def test_a_sweep_whose_trials_all_fail_says_why_and_tries_them_again(session, tmp_path):
+    mended = tmp_path / "mended"
+
+    def train(config: dict[str, float]) -> dict[str, float]:
+        if not mended.exists():
+            raise ValueError("the disk was too small")
+        return {"score": config["x"]}
+
+    again = functools.partial(
+        pipeline.sweep, train, {"x": {"choice": [1.0]}}, folder=tmp_path / "f", num_samples=2
+    )
+    with pytest.raises(UserError, match="all 2 trials failed, the first by: the disk was too"):
+        again()
+    mended.touch()
+    assert [result.metrics["score"] for result in again().results] == [1.0, 1.0]
