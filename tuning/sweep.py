@@ -320,15 +320,12 @@ def count_releases(folder: RunFolder) -> tuple[int, Guarantee]:
 def describe_releases(folder: RunFolder) -> list[tuple[str, str]]:
     """Return name and value of what the trainings of a sweep with privacy on have released.
 
-    Where a lost training was begun again, that is more than was planned, and is said to be the
-    total. Raises as `count_releases`.
+    The run's own epsilon is never below: it is that of all planned steps, and of those that a lost
+    training made twice. Raises as `count_releases`.
     """
     begun, counted = count_releases(folder)
-    planned = parse_plan(read_terms(SearchFolder(folder))["plan"], str(folder.path)).guarantee()
     trainings = len(read_trials(SearchFolder(folder)))
     said = f"epsilon = {format_epsilon(counted.epsilon)} for what {begun} of {trainings} released"
-    if counted.epsilon > planned.epsilon:
-        said += ", which is the total: more than planned, as lost trainings were begun again"
     return [("by the ledgers", said)]
 
 

@@ -214,6 +214,23 @@ FAULTS: list[Fault] = [
          "a recipe with privacy on is swept as public"),
     ),
     *group(
+        "dpdist/reports/facts.py",
+        "tuning/test_sweep::test_a_sweep_with_privacy_on_shows_the_total_and_all_its_trials",
+        ("if by_run.ledger.anchor != ledger.anchor:", "if False:",
+         "what a losing trial released twice is not counted"),
+    ),
+    *group(
+        "dpdist/pipeline.py",
+        "tuning/test_sweep::test_a_log_names_stages_only_where_the_trials_are_public",
+        ('told = search.tune.law.name == "fixed" or sys.stderr.isatty()', "told = True",
+         "a log names the trials of a secret number"),
+    ),
+    *group(
+        "dpdist/reports/tracking.py",
+        "reports/test_tracking::test_wandb_is_told_by_one_run_of_its_own",
+        ("x_disable_stats=True", "x_disable_stats=False", "W&B is told how busy the machine was"),
+    ),
+    *group(
         "dpdist/config/sections.py", "tuning/test_sweep",
         ("isinstance(noise, int | float) and not isinstance(noise, bool) and noise == 0:",
          "isinstance(noise, int | float):", "a training with noise needs no delta"),

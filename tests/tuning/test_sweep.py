@@ -19,8 +19,10 @@ from dpdist.cluster.executor import open_executor
 from dpdist.core import console
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
+from dpdist.privacy.ledger import Ledger
 from dpdist.reports.facts import read_facts
 from dpdist.runs.recipe import parse_recipe
+from dpdist.tuning.manifest import SearchFolder, read_trials
 from dpdist.tuning.sweep import (
     NOT_PRIVATE,
     SweepSettings,
@@ -170,7 +172,7 @@ def test_ledgers_count_every_run_also_the_stopped_and_the_failed(begin, run_tria
     assert begun == 3 and exact <= counted.epsilon <= exact * 1.005 + 1e-3
     assert counted.epsilon < search.cost.guarantee.epsilon
     ((name, said),) = describe_releases(search.run_folder)
-    assert name == "by the ledgers" and "3 of 4" in said and "total" not in said
+    assert name == "by the ledgers" and "3 of 4" in said
     # a failed trial's score does not take its releases back
     state = {"scores": [], "done": True, "failed": "lost"}
     folder.scores_file(0).write_text(json.dumps(state))
@@ -178,8 +180,6 @@ def test_ledgers_count_every_run_also_the_stopped_and_the_failed(begin, run_tria
 
 
 def _trials(search):
-    from dpdist.tuning.manifest import read_trials
-
     return read_trials(search.folder)
 
 
@@ -243,8 +243,21 @@ def test_a_sweep_with_privacy_on_shows_the_total_and_all_its_trials(tmp_path, mo
     assert len(facts.search.trials) == 3 and "all trials" in done.out
     page = facts.folder.report_file.read_text()
     assert "All its trials; each is paid for" in page and "fixed, 3 trials" in page
+    assert "chosen" in page and "training.learning_rate 0." in page
     again = command(monkeypatch, capsys, tmp_path, *words)
     assert again.code == 0 and "search: finished before" in again.err
+
+    # What a trial that lost has released twice counts, on the page and in the ledgers' sum.
+    lost = next(n for n, trial in enumerate(facts.search.trials) if not trial.chosen)
+    own = SearchFolder(facts.folder).trial_folder(lost)
+    with Ledger.open(own.ledger, own.read_plan().fingerprint()) as ledger:
+        ledger.new_epoch("replayed otherwise")
+        for step in range(4):
+            ledger.record(step, "ab" * 31 + f"{step:02x}")
+    after = read_facts(facts.folder)
+    counted = count_releases(facts.folder)[1].epsilon
+    assert after.guarantee.epsilon == pytest.approx(counted)
+    assert counted > 1.1 * facts.guarantee.epsilon
 
 
 # --- ordinary sweeps --------------------------------------------------------------------------
