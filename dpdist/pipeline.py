@@ -6,8 +6,9 @@ Each stage is skipped when its results are already in the run folder.
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ from dpdist.tuning.search import Search, check_search
 
 if TYPE_CHECKING:
     from dpdist.certification.job import DatasetLike
+    from dpdist.tuning.searchers import SweepResults
+    from dpdist.tuning.sweep import SweepSettings
 
 
 def run(
@@ -137,6 +140,109 @@ def tune(
     )
     with trained as (_, folder):
         return folder
+
+
+def sweep(
+    what: Recipe | str | Path | Mapping[str, Any] | Callable[[dict[str, Any]], Any],
+    space: str | Path | Mapping[str, Any],
+    *,
+    folder: str | Path,
+    metric: str | None = None,
+    mode: str | None = None,
+    public_scores: str | None = None,
+    context: str | None = None,
+    resources: Mapping[str, float] | None = None,
+    **settings: Any,
+) -> SweepResults | RunFolder:
+    """Sweep a recipe or a function by Ray Tune, without a private search; go on after a kill.
+
+    Guarantee: none where the recipe says `privacy: none`, or for a function: such a sweep says
+    NOT PRIVATE wherever it is shown. Of a recipe with privacy on, all trainings are composed over
+    the same records, and the epsilon that is printed, reported and released is the total.
+
+    Args:
+        what: a recipe as in `run`, or a function trainable of Ray Tune.
+        space: domains of the swept fields (or of the function's config), or their YAML file.
+        folder: of the sweep.
+        metric: accuracy, cross-entropy, certified-accuracy@RADIUS or average-radius@CAP; of a
+            function the name of a number that it reports. None: accuracy, or score.
+        mode: of the metric; None for min of cross-entropy, max of all others.
+        public_scores: NAME or NAME/SPLIT of public records to score on; required where privacy is
+            on. None: the recipe's test split.
+        context: begins complaints; None for the recipe's path.
+        resources: of Ray that each trial of a function holds.
+        settings: num_samples, searcher, scheduler, concurrent and seed
+            (`dpdist.tuning.sweep.SweepSettings`).
+
+    Returns:
+        Ray Tune's own ResultGrid of an ordinary sweep; the run folder of the best trial where
+        privacy is on.
+
+    Raises:
+        UserError: in one line, for what cannot be swept or composed.
+        ClusterError: the cluster failed for good.
+    """
+    from dpdist.tuning import sweep as sweeping
+
+    path = Path(folder)
+    if not isinstance(what, Recipe | str | Path | Mapping):
+        results = sweeping.sweep_function(
+            what, space, folder=path, metric=metric or "score", mode=mode or "max",
+            resources=resources, **settings,
+        )  # fmt: skip
+        _report_sweep(path)
+        return results
+    context = context or (str(what) if isinstance(what, str | Path) else "recipe")
+    recipe = resolve_recipe(what, name=path.name)
+    least = metric == sweeping.CROSS_ENTROPY
+    chosen = sweeping.SweepSettings(
+        metric or "accuracy", mode or ("min" if least else "max"), **settings
+    )
+    domains = sweeping.read_space(space)
+    if sweeping.is_public_recipe(recipe):
+        return _sweep_public(recipe, domains, chosen, path, public_scores, context)
+    search = sweeping.private_sweep_recipe(recipe, domains, chosen, public_scores, context)
+    console.log(
+        f"sweep: {chosen.num_samples} trainings on the same private records, and all of them "
+        "count, also those that fail or are stopped. A secret number of trials costs less: give "
+        "the recipe a tune section with a law (dpdist tune RECIPE --plan)"
+    )
+    run_folder = tune(search, runs=path.parent, context=context)
+    report_stage(run_folder)
+    return run_folder
+
+
+def _sweep_public(
+    recipe: Recipe,
+    domains: Mapping[str, Any],
+    settings: SweepSettings,
+    folder: Path,
+    public_scores: str | None,
+    context: str,
+) -> SweepResults:
+    """Sweep a recipe that says `privacy: none`."""
+    from dpdist.tuning.sweep import sweep_recipe
+
+    refuse_elsewhere(recipe, context)
+    if not (folder / "sweep.json").exists():
+        refuse_unused(recipe, context)
+    pretrain_stage(recipe, context)
+    results = sweep_recipe(
+        recipe, domains, settings, folder=folder, public_scores=public_scores, context=context
+    )
+    _report_sweep(folder)
+    return results
+
+
+def _report_sweep(folder: Path) -> None:
+    """Write the page of an ordinary sweep."""
+    from dpdist.reports.html import write_sweep_page
+    from dpdist.tuning.sweep import read_sweep, sweep_table
+
+    record, trials = read_sweep(folder)
+    about = [(key, str(value)) for key, value in record.asked.items() if key != "recipe"]
+    about += [(f"trial {n}", trial.folder) for n, trial in enumerate(trials) if trial.folder]
+    write_sweep_page(folder, record.privacy, sweep_table(folder), about)
 
 
 @contextmanager
@@ -349,8 +455,15 @@ def search_stage(search: Search, executor: Executor) -> None:
     )
     if search.tune.law.name != "fixed":
         console.log("search: the number of trials is secret: what follows is for your eyes only")
+    # In a log, which others may read, nothing more is said where the number of trials is secret.
+    told = search.tune.law.name == "fixed" or sys.stderr.isatty()
     with console.progress("search", "trials") as show:
-        search.run(place, show)
+        search.run(
+            place,
+            lambda done, total, rate: show(
+                done, total, rate, "; ".join(search.stages()) if told else ""
+            ),
+        )
 
 
 def check_evaluations(recipe: Recipe, context: str) -> None:

@@ -19,7 +19,7 @@ from dpdist.cli.main import main
 pytestmark = pytest.mark.whole
 
 COMMANDS = [
-    "run", "train", "tune", "certify", "attack", "predict", "report", "release",
+    "run", "train", "tune", "sweep", "certify", "attack", "predict", "report", "release",
     "account", "budget", "radius", "recipes", "data",
 ]  # fmt: skip
 

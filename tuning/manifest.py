@@ -125,6 +125,11 @@ class SearchFolder:
         return self.path / "full"
 
     @property
+    def progress(self) -> Path:
+        """Return the file of the trials' stages, for the operator's eyes."""
+        return self.path / "progress.json"
+
+    @property
     def ray_folder(self) -> Path:
         return self.path / "ray"
 

@@ -10,6 +10,7 @@ holds.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -263,7 +264,24 @@ class Search:
     def _report_progress(self, progress: Progress) -> None:
         total = len(read_trials(self.folder))
         done = total - len(self._unfinished_trials())
+        stages = {"done": done, "trials": total, "stages": self.stages()}
+        with contextlib.suppress(OSError):  # a full disk is told by what has to be written
+            write_json(self.folder.progress, stages, durable=False)
         progress(done, total, done / (time.monotonic() - self._since))
+
+    def stages(self) -> list[str]:
+        """Return the stage of each trial that was begun and has not ended.
+
+        Where the number of trials is secret, so is this.
+        """
+        found = []
+        for number in self._unfinished_trials():
+            own = self.folder.trial_folder(number)
+            if own.training_summary.exists():
+                found.append(f"trial {number} scoring")
+            elif own.run_key.exists():
+                found.append(f"trial {number} training{_describe_step(own)}")
+        return found
 
     # --- the end
 
@@ -406,6 +424,15 @@ class Search:
         return Lineage.from_ledger(phases, path, made, going_on, once, alone)
 
 
+def _describe_step(trial: RunFolder) -> str:
+    """Return how far a trial's training is, or nothing before its first step."""
+    try:
+        at = read_json(trial.progress, {"done": int, "steps": int})
+    except (UserError, OSError):
+        return ""
+    return f", step {at['done']:,} of {at['steps']:,}"
+
+
 def load_training_records(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:
     """The training records of the recipe with these shares."""
     section = recipe.data.model_copy(update={"hold_out": hold_out, "fraction": fraction})
@@ -504,10 +531,10 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
     if not score.needs_certificates:
         return
     for values in iter_probe_values(recipe.tune):
-        _check_certifiable(apply_values(recipe, values, context), score, context)
+        check_certifiable(apply_values(recipe, values, context), score, context)
 
 
-def _check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
+def check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
     """Raise UserError when a trial cannot be scored by what is certified."""
     certify = trial.certify
     if certify is None or certify.sigma is None or certify.noise != "gaussian":

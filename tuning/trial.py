@@ -218,7 +218,7 @@ def _continue_trial(
     for rung, step in enumerate(rung_steps(job.plan.steps, tune.scores_per_trial, factor), 1):
         if rung <= len(state["scores"]):
             continue
-        _train_until(job, step)
+        train_until(job, step)
         if read_verified_ledger(job.folder).ledger.num_superseded:
             raise UserError("the training could not be replayed exactly")
         value = compute_score(
@@ -297,7 +297,8 @@ class _TrialExecutor(LocalExecutor):
         )
 
 
-def _train_until(job: TrainJob, last_step: int) -> None:
+def train_until(job: TrainJob, last_step: int) -> None:
+    """Train up to a step, from the newest checkpoint."""
     if job.folder.training_summary.exists():
         return
     # A repetition of the trial comes in the next pass.

@@ -2,7 +2,7 @@
 
 report: write the HTML page again, from the files of a run, or one page over all runs. compare:
 runs side by side, as Markdown tables and one picture. log: a finished run's figures for
-TensorBoard or MLflow. release: the only writer of a run's release/ folder. verify: whether a
+TensorBoard, MLflow or W&B. release: the only writer of a run's release/ folder. verify: whether a
 release is whole, and its epsilon follows from the phases that it names.
 """
 
@@ -184,7 +184,10 @@ def compare_command(
 def log_command(
     run: RunArgument,
     addresses: Annotated[
-        list[str], typer.Argument(metavar="KIND:PLACE...", help="tensorboard:FOLDER, mlflow:URI.")
+        list[str],
+        typer.Argument(
+            metavar="KIND:PLACE...", help="tensorboard:FOLDER, mlflow:URI, wandb:PROJECT."
+        ),
     ],
     runs: Runs = DEFAULT_RUNS,
 ) -> None:

@@ -332,10 +332,15 @@ class ModelRecipe(Section):
         return None if self.denoiser is None else ("denoiser", self.denoiser)
 
 
+# delta of a training without noise, of which nothing is promised: no text shows it
+_DELTA_WITHOUT_NOISE = 1e-9
+
+
 class PrivacyRecipe(Section):
     """The privacy target: either epsilon or noise_multiplier.
 
-    With epsilon the noise is calibrated, so that the guarantee is never above the target.
+    With epsilon the noise is calibrated, so that the guarantee is never above the target. With
+    noise_multiplier 0 nothing is promised, and delta may be left out.
     """
 
     conditions = (
@@ -414,6 +419,17 @@ class PrivacyRecipe(Section):
             said = f"must be a number with clipping: {quoted(rule)}, got automatic"
             raise key_error("clip_norm", f"{said}; leave clipping out")
         return {**values, "clipping": "automatic", "clip_norm": 1.0}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ask_no_delta_without_noise(cls, values: Any) -> Any:
+        """Take a noise multiplier of 0 without a delta, which would be that of no promise."""
+        if not isinstance(values, Mapping) or "delta" in values:
+            return values
+        noise = values.get("noise_multiplier")
+        if isinstance(noise, int | float) and not isinstance(noise, bool) and noise == 0:
+            return {**values, "delta": _DELTA_WITHOUT_NOISE}
+        return values
 
     @model_validator(mode="after")
     def _check_target(self) -> PrivacyRecipe:
@@ -587,6 +603,16 @@ class BaseRecipe(Section):
     @classmethod
     def _wrap_model_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("privacy", mode="before")
+    @classmethod
+    def _expand_no_privacy(cls, value: Any) -> Any:
+        """Take `privacy: none` as a training without clip and noise."""
+        if not isinstance(value, str | bool):
+            return value
+        if value != "none":  # off and no are false in YAML
+            raise ValueError("must be a section, or none for a training without privacy")
+        return {"noise_multiplier": 0.0, "clipping": "none"}
 
     @model_validator(mode="after")
     def _check_public(self) -> BaseRecipe:

@@ -12,10 +12,10 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 # --- messages, progress and tables ------------------------------------------------------------
 
@@ -41,14 +41,18 @@ def _replace_nonfinite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class ShowProgress(Protocol):
+    """Show how far a command is."""
+
+    def __call__(self, done: int, total: int, rate: float, stage: str = "", /) -> None: ...
+
+
 @contextmanager
-def progress(
-    title: str, unit: str, rate_unit: str | None = None
-) -> Iterator[Callable[[int, int, float], None]]:
-    """Yield a callback (done, total, rate) that keeps one line of the terminal up to date.
+def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[ShowProgress]:
+    """Yield a callback (done, total, rate, stage) that keeps one line of the terminal up to date.
 
     rate: of `unit` per second, unless `rate_unit` names what it counts; the time left is then
-    taken from the pace so far.
+    taken from the pace so far. stage: of what is being done, behind the numbers.
 
     On a terminal the line is rewritten; elsewhere a line is printed every ten seconds. Shows
     nothing but
@@ -59,7 +63,7 @@ def progress(
     began = time.monotonic()
     final = ""
 
-    def show(done: int, total: int, rate: float) -> None:
+    def show(done: int, total: int, rate: float, stage: str = "", /) -> None:
         nonlocal last_shown, last_length, final
         now = time.monotonic()
         if done < total and now - last_shown < (0.2 if live else 10.0):
@@ -69,6 +73,7 @@ def progress(
         percent = 100 * done // max(total, 1)
         line = f"{title}: {done:,} of {total:,} {unit} ({percent}%)"
         line += f", {rate:,.1f} {rate_unit or unit}/s, {left} left"
+        line += f"; {stage}" if stage else ""
         final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         last_shown = now
         if live:

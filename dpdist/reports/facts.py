@@ -247,6 +247,7 @@ def describe_search(
     alone = format_epsilon(search.one_training_epsilon)
     return [
         *rows,
+        ("chosen", _chosen_values(search, folder.read_recipe())),
         ("judged by", f"{search.objective} on {search.scored_on}"),
         ("number of trials", search.law),
         ("cost", f"epsilon {format_epsilon(guarantee.epsilon)} in all; one such training, nothing "
@@ -255,12 +256,27 @@ def describe_search(
 
 
 def plan_with_superseded_releases(
-    search: SearchTerms, plan: PrivacyPlan, ledger: Ledger
+    search: SearchTerms, plan: PrivacyPlan, ledger: Ledger, folder: RunFolder
 ) -> PrivacyPlan:
     """Return the search's plan with the superseded releases of the winner's ledger.
 
-    plan: of the winner's training, which the search covers once.
+    Where the number of trials is fixed, those of all other trials' ledgers are added.
+
+    plan: of the winner's training, which the search covers once. folder: of the run.
     """
+    others = _superseded_releases(plan, ledger)
+    trials = folder.private / "search" / "trials"
+    for place in sorted(trials.iterdir()) if search.trials and trials.exists() else ():
+        trial = RunFolder(place)
+        if trial.ledger.exists():
+            by_run = read_verified_ledger(trial)
+            if by_run.ledger.anchor != ledger.anchor:  # the winner's is a copy
+                others += _superseded_releases(by_run.plan, by_run.ledger)
+    return replace(search.plan, phases=(*search.plan.phases, *others), clip_norm=plan.clip_norm)
+
+
+def _superseded_releases(plan: PrivacyPlan, ledger: Ledger) -> list[Phase]:
+    """Return the releases of steps beyond the first of each."""
     others: list[Phase] = []
     for step, releases in ledger.release_counts.items():
         if releases > 1:
@@ -273,7 +289,7 @@ def plan_with_superseded_releases(
                     step_plan.batch_cap,
                 )
             )
-    return replace(search.plan, phases=(*search.plan.phases, *others), clip_norm=plan.clip_norm)
+    return others
 
 
 # --- figures of a run -------------------------------------------------------------------------
@@ -349,6 +365,11 @@ class Facts:
     def has_fixed_key(self) -> bool:
         """Return whether the run key is fixed in the recipe, which is for tests only."""
         return self.recipe.privacy.run_key is not None or self.folder.fixed_key_marker.exists()
+
+    @property
+    def proves_epsilon(self) -> bool:
+        """Return whether a finite epsilon is proved; without one no delta is told."""
+        return math.isfinite(self.guarantee.epsilon)
 
     @property
     def privacy_statement(self) -> str:
@@ -509,7 +530,7 @@ class Facts:
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
         if self.search is not None:
-            plan = plan_with_superseded_releases(self.search, plan, self.ledger)
+            plan = plan_with_superseded_releases(self.search, plan, self.ledger, self.folder)
             notes = ["The search over the fields named is counted; any other choice is not."]
             searched = {"searched": str(self.search)}
         if self.budget_problem:
@@ -597,9 +618,7 @@ class Facts:
         rows += self.reported_values
         if self.search is not None:
             rows.append(("private search", str(self.search)))
-            chosen = self.recipe.model_dump(mode="json")
-            found = [f"{field} {_format_field(chosen, field)}" for field in self.search.fields]
-            rows.append(("chosen", ", ".join(found)))
+            rows.append(("chosen", _chosen_values(self.search, self.recipe)))
         for title, other in (
             ("privacy of a group", self.group_guarantee),
             ("data set", self.data_set_guarantee),
@@ -700,7 +719,7 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         evaluation = _read_evaluation(folder.evaluation, recipe.data.targets)
     whole = dataclasses.replace(plan, phases=ledger.released_phases(plan))
     if search is not None:
-        whole = plan_with_superseded_releases(search, plan, ledger)
+        whole = plan_with_superseded_releases(search, plan, ledger, folder)
     refuse_decisions(folder)
     tables = [table_reader.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
     public = [kind for kind in registry.EVALUATIONS if not kind.private]
@@ -779,6 +798,12 @@ def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | N
                 f"{path}: of another model than this run's (it comes from another run, or the run "
                 f"was trained anew); remove {path if alone else path.parent}"
             )
+
+
+def _chosen_values(search: SearchTerms, recipe: Recipe) -> str:
+    """Return the searched fields with the values of the run that was chosen."""
+    chosen = recipe.model_dump(mode="json")
+    return ", ".join(f"{field} {_format_field(chosen, field)}" for field in search.fields)
 
 
 def _format_field(recipe: dict[str, Any], field: str) -> str:

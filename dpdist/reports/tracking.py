@@ -1,4 +1,4 @@
-"""Send the publishable figures of a run to TensorBoard and MLflow, and no others.
+"""Send the publishable figures of a run to TensorBoard, MLflow and W&B, and no others.
 
 A tracker is handed around, shared and kept: its content has been released. So it takes epsilon
 against step, scores on named test data and certified accuracy, by name, and refuses the rest.
@@ -116,10 +116,35 @@ class MLflowBackend:
         self._module.end_run()
 
 
+class WandbBackend:
+    """A run of that name in the project PLACE, or ENTITY/PROJECT, of Weights & Biases.
+
+    WANDB_MODE=offline keeps it on this machine. What the library would send by itself (command
+    line, console, code, machine and its load) is no published figure, and is turned off.
+    """
+
+    def __init__(self, module: Any, location: str, run: str) -> None:
+        entity, _, project = location.rpartition("/")
+        closed = module.Settings(
+            console="off", save_code=False, disable_code=True, disable_git=True,
+            disable_job_creation=True, x_disable_meta=True, x_disable_stats=True,
+            x_disable_machine_info=True, x_save_requirements=False, program="dpdist", host="",
+            silent=True,
+        )  # fmt: skip
+        self._run = module.init(project=project, entity=entity or None, name=run, settings=closed)
+
+    def log_scalar(self, name: str, value: float, step: int) -> None:
+        self._run.log({name: value}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 # Kind, which is the name of the extra too -> its library, and what writes with it.
 BACKENDS: Mapping[str, tuple[str, Callable[[Any, str, str], TrackerBackend]]] = {
     "tensorboard": ("tensorboardX", TensorBoardBackend),
     "mlflow": ("mlflow", MLflowBackend),
+    "wandb": ("wandb", WandbBackend),
 }
 
 
@@ -128,7 +153,8 @@ def check_tracker_address(address: str) -> Any:
     where it is not installed."""
     kind, _, place = address.partition(":")
     if kind not in BACKENDS or not place:
-        kinds = " or ".join(f"{name}:PLACE" for name in BACKENDS)
+        *others, last = (f"{name}:PLACE" for name in BACKENDS)
+        kinds = f"{', '.join(others)} or {last}"
         raise UserError(f"--log: must be {kinds}, got {address!r}")
     return import_extra(BACKENDS[kind][0], kind, "--log")
 

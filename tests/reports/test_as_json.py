@@ -118,7 +118,10 @@ def test_a_finished_run_is_given_to_trackers(work, monkeypatch, capsys):
     done = command(monkeypatch, capsys, work, "log", "small", "tensorboard:later")
     assert (done.code, done.out) == (0, "") and list((work / "later" / "small").iterdir())
     done = command(monkeypatch, capsys, work, "log", "small", "elsewhere:x")
-    assert done.code == 2 and "--log: must be tensorboard:PLACE or mlflow:PLACE" in done.err
+    assert (
+        done.code == 2
+        and "--log: must be tensorboard:PLACE, mlflow:PLACE or wandb:PLACE" in done.err
+    )
 
 
 def test_a_refusal_prints_nothing_on_standard_output(work, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -113,15 +114,75 @@ def test_mlflow_is_told_by_its_three_functions(facts, monkeypatch):
     assert told[2:-1] == list(iter_metrics(facts))
 
 
+def test_wandb_is_told_by_one_run_of_its_own(facts, monkeypatch):
+    """Against a stand-in: wandb.Settings, init, and the run's log and finish."""
+    told: list[tuple] = []
+    settings: dict = {}
+
+    def init(**given):
+        settings.update(given.pop("settings"))
+        told.append(("init", given))
+        return SimpleNamespace(
+            log=lambda values, step: told.append((*values.items(), step)),
+            finish=lambda: told.append(("end",)),
+        )
+
+    fake = ModuleType("wandb")
+    fake.Settings, fake.init = dict, init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    open_tracker("wandb:team/mine", "run-1").log_run(facts)
+    assert told[0] == ("init", {"project": "mine", "entity": "team", "name": "run-1"})
+    assert told[-1] == ("end",)
+    assert [(*pair, step) for pair, step in told[1:-1]] == list(iter_metrics(facts))
+    # a step that is lower than the last is dropped by the library
+    assert [step for _, step in told[1:-1]] == sorted(step for _, step in told[1:-1])
+    assert settings["console"] == "off" and settings["save_code"] is False
+    for name in ("disable_code", "disable_git", "x_disable_meta", "x_disable_stats",
+                 "x_disable_machine_info"):  # fmt: skip
+        assert settings[name] is True
+    told.clear()
+    open_tracker("wandb:mine", "run-1")
+    assert told == [("init", {"project": "mine", "entity": None, "name": "run-1"})]
+
+
+def test_wandb_s_own_files_hold_the_figures_and_nothing_of_this_machine(
+    facts, tmp_path, monkeypatch
+):
+    """Offline, with the library itself: its log is looked through byte by byte."""
+    pytest.importorskip("wandb", reason="wandb missing: pip install 'dpdist[wandb]'")
+    import getpass
+    import socket
+
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)),
+                        ("WANDB_CONFIG_DIR", str(tmp_path))):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["dpdist", "a-secret-argument"])
+    open_tracker("wandb:mine", "run-1").log_run(facts)
+    (log,) = tmp_path.rglob("*.wandb")
+    for _ in range(100):  # another process of the library's writes it, after `finish` returned
+        if b"privacy/delta" in log.read_bytes():
+            break
+        time.sleep(0.2)
+    raw = log.read_bytes()
+    for name in {name for name, _, _ in iter_metrics(facts)}:
+        assert name.encode() in raw
+    for secret in ("a-secret-argument", socket.gethostname() + "\n", getpass.getuser() + "@"):
+        assert secret.encode() not in raw
+    assert not list(tmp_path.rglob("requirements.txt")) and not list(tmp_path.rglob("*meta*"))
+
+
 @pytest.mark.parametrize(
-    ("kind", "library"), [("tensorboard", "tensorboardX"), ("mlflow", "mlflow")]
+    ("kind", "library"),
+    [("tensorboard", "tensorboardX"), ("mlflow", "mlflow"), ("wandb", "wandb")],
 )
 def test_a_missing_library_and_another_kind_are_told(kind, library, monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UserError, match=rf"--log: needs .*: pip install 'dpdist\[{kind}\]'"):
         open_tracker(f"{kind}:{tmp_path}", "run")
-    for address in ("wandb:here", kind, "", ":x"):
-        with pytest.raises(UserError, match="must be tensorboard:PLACE or mlflow:PLACE"):
+    for address in ("comet:here", kind, "", ":x"):
+        with pytest.raises(
+            UserError, match="must be tensorboard:PLACE, mlflow:PLACE or wandb:PLACE"
+        ):
             open_tracker(address, "run")
 
 
