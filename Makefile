@@ -26,7 +26,7 @@ help:
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
 	@echo "make bench   speed and memory, side by side with peers (BENCH_ARGS=--quick: that they run)"
-	@echo "make docs    the documentation as a static site with an API reference, in site/"
+	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
 	@echo "make notebook  execute the notebooks of examples/ again"
 	@echo "make clean   remove the environment and caches (never runs/)"
 
@@ -84,7 +84,9 @@ docs-tools: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 
 docs: docs-tools
-	@$(BIN)/python docs/make_site.py
+	@rm -rf site
+	@$(BIN)/python -m sphinx -b html -c docs -d build/doctrees -E -q -W --keep-going . site
+	@echo site/index.html
 
 notebook: docs-tools
 	@$(BIN)/python examples/execute.py
