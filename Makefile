@@ -21,7 +21,7 @@ help:
 	@echo "make check   lint, types and the quick tests (a minute, no Ray)"
 	@echo "make test    lint, types and every test but the long ones (six minutes on two cores)"
 	@echo "make test-all  the same, with the long tests (Ray's jobs, kills, hosts, faults, generated input)"
-	@echo "make lint    ruff, import-linter and mypy only"
+	@echo "make lint    ruff, import-linter, mypy and long sentences of the documentation only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/evidence/testing.md)"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
@@ -50,6 +50,7 @@ lint: install
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
+	@$(BIN)/python docs/tools/sentences.py
 
 # mypy reads what changed in one process, while two run the tests.
 check: install

@@ -88,6 +88,61 @@ def test_every_recipe_key_has_a_kind():
     assert all(kinds) and len(kinds) == len(names)
 
 
+def test_every_recipe_key_has_a_meaning_in_one_place():
+    """In the docstring of its section or in the description of its field."""
+    from tools import recipe_keys
+
+    found = list(recipe_keys.all_keys())
+    assert len(set(found)) > 300
+    assert [key for key in found if len(recipe_keys.meaning(*key).split()) < 2] == []
+    twice = [
+        (section.__name__, name)
+        for section, name in found
+        if section.model_fields[name].description is not None
+        and name in recipe_keys.documented(section.__doc__ or "")
+    ]
+    assert twice == []
+
+
+def test_a_key_without_a_meaning_is_seen():
+    from pydantic import Field
+    from tools.recipe_keys import documented, meaning
+
+    from dpdist.core.fields import Section
+
+    class Base(Section):
+        """A base.
+
+        Attributes:
+            shared: Of the base.
+            own: Of the base,
+                in two lines.
+        """
+
+        shared: int = 0
+        own: int = 0
+
+    class Tried(Base):
+        """A section.
+
+        Attributes:
+            own: Of the section.
+
+        Raises:
+            plain: No key.
+        """
+
+        plain: int = 0
+        described: int = Field(default=0, description="by its field")
+
+    assert documented(Base.__doc__ or "")["own"] == "Of the base, in two lines."
+    told = {name: meaning(Tried, name) for name in Tried.model_fields}
+    assert told == {
+        "shared": "Of the base.", "own": "Of the section.", "plain": "",
+        "described": "By its field.",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
@@ -162,6 +217,8 @@ def test_every_file_and_shape_of_a_run_is_told():
         todo += (inner := todo.pop().__subclasses__())
         shapes |= {each for each in inner if each.__module__.startswith("dpdist.")}
     assert shapes == set(run_files.shapes())
+    rows = re.findall(r"^\| `\w+` \| [\w ,()]+ \| (.*) \|$", text, flags=re.M)
+    assert len(rows) == sum(len(shape.model_fields) for shape in shapes) and all(rows)
 
 
 def test_every_public_name_is_told():
@@ -170,6 +227,32 @@ def test_every_public_name_is_told():
     text = python_api.page()
     for name in set(dpdist.__all__) - {"__version__"}:
         assert text.count(f":: dpdist.{name}\n") == 1, name
+
+
+def test_no_file_has_more_long_sentences_than_its_limit():
+    from tools import sentences
+
+    found = {
+        str(path.relative_to(ROOT)): len(sentences.long_sentences(path.read_text()))
+        for path in sentences.files()
+    }
+    assert sentences.complaints(found, sentences.LIMITS) == []
+    assert set(sentences.LIMITS) <= set(found)
+
+
+def test_long_sentences_are_found_outside_tables_code_and_quotations():
+    from tools.sentences import complaints, long_sentences
+
+    words = " ".join(["word"] * 41)
+    assert long_sentences(f"# {words}\n\n> {words}\n\n| {words} |\n|---|\n| {words} |\n") == []
+    assert long_sentences(f"```\n{words}\n```\n\nA `{words}` is one.") == []
+    assert long_sentences(f"* {words}.\n") == [f"{words}."]
+    assert long_sentences(f"{words}\n{words}.") == [f"{words} {words}."]
+    half = " ".join(["Word"] * 30)
+    assert long_sentences(f"{half}. {half}! {half}") == []
+    assert len(long_sentences(f"{half} (Bu et al. 2023) {half}.")) == 1
+    (line,) = complaints({"a.md": 3, "b.md": 1}, {"a.md": 2, "b.md": 2})
+    assert line.startswith("a.md: must have at most 2 sentences of more than 40 words, got 3")
 
 
 @pytest.mark.long
