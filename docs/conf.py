@@ -35,11 +35,13 @@ templates_path = ["tools/templates"]
 myst_heading_anchors = 6
 highlight_language = "none"  # of blocks that name none: output and shell sessions
 
+smartquotes = False  # they would make a dash of an option's two
+
 html_theme = "furo"
 html_title = "dpdist"
 html_static_path = ["tools/static"]
 html_css_files = ["site.css"]
-html_copy_source = html_show_sourcelink = False
+html_show_copyright = html_copy_source = html_show_sourcelink = False
 html_additional_pages = {"index": "start.html"}  # site/index.html leads to docs/index.html
 html_theme_options = {"top_of_page_buttons": []}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import typer
 
 from dpdist.cli.main import app
 from dpdist.core.errors import ExitCode
-from tools.recipe_keys import documented
+from tools.recipe_keys import documented, plain
 
 
 def page() -> str:
@@ -44,10 +43,10 @@ def _command(command: Any, name: str) -> Iterator[str]:
     context = command.make_context(name, [], resilient_parsing=True)
     yield f"### {name}"
     yield f"```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```"
-    yield inspect.cleandoc(command.help or "")
+    yield plain(inspect.cleandoc(command.help or ""))
     rows = [(each, each.get_help_record(context)) for each in command.params]
     named = [(each, found) for each, found in rows if found is not None]
-    places = [f"* `{found[0]}`: {found[1]}" for each, found in named
+    places = [f"* `{found[0]}`: {plain(found[1])}" for each, found in named
               if each.param_type_name == "argument"]  # fmt: skip
     if places:
         yield "\n".join(places)
@@ -55,7 +54,7 @@ def _command(command: Any, name: str) -> Iterator[str]:
     for each, (names, text) in named:
         if each.param_type_name == "option" and "--help" not in each.opts:
             shown = re.sub(r" / (?=-)", ", ", names)
-            yield f"```{{option}} {shown}\n{textwrap.indent(text, '')}\n```"
+            yield f"```{{option}} {shown}\n{plain(text)}\n```"
     for inner, found in getattr(command, "commands", {}).items():
         yield from _command(found, f"{name} {inner}")
 

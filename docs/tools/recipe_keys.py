@@ -53,7 +53,21 @@ def meaning(section: type[BaseModel], name: str) -> str:
     for base in reversed(section.__mro__):
         if issubclass(base, BaseModel) and name in base.model_fields:
             entries |= documented(vars(base).get("__doc__") or "")
-    return _sentence(entries.get(name) or field.description or "")
+    text = entries.get(name) or _capital(field.description or "")
+    text = re.sub(r"\bNone\b", "null", text)  # as a recipe writes it
+    return plain(text if not text or text.endswith((".", ":")) else f"{text}.")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] if re.match(r"[a-z]+ ", text) else text
+
+
+def plain(text: str) -> str:
+    """Return a docstring's text as Markdown: code stays, and nothing else is marked up."""
+    parts = re.split(r"(`+[^`]+`+)", text)
+    parts[::2] = [re.sub(r"([*<])", r"\\\1", part) for part in parts[::2]]
+    parts[1::2] = [f"`{part.strip('`')}`" for part in parts[1::2]]
+    return "".join(parts)
 
 
 def documented(docstring: str) -> dict[str, str]:
@@ -62,21 +76,15 @@ def documented(docstring: str) -> dict[str, str]:
     An entry may name several keys, separated by commas.
     """
     found: dict[str, str] = {}
-    for block in re.findall(
-        r"^(?:Attributes|Args):\n((?:    .*\n|\n)*)", inspect.cleandoc(docstring) + "\n", flags=re.M
-    ):
+    text = inspect.cleandoc(docstring) + "\n"
+    for title, block in re.findall(r"^(Attributes|Args):\n((?:    .*\n|\n)*)", text, flags=re.M):
         for entry in re.split(r"\n(?=\S)", textwrap.dedent(block)):
-            names, colon, text = entry.partition(":")
+            names, colon, entry_text = entry.partition(":")
             if colon and re.fullmatch(r"[\w, ]+", names):
-                found |= {name.strip(): " ".join(text.split()) for name in names.split(",")}
+                said = " ".join(entry_text.split())
+                said = _capital(said) if title == "Args" else said
+                found |= {name.strip(): said for name in names.split(",")}
     return found
-
-
-def _sentence(text: str) -> str:
-    text = re.sub(r"``(.+?)``", r"`\1`", text.strip())
-    if re.match(r"[a-z]+ ", text):
-        text = text[:1].upper() + text[1:]
-    return text if not text or text.endswith((".", ":")) else f"{text}."
 
 
 # --- types and bounds -------------------------------------------------------------------------
@@ -114,7 +122,9 @@ def _plain_kind(annotation: Any, origin: Any, inner: tuple[Any, ...]) -> str:
     if origin is Literal:
         return _either([f"`{_yaml(each)}`" for each in inner])
     if origin is tuple and inner[-1] is not ...:
-        return f"[{', '.join(kind(each) for each in inner)}]"
+        each, *others = dict.fromkeys(kind(one) for one in inner)
+        assert not others, "a range has two ends of one kind"
+        return f"[LOW, HIGH], each ({each})"
     if origin in (list, tuple):
         return f"list of ({kind(inner[0])})"
     if origin is dict:
@@ -271,7 +281,7 @@ def _summary(section: type[BaseModel]) -> str:
     """Return the first paragraphs of a class's docstring, without its sections of entries."""
     text = inspect.cleandoc(section.__doc__ or "")
     text = re.split(r"^(?:Attributes|Args|Raises|Source|Example):", text, flags=re.M)[0]
-    return re.sub(r"``(.+?)``", r"`\1`", text.strip())
+    return plain(text.strip())
 
 
 def recipe_page() -> str:
@@ -301,6 +311,9 @@ def _own(section: type[BaseModel], names: tuple[str, ...]) -> Iterator[Key]:
                   meaning(section, name))  # fmt: skip
 
 
+_NO_KEYS = "It has no keys but those above."
+
+
 def _kinds(
     sections: list[type[BaseModel]],
     name: str,
@@ -317,17 +330,19 @@ def _kinds(
     """
     shared: dict[str, Key] = {}
     parts = []
+    tags = tuple({tag for each in sections for tag, field in each.model_fields.items()
+                  if _is_tag(field)})  # fmt: skip
     for base, title in bases.items():
-        own = [key for key in keys(base, f"{name}.", {}, ()) if key.name not in shared]
+        own = [key for key in keys(base, f"{name}.", {}, tags) if key.name not in shared]
         shared |= {key.name: key for key in own}
         parts.append(f"### {title}\n\n{_write(own)}")
     for each in sections:
-        tags = [f"`{name}.{tag}: {_yaml(field.default)}`"
+        said = [f"`{name}.{tag}: {_yaml(field.default)}`"
                 for tag, field in each.model_fields.items() if _is_tag(field)]  # fmt: skip
-        title = tags[0] if name == "audit" else f"`{each.__name__}`"
+        title = said[0] if name == "audit" else f"`{each.__name__}`"
         own = [key for key in keys(each, f"{name}.", dict(told), ()) if shared.get(key.name) != key]
         kind_of = title.strip("`").rpartition(" ")[2]
-        parts.append(f"### {title}\n\n{_summary(each)}\n\n{_write(own, kind_of)}")
+        parts.append(f"### {title}\n\n{_summary(each)}\n\n{_write(own, kind_of) or _NO_KEYS}")
     return "\n\n".join(parts)
 
 

@@ -230,18 +230,19 @@ class Certificate(Section):
 
     Attributes:
         n0: Draws that choose the class, for each input.
-        n: Draws that bound its probability, for each input; of sequential tests, at most.
+        n: Draws that bound its probability, for each input.
         alpha: Error probability of each input's certificate, strictly between 0 and 1.
-        radii: Radii in input units, ascending: those to decide in target mode, else those to show.
+        radii: Radii that summaries show, in input units, ascending; no result depends on them.
         start: Index of the first input.
         every: Certify every k-th input from there on.
-        max_inputs: The most inputs to certify; null: no limit.
-        batch: Rows of the executed batch, which is also the block of draws; null: chosen for the
-            input.
-        seed: Seed of the noise, a text; null draws a secret one at the start and stores it with the
+        max_inputs: The most inputs to certify; None: no limit.
+        batch: Rows of the executed batch, which is also the block of draws; None: chosen for the
+            input's size.
+        seed: Seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
             results.
-        form: Inference form of the executed classifier; null: chosen by a probe.
-        generator: Generator of the noise; null: aes on CPUs, philox on GPUs.
+        form: Inference form: "frozen", "compiled", "channels-last", "eager" or "bf16"; None: chosen
+            by a probe.
+        generator: "aes" or "philox"; None: aes on CPUs, philox on GPUs.
     """
 
     n0: Count = 100

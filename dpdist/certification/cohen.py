@@ -68,9 +68,8 @@ class Smoothing(Certificate):
 
     Attributes:
         sigma: Standard deviation of the noise, in input units, above 0.
-        noise: gaussian certifies L2 balls; laplace and uniform certify L1 balls.
-        noise_bank: Use one noise stream for all inputs. Each certificate stays valid; errors of
-            inputs can then coincide.
+        noise: "gaussian" certifies L2 balls; "laplace" and "uniform" certify L1 balls.
+        noise_bank: Use one noise stream for all inputs; errors of inputs can then coincide.
     """
 
     sigma: Positive

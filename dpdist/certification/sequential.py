@@ -664,6 +664,7 @@ class TargetScores(HiddenNoiseCertificate):
 
     Attributes:
         n: The most draws for each input.
+        radii: The radii to decide, in input units, ascending.
         norm: The norm of the radii.
     """
 
