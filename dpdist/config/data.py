@@ -40,7 +40,7 @@ class ColumnNames(Section):
     """Names of the Parquet columns that hold a record.
 
     Attributes:
-        image: Column of the image bytes, or of the array of pixels.
+        image: Column of the encoded image, such as the bytes of a PNG file.
         label: Column of the label.
         features: Columns of numbers that make up the input, in place of the image. A pattern such
             as mean_* names all columns that fit.

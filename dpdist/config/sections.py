@@ -281,8 +281,10 @@ class ModelRecipe(Section):
         name: A name from the zoo, or package.module:factory, a function that returns a torch
             module.
         options: Arguments of the model's factory.
-        mean: Public constants, one a channel, that are subtracted from the input inside the model.
-        std: Public constants, one a channel, that the input is divided by inside the model.
+        mean: Public constants, one a channel or one for all, that are subtracted from the input
+            inside the model.
+        std: Public constants, one a channel or one for all, that the input is divided by inside the
+            model.
         isolate: Run every record through the model alone in private training, so that a model of
             your own cannot mix records. It is slower.
         initial: Public weights that the training begins with. The path of the folder alone will do.

@@ -252,8 +252,8 @@ class ResourcesRecipe(Section):
             for at any time.
         cpus_per_worker: CPUs of each training worker, also a share.
         gpus_per_worker: GPUs of each training worker, also a share.
-        release: whole: worker 0 noises and updates; sharded: every worker noises and updates its
-            part, with less memory.
+        release: whole: every worker adds up, noises and updates everything; sharded: its own part
+            alone, with less memory.
         wire: Number format in which clipped sums travel between workers.
         noise: The device that draws a step's noise: the host's CPU, or the worker's own device.
         micro_batch: Number of records in one pass of the model; by default chosen to fit.
