@@ -84,7 +84,7 @@ bench: install
 docs-tools: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 
-docs: docs-tools
+docs: install
 	@rm -rf site
 	@$(BIN)/python -m sphinx -b html -c docs -d build/doctrees -E -q -W --keep-going . site
 	@echo site/index.html

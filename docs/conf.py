@@ -46,7 +46,8 @@ html_additional_pages = {"index": "start.html"}  # site/index.html leads to docs
 html_theme_options = {"top_of_page_buttons": []}
 
 toc_object_entries = False
-autodoc_typehints = "none"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -56,4 +57,3 @@ napoleon_custom_sections = ["Guarantee", "Source"]
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3", str(ROOT / "docs/tools/inventories/python.inv")),
 }
-intersphinx_disabled_reftypes = ["*"]
