@@ -21,12 +21,12 @@ help:
 	@echo "make check   lint, types and the quick tests (a minute, no Ray)"
 	@echo "make test    lint, types and every test but the long ones (six minutes on two cores)"
 	@echo "make test-all  the same, with the long tests (Ray's jobs, kills, hosts, faults, generated input)"
-	@echo "make lint    ruff, import-linter and mypy only"
+	@echo "make lint    ruff, import-linter, mypy and long sentences of the documentation only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/evidence/testing.md)"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/how-to/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
 	@echo "make bench   speed and memory, side by side with peers (BENCH_ARGS=--quick: that they run)"
-	@echo "make docs    the documentation as a static site with an API reference, in site/"
+	@echo "make docs    the documentation as a static site, in site/ (a minute; warnings are errors)"
 	@echo "make notebook  execute the notebooks of examples/ again"
 	@echo "make clean   remove the environment and caches (never runs/)"
 
@@ -50,6 +50,7 @@ lint: install
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
+	@$(BIN)/python docs/tools/sentences.py
 
 # mypy reads what changed in one process, while two run the tests.
 check: install
@@ -83,8 +84,10 @@ bench: install
 docs-tools: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 
-docs: docs-tools
-	@$(BIN)/python docs/make_site.py
+docs: install
+	@rm -rf site
+	@$(BIN)/python -m sphinx -b html -c docs -d build/doctrees -E -q -W --keep-going . site
+	@echo site/index.html
 
 notebook: docs-tools
 	@$(BIN)/python examples/execute.py

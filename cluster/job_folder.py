@@ -167,7 +167,13 @@ Progress = Callable[[int, int, float], None]
 
 
 class JobRecord(FileShape):
-    """settings.json: what is executed. Each kind of job adds keys of its own."""
+    """settings.json: what is executed. Each kind of job adds keys of its own.
+
+    Attributes:
+        format: Format of the job's folder.
+        seed: Seed of the job's random numbers.
+        settings: Settings of the job, complete with defaults.
+    """
 
     newest_format = FORMAT
 

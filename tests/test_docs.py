@@ -1,96 +1,295 @@
-"""The documentation: what it links to is there, it becomes a site, and its notebook runs."""
+"""The documentation: its links, its order, what is generated into it, its site, its notebooks."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import dpdist
 
-pytestmark = pytest.mark.whole
-
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
-@pytest.fixture(scope="module")
-def site() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_site", ROOT / "docs" / "make_site.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["make_site"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module", autouse=True)
+def _tools_are_found():
+    """`docs/` is where the tools of the site are imported from, as Sphinx does."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    yield
+    sys.path.remove(str(ROOT / "docs"))
 
 
 @pytest.fixture(scope="module")
-def pages(site):
-    pytest.importorskip("markdown_it", reason="no renderer: pip install 'dpdist[docs]'")
-    return site.pages()
+def pages(_tools_are_found):
+    from tools import pages
+
+    return [pages.parse(path) for path in pages.sources()]
 
 
-def test_every_link_leads_somewhere(site, pages):
-    assert site.broken(pages) == []
+def test_every_link_leads_somewhere(pages):
+    from tools.pages import dead_links
+
+    assert dead_links(pages) == []
     assert len(pages) > 30 and sum(len(page.links) for page in pages) > 150
 
 
-def test_pages_stand_in_a_readers_order(site, pages):
-    shelves = [page.path.split("/")[1] for page in pages if page.path.startswith("docs/")]
-    assert list(dict.fromkeys(shelves)) == list(site.SHELVES)
-    assert len(shelves) == len(list((ROOT / "docs").rglob("*.md")))
+def test_a_link_that_leads_nowhere_is_named(tmp_path):
+    from tools.pages import dead_links, parse, sources
 
-
-def test_a_link_that_leads_nowhere_is_named(site, tmp_path):
-    pytest.importorskip("markdown_it", reason="no renderer: pip install 'dpdist[docs]'")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "b.md").write_text("# A title, of `two`\n\n# x\n\n# x\n")
     (tmp_path / "README.md").write_text(
         "# R\n\n[1](docs/b.md#a-title-of-two) [2](docs/b.md#x-1) [3](https://nowhere.example/)\n"
-        "[4](docs/b.md#nothing) [5](docs/c.md) ![6](no.png) [7](#r) [8](#s) [9](../outside)\n\n"
-        "<script>alert(1)</script>\n"
+        "[4](docs/b.md#nothing) [5](docs/c.md) ![6](no.png) [7](#r) [8](#s) [9](../outside)\n"
     )
-    found = site.pages(tmp_path)
+    found = [parse(path, tmp_path) for path in sources(tmp_path)]
     lost = ["docs/b.md#nothing", "docs/c.md", "no.png", "#s", "../outside"]
-    assert site.broken(found, tmp_path) == [f"README.md: {link}" for link in lost]
-    assert "<script>" not in found[0].body
+    assert dead_links(found, tmp_path) == [f"README.md: {link}" for link in lost]
 
 
-def test_it_becomes_a_site(site, pages, tmp_path):
-    site.write(pages, tmp_path)
-    start = (tmp_path / "index.html").read_text()
-    assert (
-        'href="docs/explanation/privacy.html"' in start
-        and (tmp_path / "docs/explanation/privacy.html").exists()
-    )
-    assert (tmp_path / "docs/pictures/report_light_dark.png").exists()
-    assert "<script" not in start and 'src="http' not in start
+def test_every_page_is_on_a_shelf_once(pages):
+    """The index lists each page on the shelf of its folder; the side bar is made of these lists."""
+    from tools import pages as tools
+
+    index = (ROOT / tools.INDEX).read_text()
+    shelves = tools.shelves(index)
+    listed = [path for entries in shelves.values() for _, path in entries]
+    assert sorted(listed) == sorted({page.path for page in pages} - {tools.INDEX})
+    folders = {"docs/tutorials": "Tutorials", "examples": "Tutorials", "docs/how-to": "How-to",
+               "docs/explanation": "Explanation", "docs/reference": "Reference",
+               "docs/evidence": "Evidence", ".": "The project"}  # fmt: skip
+    for shelf, entries in shelves.items():
+        assert entries and {folders[str(Path(path).parent)] for _, path in entries} == {shelf}
+    for title, path in (entry for entries in shelves.values() for entry in entries):
+        assert f"{title} </{path.rpartition('.')[0]}>" in tools.toctrees(index)
+
+
+def test_the_decision_table_has_every_method():
+    from dpdist.methods.registry import METHODS
+
+    text = (ROOT / "docs" / "index.md").read_text()
+    table = text[text.index("## Which method do I want?") : text.index("## Tutorials")]
+    columns = [row.split("|")[2] for row in re.findall(r"^\| .* \|$", table, flags=re.M)]
+    named = {name for column in columns for name in re.findall(r"`([\w-]+)`", column)}
+    assert {method.model_fields["name"].default for method in METHODS} <= named
+
+
+def test_every_recipe_key_has_a_kind():
+    from tools import recipe_keys
+
+    found = "".join(
+        page()
+        for page in (
+            recipe_keys.recipe_page, recipe_keys.methods_page, recipe_keys.certificates_page
+        )
+    )  # fmt: skip
+    names = re.findall(r"^```\{recipe-key\} (.+)$", found, flags=re.M)
+    assert len(names) == len(set(names)) > 300
+    for name in ("privacy.noise_multiplier", "training.batch_size", "tune.space.KEY.log_uniform",
+                 "certify.sigma", "resources.workers.min"):  # fmt: skip
+        assert name in names
+    kinds = re.findall(r"^```\{recipe-key\} .+\n(.*)$", found, flags=re.M)
+    assert all(kinds) and len(kinds) == len(names)
+
+
+def test_every_recipe_key_has_a_meaning_in_one_place():
+    """In the docstring of its section or in the description of its field."""
+    from tools import recipe_keys
+
+    found = list(recipe_keys.all_keys())
+    assert len(set(found)) > 300
+    assert [key for key in found if len(recipe_keys.meaning(*key).split()) < 2] == []
+    twice = [
+        (section.__name__, name)
+        for section, name in found
+        if section.model_fields[name].description is not None
+        and name in recipe_keys.documented(section.__doc__ or "")
+    ]
+    assert twice == []
+
+
+def test_a_key_without_a_meaning_is_seen():
+    from pydantic import Field
+    from tools.recipe_keys import documented, meaning
+
+    from dpdist.core.fields import Section
+
+    class Base(Section):
+        """A base.
+
+        Attributes:
+            shared: Of the base.
+            own: Of the base,
+                in two lines.
+        """
+
+        shared: int = 0
+        own: int = 0
+
+    class Tried(Base):
+        """A section.
+
+        Attributes:
+            own: Of the section.
+
+        Raises:
+            plain: No key.
+        """
+
+        plain: int = 0
+        described: int = Field(default=0, description="by its field")
+
+    assert documented(Base.__doc__ or "")["own"] == "Of the base, in two lines."
+    told = {name: meaning(Tried, name) for name in Tried.model_fields}
+    assert told == {
+        "shared": "Of the base.", "own": "Of the section.", "plain": "",
+        "described": "By its field.",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("privacy.noise_multiplier", "number, 0 or 0.01 to 10,000, or null; default `null`"),
+        ("privacy.delta", "number, at least 1e-30, below 1; required"),
+        ("privacy.clip_norm", "number, 1e-9 to 1e9; default `1.0`"),
+        ("training.optimizer", "`sgd`, `adam` or `adamw`; default `sgd`"),
+        ("data.hold_out", "number, at least 0, below 1; default `0.0`"),
+        ("model.std", "list of (number, 1e-9 to 1e9), at most 10,000 long; default `[]`"),
+        ("resources.workers", "whole number, 1 to 10,000 or section; default `1`"),
+    ],
+)
+def test_a_key_is_told_with_its_bounds(key, kind):
+    from tools import recipe_keys
+
+    assert f"```{{recipe-key}} {key}\n{kind}\n" in recipe_keys.recipe_page()
+
+
+def test_a_type_without_words_is_refused():
+    from typing import Annotated
+
+    from pydantic import AfterValidator
+    from tools.recipe_keys import kind
+
+    for annotation in (complex, Annotated[int, AfterValidator(abs)]):
+        with pytest.raises(LookupError, match="no words"):
+            kind(annotation)
+
+
+def test_the_words_about_noise_name_keys_that_there_are():
+    from tools import recipe_keys
+
+    text = (ROOT / "docs" / "reference" / "recipe.md").read_text()
+    table = text[text.index("| noise | key |") :].partition("\n\n")[0]
+    keys = re.findall(r"`((?:privacy|method|tune|certify)\.[\w.]+)`", table)
+    pages = (recipe_keys.recipe_page, recipe_keys.methods_page, recipe_keys.certificates_page)
+    found = "".join(page() for page in pages)
+    assert len(keys) == 5 and all(f"{{recipe-key}} {key}" in found for key in keys)
+
+
+def test_every_command_and_option_is_told():
+    from tools import commands
+
+    text = commands.page()
+    for name, command in commands.every_command():
+        assert f"### {name}\n" in text
+        for param in command.params:
+            for option in param.opts:
+                shown = option == "--help" or param.hidden or param.param_type_name == "argument"
+                assert shown or re.search(rf"\{{option\}} (.*, )?{option}\b", text), (name, option)
+
+
+def test_every_exit_code_is_told():
+    from tools.commands import exit_codes
+
+    from dpdist.core.errors import ExitCode
+
+    rows = re.findall(r"^\| \*\*(\d+)\*\* \| .{20,} \|$", exit_codes(), flags=re.M)
+    assert [int(row) for row in rows] == list(ExitCode)
+
+
+def test_every_file_and_shape_of_a_run_is_told():
+    from tools import run_files
+
+    from dpdist.core.fields import FileShape
+
+    text = run_files.page()
+    for path in ("private/ledger.jsonl", "release", "recipe.yaml"):
+        assert f"| `{path}` |" in text
+    shapes, todo = set(), [FileShape]
+    while todo:
+        todo += (inner := todo.pop().__subclasses__())
+        shapes |= {each for each in inner if each.__module__.startswith("dpdist.")}
+    assert shapes == set(run_files.shapes())
+    rows = re.findall(r"^\| `\w+` \| [\w ,()]+ \| (.*) \|$", text, flags=re.M)
+    assert len(rows) == sum(len(shape.model_fields) for shape in shapes) and all(rows)
+
+
+def test_every_public_name_is_told():
+    from tools import python_api
+
+    text = python_api.page()
+    for name in set(dpdist.__all__) - {"__version__"}:
+        assert text.count(f":: dpdist.{name}\n") == 1, name
+
+
+def test_no_file_has_more_long_sentences_than_its_limit():
+    from tools import sentences
+
+    found = {
+        str(path.relative_to(ROOT)): len(sentences.long_sentences(path.read_text()))
+        for path in sentences.files()
+    }
+    assert sentences.complaints(found, sentences.LIMITS) == []
+    assert set(sentences.LIMITS) <= set(found)
+
+
+def test_long_sentences_are_found_outside_tables_code_and_quotations():
+    from tools.sentences import complaints, long_sentences
+
+    words = " ".join(["word"] * 41)
+    assert long_sentences(f"# {words}\n\n> {words}\n\n| {words} |\n|---|\n| {words} |\n") == []
+    assert long_sentences(f"```\n{words}\n```\n\nA `{words}` is one.") == []
+    assert long_sentences(f"* {words}.\n") == [f"{words}."]
+    assert long_sentences(f"{words}\n{words}.") == [f"{words} {words}."]
+    half = " ".join(["Word"] * 30)
+    assert long_sentences(f"{half}. {half}! {half}") == []
+    assert len(long_sentences(f"{half} (Bu et al. 2023) {half}.")) == 1
+    (line,) = complaints({"a.md": 3, "b.md": 1}, {"a.md": 2, "b.md": 2})
+    assert line.startswith("a.md: must have at most 2 sentences of more than 40 words, got 3")
 
 
 @pytest.mark.long
-def test_the_reference_has_what_users_import(site, tmp_path):
-    out = tmp_path / "api"
+@pytest.mark.whole
+def test_the_site_builds_without_a_warning(tmp_path):
+    """What `make docs` does; then what a reader looks for is there, and nothing is fetched."""
+    made = re.search(r"^docs: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert made
+    (line,) = [one for one in made[1].splitlines() if "sphinx" in one]
+    _, _, options = line.rpartition(" -m sphinx ")
+    words = options.replace("build/doctrees", str(tmp_path / "doctrees")).split()
     done = subprocess.run(
-        [sys.executable, "-c", f"import make_site, pathlib\n"
-         f"make_site.reference(pathlib.Path({str(out)!r}))"],
-        cwd=ROOT / "docs", capture_output=True, text=True,
+        [sys.executable, "-m", "sphinx", *words[:-1], str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0 and "does not resolve" not in done.stderr, done.stderr
-    page = (out / "dpdist.html").read_text()
-    for name in ("run", "read_facts", "UserError", "Release"):
-        assert f'id="{name}"' in page
-    assert (out / "dpdist" / "privacy" / "accounting.html").exists()
-
-
-def test_what_is_missing_is_named(site, monkeypatch):
-    monkeypatch.setitem(sys.modules, "markdown_it", None)
-    with pytest.raises(Exception, match=r"pip install 'dpdist\[docs\]'"):
-        site.pages()
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    site = tmp_path / "site"
+    start = (site / "docs" / "index.html").read_text()
+    assert 'href="explanation/privacy.html"' in start and 'src="http' not in start
+    assert 'url=docs/index.html"' in (site / "index.html").read_text()
+    assert 'href="docs/explanation/privacy.html' in (site / "README.html").read_text()
+    keys = (site / "docs/reference/recipe.html").read_text()
+    assert 'id="recipe-key-privacy.noise_multiplier"' in keys
+    api = (site / "docs/reference/api.html").read_text()
+    assert all(f'id="dpdist.{name}"' in api for name in ("run", "read_facts", "Release", "certify"))
+    search = (site / "searchindex.js").read_text()
+    assert "privacy.noise_multiplier" in search and (site / "examples/first_run.html").exists()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -27,7 +27,14 @@ FORMAT = 1
 
 
 class TrialRecord(FileShape):
-    """One trial of the manifest. values: None while an adaptive searcher has not chosen them."""
+    """One trial of the manifest.
+
+    Attributes:
+        number: The trial's number, from 0.
+        key: The trial's secret run key, in hexadecimal digits.
+        tie: A text derived from the search's key, by which equal scores are decided.
+        values: Values of the searched fields; null while an adaptive searcher has not chosen them.
+    """
 
     number: int
     key: SecretHex
@@ -36,7 +43,12 @@ class TrialRecord(FileShape):
 
 
 class ManifestRecord(FileShape):
-    """private/search/manifest.json: the trials as drawn, before anything runs."""
+    """private/search/manifest.json: the trials as drawn, before anything runs.
+
+    Attributes:
+        format: Format of the file.
+        trials: The trials.
+    """
 
     newest_format = FORMAT
 
@@ -45,14 +57,23 @@ class ManifestRecord(FileShape):
 
 
 class SettingsRecord(FileShape):
-    """private/search/settings/N.json: of one trial, written before it starts."""
+    """private/search/settings/N.json: of one trial, written before it starts.
+
+    Attributes:
+        values: Values of the searched fields, by dotted key.
+        noise_multiplier: Noise multiplier of the trial's training.
+    """
 
     values: Keys
     noise_multiplier: Number
 
 
 class OutcomeRecord(FileShape):
-    """private/search/outcome.json: the best trial; None when the search ended without a model."""
+    """private/search/outcome.json: the best trial.
+
+    Attributes:
+        winner: Number of the best trial; null when the search ended without a model.
+    """
 
     winner: int | None
 
@@ -60,7 +81,10 @@ class OutcomeRecord(FileShape):
 class ScoresRecord(FileShape):
     """private/search/scores/N.json: scores of one trial at its rungs.
 
-    done: nothing more will come. failed: why the trial does not count; None where it does.
+    Attributes:
+        scores: The scores so far, one a rung.
+        done: Whether the trial has ended, so that no score follows.
+        failed: Why the trial does not count; null where it does.
     """
 
     scores: list[Number]

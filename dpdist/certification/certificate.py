@@ -228,30 +228,34 @@ class NoiseSampler(Protocol):
 class Certificate(Section):
     """One certification of a data set: what its results depend on, and how it is made.
 
-    n0, n: draws for choosing the class, and for estimating (sequential tests: at most). alpha:
-    error probability of each input's certificate. radii: decided ones, or to be shown. start,
-    every, max_inputs: the first input, each how-manieth from there, at most how many. batch: rows
-    of the executed batch, which is also the canonical block of draws. seed: None draws a secret one
-    when the certification starts, and stores it with the results. form: inference form of the
-    executed classifier ("frozen", "compiled", "channels-last", "eager", "bf16"); None chooses by a
-    probe. generator: of the noise; None: "aes" on CPUs, "philox" on GPUs.
+    Attributes:
+        n0: Draws that choose the class, for each input.
+        n: Draws that bound its probability, for each input.
+        alpha: Error probability of each input's certificate, strictly between 0 and 1.
+        radii: Radii that summaries show, in input units, ascending; no result depends on them.
+        start: Index of the first input.
+        every: Certify every k-th input from there on.
+        max_inputs: The most inputs to certify; None: no limit.
+        batch: Rows of the executed batch, which is also the block of draws; None: chosen for the
+            input's size.
+        seed: Seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
+            results.
+        form: Inference form: "frozen", "compiled", "channels-last", "eager" or "bf16"; None: chosen
+            by a probe.
+        generator: "aes" or "philox"; None: aes on CPUs, philox on GPUs.
     """
 
     n0: Count = 100
     n: Count = 100_000
     alpha: Probability = 0.001
-    radii: Annotated[tuple[PositiveOrZero, ...], Field(max_length=100)] = Field(
-        default=(), description="decided radii in target mode; shown ones otherwise"
-    )
+    radii: Annotated[tuple[PositiveOrZero, ...], Field(max_length=100)] = ()
     start: CountOrZero = 0
-    every: Count = Field(default=1, description="certify every how-manieth test input")
+    every: Count = 1
     max_inputs: Count | None = None
     batch: Count | None = None
     seed: Annotated[Text | None, BeforeValidator(_text)] = None
     form: FormName | None = None
-    generator: Generator | None = Field(
-        default=None, description="of the noise; default: aes on CPUs, philox on GPUs"
-    )
+    generator: Generator | None = None
 
     if TYPE_CHECKING:  # settings of some, constants of others
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, final
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from dpdist.certification.certificate import (
     ABSTAIN,
@@ -66,15 +66,15 @@ if TYPE_CHECKING:
 class Smoothing(Certificate):
     """Votes of a model under noise on its input.
 
-    sigma: standard deviation of the noise, in input units. noise_bank: one noise stream for all
-    inputs; each certificate stays valid, errors can coincide.
+    Attributes:
+        sigma: Standard deviation of the noise, in input units, above 0.
+        noise: "gaussian" certifies L2 balls; "laplace" and "uniform" certify L1 balls.
+        noise_bank: Use one noise stream for all inputs; errors of inputs can then coincide.
     """
 
     sigma: Positive
     noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
-    noise_bank: bool = Field(
-        default=False, description="one noise stream for all inputs; errors can then coincide"
-    )
+    noise_bank: bool = False
 
     mode: str
     wrong_key_hint: ClassVar[str] = "with sigma, by smoothing the inputs"

@@ -219,14 +219,14 @@ class ExpectedScores(HiddenNoiseCertificate):
 class BettingScores(ExpectedScores):
     """Expected scores, bounded by betting (`dpdist.certification.score_bounds`).
 
-    one_sided: bound only the class that n0 other draws chose, from below and at the whole error;
-    the others have at most what it leaves. Otherwise every class from both sides.
+    Attributes:
+        one_sided: Bound only the class that n0 other draws chose, from below and at the whole
+            error; the others have at most the rest. Otherwise every class is bounded from both
+            sides.
     """
 
     bound: Literal["betting"] = "betting"  # type: ignore[assignment]
-    one_sided: bool = Field(
-        default=False, description="bound the selected class only; others have what it leaves"
-    )
+    one_sided: bool = False
 
     mode: ClassVar[str] = "betting"
     binned_fields: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`

@@ -660,7 +660,12 @@ class LeadTest:
 class TargetScores(HiddenNoiseCertificate):
     """Early stopping of expected scores: given radii, tested by betting after every block of draws.
 
-    norm: of the radii. n: draws at most. It certifies the largest radius that passed, no more.
+    It certifies the largest radius that passed, no more.
+
+    Attributes:
+        n: The most draws for each input.
+        radii: The radii to decide, in input units, ascending.
+        norm: The norm of the radii.
     """
 
     mode: Literal["target-scores"] = "target-scores"

@@ -42,7 +42,7 @@ from dpdist.cli.options import (
     require_labels,
 )
 from dpdist.core.console import format_exact, format_percent
-from dpdist.core.errors import UserError
+from dpdist.core.errors import ExitCode, UserError
 from dpdist.core.fields import Count, CountOrZero, ModelCount, Positive, Probability, Text
 from dpdist.core.files import write_result
 
@@ -257,7 +257,7 @@ def _attack_certificates(
     typer.echo(console.format_table(rows, title="certificates under attack"))
     pipeline.report_stage(folder)
     if not held:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.REFUTED)
 
 
 def _tables_to_attack(folder: RunFolder, name: str | None) -> list[Path]:
@@ -601,7 +601,7 @@ def audit_command(
     if folder is not None:
         pipeline.report_stage(folder)
     if found.verdict != CONSISTENT:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.REFUTED)
 
 
 def _open_run_or_recipe(
@@ -714,7 +714,7 @@ def membership_command(
         write_result(picture, plot_roc_curves([one.panel for one in found], picture.suffix[1:]))
         typer.echo(f"picture: {picture}")
     if not all(one.within_guarantee for one in found):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.REFUTED)
 
 
 def _check_banks(

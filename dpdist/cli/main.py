@@ -13,6 +13,7 @@ from dpdist.cli import account, audit, certify, cluster, importing, init, report
 from dpdist.cli.options import GroupedCommands
 from dpdist.core.errors import (
     ClusterError,
+    ExitCode,
     Interrupted,
     UserError,
     is_disk_full,
@@ -21,8 +22,6 @@ from dpdist.core.errors import (
 from dpdist.core.files import error_text
 from dpdist.core.version import __version__
 from dpdist.privacy.ledger import JournalError
-
-_INTERRUPTED = 130  # exit code of Ctrl-C and SIGTERM
 
 app = typer.Typer(
     name="dpdist",
@@ -96,7 +95,7 @@ def main() -> None:
         here = os.getcwd()
     except OSError as error:
         print(f"dpdist: the folder it was called in: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(ExitCode.USER_ERROR)
     # For `model: package.module:factory`; last, so that nothing there shadows a package.
     if here not in sys.path:
         sys.path.append(here)
@@ -106,13 +105,13 @@ def main() -> None:
     try:
         app(prog_name="dpdist")  # of python -m dpdist too
     except SystemExit as stop:
-        if stop.code == _INTERRUPTED:  # outside a session, which says more
+        if stop.code == ExitCode.INTERRUPTED:  # outside a session, which says more
             print("dpdist: interrupted", file=sys.stderr)
         raise
     except (UserError, ClusterError, JournalError) as error:
         for line in str(error).splitlines():
             print(f"dpdist: {line}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(ExitCode.USER_ERROR)
     except OSError as error:
         if is_disk_full(error) and error.filename is None:
             print(
@@ -120,15 +119,15 @@ def main() -> None:
                 "room, or raise the limit (ulimit -f), and the same command continues",
                 file=sys.stderr,
             )
-            sys.exit(2)
+            sys.exit(ExitCode.USER_ERROR)
         # a library's, with the file in its words
         if error.filename is None and is_permission_or_limit_error(error):
             print(f"dpdist: {error_text(error)}", file=sys.stderr)
-            sys.exit(2)
+            sys.exit(ExitCode.USER_ERROR)
         if error.filename is None:  # not a file of the user's
             raise
         print(f"dpdist: {error.filename}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(ExitCode.USER_ERROR)
     except Interrupted as error:
         print(f"dpdist: {error}", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+        sys.exit(ExitCode.INTERRUPTED)

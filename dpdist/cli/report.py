@@ -29,7 +29,7 @@ from dpdist.cli.options import (
     path_callback,
     path_option,
 )
-from dpdist.core.errors import UserError
+from dpdist.core.errors import ExitCode, UserError
 from dpdist.core.fields import Count, Licence, Positive
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def verify_command(
         )  # fmt: skip
     except ReleaseError as error:
         print(f"dpdist: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.Exit(ExitCode.REFUTED) from None
     typer.echo(console.format_table(rows, title=f"release {release}"))
 
 

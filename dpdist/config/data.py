@@ -39,24 +39,26 @@ BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # `dpdist.data` has them, w
 class ColumnNames(Section):
     """Names of the Parquet columns that hold a record.
 
-    `features` replaces the image column, and may say mean_* for all columns that the pattern
-    fits. `ranges` are public constants, not taken from the records.
+    Attributes:
+        image: Column of the encoded image, such as the bytes of a PNG file.
+        label: Column of the label.
+        features: Columns of numbers that make up the input, in place of the image. A pattern such
+            as mean_* names all columns that fit.
+        group: Column that says whom a record belongs to. It is checked against privacy.group_size,
+            or is the unit with privacy.unit: group.
+        ranges: By feature, the public constants [LOW, HIGH] that become 0 and 1; values beyond are
+            cut.
     """
 
     image: Text = "image"
     label: Text = "label"
     features: list[Text] = Field(default=[])
-    group: Text | None = Field(
-        default=None,
-        description="whom the record belongs to; checked against privacy.group_size, or the unit "
-        "with privacy.unit: group",
-    )
+    group: Text | None = None
 
     # Not written where there are none: files and digests made before there was a choice stay.
     ranges: dict[Text, tuple[Finite, Finite]] = Field(
-        default={}, max_length=10_000, exclude_if=lambda ranges: not ranges,
-        description="of features, LOW and HIGH, which become 0 and 1; what lies beyond is cut",
-    )  # fmt: skip
+        default={}, max_length=10_000, exclude_if=lambda ranges: not ranges
+    )
 
     @model_validator(mode="after")
     def _check_ranges(self) -> ColumnNames:
@@ -92,9 +94,14 @@ class ColumnNames(Section):
 class TextRecipe(Section):
     """Settings for records that are texts: at most `length` tokens of each, from its beginning.
 
-    tokenizer: a tokenizer.json. words: number of words taken from words.txt, which lies beside
-    the files. Without either the tokens are bytes, of which there are 258. predict: the label
-    of a document, or after each of its tokens the next one.
+    Without `tokenizer` and `words` the tokens are bytes, of which there are 258.
+
+    Attributes:
+        column: Column of the text.
+        length: The most tokens of a record that are read, from its beginning.
+        tokenizer: A tokenizer.json file that cuts texts into tokens.
+        words: Number of words taken from words.txt, which lies beside the files.
+        predict: The target: the label of a document, or after each of its tokens the next one.
     """
 
     column: Text = "text"
@@ -116,13 +123,19 @@ class TextRecipe(Section):
 
 
 class DataRecipe(Section):
-    """The data set.
+    """The data set: a built-in name, or a folder of Parquet files under `root`.
 
-    A built-in name (digits, strokes, scenes), or a folder NAME of Parquet files in `root`.
-
-    classes: of the files; of targets that are no classes, how many a record has. names: of the
-    classes, by number; a label column of text holds these. labels: use the records of these alone,
-    renumbered in this order. text: one document is one record.
+    Attributes:
+        name: A built-in name (digits, strokes, scenes), or a folder of Parquet files in `root`.
+        root: Folder that holds the data sets; the option --data-root says it too.
+        classes: Number of classes of the files; with targets that are no classes, how many targets
+            a record has. It follows from `names` where they are given.
+        names: Names of the classes, by number. A label column of text holds these names.
+        labels: Use only the records of these labels, renumbered in this order.
+        train: Name of the training split: a file without its ending, or a folder.
+        test: Name of the test split, which is public and not protected.
+        columns: Names of the columns that hold a record.
+        text: Read records as texts, one document a record.
     """
 
     conditions = (

@@ -32,7 +32,12 @@ BoundedInt = Annotated[int, RejectBool, Field(ge=-(10**9), le=10**9)]
 class Domain(Section):
     """The values of one field: exactly one of a range (both ends included) and a list.
 
-    also: further fields that take the same value, such as method.sigma beside certify.sigma.
+    Attributes:
+        log_uniform: A range [LOW, HIGH], drawn evenly by the logarithm.
+        uniform: A range [LOW, HIGH], drawn evenly.
+        integer: A range [LOW, HIGH] of whole numbers, drawn evenly.
+        choice: A list of values, drawn evenly; a value may be a whole section.
+        also: Further fields that take the same value, such as method.sigma beside certify.sigma.
     """
 
     log_uniform: tuple[Finite, Finite] | None = None
@@ -80,10 +85,16 @@ class Domain(Section):
 class LawRecipe(Section):
     """The law of the number of trials K.
 
-    logarithmic, geometric, negative-binomial (shape >= -1/2), poisson and binomial draw a secret K
-    with this mean; only the best trial is ever released. A binomial K is never above runs, so that
-    a search has a longest time. fixed: K = runs, public, paid by plain composition; every trial may
-    be shown, and the searcher may adapt.
+    logarithmic, geometric, negative-binomial, poisson and binomial draw a secret K with this mean;
+    only the best trial is ever released. fixed: K = runs, public, paid by plain composition; every
+    trial may be shown, and the searcher may adapt.
+
+    Attributes:
+        name: The law.
+        mean: Mean of the number of trials, of every law but fixed.
+        shape: Shape of law negative-binomial, at least -1/2.
+        runs: Number of trials of law fixed; the most trials of law binomial, so that a search has a
+            longest time.
     """
 
     name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "binomial", "fixed"]
@@ -139,11 +150,15 @@ class LawRecipe(Section):
 class PublicData(Section):
     """Named public records to score on, free of charge.
 
-    A built-in name or a folder of Parquet files.
+    Attributes:
+        name: A built-in name, or a folder of Parquet files.
+        root: Folder that holds the data set; by default data.root.
+        split: The split that is scored on.
+        max_records: The most records that are scored.
     """
 
     name: Text
-    root: FilePath | None = Field(default=None, description="default: data.root")
+    root: FilePath | None = None
     split: Text = "test"
     max_records: Count | None = None
 
@@ -151,12 +166,20 @@ class PublicData(Section):
 class ScoreRecipe(Section):
     """The score of a trial: by public records, or by a noisy count over held-out private ones.
 
-    objectives: weights of accuracy, certified-accuracy (at L2 `radius`) and average-radius (cut at
-    `radius_cap`); the certified ones use certify.sigma and `draws` noisy copies of each record,
-    after as many, 100 at most, that choose its class.
-    hold_out: the fraction of the training records (by hash) kept for scoring. noise: standard
-    deviation of the noise on the count of records; default: as much as costs no more than training.
-    With privacy.unit: group both are of groups, of which each adds the mean of its records.
+    With privacy.unit: group, `hold_out` and `noise` are of groups; each adds the mean of its records.
+
+    Attributes:
+        public: Named public records to score on, free of charge.
+        hold_out: The fraction of the training records (by hash) kept for scoring.
+        noise: Standard deviation of the noise on the count of held-out records; by default as much
+            as costs no more than the training.
+        objectives: Weights of accuracy, certified-accuracy (at L2 `radius`) and average-radius (cut
+            at `radius_cap`). The certified ones smooth with certify.sigma.
+        radius: The L2 radius of objective certified-accuracy.
+        radius_cap: The cut of objective average-radius: one input counts at most this much.
+        draws: Noisy copies of each record that bound its probability; as many, 100 at most, choose
+            its class before.
+        alpha: Error probability of each record's certificate in a score.
     """
 
     conditions = (
@@ -221,8 +244,12 @@ class ScoreRecipe(Section):
 class AshaRecipe(Section):
     """Early stopping (ASHA): trials are scored at `rungs` points of training.
 
-    Each point is reduction_factor times the last; every rung of every trial is charged
-    beforehand.
+    Every rung of every trial is charged beforehand.
+
+    Attributes:
+        rungs: Number of points of a training at which it is scored.
+        reduction_factor: Each point is this many times the last; of the trials at a rung one in so
+            many goes on.
     """
 
     rungs: Annotated[int, RejectBool, Field(ge=2, le=100)] = 3
@@ -232,8 +259,14 @@ class AshaRecipe(Section):
 class TuneRecipe(Section):
     """A private search over fields of the recipe; epsilon then covers training and search.
 
-    space: dotted field to domain. concurrent: most trials at once (default: as many as fit).
-    searcher and asha adapt to earlier scores, which only law fixed allows.
+    Attributes:
+        space: The searched fields, by dotted key, each with its domain.
+        law: The law of the number of trials.
+        score: The score by which the best trial is chosen.
+        searcher: random draws each trial by itself; optuna adapts to earlier scores, which only law
+            fixed allows.
+        asha: Stop trials early by their scores, which only law fixed allows.
+        concurrent: The most trials at once (default: as many as fit).
     """
 
     space: dict[str, Domain] = Field(min_length=1)

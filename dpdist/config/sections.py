@@ -49,15 +49,17 @@ _EVERY_STEP_VIEW = "every noisy sum, knowing the records and which of them joine
 class AuditOptions(Section):
     """Options that every kind of audit has.
 
-    alpha: the error of all `audits` audits of one run together.
+    Attributes:
+        kind: The kind of audit.
+        alpha: Error probability of all `audits` audits of one run together.
+        audits: Number of audits of this run that share alpha.
+        exploratory: Make an audit beyond those that alpha was divided by: it states nothing.
     """
 
     kind: str
     alpha: Probability = 0.05
-    audits: Count = Field(default=1, description="so many audits of this run share alpha")
-    exploratory: bool = Field(
-        default=False, description="an audit beyond those that alpha was divided by: no statement"
-    )
+    audits: Count = 1
+    exploratory: bool = False
 
     @property
     def folder_name(self) -> str:
@@ -93,8 +95,10 @@ class MechanismAudit(AuditOptions):
     The pieces are sampling, clipped sum, reduction, noise, rounding and division. No record of
     the run is read.
 
-    releases: with the canary, and as many without. workers: how many add up the sum. seed: of the
-    keys.
+    Attributes:
+        releases: Number of releases with the canary, and as many without it.
+        workers: Number of workers that add up the sum.
+        seed: Seed of the keys.
     """
 
     kind: Literal["mechanism"] = "mechanism"
@@ -112,10 +116,13 @@ class ManyRunsAudit(AuditOptions):
 
     Its counts are made of so many models of the private records, and stay private as they do.
 
-    trainings: in all, every second with the canary. canary: an input unlike all others (the
-    adversary sees the model), or a gradient of the clip's norm along one coordinate (it sees every
-    noisy sum, and knows the records and which of them joined each step). copies: of the canary.
-    seed: 64 hex digits; None draws a secret one.
+    Attributes:
+        trainings: Number of trainings in all, every second one with the canary.
+        canary: An input unlike all others (the adversary sees the model), or a gradient of the
+            clip's norm along one coordinate (the adversary sees every noisy sum, and knows the
+            records and which of them joined each step).
+        copies: Number of copies of the canary.
+        seed: Seed of the trainings, 64 hex digits; null draws a secret one.
     """
 
     kind: Literal["many-runs"] = "many-runs"
@@ -146,14 +153,18 @@ class CanaryAudit(AuditOptions):
     """An audit by one training with canaries behind its records.
 
     Each canary is in or out by its own secret coin, and the adversary guesses coins. The
-    trained model is never released.
+    trained model is never released. All settings are fixed before the training.
 
-    canary: gradient (white box: as much as the clip lets through, on a coordinate of its own),
-    mislabelled (a public input under a wrong label), blank (a constant input) or pair (a random
-    input under label 0 or label 1: its coin replaces one record by another). view: every-step, all
-    noisy sums, by an adversary who knows the records and which of them joined each step (of
-    gradient canaries only); or final, the trained model. guesses: how many coins are guessed, half
-    of them as in (default: 8 % of the canaries). All is fixed before the training.
+    Attributes:
+        canaries: Number of canaries.
+        canary: gradient (white box: as much as the clip lets through, on a coordinate of its own),
+            mislabelled (a public input under a wrong label), blank (a constant input), or pair (a
+            random input under label 0 or label 1: its coin replaces one record by another).
+        view: The adversary's view: every-step, all noisy sums, by an adversary who knows the
+            records and which of them joined each step (of gradient canaries only); or final, the
+            trained model.
+        guesses: Number of coins that are guessed, half of them as in (default: 8 % of the
+            canaries).
     """
 
     kind: Literal["canaries"] = "canaries"
@@ -252,9 +263,11 @@ AnyAudit = Annotated[
 class PretrainedRecipe(Section):
     """Weights that others trained, without this run's records.
 
-    folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too; as
-    initial of model transformer also a base, config.json and safetensors. saw: what it was trained
-    on, for a folder that does not say; declared, not checked.
+    Attributes:
+        folder: A model folder, best written by `dpdist pretrain`; a run's release/ is one too. As
+            `initial` of model transformer also a base with config.json and safetensors.
+        saw: Names the data that the weights were trained on, for a folder that does not say it. It
+            is declared, not checked.
     """
 
     folder: FilePath
@@ -262,15 +275,27 @@ class PretrainedRecipe(Section):
 
 
 class ModelRecipe(Section):
-    """A name from the zoo or package.module:factory. mean and std are public constants.
+    """The model: a name from the zoo or package.module:factory.
 
-    isolate: private training runs every record through the model alone, so that a model of one's
-    own cannot mix records. initial: public weights that the training begins with. classifier: a
-    frozen one behind the model, which then is a denoiser. denoiser: a frozen one before the model,
-    which then is a classifier. trained: names of the modules that the run trains, with all that is
-    in them; the others keep the public weights that they begin with. shifts: the trained model
-    answers by the average over the image and moves of it by up to so many pixels: 4 for each, and
-    as many passes. mirrored: and over the mirror image of each: twice as many.
+    Attributes:
+        name: A name from the zoo, or package.module:factory, a function that returns a torch
+            module.
+        options: Arguments of the model's factory.
+        mean: Public constants, one a channel or one for all, that are subtracted from the input
+            inside the model.
+        std: Public constants, one a channel or one for all, that the input is divided by inside the
+            model.
+        isolate: Run every record through the model alone in private training, so that a model of
+            your own cannot mix records. It is slower.
+        initial: Public weights that the training begins with. The path of the folder alone will do.
+        classifier: A frozen public classifier behind the model, which then is a denoiser.
+        denoiser: A frozen public denoiser before the model, which then is a classifier.
+        trained: Names of the modules that the run trains, with all that is in them. The others keep
+            the public weights that they begin with.
+        shifts: The trained model answers by the average over the image and moves of it by up to so
+            many pixels: four more passes for each pixel.
+        mirrored: The trained model also averages over the mirror image of each: twice as many
+            passes.
     """
 
     name: Text
@@ -282,12 +307,8 @@ class ModelRecipe(Section):
     classifier: PretrainedRecipe | None = None
     denoiser: PretrainedRecipe | None = None
     trained: list[Text] = Field(default=[], max_length=1000)
-    shifts: Annotated[int, RejectBool, Field(ge=0, le=MAX_SHIFT)] = Field(
-        default=0, description="answer by the average over moves by up to so many pixels"
-    )
-    mirrored: bool = Field(
-        default=False, description="answer by the average over the image and its mirror image"
-    )
+    shifts: Annotated[int, RejectBool, Field(ge=0, le=MAX_SHIFT)] = 0
+    mirrored: bool = False
 
     @property
     def display_name(self) -> str:
@@ -341,6 +362,31 @@ class PrivacyRecipe(Section):
 
     With epsilon the noise is calibrated, so that the guarantee is never above the target. With
     noise_multiplier 0 nothing is promised, and delta may be left out.
+
+    Attributes:
+        epsilon: The most that the run may cost, at `delta`. The noise is calibrated to it. Give
+            either this or `noise_multiplier`.
+        noise_multiplier: Standard deviation of the noise on each clipped sum, in units of
+            `clip_norm`. The plan then states the epsilon that it costs; 0 is no privacy.
+        delta: Probability with which the guarantee may fail, below one over the number of records.
+        neighbours: The two data sets that the guarantee compares: one record more or less
+            (zero-out, at a fixed number of records), or one record replaced, which costs about
+            twice as much.
+        allow_large_delta: Accept a delta of one over the number of records or more, under which a
+            whole record may be published.
+        clipping: The rule that bounds a record's gradient: flat, one norm over all parameters;
+            automatic, scaled to norm 1; per-layer; or none, gradients as they are, without privacy.
+        clip_norm: The most that a record adds to a sum, in L2 norm. The word automatic sets
+            clipping: automatic with norm 1.
+        batch_cap: Hard cap on the number of records of a step: truncated Poisson sampling.
+        budget: Folder of budgets. The run is charged to the budget of its records.
+        budget_composition: The rule that adds up runs: filter holds when runs are chosen by earlier
+            results; non-adaptive does not.
+        group_size: Also state the guarantee for a person with up to so many records.
+        unit: The unit that is protected: one record, or the whole group of data.columns.group,
+            which is then sampled, clipped and protected as one.
+        max_records_per_group: The most records of a group that count in one step.
+        run_key: Fixed key (64 hex digits), for tests only: the run is then NOT private.
     """
 
     conditions = (
@@ -360,39 +406,24 @@ class PrivacyRecipe(Section):
     epsilon: Positive | None = None
     noise_multiplier: NoiseMultiplier | None = None
     delta: Probability
-    clip_norm: Positive = Field(
-        default=1.0,
-        description="the most that a record adds, in L2 norm; automatic: clipping automatic to 1",
-    )
-    clipping: Literal["flat", "automatic", "per-layer", "none"] = Field(
-        default="flat", description="none: gradients as they are, without privacy"
-    )
+    clip_norm: Positive = 1.0
+    clipping: Literal["flat", "automatic", "per-layer", "none"] = "flat"
     neighbours: Literal["add-or-remove-one", "replace-one"] = "add-or-remove-one"
-    batch_cap: Count | None = Field(
-        default=None, description="hard cap on the batch: truncated Poisson"
-    )
+    batch_cap: Count | None = None
     allow_large_delta: bool = False
     nominal_records: Count | None = Field(
         default=None,
         description="a declared number of records: rate, divisor and steps follow from it, and "
         "the true number stays private",
     )
-    group_size: Annotated[int, RejectBool, Field(ge=1, le=1000)] = Field(
-        default=1, description="also state the guarantee for a person with up to so many records"
-    )
+    group_size: Annotated[int, RejectBool, Field(ge=1, le=1000)] = 1
     unit: Literal["record", "group"] = Field(
-        default="record",
-        description="group: whole groups of data.columns.group are sampled, clipped and protected",
-        exclude_if=lambda unit: unit == "record",
+        default="record", exclude_if=lambda unit: unit == "record"
     )
     max_records_per_group: Annotated[int, RejectBool, Field(ge=1, le=1000)] | None = Field(
-        default=None,
-        description="most records of a group that count in one step, with unit: group",
-        exclude_if=lambda most: most is None,
+        default=None, exclude_if=lambda most: most is None
     )
-    budget: FilePath | None = Field(
-        default=None, description="folder of budgets; the run is charged to that of its records"
-    )
+    budget: FilePath | None = None
     budget_ceiling: Positive | None = Field(
         default=None,
         description="epsilon that all runs on the same records stay within; fixed by the first",
@@ -400,14 +431,8 @@ class PrivacyRecipe(Section):
     budget_delta: Probability | None = Field(
         default=None, description="delta of the ceiling (default: privacy.delta)"
     )
-    budget_composition: Literal["filter", "non-adaptive"] = Field(
-        default="filter",
-        description="filter: holds when runs are chosen by earlier results; non-adaptive: not then",
-    )
-    run_key: HexKey | None = Field(
-        default=None,
-        description="fixed key (64 hex digits), for tests only: the run is then NOT private",
-    )
+    budget_composition: Literal["filter", "non-adaptive"] = "filter"
+    run_key: HexKey | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -534,7 +559,12 @@ def _complaint(item: Any) -> str:
 
 
 class DenoiserRecipe(Section):
-    """A network from images to images, from the zoo."""
+    """A network from images to images, from the zoo.
+
+    Attributes:
+        name: A name from the zoo.
+        options: Arguments of its factory.
+    """
 
     name: Text
     options: JsonObject = Field(default={})
@@ -545,14 +575,21 @@ class PublicRecipe(Section):
 
     It makes initial weights of the model, or its frozen part.
 
-    data: another data set, all of whose training split is public (images are resized), beside the
-    recipe's own where it has no root; for initial weights also of other classes (the head then
-    stays as it began); without it, the records that data.public sets aside. weights: to begin with;
-    a torchvision state dict in safetensors format, or "torchvision": the published ones,
-    downloaded. sigma: of the input noise that a denoiser learns to remove, or that a classifier
-    learns to see through. denoiser: with initial weights, a network that first learns to remove
-    that noise by the same training, and then stays, frozen, before the model, here and in the run.
-    augment: deform the images at random.
+    Attributes:
+        model: The network of the frozen part. Leave it out with model.initial, where it is the
+            model.
+        training: Settings of the public training.
+        sigma: Standard deviation of the input noise that a denoiser learns to remove, or that a
+            classifier learns to see through.
+        data: Another data set, all of whose training split is public (images are resized), beside
+            the recipe's own where it has no root. For initial weights its classes may differ: the
+            head then stays as it began. Without it the records that data.public sets aside are
+            used.
+        augment: Deform the images at random.
+        weights: Weights to begin with: a torchvision state dict in safetensors format, or
+            torchvision for the published ones, which are downloaded.
+        denoiser: With initial weights, a network that first learns to remove the noise by the same
+            training. It then stays, frozen, before the model, here and in the run.
     """
 
     conditions = (
@@ -585,7 +622,22 @@ class PublicRecipe(Section):
 
 
 class BaseRecipe(Section):
-    """A whole recipe, with whatever method: everything a method's rules may ask of the rest."""
+    """A whole recipe, with whatever method: everything a method's rules may ask of the rest.
+
+    Attributes:
+        name: Name of the run, and of its folder. By default the name of the recipe's file.
+        data: The data set.
+        model: The model.
+        method: The published system that trains: a name, or a section with `name` and its options.
+        privacy: The privacy target.
+        training: The training loop.
+        public: Training on public records beforehand, by `dpdist pretrain`.
+        certify: The certificate, and the inputs that are certified. Without it nothing is
+            certified.
+        audit: An audit of the run: a lower bound of epsilon by an attack.
+        tune: A private search over keys of the recipe.
+        resources: Machines and processes; the only section that may change when a run is continued.
+    """
 
     name: RunName
     data: DataRecipe

@@ -40,14 +40,28 @@ CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can
 class TrainingRecipe(Section):
     """Settings of the training loop.
 
-    batch_size is the expected batch L; the Poisson batch varies around it.
-
-    schedule: what the learning rate is multiplied by; step: by `factor` at each of the milestones,
-    which are fractions of all steps. weight_decay: times the parameters is added to the gradient,
-    as in torch's SGD and Adam; with adamw it shrinks the parameters, times the learning rate. loss:
-    a name (`dpdist.gradients.objective`), or package.module:function, of the module and a batch to
-    one value a record. crop, flip: every draw of a record sees its image moved by up to so
-    many pixels in each direction (black comes in at the rim), mirrored with probability 1/2.
+    Attributes:
+        batch_size: The expected number of records of a step; the Poisson batch varies around it.
+        steps: Number of steps. Give either this or `epochs`.
+        epochs: Number of passes over the records: steps = epochs * records // batch_size.
+        optimizer: The optimizer that takes the noisy gradients.
+        loss: A name (`dpdist.gradients.objective`), or package.module:function, from the module and
+            a batch to one value a record.
+        learning_rate: The learning rate, which `schedule` multiplies.
+        schedule: The factor of the learning rate over the training. The schedule step multiplies it
+            by `factor` at each of the `milestones`.
+        milestones: Fractions of all steps at which schedule step lowers the rate, ascending.
+        factor: The factor of schedule step.
+        momentum: Momentum of optimizer sgd.
+        weight_decay: This many times the parameters is added to the noisy gradient, as in torch's
+            SGD and Adam; with adamw it shrinks the parameters, times the learning rate. It is
+            post-processing, and free.
+        crop: Every draw of a record sees its image moved by up to so many pixels in each direction,
+            with black at the rim. It is drawn for each record before its clip, and free.
+        flip: Every draw of a record sees its image mirrored with probability 1/2; free, as `crop`.
+        ema: Average the parameters with this decay; post-processing, and free.
+        init_seed: Seed of the initial weights, which are public.
+        reproducible: Give the same bits on any number of workers, by canonical shards; slower.
     """
 
     conditions = (
@@ -56,33 +70,21 @@ class TrainingRecipe(Section):
 
     batch_size: Count
     steps: Steps | None = None
-    epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
+    epochs: Count | None = None
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     # Not written at its default: digests and settings made before there was a choice stay.
-    loss: str = Field(
-        default="cross-entropy", description="a name, or package.module:function",
-        exclude_if=lambda loss: loss == "cross-entropy",
-    )  # fmt: skip
+    loss: str = Field(default="cross-entropy", exclude_if=lambda loss: loss == "cross-entropy")
     learning_rate: Positive
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     milestones: list[Probability] = Field(default=[], max_length=100)
     factor: Probability = 0.1
     momentum: FractionBelowOne = 0.0
-    weight_decay: PositiveOrZero = Field(
-        default=0.0, description="of released parameters: post-processing, free"
-    )
-    crop: Annotated[int, RejectBool, Field(ge=0, le=64)] = Field(
-        default=0, description="pixels; drawn for each record alone, before its clip: free"
-    )
-    flip: bool = Field(default=False, description="mirror images at random: free, as crop")
-    ema: Probability | None = Field(
-        default=None, description="average the parameters with this decay (post-processing, free)"
-    )
+    weight_decay: PositiveOrZero = 0.0
+    crop: Annotated[int, RejectBool, Field(ge=0, le=64)] = 0
+    flip: bool = False
+    ema: Probability | None = None
     init_seed: Seed = 0
-    reproducible: bool = Field(
-        default=False,
-        description="bit-identical on any number of workers (canonical shards, slower)",
-    )
+    reproducible: bool = False
 
     @field_validator("loss")
     @classmethod
@@ -120,11 +122,17 @@ class TrainingRecipe(Section):
 class AugmentRecipe(Section):
     """Random deformations of public images.
 
-    The defaults turn 8 x 8 digits into pen strokes.
+    The defaults turn 8 x 8 digits into pen strokes. Lengths are in half widths of the canvas.
 
-    Angles in radians; lengths in half widths of the canvas. scale: width and height of the whole
-    image on the canvas, drawn apart. elastic: standard deviation of the displacements on a 5 x 5
-    lattice. contrast: grey values become contrast * (value - middle) + 1/2, cut to [0, 1].
+    Attributes:
+        rotate: The largest rotation, in radians.
+        shear: The largest shear, in radians.
+        scale: Width and height of the whole image on the canvas, drawn apart, from low to high.
+        shift: The largest move of the image.
+        elastic: Standard deviation of the displacements on a 5 x 5 lattice.
+        middle: Range of the grey value that becomes 1/2.
+        contrast: Range of the factor by which grey values become contrast * (value - middle) + 1/2,
+            cut to [0, 1]; null leaves grey values alone.
     """
 
     rotate: PositiveOrZero = 0.3
@@ -209,7 +217,12 @@ class ScriptRecipe(Section):
 
 
 class WorkerRange(Section):
-    """A range of training workers: as many as the cluster has room for, as hosts come and go."""
+    """A range of training workers: as many as the cluster has room for, as hosts come and go.
+
+    Attributes:
+        min: The least number of workers with which the training proceeds.
+        max: The most workers.
+    """
 
     min: ProcessCount
     max: ProcessCount
@@ -232,27 +245,34 @@ AnyWorkers = Annotated[
 
 
 class ResourcesRecipe(Section):
-    """Settings of the machines and processes of a run; they may change when a run is continued."""
+    """Settings of the machines and processes of a run; they may change when a run is continued.
 
-    workers: AnyWorkers = Field(
-        default=1, description="or {min: 1, max: 8}: as many as there is room for at any time"
-    )
+    Attributes:
+        workers: Number of training workers, or a range {min: 1, max: 8}: as many as there is room
+            for at any time.
+        cpus_per_worker: CPUs of each training worker, also a share.
+        gpus_per_worker: GPUs of each training worker, also a share.
+        release: whole: every worker adds up, noises and updates everything; sharded: its own part
+            alone, with less memory.
+        wire: Number format in which clipped sums travel between workers.
+        noise: The device that draws a step's noise: the host's CPU, or the worker's own device.
+        micro_batch: Number of records in one pass of the model; by default chosen to fit.
+        checkpoint_seconds: Seconds between two checkpoints of a training.
+        max_failures: Number of times that failed workers are started again.
+        certify_actors: Number of processes that certify or attack; by default one for each CPU, or
+            for each GPU's share.
+    """
+
+    workers: AnyWorkers = 1
     cpus_per_worker: Cpus = 1
     gpus_per_worker: Gpus = 0
-    release: Literal["whole", "sharded"] = Field(
-        default="whole",
-        description="sharded: every worker noises and updates its part, with less memory",
-    )
-    wire: Literal["float64", "float32"] = Field(default="float64", description="clipped sums")
-    noise: Literal["host", "device"] = Field(default="host", description="where a step's is drawn")
-    micro_batch: Count | None = Field(
-        default=None, description="physical batch; default: chosen to fit"
-    )
+    release: Literal["whole", "sharded"] = "whole"
+    wire: Literal["float64", "float32"] = "float64"
+    noise: Literal["host", "device"] = "host"
+    micro_batch: Count | None = None
     checkpoint_seconds: Positive = 30
     max_failures: CountOrZero = 3
-    certify_actors: ProcessCount | None = Field(
-        default=None, description="default: one for each CPU, or for each GPU's share"
-    )
+    certify_actors: ProcessCount | None = None
     certify_gpus: Gpus | None = Field(
         default=None,
         description="GPUs of each certifying actor, also a share; default: 1 where there are GPUs",

@@ -4,6 +4,28 @@ A user's mistake ends a command with exit code 2, an interruption with 130.
 """
 
 import errno
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a command ended, as its exit code.
+
+    Attributes:
+        DONE: The command did its work, and every check that it made holds.
+        REFUTED: The command did its work, and a check failed: `audit` or `membership` found more
+            than the proved epsilon, `attack --check-certificates` contradicted a certificate, or
+            `verify` found a release that does not hold. A fault of dpdist itself, which prints a
+            traceback, has this code too.
+        USER_ERROR: The command refused its input, or the cluster or the disk failed: an unknown or
+            wrong recipe key, option or file, a damaged run, a full disk. One line for each says
+            what to mend, and the same command may be run again.
+        INTERRUPTED: Ctrl-C or SIGTERM ended the command; the same command continues.
+    """
+
+    DONE = 0
+    REFUTED = 1
+    USER_ERROR = 2
+    INTERRUPTED = 130
 
 
 class UserError(Exception):

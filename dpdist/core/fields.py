@@ -119,14 +119,20 @@ def _reject_bool(value: Any) -> Any:
     return value
 
 
-def _range_validator(low: float, high: float, allow_zero: bool = False) -> Callable[[float], float]:
-    def check(value: float) -> float:
-        if not (low <= value <= high or (allow_zero and value == 0)):
-            also = "0, or " if allow_zero else ""
-            raise ValueError(f"must be {also}between {low:g} and {high:g}")
-        return value
+@dataclass(frozen=True)
+class Range:
+    """A rule of a number's field: between `low` and `high`, or 0 where `allow_zero`."""
 
-    return check
+    low: float
+    high: float
+    allow_zero: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the value. Raises ValueError when it lies outside."""
+        if not (self.low <= value <= self.high or (self.allow_zero and value == 0)):
+            also = "0, or " if self.allow_zero else ""
+            raise ValueError(f"must be {also}between {self.low:g} and {self.high:g}")
+        return value
 
 
 def _whole_above_one(value: float) -> float:
@@ -196,20 +202,20 @@ ModelCount = Annotated[int, RejectBool, Field(ge=1, le=MAX_MODELS)]
 ProcessCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]  # training workers, Ray actors
 Seed = Annotated[int, RejectBool, Field(ge=0, lt=2**63)]
 Positive = Annotated[
-    float, RejectBool, Field(gt=0), AfterValidator(_range_validator(MIN_POSITIVE, MAX_NUMBER))
+    float, RejectBool, Field(gt=0), AfterValidator(Range(MIN_POSITIVE, MAX_NUMBER))
 ]
 PositiveOrZero = Annotated[
     float,
     RejectBool,
     Field(ge=0),
-    AfterValidator(_range_validator(MIN_POSITIVE, MAX_NUMBER, allow_zero=True)),
+    AfterValidator(Range(MIN_POSITIVE, MAX_NUMBER, allow_zero=True)),
 ]
-Cpus = Annotated[float, RejectBool, Field(gt=0), AfterValidator(_range_validator(*RESOURCE_LIMITS))]
+Cpus = Annotated[float, RejectBool, Field(gt=0), AfterValidator(Range(*RESOURCE_LIMITS))]
 Gpus = Annotated[
     float,
     RejectBool,
     Field(ge=0),
-    AfterValidator(_range_validator(*RESOURCE_LIMITS, allow_zero=True)),
+    AfterValidator(Range(*RESOURCE_LIMITS, allow_zero=True)),
     AfterValidator(_whole_above_one),  # which is Ray's rule
 ]
 NotNegative = Annotated[
@@ -219,19 +225,17 @@ NoiseMultiplier = Annotated[
     float,
     RejectBool,
     Field(ge=0),
-    AfterValidator(_range_validator(*NOISE_MULTIPLIER_LIMITS, allow_zero=True)),
+    AfterValidator(Range(*NOISE_MULTIPLIER_LIMITS, allow_zero=True)),
 ]
 PositiveNoise = Annotated[
-    float, RejectBool, Field(gt=0), AfterValidator(_range_validator(*NOISE_MULTIPLIER_LIMITS))
+    float, RejectBool, Field(gt=0), AfterValidator(Range(*NOISE_MULTIPLIER_LIMITS))
 ]
-Probability = Annotated[
-    float, RejectBool, Field(gt=0, lt=1), AfterValidator(_range_validator(MIN_DELTA, 1))
-]
+Probability = Annotated[float, RejectBool, Field(gt=0, lt=1), AfterValidator(Range(MIN_DELTA, 1))]
 PositiveFraction = Annotated[
-    float, RejectBool, Field(gt=0, le=1), AfterValidator(_range_validator(MIN_POSITIVE, 1))
+    float, RejectBool, Field(gt=0, le=1), AfterValidator(Range(MIN_POSITIVE, 1))
 ]
 FractionBelowOne = Annotated[float, RejectBool, Field(ge=0, lt=1)]
-Finite = Annotated[float, RejectBool, AfterValidator(_range_validator(-MAX_NUMBER, MAX_NUMBER))]
+Finite = Annotated[float, RejectBool, AfterValidator(Range(-MAX_NUMBER, MAX_NUMBER))]
 FilePath = Annotated[Path, AfterValidator(_resolve_path)]
 RunName = Annotated[str, AfterValidator(check_run_name)]
 Text = Annotated[str, Field(max_length=500)]

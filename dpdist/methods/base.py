@@ -138,6 +138,9 @@ class Method(Section):
 
     A subclass gives `name`, its options as fields, and overrides what differs. Nothing is
     abstract.
+
+    Attributes:
+        name: The method's name, or package.module:Class for a class of your own.
     """
 
     name: str

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 class DPSGD(Method):
     """Plain DP-SGD (Abadi et al. 2016).
 
-    gradient_scale K multiplies each gradient before the clip: the control that separates DPlis'
-    smoothing from the larger gradients of its summed draws.
+    Attributes:
+        gradient_scale: Factor of each gradient before the clip: the control that separates DPlis'
+            smoothing from the larger gradients of its summed draws.
     """
 
     name: Literal["dp-sgd"] = "dp-sgd"
@@ -75,7 +76,11 @@ class DPSGDExecution(Execution[DPSGD]):
 class InputNoiseMethod(Method):
     """Augmentation: each record's gradient is averaged over noisy copies before the clip.
 
-    consistency: weight of the term that lets a record's copies agree (Jeong & Shin, NeurIPS 2020).
+    Attributes:
+        sigma: Standard deviation of the noise on the input, in input units.
+        draws: Number of noisy copies of each record.
+        consistency: Weight of the term that lets a record's copies agree (Jeong & Shin, NeurIPS
+            2020).
     """
 
     name: Literal["input-noise"] = "input-noise"
@@ -135,12 +140,16 @@ class InputNoiseExecution(Execution[InputNoiseMethod]):
 class DPlis(Method):
     """DP-SGD on a parameter-smoothed loss (DPlis, PoPETs 2021, Algorithm 2).
 
-    Smoothing noise per weight: radius * (learning_rate / batch_size) * noise_multiplier *
-    clip_norm. draws: K (the paper uses 10, 20 on text). aggregate "sum" is the
-    authors' released code: the draws are summed, not averaged, before the clip. per_example: a draw
-    of its own for every record, as the paper writes it; False shares the draws over the batch, as
-    the authors' code does. sigma: each draw has input noise too, as method input-noise; not in the
-    paper.
+    Attributes:
+        radius: Size of the smoothing noise, which has for each weight the standard deviation radius
+            * (learning_rate / batch_size) * noise_multiplier * clip_norm.
+        draws: Number of noisy copies of the parameters (the paper uses 10, and 20 on text).
+        aggregate: mean averages the draws before the clip; sum adds them up, as the authors'
+            released code does.
+        per_example: Draw anew for every record, as the paper writes it; false shares the draws over
+            the batch, as the authors' code does.
+        sigma: Standard deviation of input noise in each draw, as in method input-noise; not in the
+            paper.
     """
 
     name: Literal["dplis"] = "dplis"

@@ -39,15 +39,25 @@ _NOT_PRIVATE_REASON = "one noise is shared by all records and steps (DPAL as pub
 class DPAL(Method):
     """Algorithms 1 and 2 of DPAL, for model dpal-cnn on images in [-1, 1] (model.mean, std: 0.5).
 
-    epsilon: of Theorem 4, claimed; epsilon_2 of it for the last layer. encoder_sensitivity,
-    output_sensitivity: the paper's Delta_R = d (beta + 2) and Delta_L2 = 2 |h_pi| of the network.
-    weight_norm: the L1 norm within which each filter of the encoder is kept (the paper has no
-    bound, and its reconstruction loss then no minimum); gamma follows from it. pretraining: first
-    steps that train the auto-encoder alone. training.batch_size is m.
+    training.batch_size is m. Predictions as the paper makes them are measured on test images.
 
-    xi, attacks, steps (T_mu), size: of adversarial examples, each step's size uniform up to `size`
-    (input units; 0.5 is 1 on [-1, 1]). psi, draws: of the paper's predictions, which are measured
-    on so many test `images`, at copies attacked at each of `sizes`.
+    Attributes:
+        epsilon: Epsilon of Theorem 4, claimed and not proved.
+        epsilon_2: Part of the claimed epsilon for the last layer.
+        encoder_sensitivity: The paper's Delta_R = d (beta + 2).
+        output_sensitivity: The paper's Delta_L2 = 2 |h_pi| of the network.
+        weight_norm: L1 norm within which each filter of the encoder is kept; gamma follows from it.
+            The paper has no bound, and its reconstruction loss then no minimum.
+        pretraining: Number of first steps that train the auto-encoder alone.
+        xi: Weight of the adversarial examples' loss.
+        attacks: The attacks that make adversarial examples.
+        steps: Number of steps of an attack (T_mu).
+        size: The largest size of an attack, drawn uniformly for each step (input units; 0.5 is 1 on
+            [-1, 1]).
+        psi: At a prediction, noise on the input and on the code is 1 / psi of the training's.
+        draws: Draws of a prediction.
+        images: Number of test images that predictions are measured on.
+        sizes: Sizes of the attacks on those images, in input units.
     """
 
     conditions = (

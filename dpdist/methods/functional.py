@@ -45,8 +45,12 @@ _OpenUnitInterval = Annotated[float, RejectBool, Field(gt=0, lt=1)]
 class Adversarial(Section):
     """Rounds see each record, and an adversarial copy of it, at shares 1 and xi of 1 + xi.
 
-    The copy is within `size` in L-infinity (input units), away from the record's own label, at the
-    head so far, by `steps` steps.
+    The copy leads away from the record's own label, at the head so far.
+
+    Attributes:
+        size: L-infinity size of the attack, in input units.
+        steps: Number of steps of the attack.
+        xi: Weight of the adversarial copy.
     """
 
     size: Positive = 0.1
@@ -59,8 +63,15 @@ class Relevance(Section):
 
     A direction's components are multiplied by the square roots of shares r, of mean 1, before they
     are clipped, so that component j has 1 / r_j of the noise variance. r_j is the mean of
-    |f_j dL/df_j|^beta over records of the public data set `data` (under `root`, with `classes`
-    classes), for a head fitted to them, and at least `floor`.
+    |f_j dL/df_j|^beta over public records, for a head fitted to them, and at least `floor`.
+
+    Attributes:
+        data: Name of the public data set.
+        root: Folder that holds the public data set.
+        classes: Number of classes of the public data set.
+        beta: The exponent in r_j.
+        floor: The least share.
+        max_records: The most public records that are read.
     """
 
     data: Text = "digits"
@@ -74,8 +85,8 @@ class Relevance(Section):
 class Functional(Method):
     """The last layer of a model, fitted to coefficients of its loss, each released once.
 
-    Features f are what the last layer reads; all before it stays at its initial weights, which must
-    be public. Released are, with every record in each:
+    Features f are the inputs of the last layer; all before it stays at its initial weights, which
+    must be public. Released are, with every record in each:
 
     1. the sum of f, clipped to norm `clip`: its mean is the centre m;
     2. the sums A of h h' and B of h y', the coefficients of the second-order Taylor expansion of
@@ -84,18 +95,33 @@ class Functional(Method):
        The head minimises the noisy expansion plus a ridge of `ridge` times the noise of A;
     3. in `rounds` rounds, the sum of h (y - p)', the linear coefficients of the softmax
        cross-entropy expanded at the head so far; y - p is clipped to norm `residual`. The head
-       moves by `step` times what minimises that with A's curvature.
+       moves by `step` times the minimum of that with A's curvature.
 
-    With an `encoder`, of model patches, a sum before them: of the mean over a record's patches p of
-    p p', each of norm at most 1. Its leading eigenvectors are the filters: principal components in
-    place of the auto-encoder of DPAL, whose loss has no minimum.
+    With an `encoder`, of model patches, a sum before them: of the mean over a record's patches p
+    of p p', each of norm at most 1. Its leading eigenvectors are the filters: principal components
+    in place of the auto-encoder of DPAL, whose loss has no minimum.
 
-    What each costs is a part of mu^2 = 1 / noise_multiplier^2: `encoder` that of the encoder,
-    `centre` the first, `refine` all rounds together, the second the rest. labels: which part of a
-    record's squared norm B may have. sigma: records are seen in `draws` noisy copies, as a
-    certificate's are; noise: "fresh" for each sum, or each record's "own", a public function of it,
-    so that sums have the same features. adversarial: what rounds see besides. relevance: how noise
-    is shared out among features.
+    Each release costs a part of mu^2 = 1 / noise_multiplier^2.
+
+    Attributes:
+        clip: Norm to which a record's features are clipped in the sum that gives their centre.
+        radius: Norm to which features are clipped around their centre.
+        constant: The constant feature beside them, a norm below 1.
+        ridge: The ridge of the fit, in units of the noise of A.
+        rounds: Number of rounds after the first fit.
+        residual: Norm to which y - p is clipped in a round.
+        step: Length of a round's step, in units of the step to the minimum.
+        centre: Part of mu^2 that the centre costs.
+        refine: Part of mu^2 that all rounds together cost; the first fit has the rest.
+        labels: Part of a record's squared norm that the sum B may have.
+        sigma: Standard deviation of noise on the input, in input units: records are seen in `draws`
+            noisy copies, as a certificate's are.
+        noise: fresh for each sum, or each record's own, a public function of it, so that all sums
+            have the same features.
+        draws: Number of noisy copies of each record.
+        encoder: Part of mu^2 that the encoder costs; above 0 with model patches only.
+        adversarial: Rounds see adversarial copies too.
+        relevance: Share out the noise among features by public records.
     """
 
     conditions = (

@@ -55,14 +55,24 @@ class Redistribution(Section):
     """Where the shares r of heterogeneous noise come from (HGM, IJCAI 2019, Equation 7).
 
     r_k is the mean over records of |dL/dh_k|^beta, normalised, and at least `floor` of the uniform
-    share. source:
+    share.
 
-    * "public": records of the public data set `data` (under `root`, with `classes` classes; images
-      are resized to the model's), and the network trained on them for `steps` steps;
-    * "paid": the private records, in one clipped and noised sum that the plan pays for; the network
-      at its initial weights;
-    * "private": the private records, for nothing, as the paper does it, and the network trained on
-      them for `steps` steps. Needs paper_faithful: true; nothing is then proved.
+    Attributes:
+        source: The records that r is computed from. public: those of the public data set, with the
+            network trained on them for `steps` steps. paid: the private records, in one clipped and
+            noised sum that the plan pays for, with the network at its initial weights. private: the
+            private records, for nothing, as the paper does it; it needs paper_faithful: true, and
+            nothing is then proved.
+        data: Name of the public data set; its images are resized to the model's.
+        root: Folder that holds the public data set.
+        classes: Number of classes of the public data set.
+        steps: Number of steps that the network is trained before r is computed.
+        beta: The exponent in r_k.
+        floor: The least share, in units of the uniform one.
+        max_records: The most records that are read.
+        noise_multiplier: Noise multiplier of the one paid release.
+        clip_norm: Norm to which a record is clipped in the paid release.
+        sample_rate: Probability with which a record joins the paid release.
     """
 
     conditions = (
@@ -97,12 +107,22 @@ class Redistribution(Section):
 class HiddenNoiseMethod(Method):
     """Gaussian noise behind the first layer, in training and at every prediction.
 
-    Its scale sigma_r is `sigma`, or what `mechanism` needs for (epsilon_r, delta_r) against changes
-    of the input of size `attack_size` in `norm`, for a first layer of L2 norm `sensitivity`; the
-    layer is scaled back to that norm after every update. These are parameters of robustness and
-    say nothing about training records. draws: independent noises per record and step, averaged
-    before the clip. paper_faithful: one noise for the whole training, as Algorithm 1 of Secure-SGD
-    has it, instead of a fresh one for every record and step.
+    Its scale is `sigma`, or follows from the other keys by `mechanism`. These are parameters of
+    robustness and say nothing about training records.
+
+    Attributes:
+        sigma: Standard deviation of the noise; null computes it from the keys below.
+        epsilon_r: Epsilon of the robustness that the noise is computed for.
+        delta_r: Delta of the robustness that the noise is computed for.
+        attack_size: Size of the change of the input that the noise is computed for, in `norm`.
+        norm: Norm of `attack_size`.
+        mechanism: Formula of the noise: classical (epsilon_r at most 1), analytic, or extended (any
+            epsilon_r).
+        sensitivity: L2 norm of the first layer, which is scaled back to it after every update.
+        redistribution: Shares of the noise among components; null gives every component the same.
+        draws: Independent noises for each record and step, averaged before the clip.
+        paper_faithful: One noise for the whole training, as Algorithm 1 of Secure-SGD has it,
+            instead of a fresh one for every record and step.
     """
 
     conditions = (
@@ -260,9 +280,11 @@ class SecureSGD(HiddenNoiseMethod):
     """DP-SGD on a network with noise behind its first layer (HGM, IJCAI 2019, Algorithm 1).
 
     A composition: DP-SGD (clip, noise, Poisson sampling), HGM's noise behind the first layer,
-    PixelDP's certificate at prediction. Privacy is that of DP-SGD and of what r cost.
-    redistribution: null gives every component the same noise; with mechanism: analytic that is the
-    paper's AGM variant.
+    PixelDP's certificate at prediction. Privacy is that of DP-SGD and of r, where it is paid.
+
+    Attributes:
+        redistribution: Shares of the noise among components; null gives every component the same.
+            With mechanism: analytic that is the paper's AGM variant.
     """
 
     name: Literal["secure-sgd"] = "secure-sgd"

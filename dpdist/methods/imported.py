@@ -31,9 +31,11 @@ UNUSED: dict[str, dict[str, Any]] = {
 class Imported(Method):
     """Take a model that was trained elsewhere.
 
-    weights: name of the file of its weights, whose SHA-256 sum is `sha256`. inputs: how pictures
-    were brought to the model's input. evaluate: number of test inputs that clean accuracy is
-    measured on (default: all; 0: none).
+    Attributes:
+        weights: Name of the file of its weights.
+        sha256: SHA-256 sum of the file of weights.
+        inputs: How pictures were brought to the model's input.
+        evaluate: Number of test inputs that clean accuracy is measured on (default: all; 0: none).
     """
 
     name: Literal["imported"] = "imported"

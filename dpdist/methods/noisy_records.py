@@ -27,8 +27,12 @@ class NoisyRecordsMethod(Method):
     An input, clipped to L2 norm `input_norm` (input units), gets Gaussian noise once, of standard
     deviation privacy.noise_multiplier (given, or found for privacy.epsilon) times input_norm; its
     label is kept with probability e^label_epsilon / (e^label_epsilon + classes - 1), and is each
-    other one with equal probability else. Training sees nothing else, so the model may be released.
-    What follows soundly from the noise that residual perturbation puts on inputs.
+    other one with equal probability else. Training sees nothing else, so the model may be
+    released. It is the part of residual perturbation's noise on inputs that holds soundly.
+
+    Attributes:
+        input_norm: L2 norm to which an input is clipped, in input units.
+        label_epsilon: Epsilon of the randomised label.
     """
 
     name: Literal["noisy-records"] = "noisy-records"

@@ -72,12 +72,17 @@ _BATCH, _TOLERANCE = 500, 1e-8
 class SpreadingRecipe(Section):
     """How released labels spread over all public inputs: each gets one that the ties lead to.
 
-    Only public inputs and released labels are read: post-processing, and free. Each input is tied
-    to its `neighbours` nearest ones by `features`: of `inputs` as they are, or the fixed
-    `scattering` of images (the model of that name). alpha: how far a label goes; an answer counts
-    1 - alpha against its neighbours' word, so that a wrong one is overruled. equal_classes: each
-    class's scores are divided by their sum, which takes classes for equally common: a class that is
-    ten times rarer than others is then given to many of them (docs/evidence/pate.md has figures).
+    Only public inputs and released labels are read: post-processing, and free.
+
+    Attributes:
+        features: Distances are between inputs as they are, or between the fixed scattering of
+            images (the model of that name).
+        neighbours: Number of nearest inputs that each input is tied to.
+        alpha: How far a label goes: an answer counts 1 - alpha against its neighbours' word, so
+            that a wrong one is overruled.
+        equal_classes: Divide each class's scores by their sum, which takes classes for equally
+            common: a class that is ten times rarer than others is then given to many of them
+            (docs/evidence/pate.md has figures).
     """
 
     features: Literal["inputs", "scattering"] = "inputs"
@@ -191,8 +196,11 @@ UNANSWERED = -1.0
 class PublicQueries(Section):
     """The public inputs that teachers are asked about; their labels are never read.
 
-    The training split of `data` under `root` (default: where the recipe's own data lie); of the
-    run's own data set, the records that data.public declares public.
+    Attributes:
+        data: Name of the data set, whose training split is asked about; of the run's own data set,
+            the records that data.public declares public.
+        root: Folder that holds the data set; by default that of the recipe's own data.
+        classes: Number of classes of the data set.
     """
 
     data: Text
@@ -201,7 +209,12 @@ class PublicQueries(Section):
 
 
 class TeacherOverrides(Section):
-    """The parts of the recipe that differ for teachers: the model, its training."""
+    """The parts of the recipe that differ for teachers: the model, its training.
+
+    Attributes:
+        model: The teachers' model; by default the student's.
+        training: The teachers' training; by default the student's.
+    """
 
     model: ModelRecipe | None = None
     training: TrainingRecipe | None = None
@@ -219,7 +232,12 @@ class TeacherOverrides(Section):
 
 
 class SmoothedLoss(Section):
-    """The student's loss is the mean over `draws` of its loss at parameters + std * N(0, I)."""
+    """The student's loss is the mean over `draws` of its loss at parameters + std * N(0, I).
+
+    Attributes:
+        std: Standard deviation of the noise on each parameter.
+        draws: Number of noisy copies of the parameters.
+    """
 
     std: Positive
     draws: DrawCount = 10
@@ -249,17 +267,26 @@ class PATE(Method):
 
     Each record is in the shard of one of the `teachers` by a keyed hash, and each teacher is
     trained on its shard without a clip or noise, by the sections of `teaching` (default: the
-    student's). Each votes for one class of each of the first `queries` public inputs: a record that
-    comes or goes moves one vote of each. Where `threshold` is given, an input passes when the most
-    votes for a class, plus noise, reach it; the first `answers` of those that pass get the class
-    with the most votes, each count plus noise. Both numbers are fixed beforehand and paid in full;
-    what passes beyond `answers` stays without a label. One Gaussian of mu = 1 /
-    privacy.noise_multiplier covers it all (the noise is given, or found for privacy.epsilon):
-    `screening` is the part of mu^2 that the thresholds have.
+    student's). Each votes for one class of each of the first `queries` public inputs: a record
+    that comes or goes moves one vote of each. Where `threshold` is given, an input passes when the
+    most votes for a class, plus noise, reach it; the first `answers` of those that pass get the
+    class with the most votes, each count plus noise. Both numbers are fixed beforehand and paid in
+    full; inputs that pass beyond `answers` stay without a label. One Gaussian of mu = 1 /
+    privacy.noise_multiplier covers it all (the noise is given, or found for privacy.epsilon).
 
-    The student sees those inputs and labels, and nothing else: its training is post-processing, and
-    free. spreading: the labels first spread over all public inputs, and it sees these. smoothing:
-    of its loss (DPlis).
+    The student sees those inputs and labels, and nothing else: its training is post-processing,
+    and free.
+
+    Attributes:
+        teachers: Number of teachers, each with a shard of the records.
+        public: The public inputs that teachers are asked about.
+        queries: Number of public inputs that are voted on.
+        answers: The most inputs that get a label.
+        threshold: Number of votes, plus noise, that an input needs to pass; 0 lets all pass.
+        screening: Part of mu^2 that the thresholds cost.
+        teaching: Sections of the recipe that differ for teachers.
+        spreading: Spread the labels over all public inputs, and train the student on these.
+        smoothing: Smooth the student's loss (DPlis).
     """
 
     name: Literal["pate"] = "pate"

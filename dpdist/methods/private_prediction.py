@@ -27,12 +27,17 @@ class PrivatePrediction(Method):
     """(epsilon, delta)-DP answers; the models have no privacy of their own and are never released.
 
     Each record is in the shard of one of the `teachers` by a keyed hash, and each teacher is
-    trained on its shard by the recipe's training section, without a clip or noise. An answer is the
-    mean of the teachers' logits, each centred and clipped to L2 norm `logit_bound`, plus Gaussian
-    noise: a record that comes or goes changes one teacher and moves the mean by at most
-    2 logit_bound / teachers. privacy.noise_multiplier, given or found for privacy.epsilon, is the
-    noise in units of that. Questions may follow from answers. At most `queries` are answered, of
-    which the run spends `evaluate` on the first test inputs.
+    trained on its shard by the recipe's training section, without a clip or noise. An answer is
+    the mean of the teachers' logits, each centred and clipped to L2 norm `logit_bound`, plus
+    Gaussian noise: a record that comes or goes changes one teacher and moves the mean by at most 2
+    logit_bound / teachers. privacy.noise_multiplier, given or found for privacy.epsilon, is the
+    noise in units of that. Questions may follow from answers.
+
+    Attributes:
+        teachers: Number of teachers, each with a shard of the records.
+        logit_bound: L2 norm to which a teacher's logits are clipped.
+        queries: The most answers that the run pays for and gives.
+        evaluate: Number of the answers that the run spends on the first test inputs.
     """
 
     name: Literal["private-prediction"] = "private-prediction"

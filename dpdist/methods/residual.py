@@ -41,13 +41,21 @@ _BATCH = 1000
 class ResidualPerturbation(Method):
     """Noise behind every residual block and on the input, in training and at every prediction.
 
-    For models with residual blocks (resnet-rp, resnet-gn). gamma: of each block's noise. pi: of
-    the input's, in input units (default: gamma / 2). strategy: additive, h + gamma n (Strategy I),
-    or multiplicative, h + gamma sgn(h) max(|h|, eta0) n (Strategy II; the experiments' form has
-    eta0 0). noise_mode: relative multiplies additive noise by the standard deviation of the
-    record's own h, as the code of EnResNet does; the theorem is of absolute noise. draws: noises
-    per record and step, averaged before the clip. input_norm (input units), residual_norm: the
-    bounds R and G that the paper's claim assumes; they are measured, nothing is clipped to them.
+    For models with residual blocks (resnet-rp, resnet-gn).
+
+    Attributes:
+        strategy: additive, h + gamma n (Strategy I), or multiplicative, h + gamma sgn(h) max(|h|,
+            eta0) n (Strategy II).
+        gamma: Scale of each block's noise.
+        pi: Standard deviation of the input's noise, in input units (default: gamma / 2).
+        eta0: The least |h| of Strategy II; the form of the experiments has 0.
+        noise_mode: relative multiplies additive noise by the standard deviation of the record's own
+            h, as the code of EnResNet does; the theorem is of absolute noise.
+        draws: Noises for each record and step, averaged before the clip.
+        input_norm: The bound R of the input's norm that the paper's claim assumes (input units). It
+            is measured; nothing is clipped to it.
+        residual_norm: The bound G of a residual's norm that the paper's claim assumes. It is
+            measured; nothing is clipped to it.
     """
 
     name: Literal["residual"] = "residual"

@@ -32,16 +32,22 @@ class StoBatch(Method):
 
     It is the sound form of DPAL / StoBatch (ICLR and ICML 2020).
 
-    A record's gradient is that of (loss + xi * loss at its adversarial example) / (1 + xi), clipped
-    once. The example leads away from the class that the released parameters predict, not from the
-    label; which of `attacks` makes it is a keyed hash of step and record. steps: of an attack.
-    norm, size: of its ball, whose size is drawn once a step, uniformly between the two (input
-    units). eot: draws of the noise for the attack's gradient.
+    A record's gradient is that of (loss + xi * loss at its adversarial example) / (1 + xi),
+    clipped once. The example leads away from the class that the released parameters predict, not
+    from the label. Noise is in training and at every prediction. At each split the certificate is
+    that of sigma, or a larger one.
 
-    Noise in training and at every prediction: sigma is what all of it certifies by (input units).
-    split is the share of its variance that stands behind the first layer, at deviation
-    sigma * sensitivity * sqrt(split) for a layer kept within the L2 norm `sensitivity`; the rest
-    is on the input. At each split the certificate is that of sigma, or a larger one.
+    Attributes:
+        xi: Weight of the adversarial example's loss.
+        attacks: The attacks; a keyed hash of step and record says which of them makes an example.
+        steps: Number of steps of an attack.
+        norm: Norm of the attack's ball.
+        size: Range [LOW, HIGH] of the ball's size, drawn once a step, uniformly (input units).
+        eot: Draws of the noise for the attack's gradient.
+        sigma: Standard deviation of the noise that all of it certifies by, in input units.
+        split: Share of the noise's variance that stands behind the first layer, at deviation sigma
+            * sensitivity * sqrt(split); the rest is on the input.
+        sensitivity: L2 norm within which the first layer is kept.
     """
 
     conditions = (

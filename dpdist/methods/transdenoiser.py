@@ -29,16 +29,21 @@ if TYPE_CHECKING:
 class TransDenoiser(Method):
     """A denoiser before a frozen public classifier, by squared error (TransDenoiser, ICLR 2022).
 
-    Needs model.classifier. sigma: input noise; draws: noisy copies of each record per step,
-    averaged before the clip. variant:
+    Needs model.classifier.
 
-    * "separate-dp": DP-SGD; what privacy says is proved.
-    * "no-dp": needs privacy.noise_multiplier: 0 and clipping: none.
-    * "full": Algorithm 1, a reference that is NOT private: it adds noise itself, xi_up (or less)
-      clip norms, so privacy.noise_multiplier must be 0, and one worker does it. xi_low, xi_up:
-      bounds of the split (the paper gives no xi_low); credit_steps: multiply S_min by the number
-      of steps, as the paper does; thin: take the smallest value of a thin decomposition for S_min;
-      iterations: Lanczos products per step where S_min is not known to be 0.
+    Attributes:
+        variant: separate-dp: DP-SGD, whose privacy is proved. no-dp: without privacy; it needs
+            privacy.noise_multiplier: 0 and clipping: none. full: Algorithm 1, a reference that is
+            NOT private; it adds noise itself, xi_up (or less) clip norms, so
+            privacy.noise_multiplier must be 0, and one worker does it.
+        sigma: Standard deviation of the noise on the input, in input units.
+        draws: Noisy copies of each record in a step, averaged before the clip.
+        xi_low: Lower bound of the split of variant full, for which the paper gives no value.
+        xi_up: Upper bound of the split of variant full.
+        credit_steps: In variant full, multiply S_min by the number of steps, as the paper does.
+        thin: In variant full, take the smallest value of a thin decomposition for S_min.
+        iterations: In variant full, Lanczos products for each step where S_min is not known to be
+            0.
     """
 
     conditions = (

@@ -40,7 +40,17 @@ _FLOAT_TOLERANCE = 1e-9  # what other machines may round otherwise
 
 
 class ClassifierRecord(FileShape):
-    """The classifier that was executed, as a table states it; older tables lack the defaults."""
+    """The classifier that was executed, as a table states it; older tables lack the defaults.
+
+    Attributes:
+        generator: Generator of the noise: aes or philox.
+        form: Inference form of the model.
+        batch: Rows of the executed batch.
+        device: Kind of device.
+        torch_version: Version of torch.
+        machine: The processor or GPU.
+        notes: Remarks of the probe that chose the form.
+    """
 
     generator: str = "aes"
     form: str
@@ -52,7 +62,18 @@ class ClassifierRecord(FileShape):
 
 
 class TableRecord(FileShape):
-    """Hold the job that made a table, whose counts `redraw_counts` draws again."""
+    """Hold the job that made a table, whose counts `redraw_counts` draws again.
+
+    Attributes:
+        format: Format of the job's folder.
+        model: Digest of the model.
+        data: Fingerprint of the inputs.
+        seed: Seed of the noise.
+        classes: Number of classes.
+        inputs: Number of inputs of the data set.
+        settings: Settings of the certificate.
+        classifier: The classifier that was executed.
+    """
 
     format: int
     model: str

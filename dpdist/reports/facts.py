@@ -62,9 +62,13 @@ _SEARCH_RECORD_SHAPE = {"plan": dict, "charge": str, "assumed": list}
 class PublishedTrial(FileShape):
     """A trial of a search whose number of trials is fixed: one entry of trials.json.
 
-    values: of the searched fields, by dotted key. scores: at its rungs; on private records noisy
-    counts as shares of how many are held out by public numbers. failed: why the trial does not
-    count; None where it does. chosen: whether the run is this trial's.
+    Attributes:
+        values: Values of the searched fields, by dotted key.
+        noise_multiplier: Noise multiplier of the trial's training.
+        scores: Scores at its rungs. Scores on private records are noisy counts, divided by a public
+            number of held-out records.
+        failed: Why the trial does not count; null where it does.
+        chosen: Whether the run is this trial's.
     """
 
     values: Keys

@@ -184,6 +184,11 @@ class Permit(FileShape):
     """Leave to release, in this attempt epoch, the steps from `step` up to but not `steps`.
 
     private/permit-asked.json and permit.json hold the one that was asked for and the granted one.
+
+    Attributes:
+        epoch: The attempt epoch.
+        step: The first step that may be released.
+        steps: The step before which releases end.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -202,7 +207,11 @@ class Permit(FileShape):
 class ArchiveRecord(FileShape):
     """private/archive.json: the archive of a run, and the claim by which the run owns it.
 
-    private: whether the private state is archived too. number: that of the claim.
+    Attributes:
+        url: Address of the archive.
+        private: Whether the private state is archived too.
+        number: Number of the claim.
+        claim: Name of the claim: its number and a random token.
     """
 
     url: str
@@ -212,7 +221,13 @@ class ArchiveRecord(FileShape):
 
 
 class StoredFile(FileShape):
-    """One file of an archive: its object in the store, and digest and size of its content."""
+    """One file of an archive: its object in the store, and digest and size of its content.
+
+    Attributes:
+        object: Name of the object, below the archive's prefix.
+        digest: Digest of the content.
+        size: Number of bytes.
+    """
 
     object: str
     digest: str
@@ -222,7 +237,16 @@ class StoredFile(FileShape):
 class Manifest(FileShape):
     """The manifest of an archive: state of the run, and its files by path in the run folder.
 
-    trained: whether the training is finished. keyed, check: see `encode_manifest`.
+    The keys keyed and check, which protect it, are described by `encode_manifest`.
+
+    Attributes:
+        format: Format of the manifest.
+        dpdist: Version of dpdist that wrote it.
+        run: Name of the run.
+        private: Whether the private state is archived too.
+        trained: Whether the training is finished.
+        permit: The granted permit; null where there is none.
+        files: The archived files, by path in the run folder.
     """
 
     newest_format = FORMAT

@@ -61,7 +61,12 @@ _KEYS_THAT_MAY_DIFFER = (
 
 
 class RunDescription(FileShape):
-    """run.json: format of the folder, and the version of dpdist that made it."""
+    """run.json: format of the folder, and the version of dpdist that made it.
+
+    Attributes:
+        format: Format of the folder.
+        dpdist: Version of dpdist that made it.
+    """
 
     newest_format = FORMAT
 
@@ -72,8 +77,11 @@ class RunDescription(FileShape):
 class StartRecord(FileShape):
     """private/begun-with.json: the recipes and the noise of the run's beginning.
 
-    recipe: with its defaults. asked: with its search; None without one. trained: of the run that
-    was trained, where that is another one. noise_multiplier: of the plan; None before there is one.
+    Attributes:
+        recipe: The recipe with its defaults.
+        asked: The recipe with its search; null without one.
+        noise_multiplier: Noise multiplier of the plan; null before there is one.
+        trained: Recipe of the run that was trained, where that is another one.
     """
 
     recipe: Keys
@@ -85,9 +93,13 @@ class StartRecord(FileShape):
 class SearchTermsRecord(FileShape):
     """private/search/terms.json: what was fixed before the first trial of a search.
 
-    data: fingerprint of the records. plan, trial: of the search and of one trial (`parse_plan`).
-    score_noise: None where scores are public. charge: id in a budget. assumed: assumptions of
-    public parts.
+    Attributes:
+        data: Fingerprint of the records.
+        plan: Plan of the search (`parse_plan`).
+        trial: Plan of one trial.
+        score_noise: Standard deviation of the noise of scores; null where scores are public.
+        charge: The search's id in a budget.
+        assumed: Assumptions of public parts, which nobody checked.
     """
 
     data: str
@@ -99,7 +111,12 @@ class SearchTermsRecord(FileShape):
 
 
 class AnchorRecord(FileShape):
-    """The ledger's anchor (`dpdist.privacy.ledger.Anchor`) in a file of what was made of it."""
+    """The ledger's anchor (`dpdist.privacy.ledger.Anchor`) in a file of what was made of it.
+
+    Attributes:
+        records: Number of the ledger's lines, its header included.
+        check: The check of the last line, which depends on all before it.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -112,7 +129,12 @@ class AnchorRecord(FileShape):
 
 
 class CheckpointRecord(FileShape):
-    """private/checkpoints/step-N/done.json, which is written last."""
+    """private/checkpoints/step-N/done.json, which is written last.
+
+    Attributes:
+        step: Number of steps that the checkpoint was made of.
+        ledger: Anchor of the ledger at that moment.
+    """
 
     step: WholeNumber
     ledger: AnchorRecord
@@ -121,7 +143,10 @@ class CheckpointRecord(FileShape):
 class TrainingSummary(FileShape):
     """private/trained.json, which a finished training writes last.
 
-    fallback_layers: layers whose gradients were taken record by record.
+    Attributes:
+        steps: Number of steps that the model was made of.
+        fallback_layers: Layers whose gradients were taken record by record.
+        ledger: Anchor of the ledger at the end.
     """
 
     steps: WholeNumber

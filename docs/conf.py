@@ -1,0 +1,59 @@
+"""How Sphinx makes the site: `make docs`. Pages lie on the site as they lie in the repository."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+from tools import pages  # noqa: E402
+
+from dpdist.core.version import __version__  # noqa: E402
+
+project = "dpdist"
+author = "the dpdist authors"
+version = release = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "tools.extension",
+]
+
+# The sources begin at the root: README.md's links to docs/ then hold here and on GitHub.
+root_doc = "docs/index"
+exclude_patterns = [
+    each.name for each in ROOT.iterdir() if each.name not in (*pages.TOP, "docs", "examples")
+]
+exclude_patterns += ["examples/runs", "docs/tools"]
+templates_path = ["tools/templates"]
+
+myst_heading_anchors = 6
+highlight_language = "none"  # of blocks that name none: output and shell sessions
+
+smartquotes = False  # they would make a dash of an option's two
+
+html_theme = "furo"
+html_title = "dpdist"
+html_static_path = ["tools/static"]
+html_css_files = ["site.css"]
+html_show_copyright = html_copy_source = html_show_sourcelink = False
+html_additional_pages = {"index": "start.html"}  # site/index.html leads to docs/index.html
+html_theme_options = {"top_of_page_buttons": []}
+
+toc_object_entries = False
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["Guarantee", "Source"]
+
+# Inventories are kept here, so that a build needs no network.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", str(ROOT / "docs/tools/inventories/python.inv")),
+}

@@ -1,0 +1,132 @@
+"""Print the long sentences of the documentation, and refuse new ones: part of `make lint`.
+
+    python docs/tools/sentences.py [--all]
+
+A sentence of more than `MOST` words is long. Tables, code, quotations and headings do not count,
+and a piece of code inside a sentence is one word. `LIMITS` says how many long sentences a file may
+have at most; the numbers may only fall, and a file that is not listed may have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MOST = 40
+LIMITS = {
+    "README.md": 2,
+    "CHANGELOG.md": 12,
+    "docs/evidence/flagship.md": 33,
+    "docs/evidence/papers.md": 3,
+    "docs/evidence/pate.md": 5,
+    "docs/evidence/residual.md": 7,
+    "docs/evidence/testing.md": 1,
+    "docs/explanation/adversarial.md": 10,
+    "docs/explanation/denoisers.md": 11,
+    "docs/explanation/gradients.md": 28,
+    "docs/explanation/hidden-noise.md": 12,
+    "docs/explanation/objective.md": 9,
+    "docs/explanation/poisoning.md": 7,
+    "docs/explanation/privacy.md": 10,
+    "docs/explanation/statements.md": 1,
+    "docs/how-to/audits.md": 1,
+    "docs/how-to/canaries.md": 1,
+    "docs/how-to/certification.md": 21,
+    "docs/how-to/certify-any-model.md": 1,
+    "docs/how-to/cluster.md": 10,
+    "docs/how-to/membership.md": 5,
+    "docs/how-to/own-data.md": 1,
+    "docs/how-to/releases.md": 3,
+    "docs/how-to/report.md": 1,
+    "docs/how-to/tuning.md": 9,
+}
+_ABBREVIATION = re.compile(r"\b(al|e\.g|i\.e|cf|vs|Eq|Fig|Sec|Thm|approx|St|Dr|pp|no)\.$")
+
+
+def files(root: Path = ROOT) -> list[Path]:
+    """Return the files whose sentences are counted."""
+    top = [root / name for name in ("README.md", "CHANGELOG.md")]
+    return [*top, *sorted((root / "docs").rglob("*.md"))]
+
+
+def long_sentences(text: str, most: int = MOST) -> list[str]:
+    """Return the sentences of a Markdown text that have more than `most` words."""
+    return [each for block in _blocks(text) for each in _sentences(block)
+            if len(_words(each)) > most]  # fmt: skip
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Yield the text of each paragraph and list item outside tables and quotations."""
+    depth = 0
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if token.type in ("table_open", "blockquote_open"):
+            depth += 1
+        elif token.type in ("table_close", "blockquote_close"):
+            depth -= 1
+        heading = before is not None and before.type == "heading_open"
+        if token.type == "inline" and depth == 0 and not heading:
+            yield "".join(map(_plain, token.children or ()))
+
+
+def _plain(token: Token) -> str:
+    if token.type == "code_inline":
+        return re.sub(r"\W+", "_", f"c{token.content}")
+    return " " if token.type in ("softbreak", "hardbreak") else token.content
+
+
+def _sentences(block: str) -> Iterator[str]:
+    begin = 0
+    for end in re.finditer(r"[.!?][\"')\]*]*\s+(?=[\"'(\[*]*[A-Z0-9c_])", block):
+        said = block[begin : end.start() + 1]
+        if not _ABBREVIATION.search(said):
+            yield said.strip()
+            begin = end.end()
+    yield block[begin:].strip()
+
+
+def _words(sentence: str) -> list[str]:
+    return [word for word in sentence.split() if re.search(r"\w", word)]
+
+
+def complaints(found: dict[str, int], limits: dict[str, int]) -> list[str]:
+    """Return a line for each file with more long sentences than its limit."""
+    return [
+        f"{name}: must have at most {limits.get(name, 0)} sentences of more than {MOST} words, got "
+        f"{count}; cut the new ones (python docs/tools/sentences.py --all prints them)"
+        for name, count in sorted(found.items())
+        if count > limits.get(name, 0)
+    ]
+
+
+def main() -> None:
+    """Print the complaints, or with --all every long sentence."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="print every long sentence")
+    show = parser.parse_args().all
+    found: dict[str, int] = {}
+    for path in files():
+        name = path.relative_to(ROOT).as_posix()
+        sentences = long_sentences(path.read_text())
+        if sentences:
+            found[name] = len(sentences)
+        for each in sentences if show else ():
+            print(f"{name}: {len(_words(each))} words: {each}")
+    wrong = complaints(found, LIMITS)
+    for line in wrong:
+        print(line)
+    for name, limit in LIMITS.items():
+        if found.get(name, 0) < limit:
+            print(f"{name}: has {found.get(name, 0)} long sentences: its limit of {limit} may fall")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
