@@ -166,7 +166,7 @@ class PublicData(Section):
 class ScoreRecipe(Section):
     """The score of a trial: by public records, or by a noisy count over held-out private ones.
 
-    With privacy.unit: group, `hold_out` and `noise` are of groups; each adds the mean of its records.
+    With privacy.unit: group, `hold_out` and `noise` are of groups; each adds its records' mean.
 
     Attributes:
         public: Named public records to score on, free of charge.
