@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
@@ -49,8 +49,11 @@ _EVERY_STEP_VIEW = "every noisy sum, knowing the records and which of them joine
 class AuditOptions(Section):
     """Options that every kind of audit has.
 
-    alpha: the error of all `audits` audits of one run together.
+    alpha: the error of all `audits` audits of one run together. audits_groups: whether its canaries
+    may be whole groups, with privacy.unit: group.
     """
+
+    audits_groups: ClassVar[bool] = False
 
     kind: str
     alpha: Probability = 0.05
@@ -91,11 +94,13 @@ class MechanismAudit(AuditOptions):
     """An audit of the pieces of a training step, driven with canaries.
 
     The pieces are sampling, clipped sum, reduction, noise, rounding and division. No record of
-    the run is read.
+    the run is read. With privacy.unit: group a canary is a whole group of records.
 
     releases: with the canary, and as many without. workers: how many add up the sum. seed: of the
     keys.
     """
+
+    audits_groups: ClassVar[bool] = True
 
     kind: Literal["mechanism"] = "mechanism"
     releases: Annotated[int, RejectBool, Field(ge=100, le=10_000_000)] = 20_000
