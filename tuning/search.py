@@ -27,8 +27,7 @@ from dpdist.config.search import ScoreRecipe, TuneRecipe
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import DiskFullError, UserError
 from dpdist.core.files import read_json, write_atomic, write_json
-from dpdist.data import Dataset
-from dpdist.data.dataset import refuse_common_groups, refuse_common_records
+from dpdist.data import Dataset, refuse_common_groups, refuse_common_records
 from dpdist.privacy.budget import Charge, Lineage
 from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan

@@ -11,9 +11,10 @@
 
 `canaries` has the run's own noise, with as many copies of each record as it takes to be seen under
 it (a group: their bound is divided). The other scenarios are about structure: each has the noise
-under which its faults are soonest seen. Coordinates of one release are taken as trials of their
-own in `canaries` and `witness`. Under the plan their noise and coins are independent; that the
-pieces execute the plan is the tested statement.
+under which its faults are soonest seen. Where a group of records is the unit, every record above
+is a whole group, of one record more than count in a step. Coordinates of one release are taken as
+trials of their own in `canaries` and `witness`. Under the plan their noise and coins are
+independent; that the pieces execute the plan is the tested statement.
 
 Any training step, one's own or another library's, is audited through three functions:
 
@@ -158,6 +159,7 @@ _CROWD = 32
 _STRUCTURE, _SAMPLING = 1.0, 0.25  # noise of the scenes
 _PER_PAIR = 50  # releases of `canaries` for each of the scenes with one canary
 _MOST_COPIES = 64
+_MOST_MEMBERS = 4  # records of a canary group that count: each takes a pass of its own
 
 
 @dataclass(frozen=True)
@@ -362,10 +364,12 @@ def audit_mechanism(
     noise = _noise(target)
     alpha = bonferroni_alpha(options.alpha, options.audits)
     key = derive_key(bytes(32), "audit", options.seed)
+    members = None if plan.group is None else min(plan.group.max_records, _MOST_MEMBERS)
 
     def pieces(step_plan: StepPlan) -> StepHarness:
         clipping = make_clipping(privacy.clipping, step_plan.clip_norm)
-        driven = StepHarness(step_plan, clipping, options.workers, derive_key(key, repr(step_plan)))
+        own_key = derive_key(key, repr(step_plan))
+        driven = StepHarness(step_plan, clipping, options.workers, own_key, members)
         driven.step.noise_on_device = target.recipe.resources.noise == "device"
         return driven
 
@@ -395,6 +399,7 @@ def audit_mechanism(
             "noise_multiplier": noise,
             "noise_multiplier_at_most": 1 / mu if mu else None,
             "copies": findings.copies,
+            **({} if members is None else {"records_of_a_group": members}),
             "rejected": broken,
             "scenes": {name: _describe_counts(one.counts) for name, one in findings.audits.items()},
         },

@@ -107,7 +107,7 @@ class Membership(Evaluation):
 
         refuse_planted(recipe, "shadow models")
         refuse_not_releasable(recipe)
-        refuse_groups(recipe)
+        refuse_groups(recipe, "shadow models")
         if recipe.tune is not None:
             raise UserError(
                 f"{recipe.name}: a private search is no single training; give the recipe.yaml "

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpdist.data.protocol import GroupedRecords, Groups, Records
 from dpdist.gradients.clipping import Clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger
@@ -47,19 +48,31 @@ class TwoProbeModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class ProbeRecords:
+class ProbeRecords(Records):
     """Coordinates of the records, in order of their positions; -1: of a record without gradient."""
 
     coordinates: np.ndarray
+    name: str = "probes"
 
     def __len__(self) -> int:
         return len(self.coordinates)
 
-    def batch(self, members: np.ndarray) -> Tensor:
-        return torch.eye(WIDTH + 1)[self.coordinates[members], :WIDTH]
+    def batch(self, indices: np.ndarray | slice) -> Tensor:
+        return torch.eye(WIDTH + 1)[self.coordinates[indices], :WIDTH]
 
-    def targets(self, members: np.ndarray) -> Tensor:
-        return torch.zeros(len(members), dtype=torch.int64)
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        return torch.zeros(len(self.coordinates[indices]), dtype=torch.int64)
+
+
+def probe_groups(coordinates: np.ndarray, max_records: int) -> GroupedRecords:
+    """Return a group for each coordinate, of one record more than count in a step.
+
+    All records of a group have the same gradient, so that whichever count, their clipped sum is
+    that of one record.
+    """
+    each = max_records + 1
+    whom = np.repeat(np.arange(len(coordinates)), each)
+    return GroupedRecords(ProbeRecords(np.repeat(coordinates, each)), Groups(whom, max_records))
 
 
 class SequentialReducer(Reducer):
@@ -82,12 +95,20 @@ class StepHarness:
     """One worker's private step on records of the audit's own.
 
     step_plan: the step that is done again and again, each time under the next step's keys. kind:
-    whose code is driven.
+    whose code is driven. max_records: of a group that count in a step, where positions are groups;
+    None where they are records.
     """
 
     kind: ClassVar[type[PrivateStep]] = PrivateStep
 
-    def __init__(self, step_plan: StepPlan, clipping: Clipping, workers: int, key: bytes) -> None:
+    def __init__(
+        self,
+        step_plan: StepPlan,
+        clipping: Clipping,
+        workers: int,
+        key: bytes,
+        max_records: int | None = None,
+    ) -> None:
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             return gain * outputs[:, 0]
 
@@ -95,12 +116,19 @@ class StepHarness:
         self.step_plan, self.workers, self.current_step = step_plan, workers, 0
         engine = GradientEngine(TwoProbeModel(), loss, clipping=clipping, micro_batch=2 * WIDTH)
         reducer = SequentialReducer(workers, self.clipped_sums_of_others)
-        self.step = self.kind(engine, ProbeRecords(np.arange(0)), key, "audit", reducer=reducer)
+        self.max_records = max_records
+        self.step = self.kind(engine, self.records(np.arange(0)), key, "audit", reducer=reducer)
+
+    def records(self, coordinates: np.ndarray) -> ProbeRecords | GroupedRecords:
+        """Return a position for each coordinate: a record, or a whole group of them."""
+        if self.max_records is None:
+            return ProbeRecords(coordinates)
+        return probe_groups(coordinates, self.max_records)
 
     def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
         """What a step on these records releases: (2, WIDTH) in units of the clip, the division
         undone. None where nothing is released."""
-        self.step.data, self.current_step = ProbeRecords(coordinates), step
+        self.step.data, self.current_step = self.records(coordinates), step
         self.step.shards = self.shards_of_rank(0)
         noisy, *_ = self.step.gradient(step, self.step_plan)
         return noisy.numpy().reshape(2, WIDTH) * (

@@ -36,7 +36,6 @@ class Target:
 
     def __post_init__(self) -> None:
         refuse_not_releasable(self.recipe)
-        refuse_groups(self.recipe)
         if self.recipe.method.capabilities.steps_are_post_processing:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit: what is private was noised before the "
@@ -99,13 +98,14 @@ def refuse_not_releasable(recipe: Recipe) -> None:
         raise UserError(f"{recipe.name}: nothing to audit: {why}")
 
 
-def refuse_groups(recipe: Recipe) -> None:
-    """Raise UserError where the unit is a group: audits tell single records apart, which a
-    guarantee for whole groups does not speak of."""
+def refuse_groups(recipe: Recipe, what: str) -> None:
+    """Raise UserError where the unit is a group, for what tells single records apart: a guarantee
+    for whole groups does not speak of these."""
     if recipe.group_unit is not None:
         raise UserError(
-            f"{recipe.name}: privacy.unit: group cannot be audited: audits add and remove single "
-            "records; audit a run of the same recipe with unit: record"
+            f"{recipe.name}: privacy.unit: group does not go with {what}, which tell single "
+            "records apart, of which a guarantee for whole groups does not speak: audit its "
+            "mechanism (--kind mechanism), or a run of the same recipe with unit: record"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
@@ -49,12 +49,16 @@ _EVERY_STEP_VIEW = "every noisy sum, knowing the records and which of them joine
 class AuditOptions(Section):
     """Options that every kind of audit has.
 
+    `audits_groups` says whether its canaries may be whole groups, with privacy.unit: group.
+
     Attributes:
         kind: The kind of audit.
         alpha: Error probability of all `audits` audits of one run together.
         audits: Number of audits of this run that share alpha.
         exploratory: Make an audit beyond those that alpha was divided by: it states nothing.
     """
+
+    audits_groups: ClassVar[bool] = False
 
     kind: str
     alpha: Probability = 0.05
@@ -93,13 +97,15 @@ class MechanismAudit(AuditOptions):
     """An audit of the pieces of a training step, driven with canaries.
 
     The pieces are sampling, clipped sum, reduction, noise, rounding and division. No record of
-    the run is read.
+    the run is read. With privacy.unit: group a canary is a whole group of records.
 
     Attributes:
         releases: Number of releases with the canary, and as many without it.
         workers: Number of workers that add up the sum.
         seed: Seed of the keys.
     """
+
+    audits_groups: ClassVar[bool] = True
 
     kind: Literal["mechanism"] = "mechanism"
     releases: Annotated[int, RejectBool, Field(ge=100, le=10_000_000)] = 20_000

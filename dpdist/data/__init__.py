@@ -1,6 +1,11 @@
 """Data sets: Parquet and Arrow in, memory-mapped arrays out."""
 
-from dpdist.data.dataset import Dataset, GroupedDataset
+from dpdist.data.dataset import (
+    Dataset,
+    GroupedDataset,
+    refuse_common_groups,
+    refuse_common_records,
+)
 from dpdist.data.parquet import Columns
 from dpdist.data.registry import (
     BUILT_IN,
@@ -25,6 +30,8 @@ __all__ = [
     "cache_folder",
     "fetch",
     "load",
+    "refuse_common_groups",
+    "refuse_common_records",
     "split_by_id",
     "split_exists",
 ]

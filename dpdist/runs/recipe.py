@@ -98,9 +98,11 @@ class Recipe(BaseRecipe):
                 f"privacy.unit: must be record with method {self.method.name} with these options; "
                 "group works with dp-sgd, dplis, and input-noise without consistency"
             )
-        if self.audit is not None:
+        if self.audit is not None and not self.audit.audits_groups:
             raise ValueError(
-                "audit: is for single records, not for privacy.unit: group; leave it out"
+                "audit.kind: must be mechanism with privacy.unit: group, got "
+                f"{self.audit.kind}: its canaries are single records, of which a guarantee for "
+                "whole groups does not speak"
             )
         return self
 

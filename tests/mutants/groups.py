@@ -7,6 +7,7 @@ from mutants.fault import Fault, group
 ENGINE = "gradients/test_groups"
 UNIT = "training/test_group_unit"
 SEARCH = "tuning/test_group_search"
+AUDITED = "audits/test_groups_audited"
 
 FAULTS: list[Fault] = [
     *group(
@@ -134,7 +135,7 @@ FAULTS: list[Fault] = [
             "every method takes groups",
         ),
         (
-            "        if self.audit is not None:\n",
+            "        if self.audit is not None and not self.audit.audits_groups:\n",
             "        if False:\n",
             "an audit's canaries are records among groups",
         ),
@@ -211,7 +212,39 @@ FAULTS: list[Fault] = [
         (
             "    if recipe.group_unit is not None:\n",
             "    if False:\n",
+            "shadow models of records are held against groups",
+        ),
+    ),
+    *group(
+        "dpdist/audits/registry.py",
+        f"{UNIT}::test_audits_and_votes_of_single_records_are_refused",
+        (
+            "    if not options.audits_groups:\n",
+            "    if False:\n",
             "an audit of records is held against groups",
+        ),
+    ),
+    *group(
+        "dpdist/audits/mechanism.py",
+        f"{AUDITED}::test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_groups",
+        (
+            "members = None if plan.group is None else min(plan.group.max_records, _MOST_MEMBERS)",
+            "members = None",
+            "the mechanism of groups is audited with single records",
+        ),
+    ),
+    *group(
+        "dpdist/audits/step_harness.py",
+        AUDITED,
+        (
+            "        return probe_groups(coordinates, self.max_records)",
+            "        return ProbeRecords(coordinates)",
+            "the canaries of a group's audit are single records",
+        ),
+        (
+            "    each = max_records + 1\n",
+            "    each = 1\n",
+            "a canary group is one record",
         ),
     ),
     *group(

@@ -18,7 +18,9 @@ from support.training import KEY, execute, parameters, release_ids, train, train
 import dpdist
 from dpdist import UserError
 from dpdist.audits.membership import Membership
+from dpdist.audits.registry import run_audit
 from dpdist.audits.target import Target
+from dpdist.config.sections import CanaryAudit, ManyRunsAudit
 from dpdist.data.protocol import GroupedRecords, Groups
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
@@ -154,7 +156,8 @@ def test_recipes_and_plans_of_records_are_what_they_were(root):
         ({"privacy__nominal_records": 60}, "nominal_records: with unit: group"),
         ({"privacy__budget": "/tmp/budget"}, "a budget counts single records and never mixes"),
         ({"data__columns": {"features": ["f*"]}}, "data.columns.group: required"),
-        ({"audit": {"kind": "canaries"}}, "audit"),
+        ({"audit": {"kind": "canaries"}}, "audit.kind: must be mechanism with privacy.unit: group"),
+        ({"audit": {"kind": "many-runs"}}, "audit.kind: must be mechanism with"),
         ({"method": {"name": "functional"}}, "group works with dp-sgd, dplis, and input-noise"),
         ({"method": {"name": "secure-sgd", "redistribution": None}}, "group works with"),
         ({"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}}, "group works with"),
@@ -181,12 +184,16 @@ def test_an_option_of_groups_without_groups_is_refused(root):
         refuse_unused(recipe_of(root, privacy=privacy), "test")
 
 
-def test_audits_and_votes_of_single_records_are_refused(root):
+def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
     recipe = recipe_of(root)
     plan = make_plan(recipe, GROUPS, "test")
-    with pytest.raises(UserError, match="unit: group cannot be audited"):
-        Target(recipe, plan, plan.guarantee())
-    with pytest.raises(UserError, match="unit: group cannot be audited"):
+    target = Target(recipe, plan, plan.guarantee())
+    for options in (ManyRunsAudit(), CanaryAudit()):
+        said = f"unit: group does not go with audits of kind {options.kind}, which tell single"
+        with pytest.raises(UserError, match=said) as caught:
+            run_audit(options, target, tmp_path / "audit", lambda done, total: None)
+        assert len(str(caught.value).splitlines()) == 1 and not (tmp_path / "audit").exists()
+    with pytest.raises(UserError, match="unit: group does not go with shadow models"):
         Membership().plan_shadows(recipe, GROUPS)
     with pytest.raises(UserError, match="unit: group bounds whole groups"):
         Poisoning().training_plan(recipe, GROUPS)

@@ -1,0 +1,174 @@
+"""The mechanism audit where a group is the unit: a canary is a whole group of records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.groups import GROUPS, MOST, recipe_of, write
+from support.training import train
+from torch import Tensor
+
+from dpdist.audits.mechanism import run_scenarios
+from dpdist.audits.registry import run_audit
+from dpdist.audits.step_harness import WIDTH, StepHarness, probe_groups
+from dpdist.audits.target import target_of_recipe
+from dpdist.config.sections import MechanismAudit
+from dpdist.data.protocol import GroupedRecords, Groups
+from dpdist.gradients.clipping import make_clipping
+from dpdist.privacy.plan import StepPlan
+from dpdist.randomness.keys import derive_key
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+
+ERROR, RELEASES = 1e-6, 2_000
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
+
+
+def found(pieces: type[StepHarness], scenarios: list[str], clipping: str = "flat") -> list[str]:
+    """Return the scenes that pieces with a fault are found by."""
+
+    def build(step_plan: StepPlan) -> StepHarness:
+        key = derive_key(bytes(32), "groups", repr(step_plan))
+        return pieces(step_plan, make_clipping(clipping, step_plan.clip_norm), 1, key, MOST)
+
+    return run_scenarios(build, 1.0, RELEASES, ERROR, scenarios=scenarios).rejected_scenarios
+
+
+# --- what is driven -----------------------------------------------------------------------------
+
+
+def test_a_canary_is_a_group_of_more_records_than_count():
+    groups = probe_groups(np.array([5, -1, 7]), MOST)
+    assert isinstance(groups, GroupedRecords) and len(groups) == 3
+    assert len(groups.records) == 3 * (MOST + 1)
+    inputs = groups.for_step(bytes(32)).batch(np.arange(3))
+    assert inputs.shape == (3, MOST, WIDTH)
+    assert torch.equal(inputs.sum((1, 2)), torch.tensor([MOST, 0.0, MOST]))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic", "per-layer"])
+def test_a_group_moves_a_release_by_one_clip(clipping):
+    """Without noise, worked out by hand: one clip along a group's coordinate, whatever its size."""
+    step_plan = StepPlan(0.0, 1.0, 8.0, 0.7, None)
+    rule = make_clipping(clipping, 0.7)
+    harness = StepHarness(step_plan, rule, 2, bytes(32), MOST)
+    assert harness.step.engine.records_per_example == MOST
+    seen = harness.run_step(np.array([3, 9, -1, 9]), 0)
+    assert seen is not None
+    expected = np.zeros(WIDTH)
+    expected[[3, 9]] = 1, 2
+    along = seen.sum(0) / np.sqrt(2)
+    np.testing.assert_allclose(along, expected, atol=5e-3)  # below the clip by its slack
+    assert (along <= expected + 1e-9).all()
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+class ClipsEachRecord(StepHarness):
+    """Every record of a group joins and is clipped alone, as where records are the unit."""
+
+    def records(self, coordinates: np.ndarray) -> Any:
+        grouped = super().records(coordinates)
+        assert isinstance(grouped, GroupedRecords)
+        codes, first = np.unique(grouped.groups.codes, return_index=True)
+        assert len(codes) == len(coordinates) == len(first)
+        return GroupedRecords(grouped.records, Groups(np.arange(len(grouped.records)), MOST))
+
+
+class AddsClippedRecords(StepHarness):
+    """Of a group that joins, each record is clipped, and the sum of these is not."""
+
+    class kind(StepHarness.kind):
+        def _clipped_sums(self, step: int, step_plan: StepPlan) -> tuple[Tensor, Any]:
+            rows, seen = super()._clipped_sums(step, step_plan)
+            return rows * MOST, seen
+
+
+class LessNoise(StepHarness):
+    class kind(StepHarness.kind):
+        def release(
+            self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+        ) -> tuple[Tensor, bool]:
+            return super().release(step, rows, 0.7 * noise_std, flag)
+
+
+class DividesByJoined(StepHarness):
+    """The sum is divided by the groups that there are."""
+
+    def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        seen = super().run_step(coordinates, step)
+        return None if seen is None else seen / max(1, len(coordinates))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "by"),
+    [
+        (ClipsEachRecord, "canaries"), (AddsClippedRecords, "canaries"), (LessNoise, "canaries"),
+        (DividesByJoined, "neighbour"),
+    ],
+)  # fmt: skip
+def test_every_fault_is_found(pieces, by):
+    assert found(pieces, [by]) == [by]
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_sound_pieces_are_not_accused(clipping):
+    scenes = ["canaries", "neighbour", "witness", "alone"]
+    assert found(StepHarness, scenes[: 4 if clipping == "flat" else 1], clipping) == []
+
+
+# --- of recipes and of runs ---------------------------------------------------------------------
+
+
+FEW = MechanismAudit(releases=400, workers=1)
+
+
+def scans(root: Path) -> Path:
+    write(root)
+    write(root, split="test", seed=1, groups=20, name="other {}")
+    return root
+
+
+def test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_groups(tmp_path):
+    recipe = recipe_of(scans(tmp_path / "data"), audit=FEW.model_dump(mode="json"))
+    target = target_of_recipe(recipe, "test")
+    assert target.plan.records == GROUPS
+    audited = run_audit(FEW, target, tmp_path / "audit", lambda done, total: None)
+    assert audited.neighbours == target.proved.relation
+    assert audited.neighbours.startswith("zero-out of a whole group")
+    assert audited.details["records_of_a_group"] == MOST and audited.verdict == "consistent"
+    assert 0 < audited.epsilon < audited.proved == target.proved.epsilon
+
+
+def test_a_large_group_is_audited_by_a_small_one(tmp_path):
+    recipe = recipe_of(scans(tmp_path / "data"), privacy__max_records_per_group=500)
+    target = target_of_recipe(recipe, "test")
+    few = MechanismAudit(releases=100, workers=1)
+    audited = run_audit(few, target, tmp_path / "audit", lambda done, total: None)
+    assert audited.details["records_of_a_group"] == 4
+
+
+@pytest.mark.whole
+def test_of_a_run(tmp_path, dpdist, monkeypatch):
+    run = RunFolder(tmp_path / "runs" / "x")
+    train(recipe_of(scans(tmp_path / "data"), privacy__run_key=None), run)
+    words = ("audit", "x", "--runs", tmp_path / "runs", "--set", "workers=1")
+    done = dpdist(*words, "--set", "releases=400")
+    assert done.code == 0, done.err
+    (audited,) = read_facts(run).audits
+    assert "zero-out of a whole group" in audited.summary_line
+    refused = dpdist(*words[:4], "--kind", "many-runs")
+    assert refused.code == 2 and "does not go with audits of kind many-runs" in refused.err
+    planted = dpdist(*words[:4], "--kind", "canaries")
+    assert planted.code == 2, planted.err
