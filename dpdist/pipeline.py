@@ -223,7 +223,7 @@ def _sweep_public(
     """Sweep a recipe that says `privacy: none`."""
     from dpdist.tuning.sweep import sweep_recipe
 
-    refuse_elsewhere(recipe, context)
+    refuse_elsewhere(recipe, where=context)
     if not (folder / "sweep.json").exists():
         refuse_unused(recipe, context)
     pretrain_stage(recipe, context)

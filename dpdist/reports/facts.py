@@ -367,11 +367,6 @@ class Facts:
         return self.recipe.privacy.run_key is not None or self.folder.fixed_key_marker.exists()
 
     @property
-    def proves_epsilon(self) -> bool:
-        """Return whether a finite epsilon is proved; without one no delta is told."""
-        return math.isfinite(self.guarantee.epsilon)
-
-    @property
     def privacy_statement(self) -> str:
         """Return the guarantee in one line, or why the run is not private."""
         if self.has_fixed_key:
