@@ -247,7 +247,6 @@ def describe_search(
     alone = format_epsilon(search.one_training_epsilon)
     return [
         *rows,
-        ("chosen", _chosen_values(search, folder.read_recipe())),
         ("judged by", f"{search.objective} on {search.scored_on}"),
         ("number of trials", search.law),
         ("cost", f"epsilon {format_epsilon(guarantee.epsilon)} in all; one such training, nothing "
