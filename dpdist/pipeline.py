@@ -143,7 +143,7 @@ def tune(
 
 
 def sweep(
-    what: Recipe | str | Path | Mapping[str, Any] | Callable[[dict[str, Any]], Any],
+    swept: Recipe | str | Path | Mapping[str, Any] | Callable[[dict[str, Any]], Any],
     space: str | Path | Mapping[str, Any],
     *,
     folder: str | Path,
@@ -161,7 +161,7 @@ def sweep(
     the same records, and the epsilon that is printed, reported and released is the total.
 
     Args:
-        what: a recipe as in `run`, or a function trainable of Ray Tune.
+        swept: a recipe as in `run`, or a function trainable of Ray Tune.
         space: domains of the swept fields (or of the function's config), or their YAML file.
         folder: of the sweep.
         metric: accuracy, cross-entropy, certified-accuracy@RADIUS or average-radius@CAP; of a
@@ -179,21 +179,21 @@ def sweep(
         privacy is on.
 
     Raises:
-        UserError: in one line, for what cannot be swept or composed.
+        UserError: in one line, for trainings that cannot be swept or composed.
         ClusterError: the cluster failed for good.
     """
     from dpdist.tuning import sweep as sweeping
 
     path = Path(folder)
-    if not isinstance(what, Recipe | str | Path | Mapping):
+    if not isinstance(swept, Recipe | str | Path | Mapping):
         results = sweeping.sweep_function(
-            what, space, folder=path, metric=metric or "score", mode=mode or "max",
+            swept, space, folder=path, metric=metric or "score", mode=mode or "max",
             resources=resources, **settings,
         )  # fmt: skip
         _report_sweep(path)
         return results
-    context = context or (str(what) if isinstance(what, str | Path) else "recipe")
-    recipe = resolve_recipe(what, name=path.name)
+    context = context or (str(swept) if isinstance(swept, str | Path) else "recipe")
+    recipe = resolve_recipe(swept, name=path.name)
     least = metric == sweeping.CROSS_ENTROPY
     chosen = sweeping.SweepSettings(
         metric or "accuracy", mode or ("min" if least else "max"), **settings
@@ -223,7 +223,7 @@ def _sweep_public(
     """Sweep a recipe that says `privacy: none`."""
     from dpdist.tuning.sweep import sweep_recipe
 
-    refuse_elsewhere(recipe, context)
+    refuse_elsewhere(recipe, where=context)
     if not (folder / "sweep.json").exists():
         refuse_unused(recipe, context)
     pretrain_stage(recipe, context)

@@ -16,7 +16,8 @@ DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
 # Called by a library, by the name that it knows.
 CALLED_FROM_OUTSIDE = {
     "handleError": "logging", "backend_cls": "ray.train", "find_spec": "importlib",
-    "on_trial_result": "ray.tune", "compose_node": "yaml", "_maybe_compose": "dp_accounting",
+    "on_trial_result": "ray.tune", "on_trial_start": "ray.tune", "on_trial_error": "ray.tune",
+    "compose_node": "yaml", "_maybe_compose": "dp_accounting",
     "_repr_html_": "notebooks", "check_health": "ray.serve", "format_commands": "click",
 }  # fmt: skip
 

@@ -162,7 +162,7 @@ def _optuna_distribution(domain: Domain) -> Any:
 class SweepResults(ray_tune.ResultGrid):
     """Ray Tune's own ResultGrid of an ordinary sweep, which says that it is NOT PRIVATE.
 
-    folder: of the sweep. privacy: what may be said of it.
+    folder: of the sweep. privacy: the statement about it.
     """
 
     def __init__(self, grid: ray_tune.ResultGrid, folder: Path, privacy: str) -> None:

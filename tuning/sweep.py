@@ -5,12 +5,12 @@ declares them by `privacy: none`. Any searcher and scheduler of Ray Tune may loo
 
 A recipe with privacy on is swept as a search with a fixed number of trials whose scores are public
 (`private_sweep_recipe`): before the first step all trainings are composed over the same records,
-and afterwards the ledgers say what was released (`count_releases`), also by trials that failed or
-were stopped.
+and afterwards the ledgers say how much was released (`count_releases`), also by trials that failed
+or were stopped.
 
 The folder of an ordinary sweep:
 
-    sweep.json     what was asked for, and that nothing is proved
+    sweep.json     the request, and that nothing is proved
     trials.json    all trials, with their values and scores
     trials/        of a recipe: an ordinary run folder each
     ray/           Ray Tune's experiment, with which the same call goes on after a kill
@@ -64,12 +64,12 @@ _RUNGS, _FACTOR = 3, 3  # of trials that a scheduler may stop, as of the recipe'
 _CONTINUE = "repeat it as it was to continue it, or name another folder (--name)"
 
 
-# --- what is asked for ------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The settings of a sweep, which do not depend on what is swept.
+    """The settings of a sweep of a recipe or of a function.
 
     Args:
         metric: the reported number by which trials are compared.
@@ -235,7 +235,7 @@ def private_sweep_recipe(
         context: begins complaints.
 
     Raises:
-        UserError: in one line, for what cannot be composed.
+        UserError: in one line, for trainings that cannot be composed.
     """
     objective = parse_metric(settings.metric)
     if settings.searcher not in (None, "random", "optuna"):
@@ -318,7 +318,7 @@ def count_releases(folder: RunFolder) -> tuple[int, Guarantee]:
 
 
 def describe_releases(folder: RunFolder) -> list[tuple[str, str]]:
-    """Return name and value of what the trainings of a sweep with privacy on have released.
+    """Return name and value of the releases of a sweep with privacy on.
 
     The run's own epsilon is never below: it is that of all planned steps, and of those that a lost
     training made twice. Raises as `count_releases`.
@@ -333,7 +333,7 @@ def describe_releases(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 class SweepRecord(FileShape):
-    """sweep.json: what an ordinary sweep was asked for, and what may be said of its privacy."""
+    """sweep.json: the request of an ordinary sweep, and the statement of its privacy."""
 
     newest_format = FORMAT
 
@@ -385,7 +385,7 @@ def _cell(value: Any) -> str:
 
 
 def begin_sweep(folder: Path, asked: Keys) -> None:
-    """Write down what a sweep is asked for, or check that it was asked for the same before.
+    """Write down the request of a sweep, or check that it was asked for the same before.
 
     Raises UserError where the folder holds something else.
     """
@@ -478,7 +478,7 @@ def sweep_recipe(
         Ray Tune's own ResultGrid, which also knows the sweep's folder and says NOT PRIVATE.
 
     Raises:
-        UserError: in one line, before anything is written, for what cannot be swept.
+        UserError: in one line, before anything is written, for a sweep that cannot be made.
         ClusterError: no session of Ray could be opened, or a trial does not fit into it.
     """
     from dpdist.tuning.searchers import is_population_based
@@ -631,7 +631,7 @@ def _run_recipe_trial(
 
 
 def _ray_domain(value: Any, key: str) -> Any:
-    """Return Ray Tune's word for a domain; what is none of ours stays as it is."""
+    """Return Ray Tune's word for a domain; a value that is no domain of ours stays as it is."""
     from ray import tune
 
     kinds = set(Domain.model_fields) - {"also"}

@@ -251,7 +251,6 @@ def describe_search(
     alone = format_epsilon(search.one_training_epsilon)
     return [
         *rows,
-        ("chosen", _chosen_values(search, folder.read_recipe())),
         ("judged by", f"{search.objective} on {search.scored_on}"),
         ("number of trials", search.law),
         ("cost", f"epsilon {format_epsilon(guarantee.epsilon)} in all; one such training, nothing "
@@ -369,11 +368,6 @@ class Facts:
     def has_fixed_key(self) -> bool:
         """Return whether the run key is fixed in the recipe, which is for tests only."""
         return self.recipe.privacy.run_key is not None or self.folder.fixed_key_marker.exists()
-
-    @property
-    def proves_epsilon(self) -> bool:
-        """Return whether a finite epsilon is proved; without one no delta is told."""
-        return math.isfinite(self.guarantee.epsilon)
 
     @property
     def privacy_statement(self) -> str:

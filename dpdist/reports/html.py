@@ -350,6 +350,7 @@ def write_report(
         attacks=_attack_sections(facts, pictures),
         checks=_check_sections(facts),
         three=_epsilon_rows(facts),
+        at_delta=_delta_words(facts),
         search=describe_search(facts.search, folder, facts.guarantee),
         trials=dict(zip(("header", "rows"), trial_table(facts), strict=True)),
         limits=_limitations(facts),
@@ -371,6 +372,12 @@ def write_report(
     write_files_atomic(files)
     if private is None:
         folder.baseline_report.unlink(missing_ok=True)
+
+
+def _delta_words(facts: Facts) -> str:
+    """Return at which delta the epsilons are stated; nothing where none is proved."""
+    guarantee = facts.guarantee
+    return f", at delta = {guarantee.delta:g}" if math.isfinite(guarantee.epsilon) else ""
 
 
 def _attack_sections(

@@ -243,7 +243,7 @@ def test_a_sweep_with_privacy_on_shows_the_total_and_all_its_trials(tmp_path, mo
     assert len(facts.search.trials) == 3 and "all trials" in done.out
     page = facts.folder.report_file.read_text()
     assert "All its trials; each is paid for" in page and "fixed, 3 trials" in page
-    assert "chosen" in page and "training.learning_rate 0." in page
+    assert '<th scope="row">chosen</th><td>training.learning_rate 0.' in page
     again = command(monkeypatch, capsys, tmp_path, *words)
     assert again.code == 0 and "search: finished before" in again.err
 
