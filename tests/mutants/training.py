@@ -1656,8 +1656,8 @@ FAULTS: list[Fault] = [
         f"{SCRIPT_WORKERS}::test_two_workers_are_one {SCRIPT_WORKERS}::test_workers_that_drift_apart_are_refused "
         f"{SCRIPT_WORKERS}::test_what_one_worker_refuses_all_refuse {SCRIPT_WORKERS}::test_another_number_of_workers_goes_on",
         (
-            "            if self._workers.first:\n                held",
-            "            if True:\n                held",
+            "            if self._workers.first:\n                self._charge_budget()\n",
+            "            if True:\n                self._charge_budget()\n",
             "every worker of a script writes the ledger",
         ),
         (
