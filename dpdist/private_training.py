@@ -1074,7 +1074,7 @@ class PrivateTraining:
         }
         for place, each in enumerate(self.state):
             slots |= pack(f"state.{place}", each.state_dict())
-        if not self.steps_left:
+        if not self.steps_left and self._spec.name.startswith(f"{SCRIPT}:"):  # for a factory
             slots |= pack("module", module_record(self.model, self._records.examples(_EXAMPLES)[0]))
         state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
         checkpoint.save(self.run.checkpoints, state, ledger.anchor)
@@ -1191,12 +1191,12 @@ class PrivateTraining:
             True
         """
         self._refuse_workers()
+        records, begun = as_records(held_out), self._recipe.score
         if self._hashed is not None:
             raise UserError(
                 "score: must be left out with privacy.budget, whose records are charged for steps "
                 "alone; train without one of the two"
             )
-        records, begun = as_records(held_out), self._recipe.score
         if self._recipe.group_unit is not None:
             records = _scored_by_unit(self._recipe, self._records, records)
             if self._public is not None:
