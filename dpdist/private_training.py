@@ -13,6 +13,7 @@ import gc
 import hashlib
 import inspect
 import json
+import os
 import re
 import time
 import warnings
@@ -22,6 +23,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpdist import models
-from dpdist.config.sections import PrivacyRecipe
+from dpdist.config.sections import Privacy, PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import as_records, check_targets
+from dpdist.data.adapters import as_records, check_classes, check_targets
 from dpdist.data.protocol import GroupedRecords, Groups, Records
 from dpdist.data.record_hashes import hash_inputs
 from dpdist.data.registry import store_split
@@ -125,6 +127,12 @@ def _check_model(model: nn.Module) -> None:
                     f"model: must be the module itself, got {type(module).__name__} at "
                     f"{name or 'the top'}: pass what it wraps (model.{inside})"
                 )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UserError(
+                f"model: must have all of its parameters, {name} of a lazy layer is not there yet: "
+                "call the model once on an invented input before its optimizer is made"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: must have parameters to train, all of them are frozen")
 
@@ -134,6 +142,8 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         then = ": leave the scaler out, sums are float64" if _is_scaler(optimizer) else ""
+        if isinstance(optimizer, type | str):
+            then = ": make one, such as torch.optim.SGD(model.parameters(), lr=0.1)"
         raise UserError(f"optimizer: must be a torch.optim.Optimizer, got {kind}{then}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -155,6 +165,26 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"optimizer: must hold parameters of the model alone, got {len(others)} besides: no "
             "private gradient is made for them"
         )
+
+
+def _run_folder(folder: Any) -> RunFolder:
+    """Return the folder of a run, absolute. Raises UserError where no run is and none can be."""
+    if not isinstance(folder, str | PathLike) or not str(folder):
+        raise UserError(
+            f"folder: must be the path of a run, new or begun, got {folder!r}: such as 'runs/mine'"
+        )
+    path = Path(folder).resolve()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise UserError(f"folder: must be a folder, got {path}: {there} is a file")
+    if there != path and not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"folder: must be where this user can write, got {path}: not in {there}")
+    if there == path and any(path.iterdir()) and not (path / "run.json").exists():
+        raise UserError(
+            f"folder: must be new, empty or a run's, got {path}, which holds other files: name a "
+            "folder of its own, such as 'runs/mine'"
+        )
+    return RunFolder(path)
 
 
 def _is_scaler(value: Any) -> bool:
@@ -350,8 +380,21 @@ def _store_public(public: Records, folder: RunFolder, recipe: Recipe) -> None:
     store_split(root, data.name, inputs, labels, data.classes, kind)
 
 
-def _check_public(public: Records, private: Records, kind: str) -> None:
-    """Raise UserError where a private record, or one of its group, is among the public ones."""
+def _check_public(public: Records, private: Records, kind: str, classes: int) -> None:
+    """Raise UserError where a private record, or one of its group, is among the public ones.
+
+    Also where they are no records of the same kind.
+    """
+    if not public.has_targets:
+        raise UserError("held_out: must have targets, got inputs alone: give (X, y)")
+    forms = [_forms(each.examples(1)[0]).partition(")")[0] for each in (public, private)]
+    if forms[0] != forms[1]:
+        raise UserError(
+            f"held_out: must have inputs of the shape of those of data, {forms[1]}), got "
+            f"{forms[0]})"
+        )
+    if kind == "class" and not public.examples(1)[1].is_floating_point():
+        check_classes(public, classes)
     if isinstance(private, GroupedRecords):
         private = private.records
         _check_units_apart(public, private)
@@ -400,15 +443,30 @@ def _spec_of(model: nn.Module, factory: str | None, inputs: Any, loss: Any) -> M
                     f"on invented ones: {' '.join(str(error).split()) or type(error).__name__}"
                 ) from error
             outputs = None
+    if isinstance(loss, str) and not isinstance(outputs, Tensor):
+        raise UserError(
+            f"model: must return one tensor for the loss {loss}, got a {type(outputs).__name__}: "
+            "return the part that is learned, or give a loss of your own that takes it"
+        )
     several = isinstance(outputs, Tensor) and outputs.dim() > 1
     shape = tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
     classes = int(outputs.shape[-1]) if several and isinstance(outputs, Tensor) else 1
+    if loss == "cross-entropy" and classes == 1:
+        raise UserError(
+            "model: must have one output a class for the loss cross-entropy, got 1 output: give it "
+            "2, or take the loss bce"
+        )
     structure = _structure(model)
     if factory is None:
         name = f"{SCRIPT}:{type(model).__qualname__.replace('<locals>.', '')}"
         first = copy.deepcopy(model).cpu()
         give(name, structure, lambda: copy.deepcopy(first))
         return ModelSpec(name, shape, classes, {"structure": structure})
+    if not isinstance(factory, str) or not (":" in factory or factory in models.ZOO):
+        got = repr(factory) if isinstance(factory, str) else f"a {type(factory).__name__}"
+        raise UserError(
+            f"factory: must be 'package.module:function', the name of a function, got {got}"
+        )
     spec = ModelSpec(factory, shape, classes)
     models.check_name(factory)
     if _structure(models.initialise(spec, 0)) != structure:
@@ -442,6 +500,8 @@ def _plain(name: str, section: Any) -> dict[str, Any]:
     """Return a section of a recipe as plain data."""
     if isinstance(section, BaseModel):
         return section.model_dump(mode="json")
+    if name == "privacy" and isinstance(section, Mapping):
+        Privacy(**{str(key): value for key, value in section.items()})  # tells names of Opacus
     if not isinstance(section, Mapping):
         raise UserError(
             f"{name}: must be a section or a dict of its fields, got {type(section).__name__}"
@@ -644,11 +704,11 @@ class PrivateTraining:
         self._objective = objective_of(loss)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
         self._given: dict[str, Any] | None = given_settings(model, optimizer, state)
-        self.run = RunFolder(Path(folder).resolve())
+        self.run = _run_folder(folder)
         self._private_metrics, self._loss = private_metrics, loss
         self._records = as_records(data)
         self._device = next(model.parameters()).device
-        self._public = None if held_out is None else as_records(held_out)
+        self._public = None if held_out is None else as_records(held_out, name="held_out")
         examples = self._examples()
         self._spec = _spec_of(model, factory, examples[0], loss)
         if isinstance(loss, str):
@@ -796,7 +856,7 @@ class PrivateTraining:
             check_charge(recipe, plan, self._hashed, _CONTEXT)
         check_clip(self._engine, ReplicatedUpdate(), plan.clip_norm)
         if self._public is not None:
-            _check_public(self._public, records, recipe.data.targets)
+            _check_public(self._public, records, recipe.data.targets, self._spec.classes)
         self._recipe, self.plan, self._noise = recipe, plan, noise
         self._continued = continued and folder.plan.exists()
 
@@ -1005,7 +1065,7 @@ class PrivateTraining:
         }
         for place, each in enumerate(self.state):
             slots |= pack(f"state.{place}", each.state_dict())
-        if not self.steps_left:
+        if not self.steps_left and self._spec.name.startswith(f"{SCRIPT}:"):  # for a factory
             slots |= pack("module", module_record(self.model, self._records.examples(_EXAMPLES)[0]))
         state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
         checkpoint.save(self.run.checkpoints, state, ledger.anchor)
@@ -1451,9 +1511,17 @@ def fit(
         True
     """
     make = optimizer_of(optimizer)
+    _check_model(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        made = make(trained, lr=learning_rate)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"learning_rate: must be a number that {_name_of(make)} takes, got {learning_rate!r}: "
+            f"{error}"
+        ) from error
     training = PrivateTraining(
-        model, make(trained, lr=learning_rate), data, loss=loss, privacy=privacy,
+        model, made, data, loss=loss, privacy=privacy,
         batch_size=batch_size, steps=steps, epochs=epochs, folder=folder, **options,
     )  # fmt: skip
     return training.run_all()

@@ -39,7 +39,7 @@ from dpdist.release.bundle import (
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import check_table
 from dpdist.reports.facts import Facts, read_facts
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import RunFolder, open_run
 from dpdist.training.records import data_source
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def write_release(
-    folder: RunFolder,
+    folder: RunFolder | str | Path,
     *,
     not_private: bool = False,
     licence: str | None = None,
@@ -59,7 +59,7 @@ def write_release(
     """Write what may be published of a run into its folder release/, anew and whole.
 
     Args:
-        folder: the run.
+        folder: the run's folder, or its name under runs/.
         not_private: release a run without a finite guarantee, or with a fixed key; its card then
             says so.
         licence: an SPDX identifier for the model.
@@ -85,6 +85,8 @@ def write_release(
         >>> "runs/small/release/privacy_card.md" in [file.as_posix() for file in files]
         True
     """
+    if not isinstance(folder, RunFolder):
+        folder = open_run(str(folder), Path("runs"))
     _refuse_foreign_files(folder.release_folder)
     facts = read_facts(folder)
     if facts.canary_notice is not None:

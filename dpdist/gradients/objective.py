@@ -133,14 +133,19 @@ def checked_losses(
     except UserError:
         raise
     except Exception as error:  # whatever a user's function does
+        said = " ".join(str(error).split())[:_SHOWN]
         if not isinstance(objective, OwnLoss):
-            raise
+            given = "several tensors" if not isinstance(inputs, Tensor) else _shape(inputs)
+            raise UserError(
+                f"loss: must fit outputs and targets, got targets {_shape(targets)} for inputs "
+                f"{given}; it fails on invented records: {type(error).__name__}: {said}; "
+                "cross-entropy needs one class a record, (B,)"
+            ) from error
         batch = "(inputs, targets)"
         if isinstance(inputs, dict):
             batch = f"the dict of {', '.join(inputs)}"
         elif isinstance(inputs, tuple):
             batch = f"the {len(inputs)} inputs and the targets"
-        said = " ".join(str(error).split())[:_SHOWN]
         raise UserError(
             f"loss: must be {_FORM.format('cross_entropy')}, got {_name_of(objective.function)}, "
             f"which fails on invented records (batch is {batch}): {type(error).__name__}: {said}"

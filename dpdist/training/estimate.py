@@ -221,6 +221,11 @@ def optimizer_of(optimizer: str | Callable[..., Optimizer]) -> Callable[..., Opt
             f"optimizer: must be one of {', '.join(OPTIMIZERS)}, or a callable of parameters and "
             f"lr, got {optimizer!r}"
         )
+    if not (isinstance(optimizer, str) or callable(optimizer)):
+        raise UserError(
+            "optimizer: must be a name or a callable of parameters and lr, got a "
+            f"{type(optimizer).__name__} itself: give its class, such as torch.optim.SGD"
+        )
     return OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
 
 

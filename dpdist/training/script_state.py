@@ -125,7 +125,8 @@ def given_settings(model: nn.Module, optimizer: Optimizer, state: Sequence[Any])
     for place, each in enumerate(state):
         if not isinstance(each, LRScheduler):
             continue
-        if each.last_epoch > 0:  # an object that was used before, as a notebook keeps it
+        # An object that was used before, as a notebook keeps it.
+        if getattr(each, "last_epoch", 0) > 0:
             free |= _set_by((each,))
             continue
         told = _without_steps(each.state_dict())
@@ -183,11 +184,13 @@ def _without_steps(value: Any) -> Any:
     """Return a scheduler's settings without what its steps change; of those inside of it, too."""
     if isinstance(value, dict):
         return {n: _without_steps(each) for n, each in value.items() if n not in _OF_STEPS}
-    return [_without_steps(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_steps(each) for each in value]
+    return value.tolist() if isinstance(value, Tensor | np.ndarray) else value
 
 
 def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _set_by(schedulers: Sequence[LRScheduler]) -> set[str]:

@@ -121,8 +121,8 @@ FAULTS: list[Fault] = [
          "copies: steps that were taken again leave fewer to take"),
     ),
     *group(
-        "dpdist/training/trainer.py", COPIES,
-        ("            mine = ledger.announce_process()\n", "            mine = None\n",
+        "dpdist/training/job.py", COPIES,
+        ("        mine = ledger.announce_process()\n", "        mine = None\n",
          "copies: a process is charged under the nonce of the last"),
     ),
     *group(

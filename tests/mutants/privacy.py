@@ -242,8 +242,9 @@ FAULTS: list[Fault] = [
         ('"audit", "report",', '"audit", "report", "private",', "private files are publishable"),
     ),
     *group(
-        "dpdist/training/trainer.py", EPSILON,
-        ("charging.reserve_charge(recipe, records, charge, where, enforce=False)", "pass",
+        "dpdist/training/job.py", EPSILON,
+        ("    else:\n        reserve_charge(recipe, records, charge, context, enforce=False)\n",
+         "    else:\n        pass\n",
          "what was superseded is forgotten until the run ends"),
     ),
     *group(

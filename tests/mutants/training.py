@@ -1346,8 +1346,8 @@ FAULTS: list[Fault] = [
             "other trained parameters of a script are not compared",
         ),
         (
-            "        if each.last_epoch > 0:",
-            "        if each.last_epoch > 1e9:",
+            '        if getattr(each, "last_epoch", 0) > 0:',
+            "        if False:",
             "the rate of a scheduler's steps is taken for a script's other setting",
         ),
         (
@@ -1381,6 +1381,15 @@ FAULTS: list[Fault] = [
             "type(records).input_macs is not Records.input_macs:",
             "False:",
             "a budget knows random draws of records in place of the records",
+        ),
+    ),
+    *group(
+        "dpdist/private_training.py",
+        f"{OWN}::test_scores_and_a_budget_do_not_go_together",
+        (
+            "        if self._hashed is not None:\n            raise UserError(\n",
+            "        if False:\n            raise UserError(\n",
+            "a budget is charged for none of a script's scores",
         ),
     ),
     *group(
@@ -1660,8 +1669,8 @@ FAULTS: list[Fault] = [
         f"{SCRIPT_WORKERS}::test_two_workers_are_one {SCRIPT_WORKERS}::test_workers_that_drift_apart_are_refused "
         f"{SCRIPT_WORKERS}::test_what_one_worker_refuses_all_refuse {SCRIPT_WORKERS}::test_another_number_of_workers_goes_on",
         (
-            "            if self._workers.first:\n                held",
-            "            if True:\n                held",
+            "            if self._workers.first:\n                self._charge_budget()\n",
+            "            if True:\n                self._charge_budget()\n",
             "every worker of a script writes the ledger",
         ),
         (

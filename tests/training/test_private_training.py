@@ -372,7 +372,7 @@ def test_a_factory_of_another_module_is_refused(of_the_script, tmp_path, case):
     old, new, said = OTHER_FACTORIES[case]
     (tmp_path / "nets_later.py").write_text((MINE + FACTORY).replace(old, new))
     with pytest.raises(UserError, match=rf"^factory: must build the module .*{said}") as error:
-        dpdist.write_release(of_the_script.run, factory="nets_later:net")
+        dpdist.write_release(of_the_script.run.path, factory="nets_later:net")
     assert "\n" not in str(error.value)
     assert not of_the_script.run.release_folder.exists()
 
@@ -593,6 +593,27 @@ def dropping() -> nn.Module:
         ),
         (Net, sgd, {"loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])},
          "one loss per example"),
+        (Net, sgd, {"data": (records()[0], records()[1][:, None])},
+         "loss: must fit outputs and targets, got targets (B, 1) for inputs (B, 6)"),
+        (lambda: nn.LSTM(WIDTH, 2), sgd, {},
+         "model: must return one tensor for the loss cross-entropy, got a tuple"),
+        (lambda: nn.Linear(WIDTH, 1), sgd, {}, "must have one output a class for the loss cross"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), sgd, {}, "0.weight of a lazy layer is not there"),
+        (Net, lambda m: torch.optim.SGD, {}, "got type: make one, such as torch.optim.SGD(model."),
+        (Net, sgd, {"folder": ""}, "folder: must be the path of a run, new or begun, got ''"),
+        (Net, sgd, {"folder": None}, "folder: must be the path of a run, new or begun, got None"),
+        (Net, sgd, {"folder": Path(__file__)}, "folder: must be a folder, got"),
+        (Net, sgd, {"folder": Path(__file__) / "run"}, "test_private_training.py is a file"),
+        (Net, sgd, {"folder": Path(__file__).parent}, "must be new, empty or a run's, got"),
+        (Net, sgd, {"factory": net}, "factory: must be 'package.module:function', the name of a"),
+        (Net, sgd, {"factory": "net"}, "factory: must be 'package.module:function', the name of a"),
+        (Net, sgd, {"privacy": {**PRIVATE, "max_grad_norm": 1.0}},
+         "privacy.max_grad_norm: unknown key, take clip_norm"),
+        (Net, sgd, {"held_out": torch.rand(10, WIDTH)}, "held_out: must have targets, got inputs"),
+        (Net, sgd, {"held_out": (torch.rand(10, 7), torch.ones(10).long())},
+         "held_out: must have inputs of the shape of those of data, (B, 6), got (B, 7)"),
+        (Net, sgd, {"held_out": (torch.rand(10, WIDTH), 5 * torch.ones(10).long())},
+         "held_out: targets must be 0 to 1 (2 classes), got others"),
         (Net, sgd, {"loss": F.cross_entropy}, "got torch's cross_entropy; take 'cross-entropy'"),
         (Net, sgd, {"loss": partial(F.mse_loss, reduction="none")},
          "got torch's mse_loss; take 'mse'"),
@@ -627,9 +648,10 @@ def dropping() -> nn.Module:
     ],
 )  # fmt: skip
 def test_refusals_are_one_line_and_leave_nothing(tmp_path, model, optimizer, options, said):
-    made = model()
+    made, given = model(), dict(options)
+    folder = given.pop("folder", tmp_path / "own")
     with pytest.raises(UserError, match=re.escape(said)) as error:
-        training(tmp_path / "own", made, optimizer(made), **options)
+        training(folder, made, optimizer(made), **given)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "own").exists()
 
@@ -1528,6 +1550,28 @@ def test_a_state_dict_comes_back_as_it_was():
     assert found["array"].tolist() == [0, 1, 2] and found["scalar"] == 0.25
     with pytest.raises(UserError, match=r"x\.state_dict\(\) holds function"):
         pack("x", {"f": lambda: 0})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"learning_rate": "0.1"},
+            "learning_rate: must be a number that torch.optim.sgd.SGD",
+        ),
+        ({"learning_rate": -1.0}, "got -1.0: Invalid learning rate"),
+        ({"optimizer": sgd(Net())}, "optimizer: must be a name or a callable of parameters and lr"),
+        ({"optimizer": "SGD"}, "optimizer: must be one of sgd, adam, adamw"),
+    ],
+)
+def test_what_fit_refuses(tmp_path, wrong, said):
+    told: dict[str, Any] = {"learning_rate": 0.1, **wrong}
+    with pytest.raises(UserError, match=re.escape(said)):
+        dpdist.fit(
+            Net(), records(), privacy=PRIVATE, batch_size=8, steps=1, folder=tmp_path / "own",
+            **told,
+        )  # fmt: skip
+    assert not (tmp_path / "own").exists()
 
 
 def test_fit_is_the_same_training(tmp_path):
