@@ -127,6 +127,13 @@ SHAPES: dict[str, dict[str, int]] = {
         '{"row": ..., "accuracy": #}': 2,
         "accuracy, ...: mean, and less none: # [...], # [...]": 2,
     },
+    "splits": {
+        "...: #": 4,
+        "| 0 | # | # | # (# to #) | | # (# to #) |": 1,
+        "| 0.05 | # | # | # (# to #) | # | # (# to #) |": 1,
+        "| as it is | #, #, # | # | # (# to #) | | # (# to #) |": 1,
+        "| centre # | #, #, # | # | # (# to #) | # | # (# to #) |": 1,
+    },
     "spreading": {"| # | # | # | # [#, #] | # | # | # [#, #] |": 4},
     "start_up": {"| `dpdist audit ...nothing...` | # | |": 2},
     "toy": {"smoothing #: # % nearer the flat minimum; loss: mean #, deviation #, ... #": 3},

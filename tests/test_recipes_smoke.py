@@ -94,7 +94,9 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         small["privacy.nominal_records"] = RECORDS
     taught = hasattr(recipe.method, "teachers")
     if taught:
-        small |= {"method.teachers": 2, "privacy.nominal_records": RECORDS}
+        small |= {"method.teachers": 2}
+    if taught and recipe.tune is None:
+        small |= {"privacy.nominal_records": RECORDS}
     if hasattr(recipe.method, "answers"):
         small |= {"method.queries": 3, "method.answers": 3, "method.teaching": {}}
         small |= {"method.threshold": 0.0, "method.screening": 0.0}

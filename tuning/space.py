@@ -132,8 +132,9 @@ def apply_values(recipe: Recipe, values: Mapping[str, Any], context: str) -> Rec
     raw = recipe.model_dump(mode="json")
     raw["tune"] = None
     for key, value in values.items():
-        for field in (key, *recipe.tune.space[key].also):
-            _set_field(raw, field, value, f"{context}: tune.space.{key}")
+        domain = recipe.tune.space[key]
+        for field in (key, *domain.also):
+            _set_field(raw, field, domain.value_of(field, value), f"{context}: tune.space.{key}")
     trial = parse_recipe(raw, context)
     try:  # a method that is listed may be none for a search
         trial.method.check(trial.model_copy(update={"tune": recipe.tune}))

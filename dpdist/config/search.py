@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
     FilePath,
@@ -37,14 +38,32 @@ class Domain(Section):
         uniform: A range [LOW, HIGH], drawn evenly.
         integer: A range [LOW, HIGH] of whole numbers, drawn evenly.
         choice: A list of values, drawn evenly; a value may be a whole section.
-        also: Further fields that take the same value, such as method.sigma beside certify.sigma.
+        also: Further fields that take the same value, such as method.sigma beside certify.sigma. Or
+            by field a list with one value for each value of `choice`, in its order, for fields that
+            only go together, such as the two parts of a noise split.
     """
 
     log_uniform: tuple[Finite, Finite] | None = None
     uniform: tuple[Finite, Finite] | None = None
     integer: tuple[BoundedInt, BoundedInt] | None = None
     choice: Annotated[tuple[Json, ...], Field(max_length=1000)] | None = None
-    also: tuple[Text, ...] = ()
+    also: tuple[Text, ...] | dict[Text, tuple[Json, ...]] = ()
+
+    @model_validator(mode="after")
+    def _check_listed_beside(self) -> Domain:
+        if not isinstance(self.also, dict):
+            return self
+        if self.choice is None:
+            raise ValueError("also: must be names of fields, without values, beside a range")
+        for field, listed in self.also.items():
+            if len(listed) != len(self.choice):
+                raise ValueError(
+                    f"also: {field}: must list one value for each of choice's {len(self.choice)}, "
+                    f"got {len(listed)}"
+                )
+        if any(value in self.choice[:place] for place, value in enumerate(self.choice)):
+            raise ValueError("choice: must not repeat a value where also has values beside it")
+        return self
 
     @model_validator(mode="after")
     def _check_domain(self) -> Domain:
@@ -70,6 +89,17 @@ class Domain(Section):
         assert found is not None
         return found
 
+    def value_of(self, field: str, value: Any) -> Any:
+        """Return the value that `field` gets where the domain's own field gets `value`.
+
+        Raises UserError for a value that is not listed, where others stand beside those that are.
+        """
+        if self.choice is None or not isinstance(self.also, dict) or field not in self.also:
+            return value
+        if value not in self.choice:
+            raise UserError(f"must be {self.description}, got {value}")
+        return self.also[field][self.choice.index(value)]
+
     @property
     def description(self) -> str:
         """Return the values for a reader."""
@@ -79,6 +109,11 @@ class Domain(Section):
             low, high = self.values_or_bounds
             text = f"{low:g} to {high:g}{', whole numbers' if self.integer else ''}"
         more = f"; the same for {', '.join(self.also)}" if self.also else ""
+        if isinstance(self.also, dict):
+            more = "".join(
+                f"; with {field} {', '.join(map(str, values))}"
+                for field, values in self.also.items()
+            )
         return f"{text}{', evenly by its logarithm' if self.log_uniform else ''}{more}"
 
 

@@ -165,6 +165,26 @@ FAULTS: list[Fault] = [
          "the first release's noise is taken for the whole's"),
     ),
     *group(
+        "tuning/space.py", "tuning/test_splits::test_all_candidates_cost_the_same",
+        ("        if not self.varies_cost:\n            return self.noise_multiplier\n",
+         "        return self.noise_multiplier\n",
+         "a candidate split keeps the noise of the recipe's own"),
+        ("low, high = (low, middle) if fits(middle) else (middle, high)", "low = middle",
+         "a candidate split gets more noise than its price asks for"),
+    ),
+    *group(
+        "dpdist/config/search.py", "tuning/test_space tuning/test_splits::test_a_split_of_the_noise_that_certifies_keeps_its_sum",
+        ("return self.also[field][self.choice.index(value)]", "return self.also[field][0]",
+         "every value of a split brings what goes with the first"),
+        ("if any(value in self.choice[:place] for place, value in enumerate(self.choice)):", "if False:",
+         "one value of a split stands for two"),
+    ),
+    *group(
+        "tuning/search.py", "tuning/test_splits::test_noise_in_the_model_certifies_beyond_the_input_s",
+        ("    if trial.method.capabilities.has_prediction_noise:\n        return  #", "    if True:\n        return  #",
+         "radii that no draws reach are searched for"),
+    ),
+    *group(
         "tuning/space.py", "tuning/test_cost::test_entries_that_cost_only_together_are_found",
         ("in itertools.product(*lists.values()):", "in list(zip(*lists.values()))[:1]:",
          "one combination of entries is priced"),

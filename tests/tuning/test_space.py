@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 import pytest
+import yaml
 from pydantic import ValidationError
 from scipy import stats
 
 from dpdist.config.search import Domain
 from dpdist.core.errors import UserError
+from dpdist.runs.recipe import parse_recipe
 from dpdist.tuning.space import apply_values, check_space, cost_boxes, domain_value, draw_values
 
 
@@ -71,6 +73,45 @@ def test_values_arrive_in_every_field_named(recipe):
     assert chosen.certify.sigma == chosen.method.sigma == 0.5
     assert chosen.model.options == {"width": 6}
     assert chosen.tune is None and asked.certify.sigma == 0.25
+
+
+def test_fields_that_only_go_together_are_set_together(recipe):
+    """Each value of the list brings its own values of other fields, in the list's order."""
+    space = {
+        "method.sigma": {
+            "choice": [0.1, 0.2, 0.4],
+            "also": {"certify.sigma": [0.5, 0.25, 0.125], "training.batch_size": [50, 100, 200]},
+        }
+    }
+    asked = recipe(method={"name": "input-noise", "sigma": 0.1}, tune={"space": space})
+    check_space(asked, "r.yaml")
+    found = [apply_values(asked, {"method.sigma": each}, "") for each in (0.1, 0.2, 0.4)]
+    assert [each.certify.sigma for each in found] == [0.5, 0.25, 0.125]
+    batches = [each.training.batch_size for each in found]
+    assert batches == [50, 100, 200]
+    priced = [box["training.batch_size"] for box in cost_boxes(asked, "r.yaml")]
+    assert priced == [(each, each) for each in batches]
+    assert parse_recipe(yaml.safe_load(asked.to_yaml()), "again").tune == asked.tune
+    assert "with certify.sigma 0.5, 0.25, 0.125" in asked.tune.space["method.sigma"].description
+    with pytest.raises(UserError, match=r"must be one of 0\.1, 0\.2, 0\.4.*got 0\.3"):
+        apply_values(asked, {"method.sigma": 0.3}, "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("domain", "message"),
+    [
+        ({"uniform": [1, 2], "also": {"certify.sigma": [1]}}, "without values, beside a range"),
+        ({"choice": [1, 2], "also": {"certify.sigma": [1]}}, "each of choice's 2, got 1"),
+        ({"choice": [1, 1], "also": {"certify.sigma": [1, 2]}}, "must not repeat a value"),
+        ({"choice": [1], "also": {"privacy.delta": [1e-3]}}, "one delta"),
+        ({"choice": [1], "also": {"training.steps": [0]}}, "training.steps: must be >= 1"),
+        ({"choice": [1], "also": {"training.learning_rate": [1]}}, "set twice"),
+    ],
+)
+def test_values_beside_others_are_checked(recipe, domain, message):
+    with pytest.raises(UserError) as error:
+        check_space(recipe(tune={"space": {"training.init_seed": domain}}), "r.yaml")
+    assert message in str(error.value)
 
 
 def test_whole_methods_can_be_compared(recipe):
