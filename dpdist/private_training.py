@@ -1146,6 +1146,9 @@ class PrivateTraining:
         again to the bit after a crash is drawn afresh and counts as another: when all that the plan
         pays for are taken, later ones are None.
 
+        Several workers score together: all call this with the same records, of which each evaluates
+        its share, and all get the one noisy score, whose sum is that of one process.
+
         Args:
             held_out: private records `(X, y)`, or anything that `dpdist.as_records` takes; refused
                 where one of them is in the training's records, by keyed hashes of their inputs.

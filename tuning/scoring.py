@@ -78,7 +78,7 @@ def _total_score(
     noise: float | None,
     key: bytes,
 ) -> float:
-    """The sum of all records' numbers, or of all groups' means: a unit adds at most 1."""
+    """Return the sum of all records' numbers, or of all groups' means: a unit adds at most 1."""
     if not isinstance(dataset, GroupedDataset):
         return float(_record_scores(model, dataset, settings, sigma, noise, key).sum())
     values = _record_scores(model, dataset.records, settings, sigma, noise, key)

@@ -184,7 +184,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the ledger knows of a score.
+    """Hold what the ledger knows of a score.
 
     score: that was given before. missing: whether it is on record and has to be made. nonce: of the
     process that put it on record.
@@ -318,7 +318,7 @@ class PrivateScore:
             score = None
             if ledger is not None:
                 total = sum(each["units"] for each in shares) / UNITS
-                score = self._noisy(total, query, "" if fixed else found.nonce)
+                score = self._noisy(total, query, None if fixed else found.nonce)
                 ledger.record_answer(query, [score])
             return self._told(score, workers)
 
@@ -341,13 +341,14 @@ class PrivateScore:
         told: float | None = json.loads(workers.of_first(json.dumps(score)))
         return told
 
-    def _noisy(self, total: float, query: str, nonce: str) -> float:
+    def _noisy(self, total: float, query: str, nonce: str | None) -> float:
         """Return a sum with noise, by the number of records; no two sums ever get the same noise.
 
-        nonce: of the process that put the score on record; "" with a fixed run key.
+        nonce: of the process that put the score on record; None with a fixed run key.
         """
         assert self._key is not None
-        key = derive_key(self._key, "noise", query, total.hex(), *([nonce] if nonce else []))
+        labels = [total.hex(), *([] if nonce is None else [nonce])]
+        key = derive_key(self._key, "noise", query, *labels)
         noisy = add_noise(np.array([total]), key, self.terms.noise)
         return float(noisy[0]) / len(self.records)
 

@@ -1600,8 +1600,8 @@ FAULTS: list[Fault] = [
             "equal sums of other models get the same answer",
         ),
         (
-            '"noise", query, total.hex(), *([nonce]',
-            '"noise", query, *([nonce]',
+            "labels = [total.hex(), *([] if nonce is None else [nonce])]",
+            "labels = [] if nonce is None else [nonce]",
             "another sum of the same model gets the same noise",
         ),
         (
@@ -1625,8 +1625,8 @@ FAULTS: list[Fault] = [
             "a score has half its noise",
         ),
         (
-            'derive_key(self._key, "noise", query, total.hex(), *([nonce] if nonce else []))',
-            'derive_key(self._key, "noise")',
+            'derive_key(self._key, "noise", query, *labels)',
+            'derive_key(self._key, "noise", *labels[1:])',
             "all scores get one noise",
         ),
         (
