@@ -160,6 +160,16 @@ EVALUATION_UNPROTECTED = (
 )
 
 
+def _without_record_count(guarantee: Guarantee) -> Guarantee:
+    """Return a guarantee without the assumption that tells the number of records."""
+    kept = tuple(line for line in guarantee.assumptions if "is public" not in line)
+    return replace(guarantee, assumptions=kept)
+
+
+def _epsilon_at_delta(guarantee: Guarantee) -> dict[str, Any]:
+    return {"delta": guarantee.delta, "epsilon": guarantee.to_dict()["epsilon"]}
+
+
 def build_card(
     plan: PrivacyPlan,
     ledger: Ledger | None = None,
@@ -195,8 +205,7 @@ def build_card(
     if group is not None:
         unit += f"; {group_size} records: epsilon {format_epsilon(group.epsilon)}"
     if not show_records:
-        kept = tuple(line for line in main.assumptions if "is public" not in line)
-        main = replace(main, assumptions=kept)
+        main = _without_record_count(main)
     deltas = sorted({plan.delta, *_DELTAS}, reverse=True)
     profile = [whole.guarantee_for_events(paths, delta) for delta in deltas] if private else [main]
     described = {
@@ -206,9 +215,7 @@ def build_card(
         "group": group and {"size": group_size, "guarantee": group.to_dict()},
         "neighbours": plan.neighbours,
         "relation": main.relation,
-        "epsilon_at_delta": [
-            {"delta": g.delta, "epsilon": g.to_dict()["epsilon"]} for g in profile
-        ],
+        "epsilon_at_delta": [_epsilon_at_delta(each) for each in profile],
         "accountant": main.source,
         "library": accounting.library_version(),
         "mechanism": [_line(plan.in_units(phase.description)) for phase in phases],
