@@ -204,8 +204,7 @@ def build_card(
     group = None if group_size == 1 else group_guarantee(whole, group_size)
     if group is not None:
         unit += f"; {group_size} records: epsilon {format_epsilon(group.epsilon)}"
-    if not show_records:
-        main = _without_record_count(main)
+    main = main if show_records else _without_record_count(main)
     deltas = sorted({plan.delta, *_DELTAS}, reverse=True)
     profile = [whole.guarantee_for_events(paths, delta) for delta in deltas] if private else [main]
     described = {
