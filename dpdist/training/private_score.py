@@ -153,18 +153,19 @@ def check_apart(held_out: Records, others: Mapping[str, Records | None]) -> None
         held_out: private records to score on.
         others: by argument: the training's records, and public ones.
     """
-    key = secrets.token_bytes(KEY_BYTES)  # nothing is kept that could be tried out later
-    own = [set(macs) for macs in single_records(held_out).input_macs(key)]
     for name, given in others.items():
-        if given is None:
-            continue
-        records = single_records(given)
-        found = {mac for macs in records.input_macs(key) for mac in macs}
-        if common := sum(not macs.isdisjoint(found) for macs in own):
+        if given is not None and (common := count_common(held_out, given)):
             raise UserError(
                 f"score: held-out records must not be in {name}, got {common:,} in common; a "
                 "record pays for the steps or for the scores"
             )
+
+
+def count_common(some: Records, others: Records) -> int:
+    """Return how many of some records are among others, by keyed hashes of their inputs."""
+    key = secrets.token_bytes(KEY_BYTES)  # nothing is kept that could be tried out later
+    found = {mac for macs in single_records(others).input_macs(key) for mac in macs}
+    return sum(not found.isdisjoint(macs) for macs in single_records(some).input_macs(key))
 
 
 def single_records(records: Records) -> Records:
@@ -180,32 +181,32 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (models.predicted_classes(outputs) == targets).double()
 
 
-class PrivateScore:
-    """Noisy scores of a model on held-out private records, of which each adds at most 1 to a sum.
+class RecordValues:
+    """Compute a model's value on each of some records, executed one at a time.
 
     Args:
-        records: the held-out records, on which no step trains; where they are grouped, a whole
-            group adds at most 1.
-        terms: how often, with how much noise.
+        records: records that are valued; where they are grouped, a group has one value.
         value: of the module and a batch of one record to its value, (1,); None for accuracy.
         device: where the model lies.
     """
 
-    def __init__(
-        self, records: Records, terms: ScriptScore, value: Value | None, device: torch.device
-    ) -> None:
-        self.records, self.terms, self._device = records, terms, device
+    def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
+        self.records, self._device = records, device
         self._objective: Objective = accuracy if value is None else OwnLoss(value)
-        self._key: bytes | None = None
 
-    def check(self, model: nn.Module) -> None:
-        """Raise UserError unless the value can be had of invented examples, by looking alone."""
+    def check(self, model: nn.Module) -> list[float]:
+        """Return the values of three invented examples, which are had by looking alone.
+
+        Raises:
+            UserError: the value is no tensor (1,), draws random numbers or changes the model.
+        """
         inputs, targets = self.records.examples(3)
         before, drawn = _tensors(model), torch.get_rng_state()
+        values = []
         for row in range(3):
             one = slice(row, row + 1)
             try:
-                self._value(model, take(inputs, one), targets[one])
+                values.append(self._value(model, take(inputs, one), targets[one]))
             except UserError as error:
                 raise UserError(f"score.value: {error}") from None
             except Exception as error:
@@ -223,6 +224,67 @@ class PrivateScore:
             torch.equal(value, after[name]) for name, value in before.items()
         ):
             raise UserError("score.value: must leave the model as it is, changed its parameters")
+        return values
+
+    def public_mean(self, model: nn.Module) -> float:
+        """Return the mean value of PUBLIC records, of any size. Raises whatever the value does."""
+        rows = [np.array([row]) for row in range(len(self.records))]
+        seen = [(self.records.batch(row), self.records.targets(row)) for row in rows]
+        return math.fsum(self._value(model, *each) for each in seen) / len(seen)
+
+    def private_sum(self, model: nn.Module, key: bytes) -> float:
+        """Return the sum of all records' values, or of all groups' means, exactly: PRIVATE.
+
+        Each is cut to [0, 1]. A record on which the value fails counts 0: whether a run stops must
+        not depend on it.
+
+        Args:
+            model: as it is scored.
+            key: 32 secret bytes, of random transforms of the records.
+        """
+        seen, total = self.records.for_step(key), 0
+        for index in range(len(seen)):
+            own = np.array([index])
+            if isinstance(seen, GroupedRecords):
+                own = seen.groups.records_of(index)
+            values = [self._units_of(model, single_records(seen), row) for row in own.tolist()]
+            total += sum(values) // len(values)  # a whole number of units, _UNITS at most
+        return total / _UNITS
+
+    def _units_of(self, model: nn.Module, records: Records, row: int) -> int:
+        """Return a record's value in whole units, 0 to `_UNITS`."""
+        one = np.array([row])
+        try:
+            value = self._value(model, records.batch(one), records.targets(one))
+        except Exception:
+            return 0
+        return math.floor(bounded(value) * _UNITS)
+
+    def _value(self, model: nn.Module, inputs: Any, targets: Tensor) -> float:
+        """Return the value of a batch of one record; the pass leaves nothing behind."""
+        with torch.no_grad(), kept_buffers(model):
+            there = each_tensor(lambda each: each.to(self._device), inputs)
+            wanted = targets.to(self._device)
+            return float(example_losses(model, self._objective, {}, there, wanted))
+
+
+class PrivateScore(RecordValues):
+    """Noisy scores of a model on held-out private records, of which each adds at most 1 to a sum.
+
+    Args:
+        records: the held-out records, on which no step trains; where they are grouped, a whole
+            group adds at most 1.
+        terms: how often, with how much noise.
+        value: of the module and a batch of one record to its value, (1,); None for accuracy.
+        device: where the model lies.
+    """
+
+    def __init__(
+        self, records: Records, terms: ScriptScore, value: Value | None, device: torch.device
+    ) -> None:
+        super().__init__(records, value, device)
+        self.terms = terms
+        self._key: bytes | None = None
 
     def open(self, folder: RunFolder, plan: PrivacyPlan) -> None:
         """Make the key of the scores of a run, whose held-out records stay what they are.
@@ -291,35 +353,9 @@ class PrivateScore:
         return score
 
     def _sum(self, model: nn.Module, step: int) -> float:
-        """Return the sum of all records' values, or of all groups' means, exactly: PRIVATE.
-
-        A record on which the value fails counts 0: whether a run stops must not depend on it.
-        """
+        """Return the sum of all records' values after a step, exactly: PRIVATE."""
         assert self._key is not None
-        seen, total = self.records.for_step(derive_key(self._key, "data", step)), 0
-        for index in range(len(seen)):
-            own = np.array([index])
-            if isinstance(seen, GroupedRecords):
-                own = seen.groups.records_of(index)
-            values = [self._units_of(model, single_records(seen), row) for row in own.tolist()]
-            total += sum(values) // len(values)  # a whole number of units, _UNITS at most
-        return total / _UNITS
-
-    def _units_of(self, model: nn.Module, records: Records, row: int) -> int:
-        """Return a record's value in whole units, 0 to `_UNITS`."""
-        one = np.array([row])
-        try:
-            value = self._value(model, records.batch(one), records.targets(one))
-        except Exception:
-            return 0
-        return math.floor(bounded(value) * _UNITS)
-
-    def _value(self, model: nn.Module, inputs: Any, targets: Tensor) -> float:
-        """Return the value of a batch of one record; the pass leaves nothing behind."""
-        with torch.no_grad(), kept_buffers(model):
-            there = each_tensor(lambda each: each.to(self._device), inputs)
-            wanted = targets.to(self._device)
-            return float(example_losses(model, self._objective, {}, there, wanted))
+        return self.private_sum(model, derive_key(self._key, "data", step))
 
 
 def bounded(value: float) -> float:
