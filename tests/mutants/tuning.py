@@ -221,6 +221,22 @@ FAULTS: list[Fault] = [
         ("if value is not None and not callable(value):", "if False:", "a float is a score"),
     ),
     *group(
+        "dpdist/searching.py",
+        f"{FUNCTION}::test_state_from_elsewhere_makes_a_trial_fail "
+        f"{FUNCTION}::test_other_records_than_those_of_the_search_make_a_trial_fail",
+        ('if _description(first) != read_json(_descriptions_file(folder))[_key_of(settings["values"])]:',
+         "if False:", "a trial begins otherwise than it was accounted"),
+        ('if terms["data"] != _keyed_data(function, _salt_of(terms)):', "if False:",
+         "a trial is about other records than the search"),
+    ),
+    *group(
+        "dpdist/config/search.py",
+        f"{FUNCTION}::test_the_price_is_that_of_the_recipe_with_the_same_mechanism "
+        f"{FUNCTION}::test_the_plan_is_the_one_of_the_theorem",
+        ("if self.function is None else self.function.public", "if self.function is None else True",
+         "private scores of a function are free"),
+    ),
+    *group(
         "dpdist/private_training.py", f"{FUNCTION}::test_refusals_leave_nothing",
         ("self._begun or self._done or self.optimizer.state)", "self._begun or self._done)",
          "an optimizer begins warm"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -416,6 +417,7 @@ def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
         uniform, turn = stream_words(key, 0, 2).tolist()
         length = math.sqrt(-2 * math.log(2.0**-64 + uniform * 2.0**-64))
         normal = length * math.cos(2 * math.pi * (turn >> 11) * 2.0**-53)
+        assert own.read_run_key() == derive_key(trial.key, "run key")
         assert score * HELD_OUT == pytest.approx(total + 3.0 * normal, abs=1e-5)
         seen.add(normal)
     assert len(seen) == 3
@@ -531,6 +533,19 @@ def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, monkeypa
     assert "built another model, optimizer or settings than before" in state["failed"]
     assert state["scores"] == [] and not search.folder.trial_folder(1).ledger.exists()
     CHANGED.clear()
+
+
+@pytest.mark.slow
+def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coarse_grid):
+    search = begin(tmp_path / "own")
+    known = search._explorer._function
+    for other in (
+        {"records": dpdist.as_records(rows(RECORDS, 9))},
+        {"scored": dpdist.as_records(rows(HELD_OUT, 9))},
+    ):
+        search._explorer._function = dataclasses.replace(known, **other)
+        number = 0 if "records" in other else 1
+        assert "other records than those that the search" in run_trial(search, number)["failed"]
 
 
 @pytest.mark.slow
