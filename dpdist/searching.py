@@ -801,6 +801,9 @@ def _assumed_of_score(function: TrainFunction) -> list[str]:
     return [f"the number of held-out records ({len(function.scored):,}) is public", *own]
 
 
+_RESOURCES = ("cpus_per_worker", "gpus_per_worker", "max_failures")
+
+
 def _search_recipe(
     explorer: Explorer,
     tune: TuneRecipe,
@@ -813,10 +816,12 @@ def _search_recipe(
     raw = first.model_dump(mode="json")
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in folder.name)
     own = parse_section(ResourcesRecipe, _plain(resources or {}), "tune: resources")
-    if own.max_workers != 1:
-        raise UserError(
-            f"tune: resources.workers: must be 1, a process a trial, got {own.max_workers}"
-        )
+    for key, value in own.model_dump(exclude_defaults=True).items():
+        if key not in _RESOURCES:
+            raise UserError(
+                f"tune: resources.{key}: must be left out in a search over a function, got {value}; "
+                f"a trial is one process, with {', '.join(_RESOURCES)}"
+            )
     raw |= {
         "name": name.strip("-._") or "search",
         "privacy": {**raw["privacy"], "run_key": privacy.run_key},
@@ -1006,7 +1011,8 @@ def tune(
         folder: of the winner's run, made where it is not there.
         searcher: "random", or with law fixed "optuna".
         concurrent: trials at the same time; None for as many as fit.
-        resources: what each trial of a function holds: `cpus_per_worker`, `gpus_per_worker`.
+        resources: of a function's trials: `cpus_per_worker`, `gpus_per_worker`, and `max_failures`,
+            how often a trial is repeated whose process was lost.
         executor: "local" for one trial after the other on this machine, "ray" for a session of Ray.
         sweep: further options of an ordinary sweep.
 
