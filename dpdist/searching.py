@@ -764,20 +764,8 @@ def _check_function_search(
     sent = _send(function)
     explorer = Explorer(function, tune, asked)
     recipe = _search_recipe(explorer, tune, asked, folder, options["resources"])
-    if public and (common := count_common(scored, records)):
-        raise UserError(
-            f"tune: score.public: must share no record with data, got {common:,} in common: scores "
-            "on them would be used as if they were public"
-        )
-    if not public:
-        check_apart(scored, {"data": records})
-    try:
-        continued = check_same_search(recipe, folder)
-    except DifferentRecipeError as error:
-        said = str(error).partition(": ")[2].partition("; choose")[0]
-        raise UserError(
-            f"folder: {folder.path}: {said}; give another folder, or the same arguments"
-        ) from None
+    _refuse_common(function)
+    continued = _was_begun(recipe, folder)
     counts = RecordCounts(len(records), 0.0, lambda fraction: len(records))
     settings = _settings_of_space(tune, explorer.recipe_of)
     cost = FunctionCost(recipe, counts, tune.law, "tune", settings)
@@ -791,6 +779,29 @@ def _check_function_search(
         search.assumptions = [*ASSUMED, *_assumed_of_score(function)]
     search.check_unchanged()
     return search
+
+
+def _refuse_common(function: TrainFunction) -> None:
+    """Raise UserError where records to score on are among those to train on."""
+    scored, records = function.scored, function.records
+    if not function.public:
+        check_apart(scored, {"data": records})
+    elif common := count_common(scored, records):
+        raise UserError(
+            f"tune: score.public: must share no record with data, got {common:,} in common: scores "
+            "on them would be used as if they were public"
+        )
+
+
+def _was_begun(recipe: Recipe, folder: RunFolder) -> bool:
+    """Return whether this search was begun before. Raises UserError for another run's folder."""
+    try:
+        return check_same_search(recipe, folder)
+    except DifferentRecipeError as error:
+        said = str(error).partition(": ")[2].partition("; choose")[0]
+        raise UserError(
+            f"folder: {folder.path}: {said}; give another folder, or the same arguments"
+        ) from None
 
 
 def _assumed_of_score(function: TrainFunction) -> list[str]:
@@ -819,8 +830,8 @@ def _search_recipe(
     for key, value in own.model_dump(exclude_defaults=True).items():
         if key not in _RESOURCES:
             raise UserError(
-                f"tune: resources.{key}: must be left out in a search over a function, got {value}; "
-                f"a trial is one process, with {', '.join(_RESOURCES)}"
+                f"tune: resources.{key}: must be left out with a function, got {value}; a trial is "
+                f"one process, with {', '.join(_RESOURCES)}"
             )
     raw |= {
         "name": name.strip("-._") or "search",
@@ -920,6 +931,21 @@ class SearchResult:
 
     Attributes:
         best: folder of the winner's run, for `dpdist.certify`, reports and releases.
+
+    Example:
+        >>> import dpdist
+        >>> search = dpdist.tune(
+        ...     {
+        ...         "data": {"name": "digits", "max_train": 200},
+        ...         "model": {"name": "linear"},
+        ...         "privacy": {"noise_multiplier": 4, "delta": 1e-4},
+        ...         "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.5},
+        ...     },
+        ...     {"training.learning_rate": {"choice": [0.1, 1.0]}},
+        ...     law={"name": "fixed", "runs": 2}, folder="runs/searched", executor="local",
+        ... )
+        >>> list(search.config), len(search.trials)
+        (['training.learning_rate'], 2)
     """
 
     best: RunFolder
@@ -1069,12 +1095,19 @@ def tune(
         "searcher": searcher or "random", "concurrent": concurrent, "resources": resources,
     }  # fmt: skip
     search = _check_function_search(train, space, data, law, score, privacy, run, options)
+    _run_function_search(search, executor)
+    return SearchResult(run)
+
+
+def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) -> None:
+    """Begin a search, or go on with it, to its end; the folder then holds the winner's run."""
+    run = search.run_folder
     search.begin()
     if search.recipe.privacy.run_key is not None:
         warnings.warn(
             "privacy.run_key: is fixed, so this search is NOT PRIVATE; leave it out outside of "
             "tests",
-            stacklevel=2,
+            stacklevel=3,
         )
     with run_session(run, search.recipe.resources.min_cpus, executor) as opened:
         search_stage(search, opened)
@@ -1082,7 +1115,6 @@ def tune(
     chosen = run.read_recipe()
     if chosen.data.root is not None:
         evaluate_stage(chosen, run)
-    return SearchResult(run)
 
 
 def _sweep(
