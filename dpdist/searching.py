@@ -101,8 +101,8 @@ from dpdist.tuning.trial import ScoreReporter, begin_trial_folder, make_tune_pas
 
 _METHODS = {name for name, each in vars(PrivateTraining).items() if callable(each)}
 ASSUMED = (
-    "train, and the model, loss and optimizer that it makes, read private records only through the "
-    "PrivateTraining that it returns",
+    "train, and the model, loss and optimizer that it makes, change nothing of dpdist and read "
+    "private records only through the PrivateTraining that it returns",
     "config, space, law and score were chosen without private records",
     "train is a deterministic function of config: it keeps nothing from one trial to the next, in "
     "files, the environment or elsewhere",
@@ -376,6 +376,19 @@ class FunctionSearch(Search):
         if self.folder.terms.exists():
             self._keep_descriptions([values])
         return noise
+
+    def check_unchanged(self) -> None:
+        """Raise UserError where records, price or function are others than at the beginning."""
+        super().check_unchanged()
+        path = _descriptions_file(self.folder)
+        if not self.folder.terms.exists() or self.run_folder.training_summary.exists():
+            return
+        for values, known in read_json(path).items():
+            if self._explorer.description_of(json.loads(values)) != known:
+                raise UserError(
+                    f"{self.run_folder.path}: train: must build the model, optimizer and settings "
+                    f"that this search was begun with; restore it, or {self.way_out}"
+                )
 
     def _keep_checked(self) -> None:
         drawn = [trial.values for trial in read_trials(self.folder) if trial.values is not None]

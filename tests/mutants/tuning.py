@@ -226,6 +226,8 @@ FAULTS: list[Fault] = [
         f"{FUNCTION}::test_other_records_than_those_of_the_search_make_a_trial_fail",
         ('if _description(first) != read_json(_descriptions_file(folder))[_key_of(settings["values"])]:',
          "if False:", "a trial begins otherwise than it was accounted"),
+        ("if self._explorer.description_of(json.loads(values)) != known:", "if False:",
+         "a search goes on with another function"),
         ('if terms["data"] != _keyed_data(function, _salt_of(terms)):', "if False:",
          "a trial is about other records than the search"),
     ),

@@ -532,6 +532,9 @@ def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, monkeypa
     monkeypatch.setenv("RATE", "0.77")
     state = run_trial(search, 1, changing)
     assert "built another model, optimizer or settings than before" in state["failed"]
+    said = r"training.steps differ" if "steps" in change else r"train: must build .*; restore it"
+    with pytest.raises(UserError, match=said):
+        prepare(tmp_path / "own", changing)
     assert state["scores"] == [] and not search.folder.trial_folder(1).ledger.exists()
     CHANGED.clear()
 
