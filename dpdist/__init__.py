@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from dpdist.reports.facts import read_facts as read_facts
     from dpdist.runs.folder import RunFolder as RunFolder
     from dpdist.runs.recipe import Recipe as Recipe
+    from dpdist.searching import SearchResult as SearchResult
+    from dpdist.searching import tune as tune
     from dpdist.training.estimate import Estimate as Estimate
     from dpdist.training.estimate import estimate as estimate
     from dpdist.training.private_step import PrivateStep as PrivateStep
@@ -73,6 +75,8 @@ _LAZY = {
     "fit": "dpdist.private_training",
     "estimate": "dpdist.training.estimate",
     "Estimate": "dpdist.training.estimate",
+    "tune": "dpdist.searching",
+    "SearchResult": "dpdist.searching",
     "Privacy": "dpdist.config.sections",
     "connect": "dpdist.cluster.session",
     "Records": "dpdist.data.protocol",

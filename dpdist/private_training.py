@@ -19,8 +19,8 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -348,7 +348,7 @@ def _unit_of(records: Records, index: int) -> Hashable:
 # --- public records and descriptions ----------------------------------------------------------
 
 
-_HELD_OUT = "held-out"  # folder of public records in a run folder
+HELD_OUT = "held-out"  # folder of public records in a run folder
 _AT_ONCE = 1024  # records compared at once
 _BUDGET_LABEL = b"records of a budget"  # no secret: the budget's own key is one
 
@@ -376,7 +376,7 @@ def _store_public(public: Records, folder: RunFolder, recipe: Recipe) -> None:
     kind = recipe.data.targets
     inputs, labels = _arrays(public, np.arange(len(public)), kind)
     folder.create_or_open(recipe)
-    root, data = folder.path / _HELD_OUT, recipe.data
+    root, data = folder.path / HELD_OUT, recipe.data
     store_split(root, data.name, inputs, labels, data.classes, kind)
 
 
@@ -602,6 +602,24 @@ _ONLY = {
 _open: dict[Path, weakref.ref[PrivateTraining]] = {}  # of this process, which train
 
 
+_watching: list[list[PrivateTraining]] = []
+
+
+@contextmanager
+def watch_made() -> Iterator[list[PrivateTraining]]:
+    """Yield a list of the objects that the block makes, those that are refused included."""
+    made: list[PrivateTraining] = []
+    _watching.append(made)
+    try:
+        yield made
+    finally:
+        _watching[:] = [each for each in _watching if each is not made]
+
+
+class RunBusyError(UserError):
+    """Another process trains the run."""
+
+
 @dataclass(frozen=True)
 class _Known:
     """Records by name and fingerprint."""
@@ -697,6 +715,8 @@ class PrivateTraining:
         reproducible: bool = False,
         private_metrics: bool = False,
     ) -> None:
+        for made in _watching:
+            made.append(self)
         _check_model(model)
         self._form = form_of(model)
         _check_optimizer(optimizer, model)
@@ -761,7 +781,7 @@ class PrivateTraining:
                 "name": name,
                 "data": {
                     "name": data,
-                    "root": None if self._public is None else str(self.run.path / _HELD_OUT),
+                    "root": None if self._public is None else str(self.run.path / HELD_OUT),
                     "classes": self._spec.classes,
                     "targets": self._kind(),
                 },
@@ -956,7 +976,7 @@ class PrivateTraining:
                 self._charge_budget()
                 held = Attempt.open_ledger(job, self._stack, identity, self._done)
         except JournalBusy:
-            raise UserError(
+            raise RunBusyError(
                 f"folder: {folder.path}: another process trains this run; wait for it, or end it, "
                 "and this script continues it"
             ) from None
@@ -1069,6 +1089,35 @@ class PrivateTraining:
             slots |= pack("module", module_record(self.model, self._records.examples(_EXAMPLES)[0]))
         state = checkpoint.TrainState(self._done, torch.zeros(0), slots)
         checkpoint.save(self.run.checkpoints, state, ledger.anchor)
+
+    # --- what a search looks at
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return the statement of the run folder about this training, noise as it was given."""
+        return self._recipe
+
+    @property
+    def records(self) -> Records:
+        """Return the private records, by group where a group is the unit."""
+        return self._records
+
+    @property
+    def is_untouched(self) -> bool:
+        """Return whether no step was taken and no checkpoint restored, and no state is held."""
+        return not (self._started or self._begun or self._done or self.optimizer.state)
+
+    def state_digest(self) -> str:
+        """Return a digest of model, optimizer and `state` as they are. Raises UserError.
+
+        Plain attributes of the model's layers are covered, too.
+        """
+        form = {name: each for name, each in form_of(self.model).items() if isinstance(each, str)}
+        parts = {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
+        parts |= {f"state.{n}": each.state_dict() for n, each in enumerate(self.state)}
+        parts["form"] = dict(sorted(form.items()))
+        tensors = [pack(name, value) for name, value in parts.items()]
+        return checkpoint.tensors_digest({k: v for each in tensors for k, v in each.items()})
 
     # --- the loop
 

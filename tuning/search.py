@@ -94,6 +94,7 @@ class Search:
         self.run_folder = folder
         self.folder = SearchFolder(RunFolder(folder.path.resolve()))
         self.assumptions: list[str] = []
+        self.way_out = "choose another --name"
         self._since = time.monotonic()
         self._noise_by_values: dict[str, float] = {}
 
@@ -143,7 +144,7 @@ class Search:
             }
             raise UserError(
                 f"{self.run_folder.path}: {' and '.join(what[name] for name in changed)} changed "
-                "since this search was begun; restore it, or choose another --name"
+                f"since this search was begun; restore it, or {self.way_out}"
             )
         for number in (trial.number for trial in read_trials(self.folder)):
             read_scores(self.folder, number)  # whole, or no trial may go on: that is no failed one
@@ -171,9 +172,13 @@ class Search:
         write_atomic(self.run_folder.search_recipe_file, self.recipe.to_yaml())
         self.run_folder.pin_recipe(self.recipe, None, search_recipe=self.recipe)
         ensure_manifest(self.folder, self.tune, key)
+        self._keep_checked()
         drawn = {"charge": secrets.token_hex(8), "assumed": self.assumptions}
         write_json(self.folder.terms, {**terms, **drawn})
         return self
+
+    def _keep_checked(self) -> None:
+        """Write down what else was found of the drawn trials, before any of them begins."""
 
     def _terms(self) -> dict[str, Any]:
         return {
@@ -315,7 +320,7 @@ class Search:
         for extra in sorted(source.private.glob("hidden*")):
             write_atomic(target.private / extra.name, extra.read_bytes())
         write_json(target.search_record, self._search_record(winner))
-        chosen = source.read_recipe()
+        chosen = self._take_public_records(source, target)
         named = chosen.model_copy(
             update={
                 "name": self.recipe.name,
@@ -336,6 +341,10 @@ class Search:
         # How long it took depends on how many trials ran beside it.
         trained.pop("seconds", None)
         write_json(target.training_summary, trained)
+
+    def _take_public_records(self, source: RunFolder, target: RunFolder) -> Recipe:
+        """Return the winner's recipe, whose public records are where it says."""
+        return source.read_recipe()
 
     def _search_record(self, winner: int) -> dict[str, Any]:
         """Return the terms of the search, and its trials where their number is fixed.
@@ -457,7 +466,12 @@ def check_search(
     only_resume: refuse to begin. Raises UserError.
     """
     assert recipe.tune is not None
-    continued = _check_same_search(recipe, folder)
+    if recipe.by_script is not None:
+        raise UserError(
+            f"{context}: script: this search is over a function, and no command repeats it: run "
+            "the script, which also continues it"
+        )
+    continued = check_same_search(recipe, folder)
     if only_resume and not continued:
         raise UserError(f"{folder.path}: no search to resume; without --resume one is begun")
     check_space(recipe, context)
@@ -487,7 +501,7 @@ def check_search(
     return search
 
 
-def _check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
+def check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
     """Whether this search was begun before. Raises UserError when the folder holds another run."""
     if not folder.search_recipe_file.exists():
         # Between the two files of a beginning there is nothing else.

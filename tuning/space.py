@@ -342,7 +342,8 @@ def held_out_fraction(recipe: Recipe) -> float:
     everything, and of the others those that trials are scored on."""
     assert recipe.tune is not None
     score, aside = recipe.tune.score, recipe.data.hold_out
-    return aside if score.public is not None else aside + score.hold_out * (1 - aside)
+    own = score.public is not None or score.function is not None
+    return aside if own else aside + score.hold_out * (1 - aside)
 
 
 @dataclass(frozen=True)
@@ -458,7 +459,7 @@ class SearchCost:
         """
         tune = self.recipe.tune
         assert tune is not None
-        if tune.score.public is not None:
+        if tune.score.is_public:
             return None
         if tune.score.noise is not None:
             return tune.score.noise

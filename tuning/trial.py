@@ -121,10 +121,21 @@ def _workers_that_fit(node: Host, resources: ResourcesRecipe) -> int:
 ScoreReporter = Callable[[int, float], None]  # rung (from 1), score
 
 
-def run_trial(path: Path, packages: dict[str, str], number: int, report: ScoreReporter) -> None:
+# of a search, a trial's number and its scores so far: trains, scores and writes down
+ContinueTrial = Callable[[SearchFolder, int, dict[str, Any], ScoreReporter], None]
+
+
+def run_trial(
+    path: Path,
+    packages: dict[str, str],
+    number: int,
+    report: ScoreReporter,
+    continue_trial: ContinueTrial | None = None,
+) -> None:
     """Bring trial `number` of the search under run folder `path` to its end, however far it was.
 
     packages: the driver's. report: called with every rung's score, also those from before a crash.
+    continue_trial: in place of the training and scoring of a recipe.
     Errors that a repetition may mend (a lost worker) are raised; all others make the trial a failed
     one.
     """
@@ -136,7 +147,7 @@ def run_trial(path: Path, packages: dict[str, str], number: int, report: ScoreRe
         return
     check_same_versions(packages, PACKAGES, f"trial on {os.uname().nodename}")
     try:
-        _continue_trial(folder, number, state, report)
+        (continue_trial or _continue_trial)(folder, number, state, report)
     except JournalBusy:
         raise  # an attempt that was given up still holds the ledger
     except (UserError, LedgerError, ReplayConflict, ValueError, OSError) as error:
@@ -272,6 +283,12 @@ def prepare_trial(folder: SearchFolder, search_recipe: Recipe, trial: Trial) -> 
     settings = read_settings(folder, trial.number)
     recipe = trial_recipe(search_recipe, settings, trial.key, where)
     own = folder.trial_folder(trial.number)
+    begin_trial_folder(own, recipe, trial)
+    return prepare(recipe, own, where)
+
+
+def begin_trial_folder(own: RunFolder, recipe: Recipe, trial: Trial) -> None:
+    """Make the run folder of a trial with its drawn key in it, unless that was done before."""
     own.create_or_open(recipe)
     if not own.run_key.exists():
         secret = recipe.privacy.run_key or derive_key(trial.key, "run key").hex()
@@ -279,7 +296,6 @@ def prepare_trial(folder: SearchFolder, search_recipe: Recipe, trial: Trial) -> 
         own.run_key.chmod(0o600)
     if recipe.privacy.run_key is not None:
         write_atomic(own.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")
-    return prepare(recipe, own, where)
 
 
 class _TrialExecutor(LocalExecutor):
@@ -313,8 +329,12 @@ def make_tune_pass(
     recipe: Recipe,
     concurrent: int,
     noise_multiplier_of: Callable[[TrialValues], float],
+    run: Callable[[int, ReportMetrics], None] | None = None,
 ) -> TrialPass:
-    """Return one pass over all K trials; finished ones only report again."""
+    """Return one pass over all K trials; finished ones only report again.
+
+    run: brings a trial to its end in place of `run_trial`.
+    """
     section = recipe.tune
     assert section is not None
     trials = read_trials(folder)
@@ -343,7 +363,7 @@ def make_tune_pass(
 
     factor = section.asha.reduction_factor if section.asha else 1
     return TrialPass(
-        _make_trial_runner(folder.run.path, factor),
+        run or _make_trial_runner(folder.run.path, factor),
         len(trials),
         make_searcher,
         make_scheduler if section.asha else None,

@@ -198,6 +198,18 @@ class PublicData(Section):
     max_records: Count | None = None
 
 
+class FunctionScore(Section):
+    """Describe the score of a search over a function (`dpdist.tune`); no command can repeat it.
+
+    value: name of a record's value. records: number of scored records, public. public: whether
+    these are; private ones get noise on the sum of their values.
+    """
+
+    value: Text
+    records: Count
+    public: bool
+
+
 class ScoreRecipe(Section):
     """The score of a trial: by public records, or by a noisy count over held-out private ones.
 
@@ -219,7 +231,9 @@ class ScoreRecipe(Section):
 
     conditions = (
         OptionCondition(
-            ("hold_out",), "without public: it is of private records", lambda it: it.public is None
+            ("hold_out",),
+            "without public: it is of private records",
+            lambda it: not it.is_public and it.function is None,
         ),
         OptionCondition(
             ("draws", "alpha"),
@@ -238,6 +252,8 @@ class ScoreRecipe(Section):
     radius_cap: Positive | None = None
     draws: Count = 100
     alpha: Probability = 0.01
+    # Not written without one: digests made before there were searches over functions stay.
+    function: FunctionScore | None = Field(default=None, exclude_if=lambda score: score is None)
 
     @model_validator(mode="after")
     def _check_objectives(self) -> ScoreRecipe:
@@ -245,9 +261,14 @@ class ScoreRecipe(Section):
             raise ValueError("radius belongs to objective certified-accuracy, which needs it")
         if ("average-radius" in self.objectives) != (self.radius_cap is not None):
             raise ValueError("radius_cap belongs to objective average-radius, which needs it")
-        if self.public is not None and self.noise is not None:
+        if self.is_public and self.noise is not None:
             raise ValueError("noise belongs to private scoring; public records need none")
         return self
+
+    @property
+    def is_public(self) -> bool:
+        """Return whether trials are scored on public records, which costs nothing."""
+        return self.public is not None if self.function is None else self.function.public
 
     @property
     def needs_certificates(self) -> bool:
@@ -259,12 +280,18 @@ class ScoreRecipe(Section):
         Args:
             counted: the word for the units of the plan, "records" or "groups".
         """
+        if self.function is not None:
+            kind = "public records" if self.function.public else f"held-out private {counted}"
+            noise = "" if self.function.public else ", with noise"
+            return f"{self.function.records:,} {kind}{noise}"
         if self.public is None:
             return f"held-out private {counted}, with noise"
         return f"public records ({self.public.name}/{self.public.split})"
 
     def describe(self) -> str:
         """Return the objective of the search in words."""
+        if self.function is not None:
+            return f"mean of {self.function.value}"
         names = {
             "accuracy": "accuracy",
             "certified-accuracy": f"certified accuracy at radius {self.radius or 0:g}",

@@ -744,7 +744,8 @@ class BaseRecipe(Section):
             "training.crop, flip": self.training.has_augmentation,
             f"method {self.method.name}": not self.method.capabilities.supports_tokens,
         }
-        of_labels = {"tune": self.tune is not None, "audit": self.audit is not None}
+        scored = self.tune is not None and self.tune.score.function is None
+        of_labels = {"tune": scored, "audit": self.audit is not None}
         if self.data.targets != "class":
             of_labels |= {"certify": self.certify is not None, "public": self.public is not None}
         why = [self.data.numeric_input_error(what) for what, given in asked.items() if given]

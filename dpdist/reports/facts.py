@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import operator
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +86,9 @@ class SearchTerms:
 
     plan: of training and search together. fields: the searched fields. law: of the number of
     trials. one_training_epsilon: epsilon of one training with the same noise. charge_id: id in the
-    budget. assumptions: of the public parts that trials may have begun with. trials: all of them
-    where their number is fixed, else none.
+    budget. assumptions: of the public parts that trials may have begun with, and of a function that
+    built them. trials: all of them where their number is fixed, else none. chosen: the winner's
+    values of a search over a function, which no recipe says.
     """
 
     plan: PrivacyPlan
@@ -97,6 +100,19 @@ class SearchTerms:
     charge_id: str
     assumptions: tuple[str, ...] = ()
     trials: tuple[PublishedTrial, ...] = ()
+    chosen: dict[str, Any] | None = None
+
+    def values_of(self, winner: Recipe) -> dict[str, Any]:
+        """Return the searched fields of the winner's recipe, or the values of a function's."""
+        recipe = winner.model_dump(mode="json")
+
+        def value_of(field: str) -> Any:
+            return reduce(operator.getitem, field.split("."), recipe)
+
+        return {
+            field: value_of(field) if self.chosen is None else self.chosen.get(field)
+            for field in self.fields
+        }
 
     def __str__(self) -> str:
         return (
@@ -154,6 +170,7 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         charge_id=record["charge"],
         assumptions=tuple(map(str, record["assumed"])),
         trials=_read_trials(folder, tune, record.get("trials")),
+        chosen=record.get("chosen"),
     )
 
 
@@ -221,7 +238,7 @@ def _search_plan(
     Raises:
         UserError: the noise is not what was asked for, or is no noise.
     """
-    asked, public = tune.score.noise, tune.score.public is not None
+    asked, public = tune.score.noise, tune.score.is_public
     fits = score_noise is None if public else score_noise is not None and score_noise >= 0
     if not fits or (asked is not None and score_noise != asked):
         raise UserError(
@@ -800,16 +817,8 @@ def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | N
 
 def _chosen_values(search: SearchTerms, recipe: Recipe) -> str:
     """Return the searched fields with the values of the run that was chosen."""
-    chosen = recipe.model_dump(mode="json")
-    return ", ".join(f"{field} {_format_field(chosen, field)}" for field in search.fields)
-
-
-def _format_field(recipe: dict[str, Any], field: str) -> str:
-    """Return a field's value in few digits."""
-    value: Any = recipe
-    for part in field.split("."):
-        value = value[part]
-    return _format_value(value)
+    values = search.values_of(recipe)
+    return ", ".join(f"{field} {_format_value(value)}" for field, value in values.items())
 
 
 def _format_value(value: Any) -> str:

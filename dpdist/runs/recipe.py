@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
@@ -49,6 +49,7 @@ from dpdist.privacy.plan import GroupUnit, PrivacyPlan
 
 RECIPES_FOLDER = Path(str(files("dpdist"))) / "recipes"
 _MAX_ERRORS = 20
+_S = TypeVar("_S", bound=Section)
 
 _MODEL_INDEPENDENT_KEYS: Any = {
     **dict.fromkeys(("name", "resources", "certify", "tune", "audit"), True),
@@ -83,6 +84,14 @@ class Recipe(BaseRecipe):
     @model_validator(mode="after")
     def _check_method(self) -> Recipe:
         self.method.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _check_function_score(self) -> Recipe:
+        if self.tune and self.tune.score.function is not None and self.by_script is None:
+            raise key_error(
+                "tune.score.function", "is of a search over a function (dpdist.tune); leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -285,6 +294,16 @@ def parse_recipe(raw: dict[str, Any], context: str) -> Recipe:
         if len(said) > _MAX_ERRORS:
             said[_MAX_ERRORS:] = [f"{context}: and {len(said) - _MAX_ERRORS:,} more"]
         raise UserError("\n".join(said)) from None
+
+
+def parse_section(kind: type[_S], raw: Mapping[str, Any], context: str) -> _S:
+    """Validate one section given as plain data; `context` begins each complaint."""
+    try:
+        return kind.model_validate(dict(raw))
+    except ValidationError as error:
+        raise UserError(
+            "\n".join(_format_error(context, item) for item in iter_errors(error))
+        ) from None
 
 
 def refuse_unused(recipe: Recipe, context: str) -> None:

@@ -155,18 +155,19 @@ def check_apart(held_out: Records, others: Mapping[str, Records | None]) -> None
         held_out: private records to score on.
         others: by argument: the training's records, and public ones.
     """
-    key = secrets.token_bytes(KEY_BYTES)  # nothing is kept that could be tried out later
-    own = [set(macs) for macs in single_records(held_out).input_macs(key)]
     for name, given in others.items():
-        if given is None:
-            continue
-        records = single_records(given)
-        found = {mac for macs in records.input_macs(key) for mac in macs}
-        if common := sum(not macs.isdisjoint(found) for macs in own):
+        if given is not None and (common := count_common(held_out, given)):
             raise UserError(
                 f"score: held-out records must not be in {name}, got {common:,} in common; a "
                 "record pays for the steps or for the scores"
             )
+
+
+def count_common(some: Records, others: Records) -> int:
+    """Return how many of some records are among others, by keyed hashes of their inputs."""
+    key = secrets.token_bytes(KEY_BYTES)  # nothing is kept that could be tried out later
+    found = {mac for macs in single_records(others).input_macs(key) for mac in macs}
+    return sum(not found.isdisjoint(macs) for macs in single_records(some).input_macs(key))
 
 
 def single_records(records: Records) -> Records:
@@ -195,32 +196,32 @@ class _Found:
     nonce: str = ""
 
 
-class PrivateScore:
-    """Noisy scores of a model on held-out private records, of which each adds at most 1 to a sum.
+class RecordValues:
+    """Compute a model's value on each of some records, executed one at a time.
 
     Args:
-        records: the held-out records, on which no step trains; where they are grouped, a whole
-            group adds at most 1.
-        terms: how often, with how much noise.
+        records: records that are valued; where they are grouped, a group has one value.
         value: of the module and a batch of one record to its value, (1,); None for accuracy.
         device: where the model lies.
     """
 
-    def __init__(
-        self, records: Records, terms: ScriptScore, value: Value | None, device: torch.device
-    ) -> None:
-        self.records, self.terms, self._device = records, terms, device
+    def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
+        self.records, self._device = records, device
         self._objective: Objective = accuracy if value is None else OwnLoss(value)
-        self._key: bytes | None = None
 
-    def check(self, model: nn.Module) -> None:
-        """Raise UserError unless the value can be had of invented examples, by looking alone."""
+    def check(self, model: nn.Module) -> list[float]:
+        """Return the values of three invented examples, which are had by looking alone.
+
+        Raises:
+            UserError: the value is no tensor (1,), draws random numbers or changes the model.
+        """
         inputs, targets = self.records.examples(3)
         before, drawn = _tensors(model), torch.get_rng_state()
+        values = []
         for row in range(3):
             one = slice(row, row + 1)
             try:
-                self._value(model, take(inputs, one), targets[one])
+                values.append(self._value(model, take(inputs, one), targets[one]))
             except UserError as error:
                 raise UserError(f"score.value: {error}") from None
             except Exception as error:
@@ -238,6 +239,68 @@ class PrivateScore:
             torch.equal(value, after[name]) for name, value in before.items()
         ):
             raise UserError("score.value: must leave the model as it is, changed its parameters")
+        return values
+
+    def public_mean(self, model: nn.Module) -> float:
+        """Return the mean value of PUBLIC records, of any size. Raises whatever the value does."""
+        rows = [np.array([row]) for row in range(len(self.records))]
+        seen = [(self.records.batch(row), self.records.targets(row)) for row in rows]
+        return math.fsum(self._value(model, *each) for each in seen) / len(seen)
+
+    def private_units(self, model: nn.Module, key: bytes, worker: int = 0, workers: int = 1) -> int:
+        """Return a worker's part of the sum of all values, in whole units of 1 / `UNITS`: PRIVATE.
+
+        It is the sum of its records' values, each cut to [0, 1], or of its groups' means. A record
+        on which the value fails counts 0: whether a run stops must not depend on it.
+
+        Args:
+            model: as it is scored.
+            key: 32 secret bytes, of random transforms of the records.
+            worker: number of the worker, from 0.
+            workers: how many share the records.
+        """
+        seen, total = self.records.for_step(key), 0
+        records = single_records(seen)
+        for index in range(worker, len(seen), workers):
+            own = np.array([index])
+            if isinstance(seen, GroupedRecords):
+                own = seen.groups.records_of(index)
+            total += mean_units([self._value_at(model, records, row) for row in own.tolist()])
+        return total
+
+    def _value_at(self, model: nn.Module, records: Records, row: int) -> float:
+        """Return the value of the record at a position; 0 where it fails."""
+        one = np.array([row])
+        try:
+            return self._value(model, records.batch(one), records.targets(one))
+        except Exception:
+            return 0.0
+
+    def _value(self, model: nn.Module, inputs: Any, targets: Tensor) -> float:
+        """Return the value of a batch of one record; the pass leaves nothing behind."""
+        with torch.no_grad(), kept_buffers(model):
+            there = each_tensor(lambda each: each.to(self._device), inputs)
+            wanted = targets.to(self._device)
+            return float(example_losses(model, self._objective, {}, there, wanted))
+
+
+class PrivateScore(RecordValues):
+    """Noisy scores of a model on held-out private records, of which each adds at most 1 to a sum.
+
+    Args:
+        records: the held-out records, on which no step trains; where they are grouped, a whole
+            group adds at most 1.
+        terms: how often, with how much noise.
+        value: of the module and a batch of one record to its value, (1,); None for accuracy.
+        device: where the model lies.
+    """
+
+    def __init__(
+        self, records: Records, terms: ScriptScore, value: Value | None, device: torch.device
+    ) -> None:
+        super().__init__(records, value, device)
+        self.terms = terms
+        self._key: bytes | None = None
 
     def check_same(self, workers: Workers, code: str) -> None:
         """Raise UserError, on all workers, unless they score the same records in the same way.
@@ -314,7 +377,9 @@ class PrivateScore:
             found = _Found() if ledger is None else self._look_up(query, ledger, plan)
             if not json.loads(workers.of_first(json.dumps(found.missing))):
                 return self._told(found.score, workers)
-            shares = workers.agree(units=self._units(model, step, workers))
+            data_key = derive_key(self._key, "data", step)
+            units = self.private_units(model, data_key, workers.rank, workers.count)
+            shares = workers.agree(units=units)
             score = None
             if ledger is not None:
                 total = sum(each["units"] for each in shares) / UNITS
@@ -351,37 +416,6 @@ class PrivateScore:
         key = derive_key(self._key, "noise", query, *labels)
         noisy = add_noise(np.array([total]), key, self.terms.noise)
         return float(noisy[0]) / len(self.records)
-
-    def _units(self, model: nn.Module, step: int, workers: Workers) -> int:
-        """Return this worker's part of the sum, in whole units of 1 / `UNITS`: PRIVATE.
-
-        It is the sum of its records' values, or of its groups' means. A record on which the value
-        fails counts 0: whether a run stops must not depend on it.
-        """
-        assert self._key is not None
-        seen, total = self.records.for_step(derive_key(self._key, "data", step)), 0
-        records = single_records(seen)
-        for index in range(workers.rank, len(seen), workers.count):
-            own = np.array([index])
-            if isinstance(seen, GroupedRecords):
-                own = seen.groups.records_of(index)
-            total += mean_units([self._value_at(model, records, row) for row in own.tolist()])
-        return total
-
-    def _value_at(self, model: nn.Module, records: Records, row: int) -> float:
-        """Return the value of the record at a position; 0 where it fails."""
-        one = np.array([row])
-        try:
-            return self._value(model, records.batch(one), records.targets(one))
-        except Exception:
-            return 0.0
-
-    def _value(self, model: nn.Module, inputs: Any, targets: Tensor) -> float:
-        """Return the value of a batch of one record; the pass leaves nothing behind."""
-        with torch.no_grad(), kept_buffers(model):
-            there = each_tensor(lambda each: each.to(self._device), inputs)
-            wanted = targets.to(self._device)
-            return float(example_losses(model, self._objective, {}, there, wanted))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1639,8 +1639,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/private_score.py",
         f"{SCORE}::test_refusals_are_one_line_and_leave_nothing",
         (
-            "if common := sum(not macs.isdisjoint(found) for macs in own):",
-            "if common := 0:",
+            "if given is not None and (common := count_common(held_out, given)):",
+            "if given is not None and (common := 0):",
             "a record is trained on and scored on",
         ),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.fault import Fault, group
 
 WIRING = "tuning/test_search_wiring"
+FUNCTION = "tuning/test_function_search"
 
 FAULTS: list[Fault] = [
     *group(
@@ -254,5 +255,93 @@ FAULTS: list[Fault] = [
         "dpdist/config/sections.py", "tuning/test_sweep",
         ("isinstance(noise, int | float) and not isinstance(noise, bool) and noise == 0:",
          "isinstance(noise, int | float):", "a training with noise needs no delta"),
+    ),
+    *group(
+        "dpdist/searching.py", f"{FUNCTION}::test_refusals_leave_nothing",
+        ("if len(made) != 1 or made[0] is not training:", "if False:",
+         "a function makes two trainings, or returns an older one"),
+        ("if not (training.is_untouched or begun):", "if False:",
+         "a training that was stepped is searched"),
+        ("if type(training) is not PrivateTraining:", "if not isinstance(training, PrivateTraining):",
+         "a class of one's own takes the steps"),
+        ("if replaced := sorted(vars(training).keys() & _METHODS):", "if replaced := ():",
+         "a part of the step is replaced"),
+        ("if training.recipe.score is not None:", "if False:", "a training scores itself, unpaid"),
+        ("if given.get(key) != wanted:", "if False:", "a trial is under another delta or noise"),
+        ("if made[0] != made[1]:", "if False:", "a trial trains on other records"),
+        ("if training.run.path != config.folder.resolve():", "if False:",
+         "a trial trains in a folder of its own"),
+        ("free |= {\"noise_multiplier\"} if self.noise_given else set()",
+         "free |= {\"noise_multiplier\"}", "a trial chooses its noise where epsilon is asked for"),
+        ("if not self.public and not all(", "if self.public and not all(",
+         "a private value lies beyond [0, 1]"),
+        ("if len(held) > 1 and held[0] & held[1]:", "if False:", "a model goes on from trial to trial"),
+        ("if len(set(told)) > 1:", "if False:", "a function counts its calls"),
+        ("    if not function.public:\n        check_apart(", "    if False:\n        check_apart(",
+         "a record is trained on and scored on"),
+        ("elif common := count_common(scored, records):", "elif common := 0:",
+         "private records are scored as public ones"),
+        ("if value is not None and not callable(value):", "if False:", "a float is a score"),
+    ),
+    *group(
+        "dpdist/searching.py",
+        f"{FUNCTION}::test_state_from_elsewhere_makes_a_trial_fail "
+        f"{FUNCTION}::test_other_records_than_those_of_the_search_make_a_trial_fail",
+        ('if _description(first) != read_json(_descriptions_file(folder))[_key_of(settings["values"])]:',
+         "if False:", "a trial begins otherwise than it was accounted"),
+        ("if self._explorer.description_of(json.loads(values)) != known:", "if False:",
+         "a search goes on with another function"),
+        ('if terms["data"] != _keyed_data(function, _salt_of(terms)):', "if False:",
+         "a trial is about other records than the search"),
+    ),
+    *group(
+        "dpdist/config/search.py",
+        f"{FUNCTION}::test_the_price_is_that_of_the_recipe_with_the_same_mechanism "
+        f"{FUNCTION}::test_the_plan_is_the_one_of_the_theorem",
+        ("if self.function is None else self.function.public", "if self.function is None else True",
+         "private scores of a function are free"),
+    ),
+    *group(
+        "dpdist/private_training.py", f"{FUNCTION}::test_refusals_leave_nothing",
+        ("self._begun or self._done or self.optimizer.state)", "self._begun or self._done)",
+         "an optimizer begins warm"),
+        ("        for made in _watching:\n            made.append(self)\n", "",
+         "nobody counts the trainings that a function makes"),
+    ),
+    *group(
+        "dpdist/private_training.py", f"{FUNCTION}::test_state_from_elsewhere_makes_a_trial_fail",
+        ('parts["form"] = dict(sorted(form.items()))', 'parts["form"] = {}',
+         "an attribute of a layer carries state from trial to trial"),
+        ('"optimizer": self.optimizer.state_dict()}\n        parts |=', '"optimizer": {}}\n        parts |=',
+         "a rate carries state from trial to trial"),
+    ),
+    *group(
+        "dpdist/searching.py",
+        f"{FUNCTION}::test_the_score_is_the_noisy_sum_worked_out_by_hand "
+        f"{FUNCTION}::test_a_trial_trains_on_its_own_key_and_is_what_was_accounted",
+        ("np.array([total]), own, noise)", "np.array([total]), own, noise / 2)",
+         "half the noise of a score"),
+        ('"noise", json.dumps([*made_of, noise]))', '"noise")', "two sums get the same noise"),
+        ("derive_key(read_trials(folder)[number].key,", "derive_key(bytes(32),",
+         "all trials' scores get the same noise"),
+        ('derive_key(trial.key, "fixed").hex() if fixed', "asked.privacy.run_key if fixed",
+         "trials of a function share the fixed key"),
+        ("    begin_trial_folder(own, training.recipe, trial)\n", "", "a trial draws a key of its own"),
+        ("[*ASSUMED, *_assumed_of_score(function)]", "[*_assumed_of_score(function)]",
+         "the card does not list what is assumed of the function"),
+    ),
+    *group(
+        "dpdist/searching.py",
+        f"{FUNCTION}::test_values_that_change_the_cost_are_priced_as_the_recipe_s "
+        f"{FUNCTION}::test_a_trial_that_is_not_replayed_exactly_has_failed "
+        f"{FUNCTION}::test_a_model_that_changes_between_steps_makes_a_trial_fail "
+        f"{FUNCTION}::test_an_error_counts_as_the_worst_and_its_text_stays_private",
+        ("        costly[key] = domain.choice\n", "", "dear combinations of values are not priced"),
+        ("if all(recipe_cost_box(recipe_of({**first, key: each})) == own for each in others):",
+         "if True:", "a range that changes the cost is searched"),
+        ("    if ledger.num_superseded:\n", "    if False:\n", "a trial that released twice counts"),
+        ("    if ledger.changes:\n", "    if False:\n", "a trial that somebody changed counts"),
+        ('failed = None if state["failed"] is None else "failed"', 'failed = state["failed"]',
+         "the text of a user's error is published"),
     ),
 ]  # fmt: skip

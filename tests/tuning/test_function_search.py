@@ -1,0 +1,892 @@
+"""`dpdist.tune` over a function: the price of a recipe's search, and nothing that goes round it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import re
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.processes import descendants, wait_for
+from torch import nn
+
+import dpdist
+from dpdist import PrivateTraining, UserError, pipeline, searching
+from dpdist.cluster.executor import LocalExecutor
+from dpdist.core.files import read_json
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts, RepeatAndSelect
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.keys import derive_key, stream_words
+from dpdist.reports.html import write_report
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse_recipe
+from dpdist.tuning.manifest import (
+    SearchFolder,
+    read_scores,
+    read_settings,
+    read_terms,
+    read_trials,
+)
+from dpdist.tuning.search import NoModelError
+from dpdist.tuning.space import RecordCounts, SearchCost
+
+pytestmark = [
+    pytest.mark.whole, pytest.mark.guarantee, pytest.mark.filterwarnings("ignore:.*run_key"),
+]  # fmt: skip
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH, RECORDS, HELD_OUT = 6, 120, 40
+FIXED, POISSON = {"name": "fixed", "runs": 3}, {"name": "poisson", "mean": 3.0}
+PRIVATE = {"noise_multiplier": 4.0, "delta": 1e-3}
+SPACE = {"lr": {"log_uniform": [0.05, 2.0]}}
+
+
+def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.rand(count, WIDTH, generator=generator)
+    return inputs, (inputs.sum(1) > WIDTH / 2).long()
+
+
+TRAINED, SCORED = rows(RECORDS, 1), rows(HELD_OUT, 2)
+
+
+def build(config: Any, *, model: nn.Module | None = None, **given: Any) -> PrivateTraining:
+    model = model or nn.Linear(WIDTH, 2)
+    optimizer = given.pop("optimizer", None) or torch.optim.SGD(
+        model.parameters(), lr=config.get("lr", 0.1)
+    )
+    options = {
+        "loss": "cross-entropy", "privacy": config.privacy, "folder": config.folder,
+        "batch_size": config.get("batch", 20), "steps": config.get("steps", 4), **given,
+    }  # fmt: skip
+    return PrivateTraining(model, optimizer, options.pop("data", config.data), **options)
+
+
+def prepare(folder: Path, train: Any = build, **given: Any) -> searching.FunctionSearch:
+    """A search as `dpdist.tune` prepares it; on public records unless told otherwise."""
+    options = {
+        "space": SPACE, "data": TRAINED, "law": FIXED, "score": {"public": SCORED},
+        "privacy": PRIVATE, **given,
+    }  # fmt: skip
+    rest = {
+        "searcher": options.get("searcher", "random"), "concurrent": None, "resources": None,
+    }  # fmt: skip
+    return searching._check_function_search(
+        train, options["space"], options["data"], options["law"], options["score"],
+        options["privacy"], RunFolder(folder.resolve()), rest,
+    )  # fmt: skip
+
+
+def begin(folder: Path, train: Any = build, **given: Any) -> searching.FunctionSearch:
+    search = prepare(folder, train, **given)
+    search.begin()
+    return search
+
+
+def run_trial(search: searching.FunctionSearch, number: int, train: Any = build) -> dict[str, Any]:
+    """The part of a trial's process, in this one. Returns what is written down of it."""
+    trial = read_trials(search.folder)[number]
+    path = search.folder.settings_file(number)
+    if not path.exists():  # as the searcher writes it
+        noise = search.trial_noise_multiplier(trial.values)
+        searching.write_json(path, {"values": trial.values, "noise_multiplier": noise})
+    known = search._explorer._function
+    function = searching.TrainFunction(
+        train, known.records, known.scored, known.value, known.public, known.noise_given
+    )
+    searching.run_trial(
+        search.folder.run.path, searching.package_fingerprints(searching.PACKAGES), number,
+        lambda rung, score: None,
+        lambda *given: searching._continue_trial(function, search.recipe, *given),
+    )  # fmt: skip
+    return read_scores(search.folder, number)
+
+
+def load(folder: Path) -> nn.Module:
+    return searching.models.load(folder, trusted_factory="code-of-the-user:Linear")
+
+
+def finish(search: searching.FunctionSearch) -> RunFolder:
+    search._choose_winner()
+    search.run(LocalExecutor())
+    return search.run_folder
+
+
+# --- the price --------------------------------------------------------------------------------
+
+
+def recipe_of_same_mechanism(law: dict[str, Any], score: Any, privacy: Any, space: Any) -> Recipe:
+    return parse_recipe(
+        {
+            "name": "x", "data": {"name": "digits"}, "model": "linear", "privacy": privacy,
+            "training": {"batch_size": 20, "steps": 4, "learning_rate": 0.5},
+            "tune": {"space": space, "law": law, "score": score},
+        },
+        "r.yaml",
+    )  # fmt: skip
+
+
+LAWS = [
+    FIXED, POISSON, {"name": "logarithmic", "mean": 4.0},
+    {"name": "negative-binomial", "shape": -0.5, "mean": 3.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law["name"])
+@pytest.mark.parametrize("kind", ["public", "held_out"])
+def test_the_price_is_that_of_the_recipe_with_the_same_mechanism(tmp_path, coarse_grid, law, kind):
+    search = prepare(tmp_path / "own", law=law, score={kind: SCORED})
+    score = {"public": {"name": "digits"}} if kind == "public" else {}
+    recipe = recipe_of_same_mechanism(
+        law, score, PRIVATE, {"training.learning_rate": {"log_uniform": [0.05, 2.0]}}
+    )
+    counts = RecordCounts(RECORDS, 0.0, lambda fraction: RECORDS)
+    other = SearchCost(recipe, counts, recipe.tune.law)
+    assert search.cost.plan == other.plan
+    assert search.cost.guarantee == other.guarantee
+    assert search.cost.score_noise == other.score_noise
+    assert search.cost.guarantee.kind == "proved"
+
+
+def test_the_plan_is_the_one_of_the_theorem(tmp_path, coarse_grid):
+    score = {"held_out": SCORED, "noise": 5.0}
+    search = prepare(tmp_path / "own", law=POISSON, score=score)
+    steps = GaussianSteps(4, 4.0, 20 / RECORDS, None)
+    both = ParallelParts(((steps,), (GaussianReleases(5.0, 1),)))
+    wanted = PrivacyPlan(RECORDS, (RepeatAndSelect((both,), 3.0, math.inf),), 1e-3, clip_norm=1.0)
+    assert search.cost.plan == wanted
+
+
+def test_values_that_change_the_cost_are_priced_as_the_recipe_s(tmp_path, coarse_grid):
+    # The dearest combination is none of the ends.
+    space = {"batch": {"choice": [20, 40, 30]}, "steps": {"choice": [4, 8, 6]}}
+    search = prepare(tmp_path / "own", space=space, law=POISSON)
+    recipe = recipe_of_same_mechanism(
+        POISSON, {"public": {"name": "digits"}}, PRIVATE,
+        {"training.batch_size": space["batch"], "training.steps": space["steps"]},
+    )  # fmt: skip
+    other = SearchCost(recipe, RecordCounts(RECORDS, 0.0), recipe.tune.law)
+    assert search.cost.plan == other.plan and search.cost.guarantee == other.guarantee
+    dearest = search.plan_trial({"batch": 40, "steps": 8})[1]
+    assert dearest.phases == (GaussianSteps(8, 4.0, 40 / RECORDS, None),)
+    with pytest.raises(UserError, match=r"space.batch: changes what a trial costs; list its"):
+        prepare(tmp_path / "b", space={"batch": {"integer": [20, 40]}})
+
+
+def test_a_target_is_met_by_noise_that_the_search_finds(tmp_path, coarse_grid):
+    privacy = {"epsilon": 3.0, "delta": 1e-3}
+    search = prepare(tmp_path / "own", privacy=privacy, law=POISSON)
+    recipe = recipe_of_same_mechanism(
+        POISSON, {"public": {"name": "digits"}}, privacy,
+        {"training.learning_rate": {"log_uniform": [0.05, 2.0]}},
+    )  # fmt: skip
+    other = SearchCost(recipe, RecordCounts(RECORDS, 0.0), recipe.tune.law)
+    assert search.cost.noise_multiplier == other.noise_multiplier
+    assert 2.9 < search.cost.guarantee.epsilon <= 3.0
+    found = search.plan_trial({"lr": 0.5})[1].phases
+    assert found == (GaussianSteps(4, other.noise_multiplier, 20 / RECORDS, None),)
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+MODELS: list[nn.Module] = []
+CALLS: list[int] = []
+
+
+def shared_model(config: Any) -> PrivateTraining:
+    """The model lives outside: it would go on from trial to trial."""
+    if not MODELS:
+        MODELS.append(nn.Linear(WIDTH, 2))
+    return build(config, model=MODELS[0])
+
+
+def counting(config: Any) -> PrivateTraining:
+    CALLS.append(1)
+    model = nn.Linear(WIDTH, 2)
+    with torch.no_grad():
+        model.bias += 0.1 * len(CALLS)
+    return build(config, model=model)
+
+
+def counting_in_a_setting(config: Any) -> PrivateTraining:
+    CALLS.append(1)
+    model = nn.Linear(WIDTH, 2)
+    return build(
+        config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * len(CALLS))
+    )
+
+
+def warm_optimizer(config: Any) -> PrivateTraining:
+    model = nn.Linear(WIDTH, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return build(config, model=model, optimizer=optimizer)
+
+
+def stepped(config: Any) -> PrivateTraining:
+    training = build(config)
+    training.step()
+    return training
+
+
+def two(config: Any) -> PrivateTraining:
+    build(config)
+    return build(config)
+
+
+def hidden_second(config: Any) -> PrivateTraining:
+    with contextlib.suppress(UserError):
+        build(config, batch_size=10**6)
+    return build(config)
+
+
+def older(config: Any) -> PrivateTraining:
+    if not MODELS:
+        MODELS.append(build(config))
+    return MODELS[0]
+
+
+def scored_itself(config: Any) -> PrivateTraining:
+    training = build(config)
+    training.score(SCORED, every=2, noise=3.0)
+    return training
+
+
+def weaker(config: Any) -> PrivateTraining:
+    return build(config, privacy=config.privacy.model_copy(update={"delta": 1e-4}))
+
+
+def less_noise(config: Any) -> PrivateTraining:
+    return build(config, privacy=config.privacy.model_copy(update={"noise_multiplier": 0.5}))
+
+
+def others_records(config: Any) -> PrivateTraining:
+    return build(config, data=rows(RECORDS, 9))
+
+
+def elsewhere(config: Any) -> PrivateTraining:
+    return build(config, folder=config.folder.parent / "mine")
+
+
+class Own(PrivateTraining):
+    def step(self) -> Any:
+        """A step of its own, without noise."""
+
+
+def own_class(config: Any) -> PrivateTraining:
+    model = nn.Linear(WIDTH, 2)
+    return Own(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config.data, loss="cross-entropy",
+        privacy=config.privacy, batch_size=20, steps=4, folder=config.folder,
+    )  # fmt: skip
+
+
+def own_step(config: Any) -> PrivateTraining:
+    training = build(config)
+    training._gradient = lambda number: None  # type: ignore[method-assign,assignment]
+    return training
+
+
+def plateau(config: Any) -> PrivateTraining:
+    model = nn.Linear(WIDTH, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+    return build(config, model=model, optimizer=optimizer, state=state)
+
+
+def raising(config: Any) -> PrivateTraining:
+    raise RuntimeError("of the user's")
+
+
+REFUSED = [
+    (shared_model, {}, "train: must build a new model in each call"),
+    (counting, {}, "train: must build the same model, optimizer and settings"),
+    (counting_in_a_setting, {}, "train: must build the same model, optimizer and settings"),
+    (warm_optimizer, {}, "train: must return the training before its first step, with a new"),
+    (stepped, {}, "train: must return the training before its first step"),
+    (two, {}, "train: must make exactly one PrivateTraining, the one that it returns, made 2"),
+    (hidden_second, {}, "train: must make exactly one PrivateTraining, .* made 2"),
+    (older, {}, "train: must make exactly one PrivateTraining, .* made 0"),
+    (lambda config: None, {}, "train: must return the dpdist.PrivateTraining .* got NoneType"),
+    (scored_itself, {}, "train: score: must be given to dpdist.tune"),
+    (weaker, {}, "train: privacy.delta: must be that of config.privacy"),
+    (less_noise, {"privacy": {"epsilon": 3.0, "delta": 1e-3}},
+     "train: privacy.noise_multiplier: must be that of config.privacy"),
+    (others_records, {}, "train: data: must be config.data"),
+    (elsewhere, {}, "train: folder: must be config.folder"),
+    (own_class, {}, "train: must return the dpdist.PrivateTraining .* own, got Own"),
+    (own_step, {}, "train: must leave the training as it is made, replaced _gradient"),
+    (plateau, {}, "train: state: must hold no ReduceLROnPlateau"),
+    (raising, {}, "train: raised RuntimeError: of the user's"),
+    (build, {"law": {**POISSON}, "searcher": "optuna"}, "searcher optuna sees the scores of other"),
+    (build, {"score": 0.93}, "tune: score: must be .* got float"),
+    (build, {"score": {"held_out": SCORED, "value": 0.93}},
+     "score.value: must be a function .*a number that was computed on records is not paid for"),
+    (build, {"score": {"held_out": SCORED, "value": lambda model, batch: 0.93}},
+     "score.value: .*got a float"),
+    (build, {"score": {"held_out": SCORED, "value": lambda model, batch: torch.ones(1) * 7}},
+     r"score.value: must return a value in \[0, 1\] for each private record, got 7"),
+    (build, {"score": {"held_out": SCORED, "value": lambda model, batch: torch.rand(1)}},
+     "score.value: must not draw random numbers"),
+    (build, {"score": {"held_out": TRAINED}}, "held-out records must not be in data, got 120"),
+    (build, {"score": {"public": TRAINED}}, "must share no record with data, got 120"),
+    (build, {"score": {"public": SCORED, "noise": 1.0}}, "noise belongs to private scoring"),
+    (build, {"score": {"held_out": SCORED, "public": SCORED}}, "exactly one of held_out"),
+    (build, {"score": {"hold_out": 0.1}}, "tune: score.hold_out: must be one of held_out, public"),
+    (build, {"privacy": {**PRIVATE, "group_size": 2}}, "privacy.group_size: must be 1 in a search"),
+    (build, {"privacy": {**PRIVATE, "budget": "x"}}, "privacy.budget: must be None in a search"),
+    (build, {"space": {"lr": {"uniform": [2, 1]}}}, "tune: space.lr: uniform must be .*ascending"),
+    (build, {"data": None}, "tune: data: is required"),
+    (build, {"resources": {"workers": 2}}, "tune: resources.workers: must be left out"),
+    (build, {"resources": {"archive": "s3://x/y"}}, "tune: resources.archive: must be left out"),
+    (build, {"private": False}, "tune: data: must be left out with private=False"),
+    (build, {"num_samples": 3}, "tune: num_samples: is an option of sweeps with private=False"),
+    ("digits", {}, "tune: data: must be left out with a recipe"),
+    (7, {}, "tune: train: must be a function of a config, or a recipe, got int"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("train", "given", "said"), REFUSED, ids=[said for *_, said in REFUSED])
+def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
+    MODELS.clear()
+    CALLS.clear()
+    options = {
+        "space": SPACE, "data": TRAINED, "law": FIXED, "score": {"public": SCORED},
+        "privacy": PRIVATE, **given,
+    }  # fmt: skip
+    with pytest.raises(UserError, match=said) as caught:
+        dpdist.tune(
+            train, options.pop("space"), folder=tmp_path / "own", executor="local", **options
+        )
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_ordinary_sweep_is_another_function(tmp_path, monkeypatch):
+    def sweep_function(*given: Any, **options: Any) -> Any:
+        return given, options
+
+    module = SimpleNamespace(sweep_function=sweep_function)
+    monkeypatch.setitem(sys.modules, "dpdist.tuning.sweep", module)
+    found = dpdist.tune(build, SPACE, private=False, folder=tmp_path / "own", num_samples=3)
+    assert found == ((build, SPACE), {"folder": tmp_path / "own", "num_samples": 3})
+
+
+def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    wanted = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    prepare(tmp_path / "own")
+    assert (torch.rand(1), np.random.rand(), random.random()) == wanted
+
+
+# --- a trial ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
+    """With the keys of the search; another trial, another model and another sum: another noise."""
+    search = begin(tmp_path / "own", score={"held_out": SCORED, "noise": 3.0}, law=FIXED)
+    seen = set()
+    for number in range(3):
+        (score,) = run_trial(search, number)["scores"]
+        trial, own = read_trials(search.folder)[number], search.folder.trial_folder(number)
+        weights = load(own.model_folder)
+        outputs = SCORED[0].double() @ weights.weight.double().T + weights.bias.double()
+        total = float((outputs.argmax(1) == SCORED[1]).sum())
+        own_key = derive_key(trial.key, "score of a function")
+        records = search._explorer._function.fingerprint(derive_key(own_key, "fingerprint"))
+        made_of = [searching.models.model_hash(own.model_folder), records, total.hex(), 3.0]
+        key = derive_key(own_key, "noise", json.dumps(made_of))
+        uniform, turn = stream_words(key, 0, 2).tolist()
+        length = math.sqrt(-2 * math.log(2.0**-64 + uniform * 2.0**-64))
+        normal = length * math.cos(2 * math.pi * (turn >> 11) * 2.0**-53)
+        assert own.read_run_key() == derive_key(trial.key, "run key")
+        assert score * HELD_OUT == pytest.approx(total + 3.0 * normal, abs=1e-5)
+        seen.add(normal)
+    assert len(seen) == 3
+
+
+@pytest.mark.slow
+def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coarse_grid):
+    privacy = {**PRIVATE, "run_key": "7f" * 32}
+    search = begin(tmp_path / "own", privacy=privacy)
+    keys = set()
+    for number in range(3):
+        assert run_trial(search, number)["failed"] is None
+        own = search.folder.trial_folder(number)
+        keys.add(own.run_key.read_text())
+        assert own.read_plan().phases == (GaussianSteps(4, 4.0, 20 / RECORDS, None),)
+        assert Ledger.read(own.ledger).release_counts == dict.fromkeys(range(4), 1)
+        assert own.fixed_key_marker.exists()
+    assert len(keys) == 3
+    run = finish(search)
+    facts = dpdist.read_facts(run)
+    assert facts.guarantee == search.cost.guarantee
+    assert set(searching.ASSUMED) < set(facts.privacy_card()["assumptions"])
+    result = dpdist.SearchResult(run)
+    best = max(result.trials, key=lambda trial: trial.scores[-1])
+    assert best.chosen and result.config == best.values
+    settings = [read_settings(search.folder, number)["values"] for number in range(3)]
+    assert [trial.values for trial in result.trials] == settings
+    search.make_loadable()
+    assert load(run.model_folder).weight.shape == (2, WIDTH)
+    with pytest.raises(UserError, match="this search is over a function, and no command repeats"):
+        pipeline.tune(run.read_search_recipe(), runs=tmp_path / "other")
+    write_report(run)
+    page = run.report_file.read_text()
+    assert "lr" in page and searching.ASSUMED[1] in page
+
+
+@pytest.mark.slow
+def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_grid):
+    pytest.importorskip("optuna")
+    from dpdist.tuning.searchers import ManifestSearcher
+    from dpdist.tuning.trial import _make_suggester
+
+    options = {"score": {"held_out": SCORED, "noise": 3.0}, "searcher": "optuna"}
+    search = begin(tmp_path / "own", **options)
+    assert [trial.values for trial in read_trials(search.folder)] == [None] * 3
+    assert search.cost.plan == prepare(tmp_path / "other", score=options["score"]).cost.plan
+    trials = read_trials(search.folder)
+    searcher = ManifestSearcher(
+        search.folder, trials, search.trial_noise_multiplier,
+        _make_suggester(search.folder, search.tune),
+    )  # fmt: skip
+    for number in range(3):
+        assert searcher.suggest(f"id-{number}") == {"trial": number}
+        assert run_trial(search, number)["failed"] is None
+        searcher.on_trial_complete(f"id-{number}")
+    assert len(dpdist.SearchResult(finish(search)).trials) == 3
+
+
+@pytest.mark.slow
+def test_a_secret_law_shows_the_winner_alone(tmp_path, coarse_grid):
+    law = {"name": "negative-binomial", "shape": 1000.0, "mean": 4.0}
+    search = begin(tmp_path / "own", law=law)
+    count = len(read_trials(search.folder))
+    for number in range(count):
+        run_trial(search, number)
+    run = finish(search)
+    result = dpdist.SearchResult(run)
+    with pytest.raises(UserError, match="trials: must not be shown with a secret number of trials"):
+        _ = result.trials
+    assert not run.trials.exists() and "trials" not in read_json(run.search_record)
+    public = "".join(
+        path.read_text() for path in run.path.rglob("*")
+        if path.is_file() and run.private not in path.parents
+    )  # fmt: skip
+    for trial in read_trials(search.folder):
+        assert repr(trial.values["lr"]) not in public
+
+
+CHANGED: dict[str, Any] = {}
+
+
+def changing(config: Any) -> PrivateTraining:
+    """Something outside of config decides, which changes after the search was drawn."""
+    model = nn.Linear(WIDTH, 2)
+    with torch.no_grad():
+        model.bias += CHANGED.get("bias", 0.0)
+    model.scale = CHANGED.get("scale", 1.0)
+    rate = CHANGED.get("lr", config["lr"])
+    given = {"steps": CHANGED.get("steps", 4)}
+    if "data" in CHANGED:
+        given["data"] = CHANGED["data"]
+    if "env" in CHANGED:
+        rate = float(os.environ.get("RATE", rate))
+    return build(
+        config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=rate), **given
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bias": 0.5}, {"scale": 2.0}, {"lr": 0.123}, {"steps": 3}, {"steps": 9}, {"env": True}],
+    ids=str,
+)
+@pytest.mark.slow
+def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, monkeypatch, change):
+    """A weight, an attribute, a rate, a length or the environment that changed since the draw."""
+    CHANGED.clear()
+    search = begin(tmp_path / "own", changing)
+    assert run_trial(search, 0, changing)["failed"] is None
+    CHANGED.update(change)
+    monkeypatch.setenv("RATE", "0.77")
+    state = run_trial(search, 1, changing)
+    assert "built another model, optimizer or settings than before" in state["failed"]
+    said = r"training.steps differ" if "steps" in change else r"train: must build .*; restore it"
+    with pytest.raises(UserError, match=said):
+        prepare(tmp_path / "own", changing)
+    assert state["scores"] == [] and not search.folder.trial_folder(1).ledger.exists()
+    CHANGED.clear()
+
+
+@pytest.mark.slow
+def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coarse_grid):
+    search = begin(tmp_path / "own")
+    known = search._explorer._function
+    for other in (
+        {"records": dpdist.as_records(rows(RECORDS, 9))},
+        {"scored": dpdist.as_records(rows(HELD_OUT, 9))},
+    ):
+        search._explorer._function = dataclasses.replace(known, **other)
+        number = 0 if "records" in other else 1
+        assert "other records than those that the search" in run_trial(search, number)["failed"]
+
+
+@pytest.mark.slow
+def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(tmp_path, coarse_grid):
+    kept = tmp_path / "kept.pt"
+
+    class Leaking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            torch.save([p.data for p in self.param_groups[0]["params"]], kept)
+
+    def leaking(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        if kept.exists():
+            for parameter, value in zip(model.parameters(), torch.load(kept), strict=True):
+                parameter.data.copy_(value)
+        return build(config, model=model, optimizer=Leaking(model.parameters(), lr=0.1))
+
+    search = begin(tmp_path / "own", leaking)
+    assert run_trial(search, 0, leaking)["failed"] is None
+    assert "built another model" in run_trial(search, 1, leaking)["failed"]
+
+
+@pytest.mark.slow
+def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coarse_grid):
+    """In train, in a step and in the score; a failed trial is not tried again."""
+    calls = []
+
+    class Raising(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            calls.append(1)
+            raise KeyError("record 17")
+
+    def train(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        kind = Raising if config["kind"] == "step" else torch.optim.SGD
+        if config["kind"] == "train":
+            raise RuntimeError("record 17")
+        return build(config, model=model, optimizer=kind(model.parameters(), lr=0.1))
+
+    space = {"kind": {"choice": ["fine", "step"]}}
+    law = {"name": "fixed", "runs": 8}
+    search = begin(tmp_path / "own", train, space=space, law=law)
+    kinds = [trial.values["kind"] for trial in read_trials(search.folder)]
+    assert len(set(kinds)) == 2, "8 draws of 2"
+    states = [run_trial(search, number, train) for number in range(8)]
+    for kind, state in zip(kinds, states, strict=True):
+        assert state["done"] and (state["failed"] is None) == (kind == "fine")
+    before = len(calls)
+    assert run_trial(search, kinds.index("step"), train) == states[kinds.index("step")]
+    assert len(calls) == before == kinds.count("step")
+    run = finish(search)
+    assert dpdist.SearchResult(run).config == {"kind": "fine"}
+    assert "record 17" in states[kinds.index("step")]["failed"]
+    assert "record 17" not in run.trials.read_text()
+    assert "record 17" not in run.search_record.read_text()
+
+
+@pytest.mark.slow
+def test_where_all_trials_fail_there_is_no_model(tmp_path, coarse_grid):
+    def train(config: Any) -> PrivateTraining:
+        if config["lr"] not in SPACE["lr"]["log_uniform"] and config["lr"] != PROBED:
+            raise RuntimeError("drawn")
+        return build(config)
+
+    PROBED = searching.domain_value(
+        dpdist.config.search.Domain(log_uniform=(0.05, 2.0)), (math.sqrt(5) - 1) / 2
+    )
+    middle = searching.domain_value(dpdist.config.search.Domain(log_uniform=(0.05, 2.0)), 0.5)
+
+    def lenient(config: Any) -> PrivateTraining:
+        return build(config) if config["lr"] == middle else train(config)
+
+    search = begin(tmp_path / "own", lenient)
+    for number in range(3):
+        assert "raised RuntimeError: drawn" in run_trial(search, number, lenient)["failed"]
+    with pytest.raises(NoModelError, match="the search ended without a model"):
+        finish(search)
+
+
+@pytest.mark.slow
+def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, coarse_grid):
+    search = begin(tmp_path / "own")
+    manifest = search.folder.manifest.read_bytes()
+    built = (search.folder.path / "built.json").read_bytes()
+    again = begin(tmp_path / "own")
+    assert search.folder.manifest.read_bytes() == manifest
+    assert (search.folder.path / "built.json").read_bytes() == built
+    assert read_terms(again.folder) == read_terms(search.folder)
+    with pytest.raises(UserError, match="the private records changed since this search was begun"):
+        prepare(tmp_path / "own", data=rows(RECORDS, 8))
+    with pytest.raises(UserError, match="the private records changed"):
+        prepare(tmp_path / "own", score={"public": rows(HELD_OUT, 8)})
+    for other in ({"law": {"name": "fixed", "runs": 4}}, {"space": {"lr": {"uniform": [0.1, 1]}}}):
+        with pytest.raises(UserError, match=r"folder: .*give another folder, or the same"):
+            prepare(tmp_path / "own", **other)
+    search.folder.settings_file(0).parent.mkdir()
+    CHANGED.clear()
+    assert run_trial(search, 0)["failed"] is None
+
+
+@pytest.mark.slow
+def test_an_interrupted_trial_is_replayed_to_the_same_end(tmp_path, coarse_grid):
+    """Broken off inside a step: the same keys, and the scores of a trial that was not."""
+    broken = [False]
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.taken = getattr(self, "taken", 0) + 1
+            if broken[0] and self.taken == 3:
+                raise KeyboardInterrupt
+            super().step()
+
+    def train(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        optimizer = Interrupted(model.parameters(), lr=config["lr"])
+        return build(
+            config, model=model, optimizer=optimizer, resources={"checkpoint_seconds": 1e-6}
+        )
+
+    privacy, score = {**PRIVATE, "run_key": "7f" * 32}, {"held_out": SCORED, "noise": 3.0}
+    options = {"privacy": privacy, "score": score}
+    whole = begin(tmp_path / "whole", train, **options)
+    search = begin(tmp_path / "own", train, **options)
+    broken[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        run_trial(search, 1, train)
+    assert not read_scores(search.folder, 1)["done"]
+    broken[0] = False
+    assert run_trial(search, 1, train)["failed"] is None
+    run_trial(whole, 1, train)
+    states = [load(each.folder.trial_folder(1).model_folder) for each in (search, whole)]
+    assert torch.equal(states[0].weight, states[1].weight)
+    for each in (search, whole):
+        ledger = Ledger.read(each.folder.trial_folder(1).ledger)
+        assert ledger.release_counts == dict.fromkeys(range(4), 1)
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_not_replayed_exactly_has_failed(tmp_path, coarse_grid, monkeypatch):
+    """Other code than before the interruption: the step would be released a second time."""
+    broken = [True]
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if broken[0]:
+                raise KeyboardInterrupt
+            super().step()
+
+    def train(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        return build(config, model=model, optimizer=Interrupted(model.parameters(), lr=0.1))
+
+    search = begin(tmp_path / "own", train)
+    with pytest.raises(KeyboardInterrupt):
+        run_trial(search, 0, train)
+    broken[0] = False
+    monkeypatch.setattr(PrivateTraining, "_code", lambda self: "edited")
+    assert run_trial(search, 0, train)["failed"] == "the training could not be replayed exactly"
+
+
+@pytest.mark.slow
+def test_a_model_that_changes_between_steps_makes_a_trial_fail(tmp_path, coarse_grid):
+    def train(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        class Meddling(torch.optim.lr_scheduler.StepLR):
+            def step(self, epoch: Any = None) -> None:
+                super().step()
+                model.weight.data *= 0.99
+
+        given = {"model": model, "optimizer": optimizer}
+        return build(config, **given, state=[Meddling(optimizer, 1)])
+
+    search = begin(tmp_path / "own", train)
+    assert run_trial(search, 0, train)["failed"] == "parameters changed between steps"
+
+
+@pytest.mark.slow
+def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_grid):
+    rates: list[float] = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            rates.append(self.param_groups[0]["lr"])
+            super().step()
+
+    def train(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        optimizer = Noting(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return build(
+            config, model=model, optimizer=optimizer, state=[scheduler], held_out=rows(30, 3),
+            privacy=config.privacy.model_copy(update={"clip_norm": config["clip"]}),
+        )  # fmt: skip
+
+    search = begin(tmp_path / "own", train, space={"clip": {"choice": [0.5, 2.0]}})
+    for number in range(3):
+        assert run_trial(search, number, train)["failed"] is None
+    assert rates == [0.5, 0.25, 0.125, 0.0625] * 3
+    run = finish(search)
+    search.make_loadable()
+    chosen = run.read_recipe()
+    assert chosen.data.root == run.path / "held-out" and chosen.data.root.is_dir()
+    searching.evaluate_stage(chosen, run)
+    assert dpdist.read_facts(run).evaluation["inputs"] == 30
+    assert chosen.privacy.clip_norm == dpdist.SearchResult(run).config["clip"]
+
+
+# --- whole calls, each trial in a process of its own --------------------------------------------
+
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+
+import torch
+import dpdist
+from dpdist.cluster.executor import LocalExecutor
+
+generator = torch.Generator().manual_seed(1)
+inputs = torch.rand(160, 6, generator=generator)
+labels = (inputs.sum(1) > 3).long()
+seen = []
+
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        import time
+        time.sleep(float(os.environ.get("SLOW", "0")))
+        super().step()
+
+def train(config):
+    seen.append(1)
+    print("seen", len(seen), "in", os.getpid(), "input", input_or_none())
+    model = torch.nn.Linear(6, 2)
+    return dpdist.PrivateTraining(
+        model, Slow(model.parameters(), lr=config["lr"]), config.data, loss="cross-entropy",
+        privacy=config.privacy, batch_size=20, steps=30, folder=config.folder,
+        resources={"checkpoint_seconds": 1e-6},
+    )
+
+def input_or_none():
+    try:
+        return input()
+    except EOFError:
+        return None
+
+if __name__ == "__main__":
+    search = dpdist.tune(
+        train, {"lr": {"log_uniform": [0.05, 2.0]}}, data=(inputs[:120], labels[:120]),
+        law={"name": "fixed", "runs": 3}, score={"held_out": (inputs[120:], labels[120:])},
+        privacy={"noise_multiplier": 4.0, "delta": 1e-3, "run_key": "7f" * 32},
+        folder=sys.argv[1], executor=sys.argv[2],
+    )
+    told = [dict(values=t.values, scores=t.scores, chosen=t.chosen) for t in search.trials]
+    print("RESULT", json.dumps([told, search.config, search.guarantee.epsilon]))
+"""
+
+
+def script(folder: Path, name: str, executor: str = "local", **environment: str) -> Any:
+    (folder / "search.py").write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, "search.py", name, executor], cwd=folder, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+
+
+def alive(number: int) -> bool:
+    """Whether a process is there, and not merely unreaped."""
+    try:
+        return bool(Path(f"/proc/{number}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def result_of(process: subprocess.Popen[str]) -> Any:
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    assert "seen" not in out + err, "a trial's print left private/"
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_killed_search_goes_on_to_the_same_winner(tmp_path):
+    """kill -9 of the driver inside the second trial; the script again. Each trial in its own
+    process, which sees nothing of another one, and ends with the driver."""
+    process = script(tmp_path, "killed", SLOW="0.2")
+    folder = SearchFolder(RunFolder(tmp_path / "killed"))
+    metrics = folder.trial_folder(1).metrics
+    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 3, process=process)
+    children = list(descendants(process.pid))
+    assert children
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not any(alive(each) for each in children))
+    manifest = folder.manifest.read_bytes()
+    assert read_scores(folder, 0)["done"] and not read_scores(folder, 1)["done"]
+    found = result_of(script(tmp_path, "killed"))
+    assert folder.manifest.read_bytes() == manifest
+    whole = result_of(script(tmp_path, "whole"))
+    assert found == whole
+    assert found == result_of(script(tmp_path, "whole")), "the same call again returns its end"
+    for number in range(3):
+        ledger = Ledger.read(folder.trial_folder(number).ledger)
+        assert ledger.release_counts == dict.fromkeys(range(30), 1)
+        log = (folder.path / "logs" / f"{number:05d}.txt").read_text()
+        # A copy of the module as it was before the first call: each process begins with that.
+        assert re.findall(r"seen (\d) in", log)[:2] == ["1", "2"]
+        assert "input None" in log
+    own = SearchFolder(RunFolder(tmp_path / "whole"))
+    logs = [(own.path / "logs" / f"{n:05d}.txt").read_text() for n in range(3)]
+    assert len({re.search(r"in (\d+)", log)[1] for log in logs}) == 3
+    assert not (own.path / "function.pickle").exists()
+    assert stat.S_IMODE(own.path.stat().st_mode) == 0o700
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_ray_runs_the_same_search(tmp_path):
+    """Two trials at a time on Ray Tune: the same scores as one after the other."""
+    assert result_of(script(tmp_path, "ray", "ray")) == result_of(script(tmp_path, "whole"))
+
+
+@pytest.mark.slow
+def test_a_recipe_is_searched_as_by_the_command(tmp_path, recipe, coarse_grid):
+    asked = recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
+    search = dpdist.tune(
+        asked, {"training.learning_rate": {"choice": [0.1, 0.4]}}, folder=tmp_path / "own",
+        executor="local",
+    )  # fmt: skip
+    assert search.best == RunFolder(tmp_path / "own") and len(search.trials) == 2
+    assert search.config == {
+        "training.learning_rate": search.best.read_recipe().training.learning_rate
+    }
+    assert search.guarantee == dpdist.read_facts(search.best).guarantee
+    assert list(search.best.read_search_recipe().tune.space) == ["training.learning_rate"]
