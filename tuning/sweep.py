@@ -444,7 +444,10 @@ def sweep_function(
     """
     settings = SweepSettings(metric, mode, num_samples, searcher, scheduler, concurrent, seed)
     if not callable(train):
-        raise UserError(f"train: must be a function of a config, got {type(train).__name__}")
+        raise UserError(
+            f"train: must be a function of a config, got {type(train).__name__}; a recipe is swept "
+            "by `dpdist sweep`, from Python by dpdist.pipeline.sweep"
+        )
     given = read_space(space) if isinstance(space, str | Path) else dict(space)
     parameters = {key: _ray_domain(value, key) for key, value in given.items()}
     name = f"{getattr(train, '__module__', '')}.{getattr(train, '__qualname__', type(train))}"

@@ -33,6 +33,7 @@ from dpdist.tuning.sweep import (
     parse_metric,
     private_sweep_recipe,
     read_space,
+    sweep_function,
 )
 from dpdist.tuning.trial import prepare_trial, train_until
 
@@ -296,6 +297,12 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
 def test_what_cannot_be_swept_is_refused_before_anything_is_written(more, space, said, tmp_path):
     with pytest.raises(UserError, match=said):
         pipeline.sweep(SMALL, space, folder=tmp_path / "s", **more)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_function_of_a_sweep_is_one(tmp_path):
+    with pytest.raises(UserError, match=r"train: must be a function .* dpdist\.pipeline\.sweep"):
+        sweep_function("digits", SPACE, folder=tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
