@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
@@ -49,11 +49,8 @@ _EVERY_STEP_VIEW = "every noisy sum, knowing the records and which of them joine
 class AuditOptions(Section):
     """Options that every kind of audit has.
 
-    alpha: the error of all `audits` audits of one run together. audits_groups: whether its canaries
-    may be whole groups, with privacy.unit: group.
+    alpha: the error of all `audits` audits of one run together.
     """
-
-    audits_groups: ClassVar[bool] = False
 
     kind: str
     alpha: Probability = 0.05
@@ -82,6 +79,11 @@ class AuditOptions(Section):
         return False
 
     @property
+    def audits_groups(self) -> bool:
+        """Return whether its canaries may be whole groups of records, with privacy.unit: group."""
+        return False
+
+    @property
     def canary_audit(self) -> CanaryAudit | None:
         """Return the canaries that a training with this section has behind its records, or None."""
         return None
@@ -100,12 +102,14 @@ class MechanismAudit(AuditOptions):
     keys.
     """
 
-    audits_groups: ClassVar[bool] = True
-
     kind: Literal["mechanism"] = "mechanism"
     releases: Annotated[int, RejectBool, Field(ge=100, le=10_000_000)] = 20_000
     workers: Annotated[int, RejectBool, Field(ge=1, le=64)] = 2
     seed: Text = "0"
+
+    @property
+    def audits_groups(self) -> bool:
+        return True
 
     @property
     def adversary_view(self) -> str:
@@ -158,7 +162,9 @@ class CanaryAudit(AuditOptions):
     input under label 0 or label 1: its coin replaces one record by another). view: every-step, all
     noisy sums, by an adversary who knows the records and which of them joined each step (of
     gradient canaries only); or final, the trained model. guesses: how many coins are guessed, half
-    of them as in (default: 8 % of the canaries). All is fixed before the training.
+    of them as in (default: 8 % of the canaries). All is fixed before the training. With
+    privacy.unit: group a gradient canary stands for a whole group; canaries of other kinds are
+    records, and refused.
     """
 
     kind: Literal["canaries"] = "canaries"
@@ -205,6 +211,10 @@ class CanaryAudit(AuditOptions):
         return "the trained model" if self.replaces_record else "the trained model's answers"
 
     @property
+    def audits_groups(self) -> bool:
+        return self.inserts_gradients
+
+    @property
     def folder_name(self) -> str:
         return f"canaries-{'every-step' if self.sees_every_step else 'final'}"
 
@@ -212,11 +222,14 @@ class CanaryAudit(AuditOptions):
     def canary_audit(self) -> CanaryAudit:
         return self
 
-    def report_note(self, records: int) -> str:
-        """Return the mark of the run in a report. records: all that the plan counts."""
+    def report_note(self, records: int, counted: str) -> str:
+        """Return the mark of the run in a report.
+
+        records: all that the plan counts. counted: the word for them, "records" or "groups".
+        """
         coin = "under label 0 or 1" if self.canary == "pair" else "in or out"
         return (
-            f"not for release: {self.canaries:,} of its {records:,} records are {self.canary} "
+            f"not for release: {self.canaries:,} of its {records:,} {counted} are {self.canary} "
             f"canaries, each {coin} by a secret coin"
         )
 
