@@ -105,7 +105,7 @@ def refuse_groups(recipe: Recipe, what: str) -> None:
         raise UserError(
             f"{recipe.name}: privacy.unit: group does not go with {what}, which tell single "
             "records apart, of which a guarantee for whole groups does not speak: audit its "
-            "mechanism (--kind mechanism), or a run of the same recipe with unit: record"
+            "mechanism or gradient canaries, or a run of the same recipe with unit: record"
         )
 
 

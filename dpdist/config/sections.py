@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
@@ -49,16 +49,12 @@ _EVERY_STEP_VIEW = "every noisy sum, knowing the records and which of them joine
 class AuditOptions(Section):
     """Options that every kind of audit has.
 
-    `audits_groups` says whether its canaries may be whole groups, with privacy.unit: group.
-
     Attributes:
         kind: The kind of audit.
         alpha: Error probability of all `audits` audits of one run together.
         audits: Number of audits of this run that share alpha.
         exploratory: Make an audit beyond those that alpha was divided by: it states nothing.
     """
-
-    audits_groups: ClassVar[bool] = False
 
     kind: str
     alpha: Probability = 0.05
@@ -85,6 +81,11 @@ class AuditOptions(Section):
         return False
 
     @property
+    def audits_groups(self) -> bool:
+        """Return whether its canaries may be whole groups of records, with privacy.unit: group."""
+        return False
+
+    @property
     def canary_audit(self) -> CanaryAudit | None:
         """Return the canaries that a training with this section has behind its records, or None."""
         return None
@@ -105,12 +106,14 @@ class MechanismAudit(AuditOptions):
         seed: Seed of the keys.
     """
 
-    audits_groups: ClassVar[bool] = True
-
     kind: Literal["mechanism"] = "mechanism"
     releases: Annotated[int, RejectBool, Field(ge=100, le=10_000_000)] = 20_000
     workers: Annotated[int, RejectBool, Field(ge=1, le=64)] = 2
     seed: Text = "0"
+
+    @property
+    def audits_groups(self) -> bool:
+        return True
 
     @property
     def adversary_view(self) -> str:
@@ -160,6 +163,8 @@ class CanaryAudit(AuditOptions):
 
     Each canary is in or out by its own secret coin, and the adversary guesses coins. The
     trained model is never released. All settings are fixed before the training.
+    With privacy.unit: group a gradient canary stands for a whole group; canaries of other kinds are
+    records, and refused.
 
     Attributes:
         canaries: Number of canaries.
@@ -217,6 +222,10 @@ class CanaryAudit(AuditOptions):
         return "the trained model" if self.replaces_record else "the trained model's answers"
 
     @property
+    def audits_groups(self) -> bool:
+        return self.inserts_gradients
+
+    @property
     def folder_name(self) -> str:
         return f"canaries-{'every-step' if self.sees_every_step else 'final'}"
 
@@ -224,11 +233,14 @@ class CanaryAudit(AuditOptions):
     def canary_audit(self) -> CanaryAudit:
         return self
 
-    def report_note(self, records: int) -> str:
-        """Return the mark of the run in a report. records: all that the plan counts."""
+    def report_note(self, records: int, counted: str) -> str:
+        """Return the mark of the run in a report.
+
+        records: all that the plan counts. counted: the word for them, "records" or "groups".
+        """
         coin = "under label 0 or 1" if self.canary == "pair" else "in or out"
         return (
-            f"not for release: {self.canaries:,} of its {records:,} records are {self.canary} "
+            f"not for release: {self.canaries:,} of its {records:,} {counted} are {self.canary} "
             f"canaries, each {coin} by a secret coin"
         )
 

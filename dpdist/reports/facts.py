@@ -371,7 +371,9 @@ class Facts:
     def canary_notice(self) -> str | None:
         """Return a note that the run has an audit's canaries and is not for release, or None."""
         planted = self.recipe.canary_audit
-        return None if planted is None else planted.report_note(self.plan.records)
+        return (
+            None if planted is None else planted.report_note(self.plan.records, self.plan.counted)
+        )
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -109,8 +109,8 @@ class Recipe(BaseRecipe):
             )
         if self.audit is not None and not self.audit.audits_groups:
             raise ValueError(
-                "audit.kind: must be mechanism with privacy.unit: group, got "
-                f"{self.audit.kind}: its canaries are single records, of which a guarantee for "
+                "audit.kind: must be mechanism with privacy.unit: group, or canaries with canary: "
+                f"gradient, got {self.audit.kind} of single records, of which a guarantee for "
                 "whole groups does not speak"
             )
         return self

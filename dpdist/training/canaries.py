@@ -8,6 +8,9 @@ Poisson sampling at the plan's rate (and where the batch is capped, it is a reco
 The canaries themselves are public, and the same for everybody; only the coins are secret. Inputs
 come from the test split or from records that data.public declares public. Neither holds private
 records (`dpdist.training.job.check_records` compares them); canaries join behind that comparison.
+
+Where a group of records is the unit, everything above is said of groups: N counts groups, and a
+canary is a whole group, whose clipped sum is a gradient of the clip's norm.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from dpdist.config.sections import CanaryAudit
 from dpdist.core.errors import UserError
-from dpdist.data import Dataset
+from dpdist.data import Dataset, GroupedDataset
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training.collectives import Reducer
@@ -160,6 +163,39 @@ class DatasetWithCanaries(Dataset):
         ] - self.num_records
 
 
+@dataclass(frozen=True)
+class GroupsWithCanaries(GroupedDataset):
+    """Groups of training records, and behind them an audit's canaries, each a whole group.
+
+    Canaries in the sums alone: positions without records, whose clipped sum is the clip's norm
+    along a coordinate. len counts groups and canaries.
+    """
+
+    planted: CanaryAudit = field(kw_only=True)
+
+    @classmethod
+    def from_groups(cls, groups: GroupedDataset, planted: CanaryAudit) -> GroupsWithCanaries:
+        """Return the groups with the canaries behind them."""
+        own = {part.name: getattr(groups, part.name) for part in fields(GroupedDataset)}
+        return cls(**own, planted=planted)
+
+    @property
+    def num_records(self) -> int:
+        """Return the number of groups, behind which canaries begin."""
+        return len(self.groups)
+
+    def __len__(self) -> int:
+        return self.num_records + self.planted.canaries
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the groups and of the canaries' settings."""
+        own = {part.name: getattr(self, part.name) for part in fields(GroupedDataset)}
+        named = f"{GroupedDataset(**own).fingerprint}/{self.planted.canaries}/{self.planted.canary}"
+        digest = hashlib.blake2b(named.encode(), digest_size=16, person=b"dpdist.canaries")
+        return digest.hexdigest()
+
+
 class Canaries:
     """The effect of an audit on a training; none for a training that is not audited."""
 
@@ -216,7 +252,11 @@ class GradientCanaries(Canaries):
     """
 
     def __init__(
-        self, dataset: DatasetWithCanaries, present: np.ndarray, plan: PrivacyPlan, size: int
+        self,
+        dataset: DatasetWithCanaries | GroupsWithCanaries,
+        present: np.ndarray,
+        plan: PrivacyPlan,
+        size: int,
     ):
         self._num_records, self._replaces_one = (
             dataset.num_records,
@@ -257,10 +297,10 @@ class GradientCanaries(Canaries):
 
 def build_canaries(dataset: Dataset, run_key: bytes, plan: PrivacyPlan, size: int) -> Canaries:
     """The canaries of a run. size: of its gradient."""
-    if not isinstance(dataset, DatasetWithCanaries):
+    if not isinstance(dataset, DatasetWithCanaries | GroupsWithCanaries):
         return Canaries()
     present = draw_coins(run_key, dataset.planted.canaries)
-    if dataset.planted.inserts_gradients:
+    if isinstance(dataset, GroupsWithCanaries) or dataset.planted.inserts_gradients:
         return GradientCanaries(dataset, present, plan, size)
     if dataset.planted.replaces_record:
         return PairCanaries(dataset, present)

@@ -376,7 +376,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("steps", f"{plan.steps:,}"),
         counted,
         *(
-            [("audited run", recipe.canary_audit.report_note(plan.records))]
+            [("audited run", recipe.canary_audit.report_note(plan.records, plan.counted))]
             if recipe.canary_audit
             else []
         ),

@@ -64,7 +64,10 @@ def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Datas
     records = by_unit(recipe, training_records(recipe, source))
     if recipe.canary_audit is None:
         return records
-    from dpdist.training.canaries import DatasetWithCanaries
+    from dpdist.training.canaries import DatasetWithCanaries, GroupsWithCanaries
+
+    if isinstance(records, GroupedDataset):
+        return GroupsWithCanaries.from_groups(records, recipe.canary_audit)
 
     public = (
         declared_public_records(recipe, source) if recipe.data.public else data.load(source, "test")

@@ -15,7 +15,7 @@ from torch import Tensor
 from dpdist.audits.mechanism import run_scenarios
 from dpdist.audits.registry import run_audit
 from dpdist.audits.step_harness import WIDTH, StepHarness, probe_groups
-from dpdist.audits.target import target_of_recipe
+from dpdist.audits.target import target_of_recipe, target_of_run
 from dpdist.config.sections import MechanismAudit
 from dpdist.data.protocol import GroupedRecords, Groups
 from dpdist.gradients.clipping import make_clipping
@@ -23,6 +23,13 @@ from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
+from dpdist.training.canaries import (
+    GradientCanaries,
+    GroupsWithCanaries,
+    canary_coordinates,
+    draw_coins,
+)
+from dpdist.training.records import data_source, records_with_canaries
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 
@@ -170,5 +177,59 @@ def test_of_a_run(tmp_path, dpdist, monkeypatch):
     assert "zero-out of a whole group" in audited.summary_line
     refused = dpdist(*words[:4], "--kind", "many-runs")
     assert refused.code == 2 and "does not go with audits of kind many-runs" in refused.err
-    planted = dpdist(*words[:4], "--kind", "canaries")
-    assert planted.code == 2, planted.err
+    planted = dpdist(*words[:4], "--kind", "canaries", "--set", "canary=blank")
+    assert planted.code == 2 and "does not go with audits of kind canaries" in planted.err
+
+
+# --- one training with many canary groups -------------------------------------------------------
+
+
+CANARIES = {"kind": "canaries", "canaries": 40, "guesses": 20}
+
+
+def planted(root: Path, **sections: Any) -> Any:
+    """A recipe whose model has a coordinate for each canary."""
+    model = {"name": "mlp", "options": {"hidden": [16]}}
+    steps = {"training__steps": 6, "training__epochs": None, "model": model}
+    return recipe_of(root, **{"audit": CANARIES, **steps, **sections})
+
+
+def test_canary_groups_lie_behind_the_groups_and_are_counted(tmp_path):
+    recipe = planted(scans(tmp_path / "data"))
+    plain = recipe.model_copy(update={"audit": None})
+    source = data_source(recipe)
+    whole, groups = (records_with_canaries(each, source) for each in (recipe, plain))
+    assert isinstance(whole, GroupsWithCanaries) and len(whole) == GROUPS + 40
+    assert whole.num_records == len(groups) == GROUPS
+    assert whole.fingerprint != groups.fingerprint
+    assert target_of_recipe(recipe, "test").plan.records == GROUPS + 40
+    some = np.array([0, 7, GROUPS - 1])
+    assert torch.equal(whole.batch(some), groups.batch(some))
+
+
+def test_a_canary_group_that_is_in_adds_one_clip_along_its_coordinate(tmp_path, monkeypatch):
+    """Whenever it joins, and nothing else; one that is out adds nothing. The audit finds no more
+    than is proved of groups."""
+    kept, found = GradientCanaries.add_to_sums, list[tuple[np.ndarray, np.ndarray]]()
+
+    def noted(self: Any, sums: Tensor, members: Any) -> None:
+        before = sums.sum(0).numpy().copy()
+        kept(self, sums, members)
+        joined = np.concatenate([each for _, each in members])
+        found.append((sums.sum(0).numpy() - before, joined[joined >= GROUPS] - GROUPS))
+
+    monkeypatch.setattr(GradientCanaries, "add_to_sums", noted)
+    recipe, run = planted(scans(tmp_path / "data")), RunFolder(tmp_path / "run")
+    train(recipe, run)
+    coins = draw_coins(run.read_run_key(), 40)
+    assert len(found) == 6 and 0 < coins.sum() < 40 and sum(len(each) for _, each in found) > 15
+    for added, joined in found:
+        expected = np.zeros(len(added))
+        expected[canary_coordinates(40, len(added))[joined[coins[joined]]]] = 1.0
+        np.testing.assert_allclose(added, expected, atol=1e-9)
+    facts = read_facts(run)
+    target = target_of_run(run, facts.guarantee)
+    audited = run_audit(recipe.audit, target, tmp_path / "audit", lambda done, total: None)
+    assert audited.neighbours.startswith("zero-out of a whole group")
+    assert audited.verdict == "consistent" and 0 <= audited.epsilon < audited.proved
+    assert "40 of its 100 groups are gradient canaries" in str(facts.canary_notice)

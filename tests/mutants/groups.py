@@ -225,6 +225,30 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/config/sections.py",
+        f"{UNIT}::test_what_is_not_made_for_groups_is_refused_in_one_line",
+        (
+            "        return self.inserts_gradients\n\n    @property\n    def folder_name",
+            "        return True\n\n    @property\n    def folder_name",
+            "records are planted among groups as canaries",
+        ),
+    ),
+    *group(
+        "dpdist/training/canaries.py",
+        f"{AUDITED}::test_canary_groups_lie_behind_the_groups_and_are_counted "
+        f"{AUDITED}::test_a_canary_group_that_is_in_adds_one_clip_along_its_coordinate",
+        (
+            "        return len(self.groups)\n",
+            "        return len(self.labels)\n",
+            "canary groups lie behind as many groups as there are records",
+        ),
+        (
+            '        return self.num_records + self.planted.canaries\n\n    @cached_property\n    def fingerprint(self) -> str:\n        """Return the fingerprint of the groups',
+            '        return self.num_records\n\n    @cached_property\n    def fingerprint(self) -> str:\n        """Return the fingerprint of the groups',
+            "canary groups are not counted",
+        ),
+    ),
+    *group(
         "dpdist/audits/mechanism.py",
         f"{AUDITED}::test_a_recipe_s_mechanism_is_held_against_what_is_proved_of_groups",
         (

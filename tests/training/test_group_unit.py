@@ -156,7 +156,10 @@ def test_recipes_and_plans_of_records_are_what_they_were(root):
         ({"privacy__nominal_records": 60}, "nominal_records: with unit: group"),
         ({"privacy__budget": "/tmp/budget"}, "a budget counts single records and never mixes"),
         ({"data__columns": {"features": ["f*"]}}, "data.columns.group: required"),
-        ({"audit": {"kind": "canaries"}}, "audit.kind: must be mechanism with privacy.unit: group"),
+        (
+            {"audit": {"kind": "canaries", "canary": "blank"}},
+            "audit.kind: must be mechanism with privacy.unit: group",
+        ),
         ({"audit": {"kind": "many-runs"}}, "audit.kind: must be mechanism with"),
         ({"method": {"name": "functional"}}, "group works with dp-sgd, dplis, and input-noise"),
         ({"method": {"name": "secure-sgd", "redistribution": None}}, "group works with"),
@@ -188,7 +191,7 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
     recipe = recipe_of(root)
     plan = make_plan(recipe, GROUPS, "test")
     target = Target(recipe, plan, plan.guarantee())
-    for options in (ManyRunsAudit(), CanaryAudit()):
+    for options in (ManyRunsAudit(), CanaryAudit(canary="mislabelled")):
         said = f"unit: group does not go with audits of kind {options.kind}, which tell single"
         with pytest.raises(UserError, match=said) as caught:
             run_audit(options, target, tmp_path / "audit", lambda done, total: None)
