@@ -45,7 +45,7 @@ from dpdist.tuning.search import Search, check_search
 if TYPE_CHECKING:
     from dpdist.certification.job import DatasetLike
     from dpdist.tuning.searchers import SweepResults
-    from dpdist.tuning.sweep import SweepSettings
+    from dpdist.tuning.sweep_recipe import SweepSettings
 
 
 def run(
@@ -172,7 +172,7 @@ def sweep(
         context: begins complaints; None for the recipe's path.
         resources: of Ray that each trial of a function holds.
         settings: num_samples, searcher, scheduler, concurrent and seed
-            (`dpdist.tuning.sweep.SweepSettings`).
+            (`dpdist.tuning.sweep_recipe.SweepSettings`).
 
     Returns:
         Ray Tune's own ResultGrid of an ordinary sweep; the run folder of the best trial where
@@ -182,11 +182,12 @@ def sweep(
         UserError: in one line, for trainings that cannot be swept or composed.
         ClusterError: the cluster failed for good.
     """
-    from dpdist.tuning import sweep as sweeping
+    from dpdist.tuning import sweep_recipe as sweeping
+    from dpdist.tuning.sweep import sweep_function
 
     path = Path(folder)
     if not isinstance(swept, Recipe | str | Path | Mapping):
-        results = sweeping.sweep_function(
+        results = sweep_function(
             swept, space, folder=path, metric=metric or "score", mode=mode or "max",
             resources=resources, **settings,
         )  # fmt: skip

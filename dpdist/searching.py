@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
 import json
 import os
 import pickle
@@ -54,6 +53,7 @@ from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.noise import add_noise
 from dpdist.methods.base import Method
 from dpdist.pipeline import run_session, search_stage
+from dpdist.pipeline import sweep as sweep_ordinarily
 from dpdist.pipeline import tune as tune_recipe
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, LedgerError
@@ -1036,8 +1036,8 @@ def tune(
         train: a function of a config, or a recipe: its path, name, keys as a dict, or a `Recipe`.
         space: by name the values: {"log_uniform": [low, high]}, uniform, integer, or
             {"choice": [...]}. In a recipe, dotted keys; None for the recipe's own section.
-        private: whether the search is private. False: an ordinary sweep by Ray Tune, of a function
-            that reads no private records; nothing is promised of it.
+        private: whether the search is private. False: an ordinary sweep by Ray Tune, of a recipe,
+            or of a function that reads no private records; nothing is promised of it.
         data: of a function, the private records to train on: `(X, y)`, or anything that
             `dpdist.as_records` takes.
         law: of the number of trials, such as {"name": "poisson", "mean": 5}, a secret one, or
@@ -1133,20 +1133,14 @@ def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) 
 def _sweep(
     train: Any, space: Any, folder: str | Path, own: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:
-    """Sweep a function without privacy. own: what belongs to private searches alone."""
+    """Sweep a recipe or a function without privacy. own: what belongs to private searches alone."""
     for name, value in own.items():
         if value is not None:
             raise UserError(
                 f"tune: {name}: must be left out with private=False, which pays for none"
             )
-    try:
-        sweeps = importlib.import_module("dpdist.tuning.sweep")
-    except ModuleNotFoundError:
-        raise UserError(
-            "tune: private: must be True: this version has no ordinary sweeps"
-        ) from None
     options = {name: value for name, value in given.items() if value is not None}
-    return sweeps.sweep_function(train, space, folder=folder, **options)
+    return sweep_ordinarily(train, space, folder=folder, **options)
 
 
 def _refuse_for_recipes(given: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ MODULES = (
     "dpdist.runs.folder",
     "dpdist.runs.archive",
     "dpdist.tuning.manifest",
+    "dpdist.tuning.sweep",
     "dpdist.cluster.job_folder",
     "dpdist.release.tables",
     "dpdist.reports.facts",

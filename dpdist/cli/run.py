@@ -276,7 +276,8 @@ def sweep_command(
 def _print_sweep(found: SweepResults | RunFolder) -> None:
     from dpdist import pipeline
     from dpdist.runs.folder import RunFolder
-    from dpdist.tuning.sweep import describe_releases, read_sweep, sweep_table
+    from dpdist.tuning.sweep import read_sweep, sweep_table
+    from dpdist.tuning.sweep_recipe import describe_releases
 
     if isinstance(found, RunFolder):
         rows = [*pipeline.summary(found), *describe_releases(found)]

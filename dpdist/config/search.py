@@ -201,8 +201,11 @@ class PublicData(Section):
 class FunctionScore(Section):
     """Describe the score of a search over a function (`dpdist.tune`); no command can repeat it.
 
-    value: name of a record's value. records: number of scored records, public. public: whether
-    these are; private ones get noise on the sum of their values.
+    Attributes:
+        value: Name of the function that values a record.
+        records: Number of scored records, which is public.
+        public: Whether the scored records are public; private ones get noise on the sum of their
+            values.
     """
 
     value: Text
@@ -227,6 +230,7 @@ class ScoreRecipe(Section):
         draws: Noisy copies of each record that bound its probability; as many, 100 at most, choose
             its class before.
         alpha: Error probability of each record's certificate in a score.
+        function: The score of a search over a function; written by `dpdist.tune` alone.
     """
 
     conditions = (

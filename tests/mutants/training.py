@@ -1723,7 +1723,7 @@ FAULTS: list[Fault] = [
         f"{SCRIPT_WORKERS}::test_two_workers_score_as_one_to_the_bit "
         f"{SCRIPT_WORKERS}::test_workers_whose_models_drift_apart_are_not_scored",
         (
-            "range(workers.rank, len(seen), workers.count)",
+            "range(worker, len(seen), workers)",
             "range(len(seen))",
             "each worker adds up all held-out records",
         ),

@@ -14,7 +14,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -379,14 +378,14 @@ def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_ordinary_sweep_is_another_function(tmp_path, monkeypatch):
-    def sweep_function(*given: Any, **options: Any) -> Any:
+@pytest.mark.parametrize("swept", [build, "digits", {"data": {"name": "digits"}}])
+def test_an_ordinary_sweep_is_one_of_recipes_and_functions(swept, tmp_path, monkeypatch):
+    def sweep(*given: Any, **options: Any) -> Any:
         return given, options
 
-    module = SimpleNamespace(sweep_function=sweep_function)
-    monkeypatch.setitem(sys.modules, "dpdist.tuning.sweep", module)
-    found = dpdist.tune(build, SPACE, private=False, folder=tmp_path / "own", num_samples=3)
-    assert found == ((build, SPACE), {"folder": tmp_path / "own", "num_samples": 3})
+    monkeypatch.setattr("dpdist.searching.sweep_ordinarily", sweep)
+    found = dpdist.tune(swept, SPACE, private=False, folder=tmp_path / "own", num_samples=3)
+    assert found == ((swept, SPACE), {"folder": tmp_path / "own", "num_samples": 3})
 
 
 def test_nothing_of_the_caller_s_is_moved(tmp_path, coarse_grid):

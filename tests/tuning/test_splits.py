@@ -17,7 +17,7 @@ from scipy import stats
 from dpdist.core.errors import UserError
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, plan_with_noise
 from dpdist.tuning.preview import sizes_without_data
-from dpdist.tuning.search import _check_certifiable
+from dpdist.tuning.search import check_certifiable
 from dpdist.tuning.space import SearchCost, apply_values, check_space, one_step_cost
 
 pytestmark = pytest.mark.guarantee
@@ -194,6 +194,6 @@ def test_noise_in_the_model_certifies_beyond_the_input_s(recipe):
         update={"objectives": {"certified-accuracy": 1.0}, "radius": 0.3, "radius_cap": None}
     )
     for trial in candidates(searching):
-        _check_certifiable(trial, score, "r")
+        check_certifiable(trial, score, "r")
     with pytest.raises(UserError, match="never certify more than"):
-        _check_certifiable(recipe(certify={"sigma": 0.1118}), score, "r")
+        check_certifiable(recipe(certify={"sigma": 0.1118}), score, "r")

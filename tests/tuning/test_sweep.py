@@ -23,17 +23,15 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.reports.facts import read_facts
 from dpdist.runs.recipe import parse_recipe
 from dpdist.tuning.manifest import SearchFolder, read_trials
-from dpdist.tuning.sweep import (
-    NOT_PRIVATE,
+from dpdist.tuning.sweep import NOT_PRIVATE, begin_sweep, sweep_function
+from dpdist.tuning.sweep_recipe import (
     SweepSettings,
-    begin_sweep,
     count_releases,
     describe_releases,
     is_public_recipe,
     parse_metric,
     private_sweep_recipe,
     read_space,
-    sweep_function,
 )
 from dpdist.tuning.trial import prepare_trial, train_until
 
