@@ -56,7 +56,7 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         "## Robustness",
         _robustness_section(description),
         "## Limits",
-        _LIMITS,
+        _limits(card),
         "## Licence",
         f"{description.licence} (SPDX)."
         if description.licence
@@ -136,6 +136,13 @@ _LIMITS = """\
   those. How errors are spread over groups of people was not measured.
 * Meant for inputs of the kind it was trained on; for decisions about people only after one's own
   tests."""
+
+
+def _limits(card: Mapping[str, Any]) -> str:
+    """Say what the statements of a release do not cover."""
+    if "group" in card["guarantee"]:
+        return _LIMITS.replace("single training records", "whole groups of training records", 1)
+    return _LIMITS
 
 
 def _origin(about: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec) -> str:

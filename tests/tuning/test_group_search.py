@@ -343,6 +343,8 @@ def test_a_search_becomes_a_run_that_states_its_groups(root, tmp_path):
     assert words in page and "each whole group of training records is protected" in page.lower()
     write_release(run)
     verify_release(run.release_folder)
+    page = (run.release_folder / "README.md").read_text()
+    assert "guarantee is about whole groups of training records" in page and "single" not in page
     stated = json.loads((run.release_folder / "privacy_card.json").read_text())
     assert stated["guarantee"]["epsilon"] == facts.guarantee.epsilon
     again = prepare_search(recipe, run, "r.yaml", only_resume=True)
