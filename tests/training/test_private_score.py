@@ -31,7 +31,6 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, private_score
-from dpdist.training.collectives import Workers
 
 pytestmark = [
     pytest.mark.whole, pytest.mark.guarantee, pytest.mark.filterwarnings("ignore:.*run_key"),
@@ -40,7 +39,6 @@ pytestmark = [
 WIDTH, HELD_OUT, STEPS = 6, 40, 6
 FIXED = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
 FRESH = {"noise_multiplier": 1.0, "delta": 1e-3}
-ALONE = Workers.of_this_process()
 
 
 def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +130,7 @@ def test_one_record_moves_a_sum_by_one_at_most(tmp_path, value):
             dpdist.as_records(held_out), terms, value, torch.device("cpu")
         )
         score._key = bytes(32)
-        return score._units(model, 0, ALONE) / 2**20
+        return score.private_units(model, bytes(32)) / 2**20
 
     whole = sum_of(SCORED)
     others = [
@@ -173,9 +171,12 @@ def test_a_record_leaves_nothing_to_the_next_one(tmp_path):
     t.score(held_out, every=1, noise=1.0, value=seen)
     t._begin(t._examples())
     wanted = torch.floor((held_out[0].amax(1) / 1e6).double() * 2**20).sum() / 2**20
-    assert t._scored._units(model, 0, ALONE) / 2**20 == float(wanted)
+    assert t._scored.private_units(model, bytes(32)) / 2**20 == float(wanted)
     t._scored.records._inputs = held_out[0].flip(0)
-    assert t._scored._units(model, 0, ALONE) / 2**20 == float(wanted) and float(model.largest) == 0
+    assert (
+        t._scored.private_units(model, bytes(32)) / 2**20 == float(wanted)
+        and float(model.largest) == 0
+    )
 
 
 @pytest.mark.long
@@ -553,7 +554,7 @@ def test_a_whole_group_moves_a_sum_by_one_at_most(value):
         terms = private_score.ScriptScore(every=1, noise=1.0, records=len(records), value="v")
         score = private_score.PrivateScore(records, terms, value, torch.device("cpu"))
         score._key = bytes(32)
-        return score._units(model, 0, ALONE) / 2**20
+        return score.private_units(model, bytes(32)) / 2**20
 
     every = list(range(HELD_OUT))
     moved = [
