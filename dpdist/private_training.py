@@ -116,6 +116,19 @@ def _check_model(model: nn.Module) -> None:
         raise UserError("model: must have parameters to train, all of them are frozen")
 
 
+def _check_no_search(folder: RunFolder) -> None:
+    """Raise UserError for a search's folder, and for a trial's outside of its search."""
+    whole = None if _watching else folder.parent_run
+    if folder.search_recipe_file.exists():
+        whole = folder
+    if whole is not None:
+        raise UserError(
+            f"folder: {folder.path}: belongs to a search, which is paid for as a whole: one of its "
+            "trainings is not stated or continued alone; run the search again to continue it, or "
+            "give another folder"
+        )
+
+
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise UserError for an optimizer that needs more than `.grad`, or other parameters."""
     kind = type(optimizer).__name__
@@ -602,6 +615,7 @@ class PrivateTraining:
         _check_state(state)
         self.model, self.optimizer, self.state = model, optimizer, list(state)
         self.run = RunFolder(Path(folder).resolve())
+        _check_no_search(self.run)
         self._private_metrics, self._loss = private_metrics, loss
         self._records = as_records(data)
         self._device = next(model.parameters()).device

@@ -246,6 +246,14 @@ FAULTS: list[Fault] = [
          "nobody counts the trainings that a function makes"),
     ),
     *group(
+        "dpdist/private_training.py",
+        f"{FUNCTION}::test_no_training_states_or_goes_on_with_a_part_of_a_search",
+        ("    if folder.search_recipe_file.exists():\n        whole = folder\n", "",
+         "a script states one training of a search by the winner's folder"),
+        ("whole = None if _watching else folder.parent_run", "whole = None",
+         "a script states one training of a search by a trial's folder"),
+    ),
+    *group(
         "dpdist/private_training.py", f"{FUNCTION}::test_state_from_elsewhere_makes_a_trial_fail",
         ('parts["form"] = dict(sorted(form.items()))', 'parts["form"] = {}',
          "an attribute of a layer carries state from trial to trial"),

@@ -456,6 +456,21 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
 
 
 @pytest.mark.slow
+def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_grid):
+    """The winner's folder or a trial's, opened by the script: epsilon would be one training's."""
+    search = begin(tmp_path / "own", law={"name": "fixed", "runs": 1})
+    run_trial(search, 0)
+    run = finish(search)
+    for folder in (run.path, search.folder.trial_folder(0).path):
+        config = searching.TrialConfig(
+            read_settings(search.folder, 0)["values"], searching.as_records(TRAINED),
+            dpdist.Privacy(**PRIVATE), folder,
+        )  # fmt: skip
+        with pytest.raises(UserError, match="belongs to a search, which is paid for as a whole"):
+            build(config)
+
+
+@pytest.mark.slow
 def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_grid):
     pytest.importorskip("optuna")
     from dpdist.tuning.searchers import ManifestSearcher
