@@ -233,7 +233,7 @@ def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Record
     return GroupedRecords(records, Groups.from_values(units, recipe.group_unit.max_records))
 
 
-def _check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> None:
+def check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> None:
     """Raise UserError where a unit has too many records in both sets together.
 
     Also where the training's records say whose they are, and the held-out ones do not.
@@ -327,7 +327,7 @@ def _check_public(public: Records, private: Records, kind: str) -> None:
     """Raise UserError where a private record, or one of its group, is among the public ones."""
     if isinstance(private, GroupedRecords):
         private = private.records
-        _check_units_apart(public, private)
+        check_units_apart(public, private)
     inputs, _ = _arrays(public, np.arange(len(public)), kind)
     found, common = hash_inputs(inputs), 0
     for start in range(0, len(private), _AT_ONCE):
@@ -342,7 +342,7 @@ def _check_public(public: Records, private: Records, kind: str) -> None:
         )
 
 
-def _check_units_apart(public: Records, private: Records) -> None:
+def check_units_apart(public: Records, private: Records) -> None:
     """Raise UserError where a public record belongs to a private unit, if any says so."""
     said = [_unit_of(public, index) for index in range(len(public))]
     if said == list(range(len(said))):  # each its own: nothing was said
@@ -1098,7 +1098,7 @@ class PrivateTraining:
         if self._recipe.group_unit is not None:
             records = _scored_by_unit(self._recipe, self._records, records)
             if self._public is not None:
-                _check_units_apart(self._public, single_records(records))
+                check_units_apart(self._public, single_records(records))
         if self._scored is not None or (self._started and begun is None):
             raise UserError(
                 "score: must be declared once, before the first step of a new run: the plan pays "
@@ -1113,7 +1113,7 @@ class PrivateTraining:
             self._recipe, self.plan, len(records), value, every=every, noise=noise
         )  # fmt: skip
         if self._recipe.group_unit is None:
-            _check_scored_groups(self._recipe, self._records, records)
+            check_scored_groups(self._recipe, self._records, records)
         check_apart(records, {"data": self._records, "held_out": self._public})
         scored = PrivateScore(records, terms, value, self._device)
         scored.check(self.model)

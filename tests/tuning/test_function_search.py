@@ -281,6 +281,52 @@ def others_records(config: Any) -> PrivateTraining:
     return build(config, data=rows(RECORDS, 9))
 
 
+def copied_records(config: Any) -> PrivateTraining:
+    return build(config, data=TRAINED)
+
+
+def changed_records(config: Any) -> PrivateTraining:
+    """Scaled in place by the largest private value, which is the same again the second time."""
+    inputs = config.data.arrays[0]
+    inputs.div_(inputs.max())
+    return build(config)
+
+
+def swapped(**given: Any) -> Any:
+    def train(config: Any) -> PrivateTraining:
+        for name, value in given.items():
+            setattr(config, name, value)
+        return build(config)
+
+    return train
+
+
+class Owned(dpdist.Records):
+    """Records of which each belongs to somebody."""
+
+    name = "owned"
+
+    def __init__(self, arrays: tuple[torch.Tensor, torch.Tensor], units: list[str]) -> None:
+        self.arrays, self.units = arrays, units
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        return self.arrays[0][indices]
+
+    def targets(self, indices: Any) -> torch.Tensor:
+        return self.arrays[1][indices]
+
+    def unit_id(self, index: int) -> str:
+        return self.units[index]
+
+
+OWNED = Owned(TRAINED, [f"person {each}" for each in range(RECORDS)])
+CHANGING = Owned(rows(RECORDS, 3), OWNED.units)
+SAME_OWNER = Owned(SCORED, ["person 7"] * HELD_OUT)
+
+
 def elsewhere(config: Any) -> PrivateTraining:
     return build(config, folder=config.folder.parent / "mine")
 
@@ -330,6 +376,16 @@ REFUSED = [
     (less_noise, {"privacy": {"epsilon": 3.0, "delta": 1e-3}},
      "train: privacy.noise_multiplier: must be that of config.privacy"),
     (others_records, {}, "train: data: must be config.data"),
+    (copied_records, {}, "train: data: must be config.data itself"),
+    (changed_records, {"data": CHANGING}, "train: must leave config.data and .* changed"),
+    (swapped(folder=Path("mine")), {}, "train: raised AttributeError: .*folder.* has no setter"),
+    (swapped(data=OWNED), {}, "train: raised AttributeError: .*data.* has no setter"),
+    (swapped(privacy=None), {}, "train: raised AttributeError: .*privacy.* has no setter"),
+    (build, {"data": OWNED, "score": {"held_out": SAME_OWNER}},
+     "privacy.group_size: must be >= 41, the records of the largest unit"),
+    (build, {"data": OWNED, "score": {"held_out": SCORED}},
+     "held-out records must say whose they are"),
+    (build, {"data": OWNED, "score": {"public": SAME_OWNER}}, "must share no unit with data"),
     (elsewhere, {}, "train: folder: must be config.folder"),
     (own_class, {}, "train: must return the dpdist.PrivateTraining .* own, got Own"),
     (own_step, {}, "train: must leave the training as it is made, replaced _gradient"),
@@ -586,6 +642,28 @@ def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(tmp_path,
     search = begin(tmp_path / "own", leaking)
     assert run_trial(search, 0, leaking)["failed"] is None
     assert "built another model" in run_trial(search, 1, leaking)["failed"]
+
+
+@pytest.mark.slow
+def test_a_second_training_made_inside_a_step_makes_a_trial_fail(tmp_path, coarse_grid):
+    """Nobody pays for it."""
+
+    class Secret(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            build(self.config)
+
+    def train(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        optimizer = Secret(model.parameters(), lr=0.1)
+        optimizer.config = SimpleNamespace(
+            get=config.get, data=config.data, privacy=config.privacy, folder=tmp_path / "second"
+        )
+        return build(config, model=model, optimizer=optimizer)
+
+    search = begin(tmp_path / "own", train)
+    state = run_trial(search, 0, train)
+    assert "another was made while it was trained" in state["failed"] and not state["scores"]
 
 
 @pytest.mark.slow
