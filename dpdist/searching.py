@@ -396,7 +396,14 @@ class FunctionSearch(Search):
         """Raise UserError where records, price or function are others than at the beginning."""
         super().check_unchanged()
         path = _descriptions_file(self.folder)
-        if not self.folder.terms.exists() or self.run_folder.training_summary.exists():
+        if not self.folder.terms.exists():
+            return
+        if self.run_folder.training_summary.exists():
+            if read_terms(self.folder)["data"] != self.data_fingerprint:
+                raise UserError(
+                    f"{self.run_folder.path}: the search ended, and was on other private records; "
+                    f"restore them, or {self.way_out}"
+                )
             return
         for values, known in read_json(path).items():
             if self._explorer.description_of(json.loads(values)) != known:

@@ -257,6 +257,12 @@ FAULTS: list[Fault] = [
         ("        if made:\n", "        if False:\n", "a second training is made inside a step"),
     ),
     *group(
+        "dpdist/searching.py",
+        f"{FUNCTION}::test_no_training_states_or_goes_on_with_a_part_of_a_search",
+        ('            if read_terms(self.folder)["data"] != self.data_fingerprint:\n',
+         "            if False:\n", "an ended search answers for other records"),
+    ),
+    *group(
         "dpdist/private_training.py",
         f"{FUNCTION}::test_no_training_states_or_goes_on_with_a_part_of_a_search",
         ("    if folder.search_recipe_file.exists():\n        whole = folder\n", "",

@@ -513,7 +513,9 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
 
 @pytest.mark.slow
 def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_grid):
-    """The winner's folder or a trial's, opened by the script: epsilon would be one training's."""
+    """The winner's folder or a trial's, opened by the script: epsilon would be one training's.
+
+    Nor is the ended search the answer to another one's question."""
     search = begin(tmp_path / "own", law={"name": "fixed", "runs": 1})
     run_trial(search, 0)
     run = finish(search)
@@ -524,6 +526,9 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
         )  # fmt: skip
         with pytest.raises(UserError, match="belongs to a search, which is paid for as a whole"):
             build(config)
+    assert prepare(run.path, law={"name": "fixed", "runs": 1}).run_folder == run
+    with pytest.raises(UserError, match="the search ended, and was on other private records"):
+        prepare(run.path, law={"name": "fixed", "runs": 1}, data=rows(RECORDS, 8))
 
 
 @pytest.mark.slow
@@ -742,6 +747,33 @@ def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, co
     search.folder.settings_file(0).parent.mkdir()
     CHANGED.clear()
     assert run_trial(search, 0)["failed"] is None
+
+
+@pytest.mark.parametrize("name", ["terms.json", "built.json"])
+def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
+    tmp_path, coarse_grid, monkeypatch, name
+):
+    """Else the number of trials and their values could be drawn until they please."""
+    written = searching.write_json
+
+    def broken(path: Path, *given: Any, **options: Any) -> None:
+        if path.name == name:
+            raise KeyboardInterrupt
+        written(path, *given, **options)
+
+    with monkeypatch.context() as patched:
+        for module in (searching, sys.modules["dpdist.tuning.search"]):
+            patched.setattr(module, "write_json", broken)
+        with pytest.raises(KeyboardInterrupt):
+            begin(tmp_path / "own", law=POISSON)
+    folder = SearchFolder(RunFolder(tmp_path / "own"))
+    drawn = folder.manifest.read_bytes()
+    assert not folder.terms.exists()
+    search = begin(tmp_path / "own", law=POISSON)
+    assert folder.manifest.read_bytes() == drawn and read_terms(search.folder)["assumed"]
+    known = read_json(folder.path / "built.json")
+    values = [trial.values for trial in read_trials(folder)]
+    assert set(known) == {json.dumps(each, sort_keys=True) for each in values}
 
 
 @pytest.mark.slow
