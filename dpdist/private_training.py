@@ -137,6 +137,19 @@ def _check_model(model: nn.Module) -> None:
         raise UserError("model: must have parameters to train, all of them are frozen")
 
 
+def _check_no_search(folder: RunFolder) -> None:
+    """Raise UserError for a search's folder, and for a trial's outside of its search."""
+    whole = None if _watching else folder.parent_run
+    if folder.search_recipe_file.exists():
+        whole = folder
+    if whole is not None:
+        raise UserError(
+            f"folder: {folder.path}: belongs to a search, which is paid for as a whole: one of its "
+            "trainings is not stated or continued alone; run the search again to continue it, or "
+            "give another folder"
+        )
+
+
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise UserError for an optimizer that needs more than `.grad`, or other parameters."""
     kind = type(optimizer).__name__
@@ -289,7 +302,7 @@ def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Record
     return GroupedRecords(records, Groups.from_values(units, recipe.group_unit.max_records))
 
 
-def _check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> None:
+def check_scored_groups(recipe: Recipe, records: Records, held_out: Records) -> None:
     """Raise UserError where a unit has too many records in both sets together.
 
     Also where the training's records say whose they are, and the held-out ones do not.
@@ -397,7 +410,7 @@ def _check_public(public: Records, private: Records, kind: str, classes: int) ->
         check_classes(public, classes)
     if isinstance(private, GroupedRecords):
         private = private.records
-        _check_units_apart(public, private)
+        check_units_apart(public, private)
     inputs, _ = _arrays(public, np.arange(len(public)), kind)
     found, common = hash_inputs(inputs), 0
     for start in range(0, len(private), _AT_ONCE):
@@ -412,7 +425,7 @@ def _check_public(public: Records, private: Records, kind: str, classes: int) ->
         )
 
 
-def _check_units_apart(public: Records, private: Records) -> None:
+def check_units_apart(public: Records, private: Records) -> None:
     """Raise UserError where a public record belongs to a private unit, if any says so."""
     said = [_unit_of(public, index) for index in range(len(public))]
     if said == list(range(len(said))):  # each its own: nothing was said
@@ -725,6 +738,7 @@ class PrivateTraining:
         self.model, self.optimizer, self.state = model, optimizer, list(state)
         self._given: dict[str, Any] | None = given_settings(model, optimizer, state)
         self.run = _run_folder(folder)
+        _check_no_search(self.run)
         self._private_metrics, self._loss = private_metrics, loss
         self._records = as_records(data)
         self._device = next(model.parameters()).device
@@ -1249,7 +1263,7 @@ class PrivateTraining:
         if self._recipe.group_unit is not None:
             records = _scored_by_unit(self._recipe, self._records, records)
             if self._public is not None:
-                _check_units_apart(self._public, single_records(records))
+                check_units_apart(self._public, single_records(records))
         if self._scored is not None or (self._started and begun is None):
             raise UserError(
                 "score: must be declared once, before the first step of a new run: the plan pays "
@@ -1264,7 +1278,7 @@ class PrivateTraining:
             self._recipe, self.plan, len(records), value, every=every, noise=noise
         )  # fmt: skip
         if self._recipe.group_unit is None:
-            _check_scored_groups(self._recipe, self._records, records)
+            check_scored_groups(self._recipe, self._records, records)
         check_apart(records, {"data": self._records, "held_out": self._public})
         scored = PrivateScore(records, terms, value, self._device)
         scored.check(self.model)

@@ -58,7 +58,14 @@ from dpdist.pipeline import tune as tune_recipe
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalBusy, LedgerError
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.private_training import HELD_OUT, PrivateTraining, RunBusyError, watch_made
+from dpdist.private_training import (
+    HELD_OUT,
+    PrivateTraining,
+    RunBusyError,
+    check_scored_groups,
+    check_units_apart,
+    watch_made,
+)
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import PublishedTrial, SearchTerms, read_facts
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
@@ -106,6 +113,7 @@ ASSUMED = (
     "config, space, law and score were chosen without private records",
     "train is a deterministic function of config: it keeps nothing from one trial to the next, in "
     "files, the environment or elsewhere",
+    "whether train, model, loss or optimizer raises an error depends on no private record",
 )
 ASSUMED_PUBLIC = "the records that trials are scored on are public"
 
@@ -113,19 +121,28 @@ ASSUMED_PUBLIC = "the records that trials are scored on are public"
 
 
 class TrialConfig(Mapping[str, Any]):
-    """Hold the values of one trial, as `train(config)` is given them; nobody can change them.
-
-    Attributes:
-        data: the private records to train on.
-        privacy: the section for `PrivateTraining`, with the noise of this trial.
-        folder: of the trial's run.
-    """
+    """Hold the values of one trial, as `train(config)` is given them; nobody can change them."""
 
     def __init__(
         self, values: Mapping[str, Any], data: Records, privacy: PrivacyRecipe, folder: Path
     ) -> None:
         self._values = dict(values)
-        self.data, self.privacy, self.folder = data, privacy, folder
+        self._data, self._privacy, self._folder = data, privacy, folder
+
+    @property
+    def data(self) -> Records:
+        """Return the private records to train on."""
+        return self._data
+
+    @property
+    def privacy(self) -> PrivacyRecipe:
+        """Return the section for `PrivateTraining`, with the noise of this trial."""
+        return self._privacy
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the trial's run."""
+        return self._folder
 
     def __getitem__(self, name: str) -> Any:
         return copy.deepcopy(self._values[name])
@@ -226,12 +243,10 @@ class TrainFunction:
                     f"train: privacy.{key}: must be that of config.privacy, {wanted}, got "
                     f"{given.get(key)}"
                 )
-        if training.records is self.records:
-            return
-        once = secrets.token_bytes(32)
-        made = [each.keyed_fingerprint(once) for each in (training.records, self.records)]
-        if made[0] != made[1]:
-            raise UserError("train: data: must be config.data, the records given to dpdist.tune")
+        if training.records is not self.records:
+            raise UserError(
+                "train: data: must be config.data itself, the records given to dpdist.tune"
+            )
 
     def fingerprint(self, key: bytes) -> str:
         """Return the keyed fingerprint of all records of the search."""
@@ -381,7 +396,14 @@ class FunctionSearch(Search):
         """Raise UserError where records, price or function are others than at the beginning."""
         super().check_unchanged()
         path = _descriptions_file(self.folder)
-        if not self.folder.terms.exists() or self.run_folder.training_summary.exists():
+        if not self.folder.terms.exists():
+            return
+        if self.run_folder.training_summary.exists():
+            if read_terms(self.folder)["data"] != self.data_fingerprint:
+                raise UserError(
+                    f"{self.run_folder.path}: the search ended, and was on other private records; "
+                    f"restore them, or {self.way_out}"
+                )
             return
         for values, known in read_json(path).items():
             if self._explorer.description_of(json.loads(values)) != known:
@@ -631,8 +653,14 @@ def _continue_trial(
     """Train and score a trial, from where it stands. Raises UserError where it has failed."""
     try:
         training = _build_trial(function, asked, folder, number)
-        _train(training)
-        score = _score(function, training, folder, number)
+        with watch_made() as made:
+            _train(training)
+            score = _score(function, training, folder, number)
+        if made:
+            raise UserError(
+                "train: must make exactly one PrivateTraining, the one that it returns; another "
+                "was made while it was trained or scored"
+            )
     except RunBusyError as error:
         raise JournalBusy(str(error)) from error
     except (UserError, LedgerError):
@@ -656,9 +684,6 @@ def _build_trial(
     assert asked.tune is not None
     trial, settings = read_trials(folder)[number], read_settings(folder, number)
     noise = settings["noise_multiplier"]
-    terms = read_terms(folder)
-    if terms["data"] != _keyed_data(function, _salt_of(terms)):
-        raise UserError("data: other records than those that the search was begun with")
     fixed = asked.privacy.run_key is not None  # of tests: every trial is then repeatable
     run_key = derive_key(trial.key, "fixed").hex() if fixed else None
     privacy = _trial_privacy(asked.privacy, noise, run_key)
@@ -677,6 +702,9 @@ def _build_trial(
                 raise
             time.sleep(0.5)
     _check_new_objects([first, training])
+    terms = read_terms(folder)
+    if terms["data"] != _keyed_data(function, _salt_of(terms)):
+        raise UserError("data: other records than those that the search was begun with")
     if not training.run.plan.exists() and _description(training) != _description(first):
         raise UserError("train: built another model, optimizer or settings the second time")
     if training.plan != plan_with_noise(first.recipe, len(function.records), noise):
@@ -775,28 +803,37 @@ def _check_function_search(
     public = tune.score.is_public
     function = TrainFunction(train, records, scored, value, public, asked.epsilon is None)
     sent = _send(function)
+    begun = SearchFolder(folder)
+    salt = _salt_of(read_terms(begun)) if begun.terms.exists() else secrets.token_hex(32)
+    fingerprint = _keyed_data(function, salt)
     explorer = Explorer(function, tune, asked)
     recipe = _search_recipe(explorer, tune, asked, folder, options["resources"])
-    _refuse_common(function)
+    _refuse_common(function, recipe)
     continued = _was_begun(recipe, folder)
     counts = RecordCounts(len(records), 0.0, lambda fraction: len(records))
     settings = _settings_of_space(tune, explorer.recipe_of)
     cost = FunctionCost(recipe, counts, tune.law, "tune", settings)
-    begun = SearchFolder(folder)
-    salt = _salt_of(read_terms(begun)) if begun.terms.exists() else secrets.token_hex(32)
-    fingerprint = _keyed_data(function, salt)
     search = FunctionSearch(recipe, folder, cost, fingerprint, explorer, sent)
     if not (continued and begun.terms.exists()):
         for values in iter_probe_values(tune):
             search.plan_trial(values)
         search.assumptions = [*ASSUMED, *_assumed_of_score(function)]
     search.check_unchanged()
+    if _keyed_data(function, salt) != fingerprint:
+        raise UserError(
+            "train: must leave config.data and the records to score on as they are, changed them: "
+            "scale them before dpdist.tune, by public numbers"
+        )
     return search
 
 
-def _refuse_common(function: TrainFunction) -> None:
-    """Raise UserError where records to score on are among those to train on."""
+def _refuse_common(function: TrainFunction, recipe: Recipe) -> None:
+    """Raise UserError where records to score on, or their units, are among those to train on."""
     scored, records = function.scored, function.records
+    if function.public:
+        check_units_apart(scored, records)
+    else:
+        check_scored_groups(recipe, records, scored)
     if not function.public:
         check_apart(scored, {"data": records})
     elif common := count_common(scored, records):

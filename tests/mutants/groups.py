@@ -284,7 +284,7 @@ FAULTS: list[Fault] = [
             "    if common := 0:",
             "a script publishes scores on private groups",
         ),
-        ("        _check_units_apart(public, private)\n", "", "a script holds private groups out"),
+        ("        check_units_apart(public, private)\n", "", "a script holds private groups out"),
         (
             "        private = private.records\n",
             "",

@@ -280,6 +280,52 @@ def others_records(config: Any) -> PrivateTraining:
     return build(config, data=rows(RECORDS, 9))
 
 
+def copied_records(config: Any) -> PrivateTraining:
+    return build(config, data=TRAINED)
+
+
+def changed_records(config: Any) -> PrivateTraining:
+    """Scaled in place by the largest private value, which is the same again the second time."""
+    inputs = config.data.arrays[0]
+    inputs.div_(inputs.max())
+    return build(config)
+
+
+def swapped(**given: Any) -> Any:
+    def train(config: Any) -> PrivateTraining:
+        for name, value in given.items():
+            setattr(config, name, value)
+        return build(config)
+
+    return train
+
+
+class Owned(dpdist.Records):
+    """Records of which each belongs to somebody."""
+
+    name = "owned"
+
+    def __init__(self, arrays: tuple[torch.Tensor, torch.Tensor], units: list[str]) -> None:
+        self.arrays, self.units = arrays, units
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        return self.arrays[0][indices]
+
+    def targets(self, indices: Any) -> torch.Tensor:
+        return self.arrays[1][indices]
+
+    def unit_id(self, index: int) -> str:
+        return self.units[index]
+
+
+OWNED = Owned(TRAINED, [f"person {each}" for each in range(RECORDS)])
+CHANGING = Owned(rows(RECORDS, 3), OWNED.units)
+SAME_OWNER = Owned(SCORED, ["person 7"] * HELD_OUT)
+
+
 def elsewhere(config: Any) -> PrivateTraining:
     return build(config, folder=config.folder.parent / "mine")
 
@@ -329,6 +375,16 @@ REFUSED = [
     (less_noise, {"privacy": {"epsilon": 3.0, "delta": 1e-3}},
      "train: privacy.noise_multiplier: must be that of config.privacy"),
     (others_records, {}, "train: data: must be config.data"),
+    (copied_records, {}, "train: data: must be config.data itself"),
+    (changed_records, {"data": CHANGING}, "train: must leave config.data and .* changed"),
+    (swapped(folder=Path("mine")), {}, "train: raised AttributeError: .*folder.* has no setter"),
+    (swapped(data=OWNED), {}, "train: raised AttributeError: .*data.* has no setter"),
+    (swapped(privacy=None), {}, "train: raised AttributeError: .*privacy.* has no setter"),
+    (build, {"data": OWNED, "score": {"held_out": SAME_OWNER}},
+     "privacy.group_size: must be >= 41, the records of the largest unit"),
+    (build, {"data": OWNED, "score": {"held_out": SCORED}},
+     "held-out records must say whose they are"),
+    (build, {"data": OWNED, "score": {"public": SAME_OWNER}}, "must share no unit with data"),
     (elsewhere, {}, "train: folder: must be config.folder"),
     (own_class, {}, "train: must return the dpdist.PrivateTraining .* own, got Own"),
     (own_step, {}, "train: must leave the training as it is made, replaced _gradient"),
@@ -455,6 +511,26 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
 
 
 @pytest.mark.slow
+def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_grid):
+    """The winner's folder or a trial's, opened by the script: epsilon would be one training's.
+
+    Nor is the ended search the answer to another one's question."""
+    search = begin(tmp_path / "own", law={"name": "fixed", "runs": 1})
+    run_trial(search, 0)
+    run = finish(search)
+    for folder in (run.path, search.folder.trial_folder(0).path):
+        config = searching.TrialConfig(
+            read_settings(search.folder, 0)["values"], searching.as_records(TRAINED),
+            dpdist.Privacy(**PRIVATE), folder,
+        )  # fmt: skip
+        with pytest.raises(UserError, match="belongs to a search, which is paid for as a whole"):
+            build(config)
+    assert prepare(run.path, law={"name": "fixed", "runs": 1}).run_folder == run
+    with pytest.raises(UserError, match="the search ended, and was on other private records"):
+        prepare(run.path, law={"name": "fixed", "runs": 1}, data=rows(RECORDS, 8))
+
+
+@pytest.mark.slow
 def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_grid):
     pytest.importorskip("optuna")
     from dpdist.tuning.searchers import ManifestSearcher
@@ -573,6 +649,28 @@ def test_a_file_that_carries_a_trained_model_makes_the_next_trial_fail(tmp_path,
 
 
 @pytest.mark.slow
+def test_a_second_training_made_inside_a_step_makes_a_trial_fail(tmp_path, coarse_grid):
+    """Nobody pays for it."""
+
+    class Secret(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            build(self.config)
+
+    def train(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        optimizer = Secret(model.parameters(), lr=0.1)
+        optimizer.config = SimpleNamespace(
+            get=config.get, data=config.data, privacy=config.privacy, folder=tmp_path / "second"
+        )
+        return build(config, model=model, optimizer=optimizer)
+
+    search = begin(tmp_path / "own", train)
+    state = run_trial(search, 0, train)
+    assert "another was made while it was trained" in state["failed"] and not state["scores"]
+
+
+@pytest.mark.slow
 def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coarse_grid):
     """In train, in a step and in the score; a failed trial is not tried again."""
     calls = []
@@ -648,6 +746,33 @@ def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, co
     search.folder.settings_file(0).parent.mkdir()
     CHANGED.clear()
     assert run_trial(search, 0)["failed"] is None
+
+
+@pytest.mark.parametrize("name", ["terms.json", "built.json"])
+def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
+    tmp_path, coarse_grid, monkeypatch, name
+):
+    """Else the number of trials and their values could be drawn until they please."""
+    written = searching.write_json
+
+    def broken(path: Path, *given: Any, **options: Any) -> None:
+        if path.name == name:
+            raise KeyboardInterrupt
+        written(path, *given, **options)
+
+    with monkeypatch.context() as patched:
+        for module in (searching, sys.modules["dpdist.tuning.search"]):
+            patched.setattr(module, "write_json", broken)
+        with pytest.raises(KeyboardInterrupt):
+            begin(tmp_path / "own", law=POISSON)
+    folder = SearchFolder(RunFolder(tmp_path / "own"))
+    drawn = folder.manifest.read_bytes()
+    assert not folder.terms.exists()
+    search = begin(tmp_path / "own", law=POISSON)
+    assert folder.manifest.read_bytes() == drawn and read_terms(search.folder)["assumed"]
+    known = read_json(folder.path / "built.json")
+    values = [trial.values for trial in read_trials(folder)]
+    assert set(known) == {json.dumps(each, sort_keys=True) for each in values}
 
 
 @pytest.mark.slow
