@@ -25,6 +25,7 @@ from dpdist.cli.options import (
     path_option,
 )
 from dpdist.cli.options import Runs as LocalRuns
+from dpdist.core.errors import UserError
 from dpdist.core.fields import ProcessCount, RunName
 
 if TYPE_CHECKING:
@@ -85,7 +86,6 @@ def check(
     Every complaint names file, key and what would be right; exit code 2 when there is one.
     """
     from dpdist.cluster.cluster_file import Needs, check_file
-    from dpdist.core.errors import UserError
     from dpdist.core.version import __version__
     from dpdist.runs.recipe import parse_changes, resolve_recipe
 
@@ -107,7 +107,6 @@ def template(
 ) -> None:
     """Print a cluster file to fill in: dpdist cluster template local > local.yaml"""
     from dpdist.cluster.cluster_file import templates
-    from dpdist.core.errors import UserError
 
     known = templates()
     if name not in known:
@@ -136,7 +135,6 @@ def submit(
     """
     from dpdist.cluster.submission import JobClient
     from dpdist.core import console
-    from dpdist.core.errors import UserError
     from dpdist.runs.recipe import find_recipe, parse_changes, resolve_recipe
 
     path, here = find_recipe(recipe), Path.cwd()
@@ -219,7 +217,6 @@ def status(
 ) -> None:
     """The state of one job and the end of its log, or of all jobs."""
     from dpdist.cluster.submission import JobClient
-    from dpdist.core.errors import UserError
 
     jobs = JobClient(address)
     if job is None:

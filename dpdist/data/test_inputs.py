@@ -53,6 +53,8 @@ _GREY = ("1", "L", "LA", "F", "I", "I;16", "I;16B", "I;16L")  # modes of Pillow
 _AT_ONCE = 500
 _MOST_BYTES = 2**28  # of one picture
 
+_Size = tuple[int, ...] | None  # (C, H, W) of pictures; None: of the first input
+
 
 @dataclass(frozen=True)
 class TestInputs:
@@ -123,13 +125,9 @@ def find_test_inputs(
 
 
 def _of_parquet(
-    files: list[Path],
-    place: tuple[Path, str, str],
-    target: Path,
-    size: tuple[int, ...] | None,
-    resize: int | None,
+    files: list[Path], place: tuple[Path, str, str], target: Path, size: _Size, resize: int | None
 ) -> TestInputs:
-    """place: root, name and split by which a recipe would name the files."""
+    """Find inputs in Parquet files. place: root, name and split by which a recipe names them."""
     reader = open_parquet(files[0])
     schema = reader.schema_arrow
     inputs = sum(open_parquet(file).metadata.num_rows for file in files)

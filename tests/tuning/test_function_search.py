@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -890,6 +891,7 @@ def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_g
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import dpdist
