@@ -436,7 +436,7 @@ class FunctionSearch(Search):
             path.unlink(missing_ok=True)
 
     def _run_pass(self, executor: Executor, concurrent: int) -> None:
-        run = partial(_run_in_new_process, self.folder.run.path)
+        run = partial(_run_in_new_process, self.folder.run.path, _sent_digest(self._sent))
         executor.run_trials(
             make_tune_pass(self.folder, self.recipe, concurrent, self.trial_noise_multiplier, run)
         )
@@ -582,8 +582,10 @@ def _sent_file(folder: SearchFolder) -> Path:
 # --- a trial, in a process of its own ---------------------------------------------------------
 
 
-def _run_in_new_process(path: Path, number: int, report: ReportMetrics) -> None:
+def _run_in_new_process(path: Path, sent: str, number: int, report: ReportMetrics) -> None:
     """Bring a trial to its end in a new process, whose output stays in private/.
+
+    sent: digest of the file with the function, as this search wrote it.
 
     Raises:
         RuntimeError: the process ended before the trial did.
@@ -593,7 +595,7 @@ def _run_in_new_process(path: Path, number: int, report: ReportMetrics) -> None:
         logs = folder.path / "logs"
         make_private_folder(logs)
         name = run_own_trial.__name__
-        code = f"from {__name__} import {name}; {name}({str(path)!r}, {number})"
+        code = f"from {__name__} import {name}; {name}({str(path)!r}, {number}, {sent!r})"
         found = os.pathsep.join(each for each in sys.path if each)
         with open(logs / f"{number:05d}.txt", "ab") as log:
             process = subprocess.Popen(
@@ -611,11 +613,14 @@ def _run_in_new_process(path: Path, number: int, report: ReportMetrics) -> None:
         report({"score": score, "reached": 1})
 
 
-def run_own_trial(path: str, number: int) -> None:
-    """Bring a trial of a search over a function to its end: all that its process does."""
+def run_own_trial(path: str, number: int, digest: str) -> None:
+    """Bring a trial of a search over a function to its end: all that its process does.
+
+    digest: of the file with the function, as the search that started this process wrote it.
+    """
     _end_with_parent()
     folder = SearchFolder(RunFolder(Path(path)))
-    sent = pickle.loads(_sent_file(folder).read_bytes())
+    sent = _read_sent(_sent_file(folder), digest)
     sys.path[:] = [*sent["path"], *(each for each in sys.path if each not in sent["path"])]
     if os.path.isdir(sent["here"]):
         os.chdir(sent["here"])
@@ -627,6 +632,22 @@ def run_own_trial(path: str, number: int) -> None:
         Path(path), sent["packages"], number, lambda rung, score: None,
         partial(_continue_trial, function, asked),
     )  # fmt: skip
+
+
+def _read_sent(file: Path, digest: str) -> dict[str, Any]:
+    """Return what a search sent to its trials. Raises UserError for a file that it did not write.
+
+    Reading it runs code, so the search tells the digest of what it just wrote beside the file.
+    """
+    written = file.read_bytes()
+    if _sent_digest(written) != digest:
+        raise UserError(f"{file}: must be what this search wrote, got another file; run it again")
+    sent: dict[str, Any] = pickle.loads(written)
+    return sent
+
+
+def _sent_digest(sent: bytes) -> str:
+    return hashlib.blake2b(sent, digest_size=32).hexdigest()
 
 
 def _end_with_parent() -> None:

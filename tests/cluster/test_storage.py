@@ -209,7 +209,7 @@ def test_nobody_else_moves_files_into_their_places():
 IN_PLACE = {
     "cluster/versions.py": 1, "dpdist/certification/reexecution.py": 2,
     "dpdist/data/registry.py": 1, "dpdist/data/text.py": 1, "dpdist/data/parquet.py": 1,
-    "dpdist/training/monitoring.py": 2, "cluster/job_folder.py": 1,
+    "dpdist/training/monitoring.py": 2, "cluster/job_folder.py": 1, "dpdist/searching.py": 1,
 }  # fmt: skip
 
 
@@ -367,6 +367,8 @@ def test_a_private_folder_is_its_owner_s(tmp_path):
 
 # Sends a network to a process that it started itself, through a pipe: no file is read.
 BY_PIPE = {"dpdist/certification/reexecution.py"}
+# Reads one file of its own, after its digest was found to be the one that the writer was told.
+BY_DIGEST = {"dpdist/searching.py": "_read_sent"}
 # Of the named module nothing else is used: one tries whether a user's callable can be sent to
 # workers, one names the error by which torch refuses a file of weights.
 ONLY = {
@@ -409,6 +411,17 @@ def _called_of(tree: ast.AST, module: str) -> list[str]:
     return sorted(set(taken))
 
 
+def _where_loaded(tree: ast.AST) -> list[str]:
+    """Return the functions of a source that unpickle."""
+    return sorted(
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        and {"pickle.loads", "cloudpickle.loads"}
+        & {dotted for dotted, _ in sources.calls(function)}
+    )
+
+
 def _files_named(tree: ast.AST) -> list[str]:
     """Return by which names a source could open a file rather than a pipe it was given."""
     words = {"open", "read_bytes", "read_text", "Path"}
@@ -428,6 +441,8 @@ def test_nothing_read_back_is_unpickled(package):
             module, names = ONLY[sources.name_of(path)]
             assert _called_of(tree, module) == names, path
             assert len(_unpickled(tree)) == 1, path
+        elif sources.name_of(path) in BY_DIGEST:
+            assert _where_loaded(tree) == [BY_DIGEST[sources.name_of(path)], "run_own_trial"], path
         elif sources.name_of(path) in BY_PIPE:
             assert _files_named(sources.tree_of(path)) == [], path
         else:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import random
 import re
 import signal
@@ -959,6 +960,30 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
     assert "seen" not in out + err, "a trial's print left private/"
     return json.loads(line.removeprefix("RESULT "))
+
+
+class Opens:
+    """Write a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_a_file_that_the_search_did_not_write_is_never_unpickled(tmp_path):
+    file, sign = tmp_path / "function.pickle", tmp_path / "executed"
+    own = pickle.dumps({"here": "/"})
+    file.write_bytes(own)
+    digest = searching._sent_digest(own)
+    assert searching._read_sent(file, digest) == {"here": "/"}
+    file.write_bytes(pickle.dumps(Opens(sign)))
+    with pytest.raises(UserError, match="must be what this search wrote"):
+        searching._read_sent(file, digest)
+    assert not sign.exists()
+    pickle.loads(file.read_bytes())
+    assert sign.exists()
 
 
 @pytest.mark.long
