@@ -56,7 +56,7 @@ from dpdist.pipeline import run_session, search_stage
 from dpdist.pipeline import sweep as sweep_ordinarily
 from dpdist.pipeline import tune as tune_recipe
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.privacy.ledger import JournalBusy, LedgerError
+from dpdist.privacy.ledger import JournalBusy, Ledger, LedgerError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.private_training import (
     HELD_OUT,
@@ -84,6 +84,7 @@ from dpdist.training.private_score import (
     check_apart,
     count_common,
 )
+from dpdist.training.script_state import keep_module_record
 from dpdist.tuning.manifest import (
     SearchFolder,
     read_scores,
@@ -441,7 +442,9 @@ class FunctionSearch(Search):
             make_tune_pass(self.folder, self.recipe, concurrent, self.trial_noise_multiplier, run)
         )
 
-    def _take_public_records(self, source: RunFolder, target: RunFolder) -> Recipe:
+    def _take_along(self, source: RunFolder, target: RunFolder) -> Recipe:
+        """Take the public records of the winner along, and what a factory of it is held against."""
+        keep_module_record(source.checkpoints, target.checkpoints, Ledger.read(source.ledger))
         recipe = source.read_recipe()
         if recipe.data.root is None:
             return recipe

@@ -320,7 +320,7 @@ class Search:
         for extra in sorted(source.private.glob("hidden*")):
             write_atomic(target.private / extra.name, extra.read_bytes())
         write_json(target.search_record, self._search_record(winner))
-        chosen = self._take_public_records(source, target)
+        chosen = self._take_along(source, target)
         named = chosen.model_copy(
             update={
                 "name": self.recipe.name,
@@ -342,8 +342,8 @@ class Search:
         trained.pop("seconds", None)
         write_json(target.training_summary, trained)
 
-    def _take_public_records(self, source: RunFolder, target: RunFolder) -> Recipe:
-        """Return the winner's recipe, whose public records are where it says."""
+    def _take_along(self, source: RunFolder, target: RunFolder) -> Recipe:
+        """Take what else the winner needs, and return its recipe."""
         return source.read_recipe()
 
     def _search_record(self, winner: int) -> dict[str, Any]:

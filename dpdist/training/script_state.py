@@ -29,7 +29,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpdist.core.errors import UserError
 from dpdist.models.factory_code import code_bytes, source_digests
-from dpdist.training.checkpoint import load_latest
+from dpdist.privacy.ledger import Ledger
+from dpdist.training.checkpoint import TrainState, load_latest, save
 
 # --- state_dicts as tensors -------------------------------------------------------------------
 
@@ -428,6 +429,15 @@ def module_record(model: nn.Module, inputs: Any) -> dict[str, Any]:
     return found
 
 
+def keep_module_record(source: Path, target: Path, ledger: Ledger) -> None:
+    """Copy the `module_record` of one folder of checkpoints, if it has one, and nothing else."""
+    state = load_latest(source)
+    if state is None or "module.json" not in state.slots:
+        return
+    slots = {name: each for name, each in state.slots.items() if name.startswith("module.")}
+    save(target, TrainState(state.step, torch.zeros(0), slots), ledger.anchor)
+
+
 def check_built_again(model: nn.Module, file: Path, checkpoints: Path, factory: str) -> None:
     """Load a script's trained weights into what a factory built, and check that it is that module.
 
@@ -444,8 +454,8 @@ def check_built_again(model: nn.Module, file: Path, checkpoints: Path, factory: 
     if state is None or "module.json" not in state.slots:
         raise UserError(
             f"factory: must be given by the script of this run, got {factory}: {checkpoints} does "
-            "not describe its module (an earlier version wrote it); run the script in another "
-            "folder"
+            "not describe its module, which an earlier version trained or a restored archive left "
+            "out; run the script again with PrivateTraining(..., factory=...) in another folder"
         )
     wanted, weights = unpack("module", state.slots), load_file(file)
     before, now = _told(wanted["layers"], weights), _told(_layers(model), model.state_dict())

@@ -305,6 +305,12 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/searching.py",
+        f"{FUNCTION}::test_a_factory_may_be_named_for_the_release_of_a_winner",
+        ("        keep_module_record(source.checkpoints,", "        0 and keep_module_record(source.checkpoints,",
+         "the winner of a function's search is never released"),
+    ),
+    *group(
+        "dpdist/searching.py",
         f"{FUNCTION}::test_a_file_that_the_search_did_not_write_is_never_unpickled",
         ("    if _sent_digest(written) != digest:\n", "    if False:\n",
          "a trial unpickles a file that somebody else wrote"),

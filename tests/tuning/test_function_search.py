@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -960,6 +961,28 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
     assert "seen" not in out + err, "a trial's print left private/"
     return json.loads(line.removeprefix("RESULT "))
+
+
+def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatch):
+    """The winner's folder holds what the checkpoints of its trial said of the module."""
+    text = f"from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Linear({WIDTH}, 2)\n"
+    (tmp_path / "nets_of_winners.py").write_text(text)
+    other = "from torch import nn\n\n\ndef net(shape, classes):\n    return "
+    other += f"nn.Linear({WIDTH}, 2, bias=False)\n"
+    (tmp_path / "nets_of_others.py").write_text(other)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    search = begin(tmp_path / "own")
+    for trial in read_trials(search.folder):
+        run_trial(search, trial.number)
+    run = finish(search)
+    for trial in read_trials(search.folder):
+        shutil.rmtree(search.folder.trial_folder(trial.number).checkpoints)
+    with pytest.raises(UserError, match="factory: must build this model"):
+        dpdist.write_release(run, factory="nets_of_others:net")
+    dpdist.write_release(run, factory="nets_of_winners:net")
+    release = dpdist.load(run.release_folder, trusted_factory="nets_of_winners:net")
+    assert release.card["guarantee"]["epsilon"] == search.cost.plan.guarantee().epsilon
+    torch.testing.assert_close(release.model(SCORED[0]), load(run.model_folder)(SCORED[0]))
 
 
 class Opens:
