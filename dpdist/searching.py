@@ -399,14 +399,18 @@ class FunctionSearch(Search):
         path = _descriptions_file(self.folder)
         if not self.folder.terms.exists():
             return
+        built, winner = read_json(path), None
         if self.run_folder.training_summary.exists():
             if read_terms(self.folder)["data"] != self.data_fingerprint:
                 raise UserError(
                     f"{self.run_folder.path}: the search ended, and was on other private records; "
                     f"restore them, or {self.way_out}"
                 )
-            return
-        for values, known in read_json(path).items():
+            winner = read_winner(self.folder)
+        if winner is not None:
+            own = _key_of(read_settings(self.folder, winner)["values"])
+            built = {own: built[own]}
+        for values, known in built.items():
             if self._explorer.description_of(json.loads(values)) != known:
                 raise UserError(
                     f"{self.run_folder.path}: train: must build the model, optimizer and settings "

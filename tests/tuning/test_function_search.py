@@ -532,6 +532,14 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
     with pytest.raises(UserError, match="the search ended, and was on other private records"):
         prepare(run.path, law={"name": "fixed", "runs": 1}, data=rows(RECORDS, 8))
 
+    def heavier(config: Any) -> PrivateTraining:
+        model = nn.Linear(WIDTH, 2)
+        slow = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.5)
+        return build(config, model=model, optimizer=slow)
+
+    with pytest.raises(UserError, match="train: must build the model, optimizer and settings"):
+        prepare(run.path, heavier, law={"name": "fixed", "runs": 1})
+
 
 @pytest.mark.slow
 def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_grid):
@@ -977,7 +985,7 @@ def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatc
     run = finish(search)
     for trial in read_trials(search.folder):
         shutil.rmtree(search.folder.trial_folder(trial.number).checkpoints)
-    with pytest.raises(UserError, match="factory: must build this model"):
+    with pytest.raises(UserError, match="factory: must build the module that was trained"):
         dpdist.write_release(run, factory="nets_of_others:net")
     dpdist.write_release(run, factory="nets_of_winners:net")
     release = dpdist.load(run.release_folder, trusted_factory="nets_of_winners:net")
