@@ -454,16 +454,20 @@ def search_stage(search: Search, executor: Executor) -> None:
     console.log(
         f"search: {search.tune.law.full_description}, {place}; when done: {search.cost.guarantee}"
     )
+    live = sys.stderr.isatty()
+    if search.tune.law.name != "fixed" and not live:  # a log may be kept, and read by others
+        console.log(
+            "search: the number of trials is secret, so nothing is said of them here: "
+            f"{search.folder.progress} has it, for your eyes only"
+        )
+        search.run(place)
+        console.log(f"search: done ({search.run_folder.path})")
+        return
     if search.tune.law.name != "fixed":
         console.log("search: the number of trials is secret: what follows is for your eyes only")
-    # In a log, which others may read, nothing more is said where the number of trials is secret.
-    told = search.tune.law.name == "fixed" or sys.stderr.isatty()
     with console.progress("search", "trials") as show:
         search.run(
-            place,
-            lambda done, total, rate: show(
-                done, total, rate, "; ".join(search.stages()) if told else ""
-            ),
+            place, lambda done, total, rate: show(done, total, rate, "; ".join(search.stages()))
         )
 
 

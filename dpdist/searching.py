@@ -46,7 +46,14 @@ from dpdist.config.sections import Privacy, PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core import optional_imports
 from dpdist.core.errors import UserError, is_disk_full
-from dpdist.core.files import error_text, make_private_folder, read_json, write_atomic, write_json
+from dpdist.core.files import (
+    error_text,
+    make_private_folder,
+    quoted,
+    read_json,
+    write_atomic,
+    write_json,
+)
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import UNITS, Records
 from dpdist.evaluation import evaluate_stage
@@ -199,12 +206,14 @@ class TrainFunction:
             except (Exception, SystemExit) as error:
                 if is_disk_full(error):
                     raise
-                said = f"train: raised {type(error).__name__}: {error_text(error)}"
+                said = f"train: raised {type(error).__name__} for {dict(values)}: "
+                said += error_text(error)
                 raise TrainRaisedError(said) from error
         if type(training) is not PrivateTraining:
             raise UserError(
-                "train: must return the dpdist.PrivateTraining that it makes, and no class of its "
-                f"own, got {type(training).__name__}"
+                "train: must return the dpdist.PrivateTraining that it makes, not stepped yet, and "
+                f"no score, model or subclass, got {type(training).__name__}; scores come from "
+                "score=, and the search takes the steps"
             )
         if replaced := sorted(vars(training).keys() & _METHODS):
             raise UserError(f"train: must leave the training as it is made, replaced {replaced[0]}")
@@ -242,7 +251,8 @@ class TrainFunction:
             if given.get(key) != wanted:
                 raise UserError(
                     f"train: privacy.{key}: must be that of config.privacy, {wanted}, got "
-                    f"{given.get(key)}"
+                    f"{given.get(key)}: pass privacy=config.privacy on; what is promised is said "
+                    "to dpdist.tune"
                 )
         if training.records is not self.records:
             raise UserError(
@@ -820,6 +830,7 @@ def _check_function_search(
     records = as_records(data)
     scored, value, terms = _parse_score(score)
     asked = _parse_privacy(privacy)
+    _check_words(space, law)
     tune = parse_section(
         TuneRecipe,
         {
@@ -919,6 +930,26 @@ def _search_recipe(
     }
     raw["data"]["root"] = None
     return parse_recipe(raw, "tune")
+
+
+def _check_words(space: Any, law: Any) -> None:
+    """Raise UserError for a space or law in the words of Ray Tune."""
+    if not isinstance(space, Mapping):
+        raise UserError(
+            'tune: space: must name the values of each field, such as {"lr": {"log_uniform": '
+            f"[0.01, 1]}}}}, got {type(space).__name__}"
+        )
+    for key, domain in space.items():
+        if not isinstance(domain, Mapping | BaseModel):
+            raise UserError(
+                f'tune: space.{key}: must be {{"log_uniform": [low, high]}}, uniform, integer or '
+                f'{{"choice": [...]}}, got {quoted(domain)}'
+            )
+    if not isinstance(law, Mapping | BaseModel):
+        raise UserError(
+            'tune: law: must be {"name": "fixed", "runs": number}, or a secret number such as '
+            f'{{"name": "poisson", "mean": 5}}, got {quoted(law)}'
+        )
 
 
 _SCORE_KEYS = ("held_out", "public", "value", "noise")
@@ -1156,7 +1187,8 @@ def tune(
         return _sweep(train, space, folder, own, given)
     if sweep:
         raise UserError(
-            f"tune: {min(sweep)}: is an option of sweeps with private=False; leave it out"
+            f"tune: {min(sweep)}: must be left out, it is an option of ordinary sweeps "
+            "(private=False), which promise nothing; the number of trials follows law="
         )
     run = RunFolder(Path(folder).resolve())
     if isinstance(train, Recipe | str | Path | Mapping):

@@ -223,7 +223,11 @@ class RecordValues:
             try:
                 values.append(self._value(model, take(inputs, one), targets[one]))
             except UserError as error:
-                raise UserError(f"score.value: {error}") from None
+                got = str(error).partition(", got ")[2].partition(": use")[0]
+                raise UserError(
+                    "score.value: must return one value a record, shape (1,) for a batch of one, "
+                    f"never their mean, got {got or error}"
+                ) from None
             except Exception as error:
                 raise UserError(
                     "score.value: must return one value a record, shape (1,) for a batch of one, "
