@@ -20,7 +20,8 @@ SCRIPTS = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```", PAGE, flags=re.M 
 
 
 def run(folder: Path, name: str) -> str:
-    (folder / name).write_text(SCRIPTS[name])
+    for each in (name, "nets.py"):
+        (folder / each).write_text(SCRIPTS[each])
     done = subprocess.run(
         [sys.executable, name], cwd=folder, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -40,3 +41,6 @@ def test_our_script_runs_as_printed(tmp_path):
     )
     best = dpdist.read_facts(tmp_path / "runs" / "searched")
     assert 2.9 < best.guarantee.epsilon <= 3 and best.guarantee.kind == "proved"
+    release = dpdist.load(tmp_path / "runs" / "searched" / "release")
+    assert release.card["guarantee"]["epsilon"] == best.guarantee.epsilon
+    assert release.card["extra"]["model"] in ("nets:narrow", "nets:wide")
