@@ -185,6 +185,12 @@ def sweep(
     from dpdist.tuning import sweep_recipe as sweeping
     from dpdist.tuning.sweep import sweep_function
 
+    if unknown := sorted(settings.keys() - set(sweeping.OPTIONS)):
+        raise UserError(
+            f"sweep: {unknown[0]}: must be one of {', '.join(sweeping.OPTIONS)}; keys of a recipe "
+            "are changed in the recipe"
+        )
+
     path = Path(folder)
     if not isinstance(swept, Recipe | str | Path | Mapping):
         results = sweep_function(

@@ -29,6 +29,7 @@ from dpdist.tuning.manifest import SearchFolder, read_terms, read_trials
 from dpdist.tuning.space import TrialValues, apply_values, iter_probe_values
 
 CROSS_ENTROPY = "cross-entropy"
+OPTIONS = ("num_samples", "searcher", "scheduler", "concurrent", "seed")  # of `SweepSettings`
 RUNGS, FACTOR = 3, 3  # of trials that a scheduler may stop, as of the recipe's section tune.asha
 
 
@@ -223,8 +224,8 @@ def private_sweep_recipe(
     if public_scores is None:
         raise UserError(
             f"{context}: public scores: required where privacy is on: name public records to score "
-            "on (--public-scores NAME/SPLIT); scores on private ones are noised and paid for by "
-            "`dpdist tune`"
+            "on (--public-scores NAME/SPLIT), or say `privacy: none` in a recipe of public records; "
+            "scores on private ones are noised and paid for by `dpdist tune`"
         )
     asked = with_space(
         recipe,

@@ -356,3 +356,9 @@ def test_a_log_tells_of_trials_only_where_they_are_public(law, begin, recipe, mo
     assert any("0 of 2 trials" in line for line in lines) == (law == "fixed")
     if law != "fixed":
         assert not any(word in line for line in lines for word in ("0 of", "2 trials"))
+
+
+def test_an_option_that_no_sweep_has_is_named(tmp_path):
+    with pytest.raises(UserError, match="^sweep: changes: must be one of num_samples, "):
+        pipeline.sweep(dict(SMALL), SPACE, folder=tmp_path / "own", changes={"model": "linear"})
+    assert list(tmp_path.iterdir()) == []
