@@ -224,8 +224,8 @@ def private_sweep_recipe(
     if public_scores is None:
         raise UserError(
             f"{context}: public scores: required where privacy is on: name public records to score "
-            "on (--public-scores NAME/SPLIT), or say `privacy: none` in a recipe of public records; "
-            "scores on private ones are noised and paid for by `dpdist tune`"
+            "on (--public-scores NAME/SPLIT), or say `privacy: none` in a recipe of public "
+            "records; scores on private ones are noised and paid for by `dpdist tune`"
         )
     asked = with_space(
         recipe,

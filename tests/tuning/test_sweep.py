@@ -359,6 +359,6 @@ def test_a_log_tells_of_trials_only_where_they_are_public(law, begin, recipe, mo
 
 
 def test_an_option_that_no_sweep_has_is_named(tmp_path):
-    with pytest.raises(UserError, match="^sweep: changes: must be one of num_samples, "):
+    with pytest.raises(UserError, match=r"^sweep: changes: must be one of num_samples, "):
         pipeline.sweep(dict(SMALL), SPACE, folder=tmp_path / "own", changes={"model": "linear"})
     assert list(tmp_path.iterdir()) == []
