@@ -24,6 +24,7 @@ from dpdist import PrivateTraining, UserError
 from dpdist.core.errors import ClusterError
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.ledger import Ledger, LedgerError
+from dpdist.private_training import RunBusyError
 from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, monitoring, private_score
 from dpdist.training.collectives import Reducer, ScriptReducer, WorkerLost, Workers
@@ -626,7 +627,7 @@ def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
     held = begin(tmp_path / "own")
     held.step()  # begins the run
     try:
-        for line in both(pair.do(busy, tmp_path / "own")):
+        for line in both(pair.do(busy, tmp_path / "own"), RunBusyError):
             assert "another process trains this run" in line
     finally:
         held.close()
