@@ -505,6 +505,7 @@ def test_without_canonical_sums_all_workers_have_one_score(tmp_path, pair):
     assert sum(score is not None for score in first["scores"]) == 3
 
 
+@pytest.mark.long
 def test_a_run_with_scores_goes_on_with_other_workers(tmp_path, pair, alone):
     """Alone, then by two, then alone: the scores are those of an undisturbed run."""
     given = {"reproducible": True}

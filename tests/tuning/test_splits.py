@@ -129,8 +129,13 @@ def test_a_search_over_a_split_costs_what_its_recipe_says(name, coarse_grid):
     assert len(splits_of_their_own(recipe)) == COSTS[name]
 
 
+DEAR = ("functional", "secure-sgd", "pate", "dplis")  # seconds each
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in DEAR)) for name in NAMES]
+)
 def test_all_candidates_cost_the_same(name, coarse_grid):
     """None more than the recipe's own setting (or than the floor that is paid for), at any epsilon
     and in both directions; and with a twentieth less noise each would."""
