@@ -14,6 +14,7 @@ import dataclasses
 import importlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -306,7 +307,8 @@ def objective(training: TrainingRecipe) -> Objective:
         return objective_of(training.loss)
     module, _, name = training.loss.partition(":")
     if module.partition(".")[0] == "torch":  # of no form that is taken; its source is long
-        return objective_of(getattr(importlib.import_module(module), name, None))  # raises
+        given: Any = getattr(importlib.import_module(module), name, None)
+        return objective_of(given)  # raises
     code = source_digests(training.loss)
     try:
         found = getattr(importlib.import_module(module), name)
