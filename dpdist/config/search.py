@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 BoundedInt = Annotated[int, RejectBool, Field(ge=-(10**9), le=10**9)]
 
 
+def _also_kind(given: Any) -> str:
+    return "values" if isinstance(given, Mapping) else "fields"
+
+
 class Domain(Section):
     """The values of one field: exactly one of a range (both ends included) and a list.
 
@@ -47,7 +52,11 @@ class Domain(Section):
     uniform: tuple[Finite, Finite] | None = None
     integer: tuple[BoundedInt, BoundedInt] | None = None
     choice: Annotated[tuple[Json, ...], Field(max_length=1000)] | None = None
-    also: tuple[Text, ...] | dict[Text, tuple[Json, ...]] = ()
+    also: Annotated[
+        Annotated[tuple[Text, ...], Tag("fields")]
+        | Annotated[dict[Text, tuple[Json, ...]], Tag("values")],
+        Discriminator(_also_kind),
+    ] = ()
 
     @model_validator(mode="after")
     def _check_listed_beside(self) -> Domain:
