@@ -1,4 +1,4 @@
-"""What is a noise split worth? Quality against split, at one epsilon, for each method that has one.
+"""Measure quality against noise split, at one epsilon, for each method that has a split.
 
     OMP_NUM_THREADS=1 python benchmarks/splits.py [--only 'stobatch*'] [--keys 3]
     python benchmarks/splits.py --table

@@ -268,7 +268,7 @@ def test_long_sentences_are_found_outside_tables_code_and_quotations():
 @pytest.mark.long
 @pytest.mark.whole
 def test_the_site_builds_without_a_warning(tmp_path):
-    """What `make docs` does; then what a reader looks for is there, and nothing is fetched."""
+    """`make docs` makes pages that hold what a reader looks for, and fetches nothing."""
     made = re.search(r"^docs: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.M)
     assert made
     (line,) = [one for one in made[1].splitlines() if "sphinx" in one]

@@ -1,1 +1,1 @@
-"""What the site is made with: the order of its pages, and the reference from the code."""
+"""Make the site: the order of its pages, and the reference from the code."""

@@ -94,7 +94,7 @@ class ClipsEachRecord(StepHarness):
 
 
 class AddsClippedRecords(StepHarness):
-    """Of a group that joins, each record is clipped, and the sum of these is not."""
+    """A wrong step: it clips each record of a group that joins, and not their sum."""
 
     class kind(StepHarness.kind):
         def _clipped_sums(self, step: int, step_plan: StepPlan) -> tuple[Tensor, Any]:

@@ -1334,7 +1334,7 @@ def test_a_run_that_was_cut_stays_charged_and_goes_on(tmp_path):
 
 
 def test_a_second_start_may_take_the_room_first(tmp_path):
-    """What fits when the object is made may not fit at its first step: nothing is released then."""
+    """A run that fitted when it was made is refused at its first step; nothing is released."""
     private = budgeted(tmp_path)
     training(tmp_path / "one", privacy=private).run_all()
     late, soon = (training(tmp_path / name, privacy=private) for name in ("late", "soon"))

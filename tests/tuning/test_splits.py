@@ -78,7 +78,7 @@ def step_transforms(rate: float, noise: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def deltas(recipe: Recipe, noise: float, records: int) -> np.ndarray:
-    """What one training costs, at EPSILONS, for both directions: by the recipe's own fields."""
+    """Compute delta of one training at EPSILONS, for both directions, from the recipe's fields."""
     releases: list[tuple[float, float, int]] = []  # rate, noise multiplier, how often
     method, training = recipe.method, recipe.training
     if method.name in ("pate", "functional"):
