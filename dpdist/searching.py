@@ -90,6 +90,7 @@ from dpdist.training.private_score import (
     Value,
     check_apart,
     count_common,
+    value_name,
 )
 from dpdist.training.script_state import keep_module_record
 from dpdist.tuning.manifest import (
@@ -869,13 +870,12 @@ def _check_function_search(
 def _refuse_common(function: TrainFunction, recipe: Recipe) -> None:
     """Raise UserError where records to score on, or their units, are among those to train on."""
     scored, records = function.scored, function.records
-    if function.public:
-        check_units_apart(scored, records)
-    else:
-        check_scored_groups(recipe, records, scored)
     if not function.public:
+        check_scored_groups(recipe, records, scored)
         check_apart(scored, {"data": records})
-    elif common := count_common(scored, records):
+        return
+    check_units_apart(scored, records)
+    if common := count_common(scored, records):
         raise UserError(
             f"tune: score.public: must share no record with data, got {common:,} in common: scores "
             "on them would be used as if they were public"
@@ -975,12 +975,8 @@ def _parse_score(score: Any) -> tuple[Records, Value | None, dict[str, Any]]:
             f"{type(value).__name__}: a number that was computed on records is not paid for"
         )
     records = as_records(score[given[0]])
-    name = "accuracy"
-    if value is not None:
-        own = getattr(value, "__qualname__", type(value).__qualname__).replace("<locals>.", "")
-        name = f"{value.__module__}.{own}"
     public = given == ["public"]
-    told = FunctionScore(value=name, records=len(records), public=public)
+    told = FunctionScore(value=value_name(value), records=len(records), public=public)
     terms = {"function": told.model_dump(), "noise": score.get("noise")}
     return records, value, terms
 

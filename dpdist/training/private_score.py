@@ -77,7 +77,7 @@ def declare(
     Raises:
         UserError: the training was begun with others, or cannot have any.
     """
-    name = "accuracy" if value is None else f"{value.__module__}.{_qualified_name(value)}"
+    name = value_name(value)
     kept = recipe.score
     if kept is not None:
         given = {"every": every, "noise": noise, "records": records, "value": name}
@@ -109,8 +109,12 @@ def declare(
     return ScriptScore(every=every, noise=_checked_noise(noise), records=records, value=name)
 
 
-def _qualified_name(value: Value) -> str:
-    return getattr(value, "__qualname__", type(value).__qualname__).replace("<locals>.", "")
+def value_name(value: Value | None) -> str:
+    """Return the name by which a run keeps how a record is valued; None is accuracy."""
+    if value is None:
+        return "accuracy"
+    own = getattr(value, "__qualname__", type(value).__qualname__).replace("<locals>.", "")
+    return f"{value.__module__}.{own}"
 
 
 def _checked_noise(noise: float) -> float:
