@@ -472,9 +472,7 @@ def search_stage(search: Search, executor: Executor) -> None:
     if search.tune.law.name != "fixed":
         console.log("search: the number of trials is secret: what follows is for your eyes only")
     with console.progress("search", "trials") as show:
-        search.run(
-            place, lambda done, total, rate: show(done, total, rate, "; ".join(search.stages()))
-        )
+        search.run(place, show)
 
 
 def check_evaluations(recipe: Recipe, context: str) -> None:

@@ -73,7 +73,7 @@ from dpdist.tuning.trial import (
 # --- the search -------------------------------------------------------------------------------
 
 
-Progress = Callable[[int, int, float], None]
+Progress = Callable[[int, int, float, str], None]  # done, total, trials a second, stages
 
 
 class NoModelError(UserError):
@@ -98,7 +98,9 @@ class Search:
         self._since = time.monotonic()
         self._noise_by_values: dict[str, float] = {}
 
-    def run(self, executor: Executor, progress: Progress = lambda done, total, rate: None) -> None:
+    def run(
+        self, executor: Executor, progress: Progress = lambda done, total, rate, stage: None
+    ) -> None:
         """Run what is left of the search; afterwards the run folder holds the winner.
 
         Raises NoModelError when there is none, UserError and ClusterError for what can be mended.
@@ -268,10 +270,11 @@ class Search:
     def _report_progress(self, progress: Progress) -> None:
         total = len(read_trials(self.folder))
         done = total - len(self._unfinished_trials())
-        stages = {"done": done, "trials": total, "stages": self.stages()}
+        now = self.stages()
+        stages = {"done": done, "trials": total, "stages": now}
         with contextlib.suppress(OSError):  # a full disk is told by what has to be written
             write_json(self.folder.progress, stages, durable=False)
-        progress(done, total, done / (time.monotonic() - self._since))
+        progress(done, total, done / (time.monotonic() - self._since), "; ".join(now))
 
     def stages(self) -> list[str]:
         """Return the stage of each trial that was begun and has not ended.

@@ -349,7 +349,9 @@ def test_a_log_tells_of_trials_only_where_they_are_public(law, begin, recipe, mo
     monkeypatch.setattr(search, "stages", lambda: ["trial 0 training, step 1 of 4"])
     lines: list[str] = []
     monkeypatch.setattr(console, "log", lines.append)
-    monkeypatch.setattr(search, "run", lambda place, show=None: show and show(0, 2, 1.0))
+    monkeypatch.setattr(
+        search, "run", lambda place, show=None: show and search._report_progress(show)
+    )
     with open_executor("local") as executor:
         pipeline.search_stage(search, executor)
     assert any("trial 0 training" in line for line in lines) == (law == "fixed"), lines
