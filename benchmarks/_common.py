@@ -83,13 +83,20 @@ def end_script(reason: str, failed: bool = False) -> None:
     sys.exit(2 if failed else 0)
 
 
-def make_images(root: Path, name: str, num_train: int, num_test: int = 10) -> None:
-    """Write a data set of random 28 x 28 pictures, for work that depends on no record.
+def make_images(
+    root: Path,
+    name: str,
+    num_train: int,
+    num_test: int = 10,
+    shape: tuple[int, ...] = (28, 28),
+) -> None:
+    """Write a data set of random pictures, for work that depends on no record.
 
     Args:
         root: folder of data sets, in which `name` becomes one.
         num_train: of the split train.
         num_test: records of the split test.
+        shape: height and width, and 3 for colours.
     """
     import numpy as np  # not above: what a test of light imports loads needs none of these
     import pyarrow as pa
@@ -100,7 +107,7 @@ def make_images(root: Path, name: str, num_train: int, num_test: int = 10) -> No
     rows = []
     for _ in range(num_train + num_test):
         buffer = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)).save(buffer, format="PNG")
+        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(buffer, format="PNG")
         rows.append({"bytes": buffer.getvalue(), "path": ""})
     (root / name).mkdir(parents=True)
     table = pa.table({"image": rows, "label": rng.integers(0, 10, num_train + num_test)})

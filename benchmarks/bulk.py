@@ -1,0 +1,305 @@
+"""Bulk certification of a foreign CIFAR-10 classifier of ResNet-20 size, by the command line.
+
+    python benchmarks/bulk.py --data-root data --out DIR [--only 'train-*'] [--quick]
+    python benchmarks/bulk.py --table
+
+A ResNet-20 is trained for each sigma by an ordinary loop on noisy pictures (Cohen et al., 2019),
+without privacy; `dpdist certify --model --weights --data` then certifies each 20th test picture by
+every mode. Processor seconds are those of the process and its children, since wall clock says
+little on a machine that does other work; `rate` is measured alone. Each part is a line of
+--results; what is there is not made again, and an interrupted part continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _common import make_images, parse_arguments, require_data, scratch_folder
+from _resnet20 import resnet20
+from torch import Tensor, nn
+
+from dpdist.certification import table_reader
+from dpdist.core.binomial import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.reports.compare import markdown_table
+
+HERE = Path(__file__).resolve()
+RESULTS = HERE.with_suffix(".jsonl")
+SIGMAS = (0.25, 0.5)
+RADII = (0.0, 0.25, 0.5, 0.75)
+MODES = {
+    "fixed": ("--mode", "fixed"),
+    "hoeffding": ("--bound", "hoeffding"),
+    "target": ("--mode", "target", "--radii", "0.25,0.5,0.75"),
+    "anytime": ("--mode", "anytime"),
+}
+
+
+def pictures(path: Path) -> tuple[Tensor, Tensor]:
+    """Pictures of a Parquet file, float32 (N, 3, 32, 32) in [0, 1], and their labels."""
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    table = pq.read_table(path)
+    coded = [Image.open(io.BytesIO(row["bytes"])) for row in table["image"].to_pylist()]
+    pixels = np.stack([np.asarray(each.convert("RGB")) for each in coded])
+    labels = torch.from_numpy(table["label"].to_numpy().copy()).long()
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255, labels
+
+
+def used() -> float:
+    """Processor seconds of this process and of its children that ended."""
+    own, others = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, -1))
+    return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(os.sched_getaffinity(0))} CPUs"
+
+
+def crop_and_flip(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift each picture by up to four pixels, and mirror half of them."""
+    padded = nn.functional.pad(x, (4, 4, 4, 4))
+    shifts = torch.randint(0, 9, (len(x), 2), generator=generator)
+    mirrored = torch.rand(len(x), generator=generator) < 0.5
+    rows = shifts[:, :1] + torch.arange(32)
+    columns = shifts[:, 1:] + torch.arange(32)
+    columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    each = torch.arange(len(x))[:, None, None]
+    return padded[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def train(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
+    """Train on noisy pictures; the last epoch's state is kept, and an interrupted one goes on."""
+    file, kept = options.out / f"resnet-{sigma:g}.pt", options.out / f"state-{sigma:g}.pt"
+    x, labels = pictures(options.data / "train.parquet")
+    torch.manual_seed(0)
+    model = resnet20().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(
+        model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
+    )
+    steps = -(-len(x) // options.batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.2, total_steps=steps * options.epochs, pct_start=0.2
+    )
+    done, spent = 0, 0.0
+    if kept.exists():
+        state = torch.load(kept, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+        done, spent = state["epochs"], state["seconds"]
+    for epoch in range(done, options.epochs):
+        began, total = used(), 0.0
+        generator = torch.Generator().manual_seed(epoch)
+        model.train()
+        for rows in torch.randperm(len(x), generator=generator).split(options.batch):
+            batch = crop_and_flip(x[rows], generator)
+            noisy = batch + sigma * torch.randn(batch.shape, generator=generator)
+            loss = nn.functional.cross_entropy(
+                model(noisy.contiguous(memory_format=torch.channels_last)), labels[rows]
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.item()
+        spent += used() - began
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                 "schedule": schedule.state_dict(), "epochs": epoch + 1,
+                 "seconds": spent}  # fmt: skip
+        torch.save(state, kept.with_suffix(".new"))
+        kept.with_suffix(".new").replace(kept)
+        print(f"sigma {sigma:g}, epoch {epoch + 1}: loss {total / steps:.3f}", flush=True)
+    torch.save(model.state_dict(), file)
+    return {"epochs": options.epochs, "processor_seconds": spent, **judge(options, model, sigma)}
+
+
+def judge(options: argparse.Namespace, model: nn.Module, sigma: float) -> dict[str, float]:
+    """Accuracy on clean test pictures, and on one noisy copy of each."""
+    x, labels = pictures(options.data / "test.parquet")
+    generator = torch.Generator().manual_seed(0)
+    model.eval()
+    right = np.zeros(2)
+    with torch.inference_mode():
+        for rows in torch.arange(len(x)).split(500):
+            noisy = x[rows] + sigma * torch.randn(x[rows].shape, generator=generator)
+            for k, inputs in enumerate((x[rows], noisy)):
+                right[k] += (model(inputs).argmax(1) == labels[rows]).sum().item()
+    return {"accuracy": right[0] / len(x), "noisy_accuracy": right[1] / len(x)}
+
+
+def command(options: argparse.Namespace, sigma: float, mode: str) -> list[str]:
+    """The words after `dpdist`."""
+    return [
+        "certify", "--model", "_resnet20:resnet20", "--weights", f"resnet-{sigma:g}.pt",
+        "--data", str(options.data), "--sigma", f"{sigma:g}", "--n", str(options.n),
+        "--every", str(options.every), *MODES[mode], "--output", f"{mode}-{sigma:g}",
+    ]  # fmt: skip
+
+
+def certify(options: argparse.Namespace, sigma: float, mode: str) -> dict[str, Any]:
+    """Certify by the command, and read its table. Seconds count all tries of an interrupted one."""
+    words, seconds = command(options, sigma, mode), options.out / f"{mode}-{sigma:g}.seconds"
+    before = json.loads(seconds.read_text()) if seconds.exists() else 0.0
+    began, clock = used(), time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(
+        [sys.executable, "-m", "dpdist", *words], cwd=options.out, env=environment
+    )
+    try:
+        code = running.wait()
+    except KeyboardInterrupt:
+        running.send_signal(signal.SIGINT)
+        running.wait()
+        raise
+    finally:
+        seconds.write_text(json.dumps(before + used() - began))
+    if code:
+        raise SystemExit(f"dpdist {' '.join(words)}: ended with {code}")
+    spent = json.loads(seconds.read_text())
+    table = table_reader.read(options.out / f"{mode}-{sigma:g}" / "certificates.parquet")
+    rows = table.table.to_pylist()
+    right = [row["prediction"] == row["label"] for row in rows]
+    radius = np.array([row["radius"] for row in rows]) * np.array(right)
+    certified = {f"{r:g}": int(np.sum(np.array(right) & (radius >= r))) for r in RADII}
+    return {
+        "command": "dpdist " + " ".join(words), "inputs": len(rows), "certified": certified,
+        "draws": int(sum(row["n"] for row in rows)), "processor_seconds": spent,
+        "wall_seconds": time.monotonic() - clock if not before else None,
+    }  # fmt: skip
+
+
+def rate(options: argparse.Namespace, sigma: float) -> dict[str, Any]:
+    """Wall clock of the command and of Cohen's loop for the same draws, in turn, nothing beside."""
+    x, _ = pictures(options.data / "test.parquet")
+    model = resnet20()
+    model.load_state_dict(torch.load(options.out / f"resnet-{sigma:g}.pt", weights_only=True))
+    model.eval()
+    few, rounds = max(1, len(x) // options.rate_inputs), []
+    for number in range(options.rounds):
+        words = command(options, sigma, "fixed")
+        words[words.index("--every") + 1] = str(few)
+        words[-1] = f"rate-{number}"
+        began = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "dpdist", *words, "--name", f"rate-{number}"], cwd=options.out,
+            env={**os.environ, "PYTHONPATH": str(HERE.parent)}, check=True, capture_output=True,
+        )  # fmt: skip
+        ours = time.monotonic() - began
+        began, draws = time.monotonic(), 0
+        with torch.inference_mode():
+            for image in x[::few]:
+                counts = torch.zeros(10, dtype=torch.long)
+                for size in [100] + [1000] * (options.n // 1000):
+                    noisy = image.repeat(size, 1, 1, 1)
+                    noisy = noisy + torch.randn_like(noisy) * sigma
+                    counts += torch.bincount(model(noisy).argmax(1), minlength=10)
+                    draws += size
+        rounds.append([draws / ours, draws / (time.monotonic() - began)])
+        print(f"round {number}: command {rounds[-1][0]:.0f}, loop {rounds[-1][1]:.0f} draws/s")
+    return {"draws_per_second": rounds, "inputs": options.rate_inputs}
+
+
+def parts(options: argparse.Namespace) -> dict[str, Any]:
+    """Every part by name, in order."""
+    found: dict[str, Any] = {}
+    for sigma in SIGMAS:
+        found[f"train-{sigma:g}"] = (train, sigma)
+        for mode in MODES:
+            found[f"{mode}-{sigma:g}"] = (certify, sigma, mode)
+    found[f"rate-{SIGMAS[0]:g}"] = (rate, SIGMAS[0])
+    return {
+        name: part
+        for name, part in found.items()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)
+    }
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    lines = results.read_text().splitlines() if results.exists() else []
+    return {line["part"]: line for line in map(json.loads, lines)}
+
+
+def show(found: dict[str, dict[str, Any]]) -> None:
+    """Print the tables, with Clopper and Pearson's 95 % interval of each share."""
+    rows = []
+    for name, line in found.items():
+        if "certified" not in line:
+            continue
+        shares = []
+        for count in line["certified"].values():
+            low = float(clopper_pearson_lower(count, line["inputs"], 0.025))
+            high = float(clopper_pearson_upper(count, line["inputs"], 0.025))
+            share = 100 * count / line["inputs"]
+            shares.append(f"{share:.1f} ({100 * low:.1f} to {100 * high:.1f})")
+        mode, _, sigma = name.rpartition("-")
+        hours = f"{line['processor_seconds'] / 3600:.2f}"
+        rows.append([sigma, mode, f"{line['draws'] / line['inputs']:,.0f}", hours, *shares])
+    heads = ["sigma", "mode", "draws an image", "processor hours", *(f"at {r:g}, %" for r in RADII)]
+    print(markdown_table([heads, *rows]))
+    for name, line in found.items():
+        if name.startswith("train"):
+            print(f"{name}: {line['epochs']} epochs, {line['processor_seconds'] / 60:.0f} minutes "
+                  f"of processor time, accuracy {100 * line['accuracy']:.1f} %, under noise "
+                  f"{100 * line['noisy_accuracy']:.1f} %")  # fmt: skip
+        if name.startswith("rate"):
+            ours, loop = np.median(np.array(line["draws_per_second"]), axis=0)
+            print(f"{name}: {ours:,.0f} draws/s by the command, {loop:,.0f} by the plain loop; "
+                  f"10,000 images at n = 100,000: {1e4 * 1.001e5 / ours / 3600:,.0f} hours "
+                  "(extrapolated)")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("bulk"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", default=["*"], help="parts: 'fixed-*'")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--n", type=int, default=10_000)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--rate-inputs", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--table", action="store_true", help="print what --results holds")
+    tiny = {"epochs": 1, "n": 1000, "every": 5, "rate_inputs": 2, "rounds": 1, "batch": 10,
+            "only": ["train-0.25", "target-0.25", "rate-0.25"]}  # fmt: skip
+    options = parse_arguments(parser, tiny, ("out", "results"))
+    if options.table:
+        return show(read(options.results))
+    if options.quick:
+        make_images(scratch_folder() / "data", "cifar10", 20, shape=(32, 32, 3))
+        options.data = scratch_folder() / "data" / "cifar10"
+    else:
+        options.data = require_data(options.data_root, "cifar10").resolve() / "cifar10"
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.out = options.out.resolve()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name, (work, *arguments) in parts(options).items():
+        if name in read(options.results):
+            continue
+        line = {"part": name, **work(options, *arguments), "processor": processor()}
+        with options.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{name}: done", flush=True)
+    show(read(options.results))
+    return None
+
+
+if __name__ == "__main__":
+    main()
