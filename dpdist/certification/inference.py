@@ -419,8 +419,9 @@ def _compiled(model: nn.Module, example: Tensor) -> Form:
 
 
 def _bf16(model: nn.Module, example: Tensor) -> Form:
-    module = _eval_copy(model).to(example.device, torch.bfloat16)
-    return lambda batch: module(batch.bfloat16()).float()
+    layout = torch.channels_last if example.dim() == 4 else torch.contiguous_format
+    module = _eval_copy(model).to(example.device, torch.bfloat16, memory_format=layout)  # type: ignore[call-overload]
+    return lambda batch: module(batch.bfloat16().contiguous(memory_format=layout)).float()
 
 
 IMAGE_ONLY_FORMS = ("channels-last",)

@@ -161,6 +161,13 @@ _Bound = Annotated[
         "bernstein, counts, betting."
     ),
 ]
+_Form = Annotated[
+    str | None,
+    option(
+        "Inference form: frozen, compiled, channels-last, eager or bf16 (another function: the "
+        "network in bfloat16); by default a probe chooses among those of the model's precision."
+    ),
+]
 _OneSided = Annotated[
     bool | None, flag("--one-sided", "Of betting: bound the class that n0 draws chose only.")
 ]
@@ -205,6 +212,7 @@ def certify_command(
     bound: _Bound = None,
     one_sided: _OneSided = None,
     norm: _Norm = None,
+    form: _Form = None,
     start: Start = None,
     every: Every = None,
     max_inputs: MaxInputs = None,
@@ -252,7 +260,7 @@ def certify_command(
         "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
         "bound": bound, "one_sided": one_sided, "norm": norm, "radii": parse_numbers(radii,
             "--radii"),
-        "start": start, "every": every, "max_inputs": max_inputs,
+        "form": form, "start": start, "every": every, "max_inputs": max_inputs,
     }  # fmt: skip
     foreign = {
         "weights": weights, "option": options, "input": input, "classes": classes,
