@@ -460,6 +460,8 @@ def search_stage(search: Search, executor: Executor) -> None:
     console.log(
         f"search: {search.tune.law.full_description}, {place}; when done: {search.cost.guarantee}"
     )
+    if search.tune.score.caution:
+        console.log(f"search: {search.tune.score.caution}")
     live = sys.stderr.isatty()
     if search.tune.law.name != "fixed" and not live:  # a log may be kept, and read by others
         console.log(

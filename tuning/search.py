@@ -254,7 +254,9 @@ class Search:
         return [
             ("guarantee", str(self.cost.guarantee)),
             ("search", self.tune.law.full_description),
+            ("scored by", self.tune.score.describe()),
             ("scored on", scored),
+            *([("caution", caution)] if (caution := self.tune.score.caution) else []),
             ("trials", trials),
         ]
 

@@ -301,6 +301,19 @@ class ScoreRecipe(Section):
             return f"held-out private {counted}, with noise"
         return f"public records ({self.public.name}/{self.public.split})"
 
+    @property
+    def caution(self) -> str | None:
+        """Return what a reader must know of the objective, if anything.
+
+        Source: arXiv 2410.06895, where the average is raised by easy inputs alone.
+        """
+        if "average-radius" not in self.objectives:
+            return None
+        return (
+            "the average radius can be raised by easy inputs alone, while fewer are certified: "
+            "certified-accuracy at a radius cannot (arXiv 2410.06895)"
+        )
+
     def describe(self) -> str:
         """Return the objective of the search in words."""
         if self.function is not None:

@@ -442,6 +442,15 @@ def test_what_cannot_be_searched_leaves_nothing_behind(
     assert "budget" in sections.get("privacy", {}) or not (tmp_path / "small").exists()
 
 
+@pytest.mark.parametrize("objective", ["average-radius", "certified-accuracy"])
+def test_a_search_by_average_radius_says_what_that_can_hide(recipe, begin, objective):
+    cut = {"average-radius": {"radius_cap": 0.5}, "certified-accuracy": {"radius": 0.3}}[objective]
+    score = {"objectives": {"accuracy": 1, objective: 1}, **cut}
+    told = dict(begin(recipe(tune={"score": score})).describe())
+    assert objective.replace("-", " ").split()[-1] in told["scored by"]
+    assert ("easy inputs alone" in told.get("caution", "")) == (objective == "average-radius")
+
+
 def test_adding_a_record_to_the_data_is_what_the_plan_is_about(recipe, begin):
     """The plan's sampling rate and counts are those of the split; the scoring side is paid too."""
     search = begin(recipe())
