@@ -52,9 +52,9 @@ def sum_slack(dtype: torch.dtype) -> float:
     each is off by at most (n T + 2) 2^-53 times sum_b f_b sum_t |l_bt| |r_bt|, whatever the order.
     The norms' floor under cancellation (`per_example._CANCELLATION_FLOOR`, 2^-42 T^2 of the square)
     keeps f_b sum_t |l_bt| |r_bt| below 2^21 / T times the sensitivity, so that both sums together
-    are off by at most 2 n (n T + 2) 2^-53 2^21 / T <= 2^-31 n (n + 2) <= 4.9e-4 for every T and width.
-    Another row of a pass may round a norm otherwise, which moves a factor by its last bit: n 2^-23
-    <= 1.3e-4 together. All of it is below 2^-9.
+    are off by at most 2 n (n T + 2) 2^-53 2^21 / T <= 2^-31 n (n + 2) <= 4.9e-4 for every T and
+    width. Another row of a pass may round a norm otherwise, which moves a factor by its last bit: n
+    2^-23 <= 1.3e-4 together. All of it is below 2^-9.
     """
     return 2.0**-38 if dtype == torch.float64 else 2.0**-9
 
