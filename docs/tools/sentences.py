@@ -28,6 +28,7 @@ LIMITS = {
     "docs/evidence/objective.md": 6,
     "docs/evidence/papers.md": 3,
     "docs/evidence/pate.md": 5,
+    "docs/evidence/privacy.md": 2,
     "docs/evidence/residual.md": 7,
     "docs/evidence/testing.md": 1,
     "docs/explanation/adversarial.md": 10,
