@@ -34,7 +34,6 @@ LIMITS = {
     "docs/explanation/adversarial.md": 10,
     "docs/explanation/denoisers.md": 11,
     "docs/explanation/poisoning.md": 7,
-    "docs/explanation/privacy.md": 10,
     "docs/how-to/audits.md": 1,
     "docs/how-to/canaries.md": 1,
     "docs/how-to/certification.md": 21,
