@@ -4,7 +4,7 @@
 
 Ordinary is the forward pass and autograd's gradient of the mean loss, of the same parameters and
 documents, of which there are as many as a Poisson sample has. A run fills its passes up to a fixed
-shape (docs/explanation/gradients.md, Rounding): that is measured too. Processor time of one thread,
+shape (docs/explanation/gradients.md, Clipping): that is measured too. Processor time of one thread,
 medians of interleaved rounds. Needs the extra dpdist[hf]. --quick: a smoke test.
 """
 

@@ -239,6 +239,23 @@ def test_every_public_name_is_told():
         assert text.count(f":: dpdist.{name}\n") == 1, name
 
 
+def test_every_error_on_the_page_of_sharp_edges_is_in_the_code():
+    """The last column quotes errors: a part of a message that some file of the code holds."""
+    text = (ROOT / "docs" / "explanation" / "sharp-edges.md").read_text()
+    tables = re.findall(r"(?:^\|.*\n)*^\| pitfall \| sev.*\n(?:^\|.*\n)*", text, flags=re.M)
+    cells = [row.strip("|").split("|")[-1] for table in tables for row in table.splitlines()[2:]]
+    quoted = [said for cell in cells for _, said in re.findall(r"(`+)(.+?)\1(?!`)", cell)]
+    messages = " ".join(
+        " ".join(str(node.value).split())
+        for folder in ("dpdist", "cluster", "tuning")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+    )
+    assert len(tables) == 3 and len(quoted) >= 20
+    assert [said for said in quoted if said not in messages] == []
+
+
 def test_no_file_has_more_long_sentences_than_its_limit():
     from tools import sentences
 

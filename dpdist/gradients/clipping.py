@@ -50,11 +50,11 @@ def sum_slack(dtype: torch.dtype) -> float:
     (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1): both sums together by
     2 (r + 2) u n <= 1.23e-3 for r n <= 2^13 and u = 2^-24. Sums over T positions run in float64:
     each is off by at most (n T + 2) 2^-53 times sum_b f_b sum_t |l_bt| |r_bt|, whatever the order.
-    The norms' floor under cancellation (`forms._CANCELLATION_FLOOR`, 2^-42 T^2 of the square) keeps
-    f_b sum_t |l_bt| |r_bt| below 2^21 / T times the sensitivity, so that both sums together are off
-    by at most 2 n (n T + 2) 2^-53 2^21 / T <= 2^-31 n (n + 2) <= 4.9e-4 for every T and width.
-    Another row of a pass may round a norm otherwise, which moves a factor by its last bit: n 2^-23
-    <= 1.3e-4 together. All of it is below 2^-9.
+    The norms' floor under cancellation (`per_example._CANCELLATION_FLOOR`, 2^-42 T^2 of the square)
+    keeps f_b sum_t |l_bt| |r_bt| below 2^21 / T times the sensitivity, so that both sums together
+    are off by at most 2 n (n T + 2) 2^-53 2^21 / T <= 2^-31 n (n + 2) <= 4.9e-4 for every T and
+    width. Another row of a pass may round a norm otherwise, which moves a factor by its last bit: n
+    2^-23 <= 1.3e-4 together. All of it is below 2^-9.
     """
     return 2.0**-38 if dtype == torch.float64 else 2.0**-9
 

@@ -294,7 +294,7 @@ class GradientEngine:
 
         Args:
             find_classes: tells which rows of a pass of so many round alike
-                (`kernel_rows.cached_row_classes`),
+                (`row_independence.find_row_classes`),
                 of what will be executed.
             max_rows: rows of a pass at most; None: a whole block, or the whole batch.
         """
@@ -343,7 +343,7 @@ class GradientEngine:
         inputs: Inputs,
         targets: Tensor,
     ) -> np.ndarray | None:
-        """Return `kernel_rows.cached_row_classes` of invented examples, found once for each kind
+        """Return `row_independence.find_row_classes` of invented examples, found once for each kind
         of pass.
 
         Args:

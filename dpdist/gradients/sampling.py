@@ -143,7 +143,7 @@ class Blocks:
         never from the records that are there.
 
         Args:
-            classes: (rows,) from `kernel_rows.cached_row_classes`.
+            classes: (rows,) from `row_independence.find_row_classes`.
 
         Returns:
             A copy of classes with -1 for each row that stays empty: int64 (rows,).
