@@ -37,8 +37,6 @@ LIMITS = {
     "docs/explanation/statements.md": 1,
     "docs/how-to/audits.md": 1,
     "docs/how-to/canaries.md": 1,
-    "docs/how-to/certification.md": 21,
-    "docs/how-to/certify-any-model.md": 1,
     "docs/how-to/cluster.md": 10,
     "docs/how-to/membership.md": 5,
     "docs/how-to/own-data.md": 1,
