@@ -27,7 +27,6 @@ LIMITS = {
     "docs/evidence/pate.md": 5,
     "docs/evidence/residual.md": 7,
     "docs/evidence/testing.md": 1,
-    "docs/explanation/denoisers.md": 11,
     "docs/explanation/gradients.md": 28,
     "docs/explanation/hidden-noise.md": 12,
     "docs/explanation/objective.md": 9,
