@@ -18,7 +18,7 @@ independent; that the pieces execute the plan is the tested statement.
 
 Any training step, one's own or another library's, is audited through three functions:
 
-    step = Step(release, score, curve)
+    step = AuditedStep(release, score, curve)
     found = audit_step(step, releases=1000, alpha=0.05)
 
 `release(included, key)` does one step on one of two neighbouring data sets, with the canary or

@@ -166,7 +166,7 @@ def test_the_picture_s_results_are_computed_again_and_its_table_says_them():
         for row, again in zip(mine, script.rows(draws), strict=True):
             assert {**row, "radius": 0} == {**again, "radius": 0}
             assert row["radius"] == pytest.approx(again["radius"], abs=1e-9)
-    page = (root / "docs/how-to/certification.md").read_text()
+    page = (root / "docs/evidence/certification.md").read_text()
     shown = 0
     for line in page.splitlines():
         if found := re.fullmatch(r"\| ([\d,]+) of ([\d,]+) \| (.+) \| (.+) \| (.+) \|", line):
