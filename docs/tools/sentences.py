@@ -44,7 +44,6 @@ LIMITS = {
     "docs/how-to/own-data.md": 1,
     "docs/how-to/releases.md": 3,
     "docs/how-to/report.md": 1,
-    "docs/how-to/tuning.md": 7,
 }
 _ABBREVIATION = re.compile(r"\b(al|e\.g|i\.e|cf|vs|Eq|Fig|Sec|Thm|approx|St|Dr|pp|no)\.$")
 
