@@ -39,10 +39,8 @@ LIMITS = {
     "docs/how-to/canaries.md": 1,
     "docs/how-to/certification.md": 21,
     "docs/how-to/certify-any-model.md": 1,
-    "docs/how-to/cluster.md": 10,
     "docs/how-to/membership.md": 5,
     "docs/how-to/own-data.md": 1,
-    "docs/how-to/releases.md": 3,
     "docs/how-to/report.md": 1,
 }
 _ABBREVIATION = re.compile(r"\b(al|e\.g|i\.e|cf|vs|Eq|Fig|Sec|Thm|approx|St|Dr|pp|no)\.$")
