@@ -40,7 +40,6 @@ LIMITS = {
     "docs/how-to/certification.md": 21,
     "docs/how-to/certify-any-model.md": 1,
     "docs/how-to/membership.md": 5,
-    "docs/how-to/report.md": 1,
 }
 _ABBREVIATION = re.compile(r"\b(al|e\.g|i\.e|cf|vs|Eq|Fig|Sec|Thm|approx|St|Dr|pp|no)\.$")
 
