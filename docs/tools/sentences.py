@@ -26,7 +26,6 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST = 40
 LIMITS = {
-    "CHANGELOG.md": 12,
     "docs/evidence/flagship.md": 33,
     "docs/evidence/papers.md": 3,
     "docs/evidence/pate.md": 5,
