@@ -267,6 +267,30 @@ def test_no_file_has_more_long_sentences_than_its_limit():
     assert set(sentences.LIMITS) <= set(found)
 
 
+def test_the_pages_that_people_read_have_no_more_words_than_they_may():
+    from tools import sentences
+
+    assert sentences.too_many(sentences.words_in_all(), sentences.MOST_IN_ALL) == []
+    assert sentences.count_words((ROOT / "docs" / "how-to" / "tuning.md").read_text()) > 500
+
+
+def test_words_are_counted_outside_code_and_rules_of_tables(tmp_path):
+    from tools.sentences import count_words, too_many, words_in_all
+
+    assert count_words("# Two words\n\n| a | b c |\n|---|---|\n* one\n") == 6
+    assert (
+        count_words("a\n```python file=x\nno b\n```\nc\n\n1. d\n\n   ```\n   no\n   ```\ne\n") == 5
+    )
+    assert count_words("a\n````\n```\nno\n```\nno\n````\nb\n") == 2
+    for name in ("docs/how-to/a.md", "docs/evidence/b.md", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("three of them\n")
+    assert words_in_all(tmp_path) == 6
+    assert too_many(5, 5) == []
+    (line,) = too_many(6, 5)
+    assert "must have at most 5 words together, got 6" in line
+
+
 def test_long_sentences_are_found_outside_tables_code_and_quotations():
     from tools.sentences import complaints, long_sentences
 

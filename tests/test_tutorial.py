@@ -52,7 +52,6 @@ def test_the_page_goes_from_the_install_to_an_answer():
         ["dpdist", "report"],
         ["dpdist", "release"],
         ["dpdist", "verify"],
-        ["dpdist", "certify"],
         ["python", "ask.py"],
     ]
 

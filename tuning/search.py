@@ -1,6 +1,6 @@
 """A private search from its recipe to the released winner, on Ray Tune; continued after a crash.
 
-The rules that make its guarantee true (docs/how-to/tuning.md): everything is drawn before the
+The rules that make its guarantee true (docs/explanation/tuning.md): everything is drawn before the
 first trial; with a secret K all trials run to their end, whatever the others score (with law fixed
 ASHA may stop some, all of which are paid for); a failed trial counts as minus infinity; a
 repetition replays with the same keys; only the best trial leaves private/; a search that is broken

@@ -21,7 +21,7 @@ from dpdist.core.errors import UserError
 
 __all__ = ["made"]
 pytestmark = pytest.mark.slow
-DOCS = Path(__file__).parents[2] / "docs/how-to/releases.md"
+DOCS = Path(__file__).parents[2] / "docs/evidence/releases.md"
 
 
 def others(value: Any) -> Iterator[Any]:
