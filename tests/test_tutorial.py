@@ -1,9 +1,10 @@
-"""The commands and files of docs/tutorials/first-private-model.md work as they are printed."""
+"""The commands and files of the tutorials without notebooks work as they are printed."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,23 @@ def test_every_command_does_what_is_printed(tmp_path):
             assert [without_luck(line) for line in lines(done.stdout)][: len(expected)] == expected
     assert folder == tmp_path / "first-model"
     assert (folder / "runs/first/report/index.html").exists()
+
+
+def test_the_recipe_of_the_page_on_clusters_is_one_with_every_printed_change(tmp_path):
+    """Its commands were run by hand on two nodes; what they submit is read here."""
+    from dpdist.runs.recipe import load_recipe, parse_changes
+
+    page = (PAGE.parent / "cluster-in-half-an-hour.md").read_text()
+    ((text,),) = [re.findall(r"^```yaml\n(.*?)^```$", page, re.S | re.M)]
+    (tmp_path / "two.yaml").write_text(text)
+    found = {}
+    for line in re.findall(r"^dpdist cluster submit (two\.yaml.*)$", page, re.M):
+        words = shlex.split(line, comments=True)[1:]
+        given = list(zip(words[::2], words[1::2], strict=True))
+        changes = parse_changes([value for option, value in given if option == "--set"])
+        recipe = load_recipe(tmp_path / "two.yaml", changes)
+        workers = recipe.resources.workers
+        found[dict(given).get("--name", recipe.name)] = (workers, recipe.training.reproducible)
+    assert found["two"] == (2, False)
+    assert [name for name, (_, same) in found.items() if same] == ["kept"]
+    assert all(found[name][0].min == 1 for name in ("shrunk", "kept"))  # type: ignore[union-attr]
