@@ -301,19 +301,22 @@ def test_a_page_that_is_not_there_or_computed_is_seen(pages):
     assert "docs/how-to/cluster.md#faults" in anchors and "docs/d.md#e" not in anchors
 
 
-def test_the_page_that_helps_reaches_terminal_and_exception(tmp_path):
-    """Of a rule of a section, in a recipe file and in Python; a copy of the exception has it once."""
+@pytest.fixture
+def command(request):
+    """`dpdist ARGUMENTS` in this process; the fixture's own name is the package's here."""
+    return request.getfixturevalue("dpdist")
+
+
+def test_the_page_that_helps_reaches_terminal_and_exception(command, tmp_path):
+    """Of a rule of a section, in a recipe and in Python; a copy of the exception has it once."""
     place = "(docs/explanation/privacy.md#cost-of-a-training-run)"
     text = (ROOT / "dpdist" / "recipes" / "digits.yaml").read_text()
     assert re.search(r"^  delta: ", text, flags=re.M)
     recipe = tmp_path / "tried.yaml"
     recipe.write_text(re.sub(r"^  delta: .*", "  delta: 0.5", text, flags=re.M))
-    done = subprocess.run(
-        [sys.executable, "-m", "dpdist", "run", str(recipe), "--dry-run"],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and "privacy.delta: must be < 1/N" in line
+    done = command("run", recipe, "--dry-run")
+    (line,) = done.err.splitlines()
+    assert done.code == 2 and "privacy.delta: must be < 1/N" in line
     assert line.endswith(f", got 0.5 {place}")
     with pytest.raises(dpdist.UserError) as caught:
         dpdist.Privacy(epsilon=3, noise_multiplier=1.0, delta=1e-5)
@@ -324,9 +327,8 @@ def test_the_page_that_helps_reaches_terminal_and_exception(tmp_path):
 
 def test_a_message_has_one_page():
     from dpdist.core.errors import ClusterError, UserError
-    from dpdist.privacy.ledger import JournalTruncated
 
-    inner = JournalTruncated("cut", see="explanation/privacy.md#what-a-run-really-released")
+    inner = UserError("cut", see="explanation/privacy.md#what-a-run-really-released")
     assert str(inner) == "cut (docs/explanation/privacy.md#what-a-run-really-released)"
     assert str(UserError(f"budget: {inner}", see="how-to/cluster.md#faults")) == f"budget: {inner}"
     assert str(ClusterError("lost", see="how-to/cluster.md#faults")) == (

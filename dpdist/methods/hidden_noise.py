@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
 from pydantic import Field, model_validator
 
 from dpdist.config.sections import BaseRecipe
-from dpdist.core.errors import with_page
 from dpdist.core.fields import (
     Count,
     FilePath,
@@ -157,11 +156,8 @@ class HiddenNoiseMethod(Method):
         unpaid = self.redistribution is not None and self.redistribution.source == "private"
         if unpaid and not self.paper_faithful:
             raise ValueError(
-                with_page(
-                    "redistribution.source private reads private records for nothing, which voids "
-                    "the guarantee: use public or paid, or set paper_faithful: true to see that",
-                    see="explanation/hidden-noise.md#what-the-redistribution-r-costs",
-                )
+                "redistribution.source private reads private records for nothing, which voids the "
+                "guarantee: use public or paid, or set paper_faithful: true to see that"
             )
         return self
 

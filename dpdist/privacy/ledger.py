@@ -37,7 +37,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
-from dpdist.core.errors import DocumentedError
 from dpdist.core.files import check_regular_or_missing, fsync_path, make_folder
 from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee
 from dpdist.privacy.phases import Phase
@@ -55,7 +54,7 @@ _LOCK_SECONDS = 15.0
 _TORN_READ_SECONDS = 0.05
 
 
-class JournalError(DocumentedError, RuntimeError):
+class JournalError(RuntimeError):
     """The file is corrupt, of another kind, or in use by another process."""
 
 
@@ -168,15 +167,13 @@ def _check_anchor(
         if len(records) > 1:
             raise JournalTruncated(
                 f"{anchor_path(path)} is missing: without it nobody can tell whether {path.name} "
-                "still holds all that was recorded",
-                see="explanation/privacy.md#what-a-run-really-released",
+                "still holds all that was recorded"
             )
     elif not _contains_anchor(checks, anchor):
         raise JournalTruncated(
             f"{path} lacks records that were written to it ({anchor_path(path).name} knows of "
             f"{anchor.records} lines, {len(checks)} are there): it was cut, replaced, or is an "
-            "old copy",
-            see="explanation/privacy.md#what-a-run-really-released",
+            "old copy"
         )
 
 

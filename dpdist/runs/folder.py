@@ -631,7 +631,9 @@ def read_verified_ledger(folder: RunFolder) -> VerifiedLedger:
             see="explanation/privacy.md#what-a-run-really-released",
         ) from None
     except JournalError as error:
-        raise UserError(str(error)) from error
+        raise UserError(
+            str(error), see="explanation/privacy.md#what-a-run-really-released"
+        ) from error
     return VerifiedLedger(plan, ledger)
 
 
@@ -664,8 +666,7 @@ def _check_ledger(
         complete = ledger.release_counts.keys() >= set(range(made.steps))
         if not complete or not ledger.contains_anchor(made.anchor):
             raise LedgerError(
-                f"{ledger.path} lacks releases that {made.description} was made of: {_LEDGER_LOST}",
-                see="explanation/privacy.md#what-a-run-really-released",
+                f"{ledger.path} lacks releases that {made.description} was made of: {_LEDGER_LOST}"
             )
     if folder.training_summary.exists():
         steps = TrainingSummary.read(folder.training_summary).steps
