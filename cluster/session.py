@@ -285,7 +285,8 @@ def require_workers(workers: int, cpus_each: float) -> None:
         total += f"data, this machine has {mebibytes:,.0f}"
     raise UserError(
         f"resources.workers: must be at most {max(1, most)}, got {workers}: {total}. Take fewer "
-        "(--workers), or set RAY_ADDRESS to a cluster with room"
+        "(--workers), or set RAY_ADDRESS to a cluster with room",
+        see="how-to/cluster.md#where-work-runs",
     )
 
 
@@ -439,7 +440,8 @@ def _check_reachable(address: str) -> None:
         raise ClusterError(
             f"no Ray cluster at RAY_ADDRESS={address}: {error}; start one with `ray up`, or unset "
             "RAY_ADDRESS "
-            "to use this machine"
+            "to use this machine",
+            see="how-to/cluster.md#where-work-runs",
         ) from error
 
 

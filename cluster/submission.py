@@ -188,7 +188,8 @@ def pack(spec: PackageSpec, target: Path, limit: int = MAX_PACKAGE_BYTES) -> Pac
         raise ClusterError(
             f"{source}: {total / 2**20:.0f} MiB would be sent to the cluster, the limit is "
             f"{limit / 2**20:.0f}; largest: {named}. Data belong on the shared storage; submit "
-            "from a directory that holds code and recipes only"
+            "from a directory that holds code and recipes only",
+            see="how-to/cluster.md#submit-follow-fetch",
         )
     target.mkdir(parents=True)
     for path in files:
@@ -247,12 +248,14 @@ class JobClient:
         except AuthenticationError as error:
             raise ClusterError(
                 f"{self.address}: the cluster refuses this machine's token: use the token the "
-                "cluster was started with (~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH)"
+                "cluster was started with (~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH)",
+                see="how-to/cluster.md#what-every-cluster-needs",
             ) from error
         except (ConnectionError, RequestException) as error:
             raise _ServerUnreachableError(
                 f"no cluster answers at {self.address}; open the tunnel first, with `ray dashboard "
-                "cluster.yaml` or `ssh -N -L 8265:127.0.0.1:8265 HEAD`"
+                "cluster.yaml` or `ssh -N -L 8265:127.0.0.1:8265 HEAD`",
+                see="how-to/cluster.md#submit-follow-fetch",
             ) from error
         except RuntimeError as error:
             raise ClusterError(f"{self.address}: {_last_line(error)}") from error

@@ -77,7 +77,8 @@ def check_same_versions(driver: dict[str, str], packages: Sequence[str], context
             raise ClusterError(
                 f"{context}: {name} is {here.get(name, 'missing')}, on the driver it is "
                 f"{expected}; install the same version on every host, and keep no file or folder "
-                "named dpdist in the directory the command is started from"
+                "named dpdist in the directory the command is started from",
+                see="how-to/cluster.md#what-every-cluster-needs",
             )
 
 
@@ -124,5 +125,6 @@ def _check_node(
     if seen != content:
         raise ClusterError(
             f"{context} does not see the run folder {token.parent}: put runs on storage that all "
-            "hosts share (--runs)"
+            "hosts share (--runs)",
+            see="how-to/cluster.md#what-every-cluster-needs",
         )

@@ -125,7 +125,8 @@ def _check_model(model: nn.Module) -> None:
             if inside := _WRAPPED.get(kind.__name__):
                 raise UserError(
                     f"model: must be the module itself, got {type(module).__name__} at "
-                    f"{name or 'the top'}: pass what it wraps (model.{inside})"
+                    f"{name or 'the top'}: pass what it wraps (model.{inside})",
+                    see="how-to/own-loop.md#what-is-refused",
                 )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
@@ -232,7 +233,8 @@ def _check_schedulers(optimizer: Optimizer, state: Sequence[Any]) -> None:
         if getattr(each, "optimizer", None) is optimizer:
             raise UserError(
                 f"state: must hold the {type(each).__name__} of this optimizer, or a run that was "
-                "killed would go on with another learning rate: give state=[scheduler]"
+                "killed would go on with another learning rate: give state=[scheduler]",
+                see="how-to/own-loop.md#what-your-loop-may-look-at",
             )
 
 
@@ -245,7 +247,8 @@ def _check_draws(losses: Callable[[], Any], device: torch.device) -> None:
     if drew:
         raise UserError(
             "model: draws random numbers in its forward pass (dropout?), which cannot be keyed by "
-            "record: set its probability to 0, take the layer out, or call model.eval() first"
+            "record: set its probability to 0, take the layer out, or call model.eval() first",
+            see="how-to/own-loop.md#what-is-refused",
         )
 
 
@@ -293,7 +296,8 @@ def _by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Record
     if units == list(range(len(units))):
         raise UserError(
             f"{argument}: must say whom each record belongs to with privacy unit: group, has each "
-            "as its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id"
+            "as its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id",
+            see="explanation/privacy.md#a-person-as-the-unit",
         )
     if len({isinstance(unit, str) for unit in units}) > 1:
         raise UserError(
@@ -1267,7 +1271,8 @@ class PrivateTraining:
         if self._scored is not None or (self._started and begun is None):
             raise UserError(
                 "score: must be declared once, before the first step of a new run: the plan pays "
-                f"for it from the beginning; begin another one than {self.run.path}"
+                f"for it from the beginning; begin another one than {self.run.path}",
+                see="how-to/own-loop.md#looking-at-private-records-at-a-price",
             )
         if value is None and self._kind() != "class":
             raise UserError(
@@ -1346,7 +1351,8 @@ class PrivateTraining:
             raise UserError(
                 f"model: must train the same parameters in all steps, changed since the last one: "
                 f"{', '.join(other[:3])}; freeze them before PrivateTraining is made, or begin a "
-                "new run for each stage"
+                "new run for each stage",
+                see="how-to/own-loop.md#what-your-loop-may-look-at",
             )
         self._check_form()
 

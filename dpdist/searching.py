@@ -528,7 +528,8 @@ class Explorer:
                 raise UserError(
                     "train: must build the same model, optimizer and settings whenever it is "
                     "called with the same config, built others the second time: let it keep "
-                    "nothing between calls, and seed what it draws"
+                    "nothing between calls, and seed what it draws",
+                    see="how-to/tuning.md#from-a-ray-tune-script-to-a-private-search",
                 )
             _check_new_objects(trainings)
             if len(trainings) == 2:
@@ -948,7 +949,8 @@ def _check_words(space: Any, law: Any) -> None:
     if not isinstance(law, Mapping | BaseModel):
         raise UserError(
             'tune: law: must be {"name": "fixed", "runs": number}, or a secret number such as '
-            f'{{"name": "poisson", "mean": 5}}, got {quoted(law)}'
+            f'{{"name": "poisson", "mean": 5}}, got {quoted(law)}',
+            see="how-to/tuning.md#which-law",
         )
 
 
@@ -1086,7 +1088,8 @@ class SearchResult:
         if not self._terms.trials:
             raise UserError(
                 f"trials: must not be shown with a secret number of trials ({self.law}): the price "
-                "holds for the winner alone; take law {'name': 'fixed', 'runs': ...}"
+                "holds for the winner alone; take law {'name': 'fixed', 'runs': ...}",
+                see="how-to/tuning.md#what-must-stay-secret",
             )
         return self._terms.trials
 

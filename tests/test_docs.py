@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -254,6 +255,86 @@ def test_every_error_on_the_page_of_sharp_edges_is_in_the_code():
     )
     assert len(tables) == 3 and len(quoted) >= 20
     assert [said for said in quoted if said not in messages] == []
+
+
+def _pointers(text: str) -> tuple[list[str], list[str]]:
+    """Return the pages that the messages in a source name, and the lines where one is computed.
+
+    A parameter of the name `see` is handed on by the few functions that take it.
+    """
+    named, computed = [], []
+    for node in ast.walk(ast.parse(text)):
+        for keyword in node.keywords if isinstance(node, ast.Call) else ():
+            value = keyword.value
+            if keyword.arg != "see" or (isinstance(value, ast.Name) and value.id == "see"):
+                continue
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                named.append(value.value)
+            else:
+                computed.append(ast.unparse(node))
+    return named, computed
+
+
+def test_every_page_that_a_message_names_is_there(pages):
+    anchors = {f"{page.path}#{anchor}" for page in pages for anchor in page.anchors}
+    named, handed_on = [], set()
+    for folder in ("dpdist", "cluster", "tuning"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            found, computed = _pointers(text)
+            assert computed == [], path
+            named += found
+            if re.search(r"\bsee(=see|: str)\b", text) or re.search(r"with_page\(\w+, see\)", text):
+                handed_on.add(str(path.relative_to(ROOT)))
+    assert [each for each in named if f"docs/{each}" not in anchors] == []
+    assert len(named) >= 30
+    assert handed_on == {
+        "dpdist/core/errors.py", "dpdist/core/fields.py", "dpdist/runs/recipe.py",
+        "dpdist/data/adapters.py",
+    }  # fmt: skip
+
+
+def test_a_page_that_is_not_there_or_computed_is_seen(pages):
+    named, computed = _pointers('raise E("a", see="how-to/cluster.md#" + b)\nF("c", see="d.md#e")')
+    assert named == ["d.md#e"] and len(computed) == 1
+    anchors = {f"{page.path}#{anchor}" for page in pages for anchor in page.anchors}
+    assert "docs/how-to/cluster.md#faults" in anchors and "docs/d.md#e" not in anchors
+
+
+@pytest.fixture
+def command(request):
+    """`dpdist ARGUMENTS` in this process; the fixture's own name is the package's here."""
+    return request.getfixturevalue("dpdist")
+
+
+def test_the_page_that_helps_reaches_terminal_and_exception(command, tmp_path):
+    """Of a rule of a section, in a recipe and in Python; a copy of the exception has it once."""
+    place = "(docs/explanation/privacy.md#cost-of-a-training-run)"
+    text = (ROOT / "dpdist" / "recipes" / "digits.yaml").read_text()
+    assert re.search(r"^  delta: ", text, flags=re.M)
+    recipe = tmp_path / "tried.yaml"
+    recipe.write_text(re.sub(r"^  delta: .*", "  delta: 0.5", text, flags=re.M))
+    done = command("run", recipe, "--dry-run")
+    (line,) = done.err.splitlines()
+    assert done.code == 2 and "privacy.delta: must be < 1/N" in line
+    assert line.endswith(f", got 0.5 {place}")
+    with pytest.raises(dpdist.UserError) as caught:
+        dpdist.Privacy(epsilon=3, noise_multiplier=1.0, delta=1e-5)
+    assert str(caught.value).endswith(f"one of epsilon and noise_multiplier {place}")
+    for copy in (pickle.loads(pickle.dumps(caught.value)), dpdist.UserError(str(caught.value))):
+        assert type(copy) is dpdist.UserError and str(copy) == str(caught.value)
+
+
+def test_a_message_has_one_page():
+    from dpdist.core.errors import ClusterError, UserError
+
+    inner = UserError("cut", see="explanation/privacy.md#what-a-run-really-released")
+    assert str(inner) == "cut (docs/explanation/privacy.md#what-a-run-really-released)"
+    assert str(UserError(f"budget: {inner}", see="how-to/cluster.md#faults")) == f"budget: {inner}"
+    assert str(ClusterError("lost", see="how-to/cluster.md#faults")) == (
+        "lost (docs/how-to/cluster.md#faults)"
+    )
+    assert str(UserError("plain (docs/ is a folder)")) == "plain (docs/ is a folder)"
 
 
 def test_no_file_has_more_long_sentences_than_its_limit():

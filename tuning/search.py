@@ -126,7 +126,8 @@ class Search:
             raise NoModelError(
                 f"{self.run_folder.path}: the search ended without a model. This is one of its "
                 "outcomes, and costs as much as the others: "
-                f"{self.cost.guarantee}. Another search is paid for anew"
+                f"{self.cost.guarantee}. Another search is paid for anew",
+                see="how-to/tuning.md#which-law",
             )
         self._promote_winner(winner)
         self._charge_budget(settle=True)

@@ -159,7 +159,10 @@ def check_space(recipe: Recipe, context: str) -> None:
                 )
         seen.append(field)
         if (why := _unsearchable_reason(recipe, field)) is not None:
-            raise UserError(f"{context}: tune.space.{field}: cannot be searched: {why}")
+            raise UserError(
+                f"{context}: tune.space.{field}: cannot be searched: {why}",
+                see="how-to/tuning.md#a-recipe-with-a-search",
+            )
     for values in iter_probe_values(tune):
         apply_values(recipe, values, context)
 
@@ -192,7 +195,8 @@ def _check_unsearchable_fields(recipe: Recipe, trial: Recipe, context: str) -> N
         keys = [key for field, key in iter_searched_fields(recipe.tune) if _is_within(leaf, field)]
         raise UserError(
             f"{context}: {'.'.join(['tune.space', *keys[:1]])}: makes {leaf} {other.get(leaf)}, "
-            f"the recipe says {mine.get(leaf)}; it cannot be searched: {why}"
+            f"the recipe says {mine.get(leaf)}; it cannot be searched: {why}",
+            see="how-to/tuning.md#a-recipe-with-a-search",
         )
 
 
@@ -483,7 +487,8 @@ class SearchCost:
             raise UserError(
                 f"{self.context}: tune.score: held-out records are accounted under "
                 "add-or-remove-one only (a replaced record may change sides and then pays for "
-                "both); score on public records (tune.score.public)"
+                "both); score on public records (tune.score.public)",
+                see="explanation/tuning.md#what-is-counted",
             )
         scoring = self._scoring_phases(self.score_noise)
         return self._check_plan(
@@ -556,7 +561,8 @@ class SearchCost:
                     f"{self.context}: tune.space: what method {method.name} reads besides its "
                     "steps "
                     "costs more than the recipe's own setting allows: "
-                    f"{besides or method}"
+                    f"{besides or method}",
+                    see="how-to/tuning.md#noise-splits",
                 )
 
     def trial_noise_multiplier(self, trial: Recipe) -> float:

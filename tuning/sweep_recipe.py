@@ -225,7 +225,8 @@ def private_sweep_recipe(
         raise UserError(
             f"{context}: public scores: required where privacy is on: name public records to score "
             "on (--public-scores NAME/SPLIT), or say `privacy: none` in a recipe of public "
-            "records; scores on private ones are noised and paid for by `dpdist tune`"
+            "records; scores on private ones are noised and paid for by `dpdist tune`",
+            see="how-to/tuning.md#an-ordinary-sweep",
         )
     asked = with_space(
         recipe,

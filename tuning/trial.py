@@ -91,7 +91,8 @@ def count_concurrent_trials(
     if fitting < 1:
         raise ClusterError(
             f"resources: one trial needs {need}; there are {have}, room for {places} such workers. "
-            "Start the nodes first (a search does not wait for a cluster to grow)"
+            "Start the nodes first (a search does not wait for a cluster to grow)",
+            see="how-to/tuning.md#on-a-cluster",
         )
     if requested is not None and requested > fitting:
         raise ClusterError(

@@ -143,7 +143,10 @@ def require_logits(classifier: AttackedClassifier) -> None:
         noise = torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
         copies = batch[:1] + sigma * noise
     if found := find_batch_dependence(classifier.model, batch, copies):
-        raise UserError(f"the model cannot be attacked: it looks at its batch: {found}")
+        raise UserError(
+            f"the model cannot be attacked: it looks at its batch: {found}",
+            see="explanation/certificates.md#a-model-that-looks-at-its-batch",
+        )
 
 
 class CounterFactory:

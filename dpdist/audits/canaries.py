@@ -124,7 +124,8 @@ def _check_planted_canaries(options: CanaryAudit, target: Target) -> RunFolder:
         recipe = "RECIPE" if target.folder is None else target.folder.recipe_file
         raise UserError(
             f"{target.recipe.name}: was trained without canaries; `dpdist audit {recipe} --kind "
-            f"{options.kind}` trains it anew with them, as {target.recipe.name}-{options.kind}"
+            f"{options.kind}` trains it anew with them, as {target.recipe.name}-{options.kind}",
+            see="how-to/canaries.md#audit-one-training-by-canaries",
         )
     changed = [
         name

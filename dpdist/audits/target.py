@@ -44,7 +44,8 @@ class Target:
         if math.isinf(self.proved.epsilon) and self.claimed_epsilon is None:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit against: nothing is proved (no noise, or no "
-                "theorem), and the method claims nothing"
+                "theorem), and the method claims nothing",
+                see="how-to/audits.md#what-an-audit-can-and-cannot-say",
             )
 
     def build_result(self, options: AuditOptions, alpha: float, **found: Any) -> AuditFinding:
@@ -105,7 +106,8 @@ def refuse_groups(recipe: Recipe, what: str) -> None:
         raise UserError(
             f"{recipe.name}: privacy.unit: group does not go with {what}, which tell single "
             "records apart, of which a guarantee for whole groups does not speak: audit its "
-            "mechanism or gradient canaries, or a run of the same recipe with unit: record"
+            "mechanism or gradient canaries, or a run of the same recipe with unit: record",
+            see="explanation/privacy.md#a-person-as-the-unit",
         )
 
 

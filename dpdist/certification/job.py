@@ -274,13 +274,15 @@ class CertificationJob(JobSpec):
             if self._gpus:
                 raise UserError(
                     f"{output}: counting began on CPUs, and goes on there: set "
-                    "resources.certify_gpus: 0, or choose another folder with --output"
+                    "resources.certify_gpus: 0, or choose another folder with --output",
+                    see="how-to/certification.md#on-gpus",
                 )
             return 0.0
         if self._gpus == 0:
             raise UserError(
                 f"{output}: counting began on GPUs ({spec.machine}), and goes on there: leave out "
-                "resources.certify_gpus: 0, or choose another folder with --output"
+                "resources.certify_gpus: 0, or choose another folder with --output",
+                see="how-to/certification.md#on-gpus",
             )
         gpus = self._gpus or 1.0
         _require_gpus(gpus)

@@ -444,7 +444,8 @@ class TargetRadiusTable(SequentialTable[TargetRadius]):
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise UserError(
             "results of early stopping (mode target) certify their radius at their alpha and "
-            "nothing else; certify again with mode fixed or anytime to choose alpha later"
+            "nothing else; certify again with mode fixed or anytime to choose alpha later",
+            see="how-to/certification.md#continue-or-change-alpha",
         )
 
 
@@ -687,7 +688,10 @@ class TargetScores(HiddenNoiseCertificate):
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoreSampler:
         place = super().build_sampler(model, input_shape)
         if not all(p < _NEAR_ONE for p in self.hypotheses(place)):
-            raise UserError(f"certify.radii: must be reachable with its noise, got {self.radii}")
+            raise UserError(
+                f"certify.radii: must be reachable with its noise, got {self.radii}",
+                see="how-to/certification.md#choose-the-mode",
+            )
         return place
 
     def hypotheses(self, sampler: ScoreSampler) -> tuple[float, ...]:

@@ -178,7 +178,10 @@ def merge_tables(parts: Sequence[pa.Table]) -> pa.Table:
     rows: dict[int, dict[str, Any]] = {}
     for part in parts:
         if different := merge_conflicts(parts[0], part):
-            raise UserError(f"cannot merge results that differ in {', '.join(different)}")
+            raise UserError(
+                f"cannot merge results that differ in {', '.join(different)}",
+                see="how-to/certification.md#share-the-work-among-machines",
+            )
         for row in part.to_pylist():
             if rows.setdefault(row["index"], row) != row:
                 raise UserError(f"cannot merge: two different results for input {row['index']}")

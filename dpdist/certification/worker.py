@@ -49,7 +49,7 @@ from dpdist.certification.inference import (
 from dpdist.certification.noise import Gaussian, Laplace, Noise
 from dpdist.certification.reexecution import Reexecution, RowChoice, SameProcess, isolated_executor
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.core.errors import UserError
+from dpdist.core.errors import UserError, with_page
 from dpdist.core.optional_imports import array_to_tensor
 from dpdist.models import (
     SplitModel,
@@ -742,7 +742,12 @@ def probe(assignment: Assignment) -> ClassifierSpec:
         raise ValueError("its outputs are not finite numbers (did the training diverge?)")
     _, copies = assignment.sampler.check_batch(assignment, copies=True)
     if found := find_batch_dependence(network, batch, copies, alone=alone):
-        raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
+        raise ValueError(
+            with_page(
+                f"it looks at its batch: {found}; no certificate holds for such a model",
+                see="explanation/certificates.md#a-model-that-looks-at-its-batch",
+            )
+        )
     settings = assignment.settings
     one = time.perf_counter()
     with torch.inference_mode():
@@ -891,14 +896,16 @@ def build_checked_counter(assignment: Assignment) -> Any:
     if spec.device != CPU.type and here != spec.machine:
         raise UserError(
             f"this worker counts on {here}, the certification began on {spec.machine}: another "
-            "kind of GPU rounds otherwise; use workers of one kind"
+            "kind of GPU rounds otherwise; use workers of one kind",
+            see="explanation/certificates.md#of-which-classifier-it-speaks",
         )
     sampler, answer = assignment.sampler.build_counter(assignment.on_device(), spec)
     if digest_classes(answer) != spec.check:
         raise UserError(
             "this worker computes other classes on the check batch than the model did when the "
             f"certification began ({spec.machine}, torch {spec.torch_version}): use workers of "
-            "one kind"
+            "one kind",
+            see="explanation/certificates.md#of-which-classifier-it-speaks",
         )
     return sampler
 

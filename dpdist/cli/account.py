@@ -399,7 +399,9 @@ def show_budgets(
         for budget in read_budgets(folder):
             answer.append(_budget_record(budget, delta, neighbours))
     except (JournalError, ValueError) as error:
-        raise UserError(f"budget: {error}") from None
+        raise UserError(
+            f"budget: {error}", see="explanation/privacy.md#what-a-run-really-released"
+        ) from None
     if as_json:
         console.print_json(answer)
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from dpdist.core.errors import UserError
+from dpdist.core.errors import UserError, with_page
 from dpdist.core.fields import (
     Count,
     FilePath,
@@ -374,7 +374,12 @@ class TuneRecipe(Section):
             "whose composition pays for every score"
         )
         if self.searcher != "random":
-            raise ValueError(f"searcher {self.searcher} {reason}")
+            raise ValueError(
+                with_page(
+                    f"searcher {self.searcher} {reason}",
+                    see="explanation/tuning.md#why-may-no-searcher-adapt",
+                )
+            )
         if self.asha is not None:
             raise ValueError(f"asha {reason}")
         return self

@@ -17,7 +17,7 @@ from dpdist.certification.registry import AnyCertificate
 from dpdist.config.data import DataRecipe
 from dpdist.config.search import TuneRecipe
 from dpdist.config.training import AugmentRecipe, ResourcesRecipe, TrainingRecipe
-from dpdist.core.errors import UserError
+from dpdist.core.errors import UserError, with_page
 from dpdist.core.fields import (
     MAX_SHIFT,
     Count,
@@ -477,15 +477,23 @@ class PrivacyRecipe(Section):
     @model_validator(mode="after")
     def _check_target(self) -> PrivacyRecipe:
         if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("give exactly one of epsilon and noise_multiplier")
+            raise ValueError(
+                with_page(
+                    "give exactly one of epsilon and noise_multiplier",
+                    see="explanation/privacy.md#cost-of-a-training-run",
+                )
+            )
         if self.budget_ceiling is not None and self.budget is None:
             raise ValueError("budget_ceiling needs budget, the folder where runs are recorded")
         if self.budget_delta is not None and self.budget_ceiling is None:
             raise ValueError("budget_delta needs budget_ceiling, the epsilon that goes with it")
         if self.nominal_records is not None and self.batch_cap is not None:
             raise ValueError(
-                "nominal_records does not go with batch_cap: what a capped batch costs depends on "
-                "the true number of records"
+                with_page(
+                    "nominal_records does not go with batch_cap: what a capped batch costs depends "
+                    "on the true number of records",
+                    see="explanation/privacy.md#what-is-protected-against-what",
+                )
             )
         return self
 
@@ -494,7 +502,11 @@ class PrivacyRecipe(Section):
         if self.unit == "record":
             return self
         if self.max_records_per_group is None:
-            raise key_error("max_records_per_group", "required with unit: group, such as 4")
+            raise key_error(
+                "max_records_per_group",
+                "required with unit: group, such as 4",
+                see="explanation/privacy.md#a-person-as-the-unit",
+            )
         refused = {
             "neighbours": (self.neighbours != "add-or-remove-one", "be add-or-remove-one"),
             "group_size": (self.group_size != 1, "be 1, for the unit is the whole group already"),
@@ -507,7 +519,11 @@ class PrivacyRecipe(Section):
         }
         for key, (given, rule) in refused.items():
             if given:
-                raise key_error(key, f"with unit: group it must {rule}")
+                raise key_error(
+                    key,
+                    f"with unit: group it must {rule}",
+                    see="explanation/privacy.md#a-person-as-the-unit",
+                )
         return self
 
     @property
@@ -810,9 +826,12 @@ class BaseRecipe(Section):
         charged = self.resources.is_elastic and not self.training.reproducible
         if charged and self.privacy.budget_ceiling is not None:
             raise ValueError(
-                "resources.workers as a range, with privacy.budget_ceiling, needs "
-                "training.reproducible: what a change of their number charges again would go "
-                "beyond the ceiling"
+                with_page(
+                    "resources.workers as a range, with privacy.budget_ceiling, needs "
+                    "training.reproducible: what a change of their number charges again would go "
+                    "beyond the ceiling",
+                    see="how-to/cluster.md#more-or-fewer-workers",
+                )
             )
         return self
 

@@ -4,6 +4,7 @@ A user's mistake ends a command with exit code 2, an interruption with 130.
 """
 
 import errno
+import re
 from enum import IntEnum
 
 
@@ -28,7 +29,27 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-class UserError(Exception):
+def with_page(message: str, see: str) -> str:
+    """Return the message with the place in the documentation that helps at its end.
+
+    see: a page below `docs/` and an anchor on it, always written out ("how-to/cluster.md#faults"),
+    so that a test can hold that it exists; "" for a message that says all. A message that ends with
+    a place already, that of the error it quotes, keeps this one.
+    """
+    return message if not see or _PLACE.search(message) else f"{message} (docs/{see})"
+
+
+_PLACE = re.compile(r" \(docs/[^\s()]+\)$")
+
+
+class DocumentedError(Exception):
+    """An error whose message may end with the page that helps; see `with_page`."""
+
+    def __init__(self, message: str = "", *, see: str = "") -> None:
+        super().__init__(with_page(message, see))
+
+
+class UserError(DocumentedError):
     """Something that the user can mend.
 
     The message names the key or file, says what it must be and what it is, and then what to do. A
@@ -44,7 +65,7 @@ class UserError(Exception):
     """
 
 
-class ClusterError(Exception):
+class ClusterError(DocumentedError):
     """A fault of the cluster or of Ray rather than of an input.
 
     The message says the fault, its place and a remedy; the same command may be run again.

@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dpdist.core.errors import UserError
+from dpdist.core.errors import UserError, with_page
 from dpdist.core.files import quoted, read_json, validate_path
 
 # --- options that apply only beside others ----------------------------------------------------
@@ -245,9 +245,14 @@ Json = Annotated[Any, AfterValidator(_check_json)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
 
 
-def key_error(key: str, rule: str) -> PydanticCustomError:
-    """Return the error of a section's rule about one of its keys, for a validator to raise."""
-    return PydanticCustomError("of_key", "{key}: {rule}", {"key": key, "rule": rule})
+def key_error(key: str, rule: str, see: str = "") -> PydanticCustomError:
+    """Return the error of a section's rule about one of its keys, for a validator to raise.
+
+    see: the page that helps; see `with_page`.
+    """
+    return PydanticCustomError(
+        "of_key", "{key}: {rule}", {"key": key, "rule": with_page(rule, see)}
+    )
 
 
 _ERROR_MESSAGES = {

@@ -66,9 +66,9 @@ class Options:
     before_transform: Callable[[int], Any] | None = None
     single: bool = False
 
-    def refuse(self, rule: str, then: str) -> NoReturn:
-        """Raise UserError with a rule that the data break, and a way to go on."""
-        raise UserError(f"{self.name}: {rule}; {then}") from None
+    def refuse(self, rule: str, then: str, see: str = "") -> NoReturn:
+        """Raise UserError with a rule that the data break, a way on, and a page that helps."""
+        raise UserError(f"{self.name}: {rule}; {then}", see=see) from None
 
     def length_of(self, name: str) -> int | None:
         """Return the public length of a field, or None where records are not padded."""
@@ -901,11 +901,13 @@ def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
         options.refuse(
             f"the DataLoader must not bring batches of its own, got a {type(batches).__name__}",
             f"{_DRAWN}: pass the data set itself",
+            see="how-to/own-data.md#data-in-python",
         )
     if isinstance(sampler, torch_data.WeightedRandomSampler):
         options.refuse(
             "the DataLoader must not weight records, got a WeightedRandomSampler",
             f"{_DRAWN}: pass the data set itself, and put weights into the loss",
+            see="how-to/own-data.md#data-in-python",
         )
     if isinstance(sampler, torch_data.SubsetRandomSampler):
         options.refuse(
@@ -916,11 +918,13 @@ def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
         options.refuse(
             f"the DataLoader must not bring a sampler of its own, got a {type(sampler).__name__}",
             f"{_DRAWN}: pass the data set itself",
+            see="how-to/own-data.md#data-in-python",
         )
     if loader.drop_last:
         options.refuse(
             "the DataLoader must not drop records, got drop_last=True",
             "every record may join every step: leave drop_last out",
+            see="how-to/own-data.md#data-in-python",
         )
     words = (
         f"the DataLoader's {type(sampler).__name__} and batch_size={loader.batch_size}: {_DRAWN}"

@@ -365,7 +365,8 @@ def refuse_common_groups(private: Dataset, others: Dataset, context: str) -> Non
     if both := np.intersect1d(private.group_hashes, others.group_hashes).size:
         raise UserError(
             f"{context}: {both:,} groups of {private.name} are in {others.name} too: scores on "
-            "private groups would be published; take them out of one of the files"
+            "private groups would be published; take them out of one of the files",
+            see="explanation/privacy.md#a-person-as-the-unit",
         )
 
 

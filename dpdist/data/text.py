@@ -216,7 +216,8 @@ class TextColumn:
             made.enable_truncation(self.length)
         except Exception as error:  # whatever is not a tokenizer's file
             raise UserError(
-                f"{_KEY}: {self.tokenizer}: no tokenizer: {error_text(error)}"
+                f"{_KEY}: {self.tokenizer}: no tokenizer: {error_text(error)}",
+                see="how-to/adapters.md#texts",
             ) from error
         return made
 

@@ -272,5 +272,6 @@ def check_device_noise(device: torch.device) -> None:
     off = (made - torch.from_numpy(standard_normal(key, 3, _CHECKED))).abs().max()
     if not off <= _CLOSE:
         raise UserError(
-            f"resources.noise: must be host on {device}: its noise is off by {float(off):.1g}"
+            f"resources.noise: must be host on {device}: its noise is off by {float(off):.1g}",
+            see="explanation/gradients.md#on-a-gpu",
         )

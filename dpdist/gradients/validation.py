@@ -44,12 +44,14 @@ def refuse_mixing_layers(model: nn.Module) -> None:
         if isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm):
             raise UserError(
                 f"{where} normalises over the batch, so one record would change every record's "
-                "gradient: use torch.nn.GroupNorm instead"
+                "gradient: use torch.nn.GroupNorm instead",
+                see="explanation/gradients.md#what-is-refused",
             )
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UserError(
                 f"{where} keeps running statistics of private data: set track_running_stats=False "
-                "or use torch.nn.GroupNorm"
+                "or use torch.nn.GroupNorm",
+                see="explanation/gradients.md#what-is-refused",
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
             module.scale_grad_by_freq or module.max_norm is not None
@@ -256,7 +258,10 @@ class _ModelCheck:
             self.model, self.objective, self.values, inputs, targets
         ):
             where = f"at or after layer {mixed[0]}" if mixed else "before the first trained layer"
-            raise UserError(f"the model mixes examples {where}: one example's loss {_MIXES}")
+            raise UserError(
+                f"the model mixes examples {where}: one example's loss {_MIXES}",
+                see="explanation/gradients.md#what-is-refused",
+            )
 
     def _check_no_gradient_is_missed(self, inputs: Inputs, targets: Tensor, state: Tensor) -> None:
         """Compared with the sum of the examples' norms, which does not cancel, and with that of the
@@ -325,7 +330,8 @@ class _ModelCheck:
             if bool((~((self._sketch(rows, size // 2) - alone).abs() <= allowed)).any()):
                 raise UserError(
                     "the model mixes examples without autograd's knowledge: among "
-                    f"{size} examples, one example's loss or gradient {_MIXES}"
+                    f"{size} examples, one example's loss or gradient {_MIXES}",
+                    see="explanation/gradients.md#what-is-refused",
                 )
 
     def _allowed(self, alone: Tensor) -> Tensor:

@@ -268,7 +268,8 @@ def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
         raise UserError(
             f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which "
             "private training cannot key by record: set its probability to 0, or take the layer "
-            "out; method input-noise regularises instead"
+            "out; method input-noise regularises instead",
+            see="explanation/gradients.md#what-is-refused",
         )
 
 

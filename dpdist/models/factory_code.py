@@ -76,7 +76,8 @@ class FactoryCode:
             raise UserError(
                 f"{context}: model.name: must be the code with which the model was saved; "
                 f"{', '.join(other)} of {', '.join(self.factories)} changed since, and so may the "
-                "function have that was trained and certified: put the code back, or train again"
+                "function have that was trained and certified: put the code back, or train again",
+                see="how-to/extending.md#a-model",
             )
 
 

@@ -119,7 +119,8 @@ def _given(name: str) -> Callable[..., Any]:
         raise UserError(
             f"model.name: {name!r} is known to the script that trained it alone: call it there, or "
             "train with PrivateTraining(..., factory='package.module:function'), or release it by "
-            "`dpdist release RUN --factory package.module:function`"
+            "`dpdist release RUN --factory package.module:function`",
+            see="how-to/releases.md#a-model-of-a-script",
         )
 
     return build
@@ -432,7 +433,8 @@ def check_trusted(spec: ModelSpec, trusted_factory: str | None, context: object)
         if name not in ZOO and name != trusted_factory:
             raise UserError(
                 f"{context}: the model is built by {name!r}, which is not ours; importing it runs "
-                f"its code. If you trust it, name it (--trust-factory {name})"
+                f"its code. If you trust it, name it (--trust-factory {name})",
+                see="how-to/extending.md#a-model",
             )
 
 

@@ -101,7 +101,8 @@ class Poisoning(Evaluation):
         except UserError as error:
             raise UserError(
                 f"{recipe.name}: nothing is withstood: one inserted copy of a test input stops its "
-                f"training, which cannot leave such records out ({error})"
+                f"training, which cannot leave such records out ({error})",
+                see="explanation/poisoning.md#what-stops-a-training",
             ) from None
 
     def training_plan(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:

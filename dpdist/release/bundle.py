@@ -230,13 +230,17 @@ def verify_signature(folder: Path, public_key: Path) -> None:
     if not isinstance(key, Ed25519PublicKey):
         raise UserError(f"{public_key}: must be an Ed25519 public key (openssl pkey -pubout)")
     if not exists_as_non_folder(folder / SIGNATURE):
-        raise ReleaseError(f"{folder}: is not signed: no {SIGNATURE}")
+        raise ReleaseError(
+            f"{folder}: is not signed: no {SIGNATURE}", see="how-to/releases.md#releases"
+        )
     try:
         key.verify(
             read_bytes(folder / SIGNATURE, _MAX_BYTES), read_bytes(folder / CHECKSUMS, _MAX_BYTES)
         )
     except InvalidSignature:
-        raise ReleaseError(f"{folder}: is not signed by the key of {public_key}") from None
+        raise ReleaseError(
+            f"{folder}: is not signed by the key of {public_key}", see="how-to/releases.md#releases"
+        ) from None
 
 
 # --- release.json -----------------------------------------------------------------------------
@@ -809,7 +813,10 @@ class Release:
     def require_numeric_inputs(self) -> None:
         """Raise UserError where inputs are tokens, which nothing certifies."""
         if self.description.tokens:
-            raise UserError(f"{self.path}: takes tokens of text, which have no certificate")
+            raise UserError(
+                f"{self.path}: takes tokens of text, which have no certificate",
+                see="how-to/text.md#ask-a-model",
+            )
 
     def need_label(self) -> None:
         """Raise UserError where outputs are no classes, which nothing certifies."""

@@ -221,7 +221,8 @@ def redraw_counts(
         if off > most:
             raise ReleaseError(
                 f"{where}: the counts of input {stated['index']} are not those of its noise: "
-                f"{100 * off:.2g} % of the draws fell otherwise{counters[0].hardware_note}"
+                f"{100 * off:.2g} % of the draws fell otherwise{counters[0].hardware_note}",
+                see="how-to/releases.md#what-verify-holds-against-what",
             )
         differing += off > 0
     return len(chosen), differing

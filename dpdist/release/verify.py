@@ -214,7 +214,8 @@ def _check_card(release: Release) -> str:
             raise ReleaseError(
                 f"{where}: {name} does not follow from the phases that it names: it says "
                 f"{quoted(stated[name])}, computed again "
-                f"{quoted(again[name])}{_version_hint(release)}"
+                f"{quoted(again[name])}{_version_hint(release)}",
+                see="how-to/releases.md#what-verify-holds-against-what",
             )
     guarantee = again["guarantee"]
     if (why := release.no_epsilon) is not None:

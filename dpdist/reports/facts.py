@@ -132,7 +132,8 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
     if (whole := folder.parent_run) is not None:
         raise UserError(
             f"{folder.path}: is part of run {whole.name}, and nothing is stated or released of it "
-            f"alone: it is paid for together with all else that was tried; name {whole.path}"
+            f"alone: it is paid for together with all else that was tried; name {whole.path}",
+            see="explanation/tuning.md#which-rules-make-it-true",
         )
     if not folder.search_record.exists():
         if folder.search_recipe_file.exists():

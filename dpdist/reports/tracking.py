@@ -54,7 +54,8 @@ class Tracker:
             raise UserError(
                 f"{name}: must be a score on named test data (test/accuracy, test/cross_entropy), "
                 "certified/TABLE/RADIUS, privacy/epsilon or privacy/delta: a tracker receives what "
-                "may be published, and whatever else a training measures is private"
+                "may be published, and whatever else a training measures is private",
+                see="how-to/own-data.md#for-other-programs",
             )
         if math.isfinite(value):
             self._backend.log_scalar(name, float(value), int(step))

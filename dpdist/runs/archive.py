@@ -449,7 +449,8 @@ class Archive:
                 f"{folder.path}: this run is archived at {about['url']}"
                 f"{' with its private state' if about['private'] else ''}; keep resources.archive "
                 "(--archive) and archive_private as they were. Only if that archive is deleted for "
-                f"good: remove {folder.archive}"
+                f"good: remove {folder.archive}",
+                see="how-to/cluster.md#an-archive-in-an-object-store",
             )
         if private and not about["private"]:
             write_json(folder.archive, {**about, "private": True})
@@ -477,7 +478,8 @@ class Archive:
                 raise UserError(
                     f"{self.store.url}: can be read without credentials; private state holds the "
                     "run key, which removes the noise. Close the bucket, or leave archive_private "
-                    "out"
+                    "out",
+                    see="how-to/cluster.md#an-archive-in-an-object-store",
                 )
         except UserError:
             if not claims:  # nothing was sent yet; of two that began at once, both give way
@@ -493,7 +495,8 @@ class Archive:
             raise UserError(
                 f"{self.store.url}: this prefix was claimed by another run folder: the run was "
                 f"restored elsewhere, or two runs were given one prefix. {self.folder.path} may "
-                "not go on; continue the other one, or begin a new run with its own prefix"
+                "not go on; continue the other one, or begin a new run with its own prefix",
+                see="how-to/cluster.md#an-archive-in-an-object-store",
             )
 
     @property

@@ -423,7 +423,8 @@ class RunFolder:
         raise UserError(
             f"{self.start_record}: {', '.join(changed) or 'recipe'}: must be what this run was "
             f"trained by, of which {self.ledger} keeps a digest; put back the file that the "
-            "training wrote, and recipe.yaml with it"
+            "training wrote, and recipe.yaml with it",
+            see="explanation/privacy.md#what-a-run-really-released",
         )
 
     def _check_unchanged(self, name: str, path: Path, current: Recipe) -> None:
@@ -434,7 +435,8 @@ class RunFolder:
             raise UserError(
                 f"{path}: {', '.join(changed)}: must be what this run was begun with "
                 f"({self.start_record} says it); put that back, or begin a new run under another "
-                "--name"
+                "--name",
+                see="explanation/privacy.md#what-a-run-really-released",
             )
 
     def check_format(self) -> None:
@@ -624,9 +626,14 @@ def read_verified_ledger(folder: RunFolder) -> VerifiedLedger:
         ledger = Ledger.read(folder.ledger)
         _check_ledger(folder, plan, ledger, made)
     except FileNotFoundError:
-        raise UserError(f"{folder.ledger}: missing: {_LEDGER_LOST}") from None
+        raise UserError(
+            f"{folder.ledger}: missing: {_LEDGER_LOST}",
+            see="explanation/privacy.md#what-a-run-really-released",
+        ) from None
     except JournalError as error:
-        raise UserError(str(error)) from error
+        raise UserError(
+            str(error), see="explanation/privacy.md#what-a-run-really-released"
+        ) from error
     return VerifiedLedger(plan, ledger)
 
 

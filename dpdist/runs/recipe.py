@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError, field_validator, model_validato
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.config.training import ScriptRecipe, ScriptScore, ScriptTraining
-from dpdist.core.errors import UserError
+from dpdist.core.errors import UserError, with_page
 from dpdist.core.fields import (
     MAX_STEPS,
     Section,
@@ -100,12 +100,17 @@ class Recipe(BaseRecipe):
             return self
         if self.data.columns.group is None and self.by_script is None:
             raise key_error(
-                "data.columns.group", "required with privacy.unit: group, the column of the groups"
+                "data.columns.group",
+                "required with privacy.unit: group, the column of the groups",
+                see="explanation/privacy.md#a-person-as-the-unit",
             )
         if not self.method.capabilities.supports_groups:
             raise ValueError(
-                f"privacy.unit: must be record with method {self.method.name} with these options; "
-                "group works with dp-sgd, dplis, and input-noise without consistency"
+                with_page(
+                    f"privacy.unit: must be record with method {self.method.name} with these "
+                    "options; group works with dp-sgd, dplis, and input-noise without consistency",
+                    see="explanation/privacy.md#a-person-as-the-unit",
+                )
             )
         if self.audit is not None and not self.audit.audits_groups:
             raise ValueError(
@@ -320,9 +325,9 @@ def refuse_unused(recipe: Recipe, context: str) -> None:
         raise UserError("\n".join(said))
 
 
-def field_error(context: str, key: str, rule: str, got: object) -> UserError:
+def field_error(context: str, key: str, rule: str, got: object, see: str = "") -> UserError:
     """Return the complaint about one field that only the data can judge."""
-    return UserError(f"{context}: {key}: {rule}, got {got}")
+    return UserError(f"{context}: {key}: {rule}, got {got}", see=see)
 
 
 def check_against_data(recipe: Recipe, records: int, context: str) -> None:
@@ -336,7 +341,13 @@ def check_against_data(recipe: Recipe, records: int, context: str) -> None:
         )
     if privacy.delta >= 1 / records and not privacy.allow_large_delta:
         rule = f"must be < 1/N = {_format_two_digits(1 / records)}"
-        raise field_error(context, "privacy.delta", rule, privacy.delta)
+        raise field_error(
+            context,
+            "privacy.delta",
+            rule,
+            privacy.delta,
+            see="explanation/privacy.md#cost-of-a-training-run",
+        )
     if training.batch_size > records:
         rule = f"must be <= the {records} training {counted}"
         raise field_error(context, "training.batch_size", rule, training.batch_size)

@@ -586,7 +586,8 @@ class Workers:
                 raise UserError(
                     f"torch.distributed: must have a process group, torchrun started {started} "
                     "processes without one: call torch.distributed.init_process_group() before "
-                    "PrivateTraining is made"
+                    "PrivateTraining is made",
+                    see="how-to/own-loop.md#several-workers",
                 )
             return cls(ScriptReducer(0, 1, torch.device("cpu")))
         device = "cpu" if "cpu" in _backends() else f"cuda:{torch.cuda.current_device()}"

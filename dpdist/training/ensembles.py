@@ -411,7 +411,8 @@ class QueryOracle:
                 if new > self.answers_left:
                     raise UserError(
                         f"{self._folder.path}: {self.answers_left:,} of {self._plan.num_queries:,} "
-                        f"answers are left, {new:,} would be needed; nothing was asked"
+                        f"answers are left, {new:,} would be needed; nothing was asked",
+                        see="how-to/private-prediction.md#what-is-proved-and-why",
                     )
                 if new:
                     self._charge_budget(ledger)

@@ -165,7 +165,10 @@ def _budget_errors(context: str) -> Iterator[None]:
     try:
         yield
     except (BudgetExceeded, JournalError, ValueError) as error:
-        raise UserError(f"{context}: privacy.budget: {error}") from error
+        raise UserError(
+            f"{context}: privacy.budget: {error}",
+            see="explanation/privacy.md#what-a-run-really-released",
+        ) from error
 
 
 # --- the checked training ---------------------------------------------------------------------
@@ -394,12 +397,16 @@ def check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) 
     needed += [folder.pretraining_record] if about is not None else []
     for path in needed:
         if not path.exists():
-            raise UserError(f"{path}: missing, and this run has begun; {RESTORE_HINT}")
+            raise UserError(
+                f"{path}: missing, and this run has begun; {RESTORE_HINT}",
+                see="explanation/privacy.md#what-a-run-really-released",
+            )
     keys = {made["identity"].get("key") for made in read_verified_ledger(folder).ledger.attempts}
     if keys - {key_id(folder.read_run_key())}:
         raise UserError(
             f"{folder.run_key}: is not the key that this run's releases were drawn under; "
-            f"{RESTORE_HINT}"
+            f"{RESTORE_HINT}",
+            see="explanation/privacy.md#what-a-run-really-released",
         )
 
 
@@ -410,7 +417,8 @@ def check_same_data(folder: RunFolder, dataset: Fingerprinted) -> None:
         if before != dataset.fingerprint:
             raise UserError(
                 f"{folder.path}: {dataset.name} has changed since this run was begun; restore it, "
-                "or choose another --name"
+                "or choose another --name",
+                see="explanation/privacy.md#what-a-run-really-released",
             )
 
 

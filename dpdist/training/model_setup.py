@@ -231,7 +231,8 @@ def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
         raise UserError(
             f"{recipe.name}: data.text: model {recipe.model.name!r} reads no tokens; take "
             "transformer, or next-word-lstm and next-word-mlp for the next one, without model.mean "
-            "and std"
+            "and std",
+            see="how-to/text.md#the-next-word",
         )
     if known < text.vocabulary_size:
         raise UserError(

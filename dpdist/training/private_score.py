@@ -91,7 +91,8 @@ def declare(
     if recipe.privacy.neighbours != "add-or-remove-one":
         raise UserError(
             "score: must be left out with privacy.neighbours: replace-one (a replaced record may "
-            "change sides, and then pays for the steps and for the scores)"
+            "change sides, and then pays for the steps and for the scores)",
+            see="how-to/own-loop.md#looking-at-private-records-at-a-price",
         )
     if plan.nominal:
         raise UserError(

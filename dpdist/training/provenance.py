@@ -348,7 +348,8 @@ def _describe_released(
     if not compared and name.casefold() == recipe.data.name.casefold():
         raise UserError(
             f"{context}: trained on {name}, as this run is: its cost would have to be added, which "
-            "is not done; take one that saw other records"
+            "is not done; take one that saw other records",
+            see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
     guarantee = card["guarantee"]
     how = (
@@ -376,7 +377,8 @@ def _describe_declared(
     if section.saw is None:
         raise UserError(
             f"{context}: nothing says what it was trained on; make it with `dpdist pretrain`, or "
-            f"declare it: model.{part}.saw"
+            f"declare it: model.{part}.saw",
+            see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
     assumed = f"no private record is among what the {part} part saw, {section.saw}: declared only"
     return {

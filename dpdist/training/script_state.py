@@ -167,7 +167,8 @@ def refuse_differences(differences: Sequence[str], folder: Path) -> None:
     more = len(differences) - _SHOWN
     said = [*differences[:_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
     raise UserError(
-        f"{'; '.join(said)}; give it as it was then, or another folder than {folder} for a new run"
+        f"{'; '.join(said)}; give it as it was then, or another folder than {folder} for a new run",
+        see="how-to/own-loop.md#after-a-crash",
     )
 
 
@@ -490,7 +491,8 @@ def _told(layers: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str,
 def _another_module(factory: str, why: str) -> UserError:
     return UserError(
         f"factory: must build the module that was trained, got another from {factory}: {why}; let "
-        "it return that class, with the same arguments"
+        "it return that class, with the same arguments",
+        see="how-to/releases.md#a-model-of-a-script",
     )
 
 

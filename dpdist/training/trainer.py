@@ -287,7 +287,8 @@ def _training_error(folder: RunFolder, message: str, restarts: int) -> ClusterEr
     write_atomic(folder.errors, message)
     return ClusterError(
         f"training failed {restarts + 1} times; the same command continues it from its last "
-        f"checkpoint. Details, which may be private: {folder.errors}"
+        f"checkpoint. Details, which may be private: {folder.errors}",
+        see="how-to/cluster.md#faults",
     )
 
 

@@ -410,7 +410,8 @@ def _check_ceiling(job: TrainJob, ledger: Ledger, newest: int, mine: dict[str, s
         raise UserError(
             f"{again} steps on record would be released again, {why}and privacy.budget_ceiling "
             "has no room reserved for it: go on with the workers and machines as they were, or "
-            "begin a new run under another --name"
+            "begin a new run under another --name",
+            see="explanation/privacy.md#what-a-run-really-released",
         )
 
 
