@@ -1,0 +1,1 @@
+"""Private training inside the trainers of other libraries, each an extra of its own."""

@@ -1,0 +1,67 @@
+"""Faults in the trainers of other libraries that take private steps."""
+
+from __future__ import annotations
+
+from mutants.fault import Fault, group
+
+FAULTS: list[Fault] = [
+    *group(
+        "dpdist/integrations/transformers.py",
+        "integrations/test_private_trainer",
+        (
+            '        self._not_private("_inner_training_loop")\n',
+            "        super()._inner_training_loop(*given, **named)\n",
+            "the Trainer's own loop and optimizer step, which clip no record, can be reached",
+        ),
+        (
+            "        if name not in _READ and value != default",
+            "        if name in _INSTEAD and value != default",
+            "an argument of the Trainer that nobody has read passes",
+        ),
+        (
+            "    if args.lr_scheduler_type in _PLATEAUS:\n",
+            "    if False:\n",
+            "a schedule follows losses",
+        ),
+        (
+            "            if common := count_common(self._inputs_of(each, at), self._private_inputs):\n",
+            "            if common := 0:\n",
+            "private records are evaluated and the metric is logged",
+        ),
+        (
+            '        return {name: each for name, each in found.items() if name != "labels"}\n',
+            "        return found\n",
+            "a private record with another label is evaluated",
+        ),
+        (
+            '        self._check_declared("eval_dataset")\n        known',
+            "        known",
+            "records that nobody called public are evaluated",
+        ),
+        (
+            "            self._records.assumed = (*self._records.assumed, PUBLIC_EVALUATION)\n",
+            "            pass\n",
+            "the card does not say that an evaluation was assumed to be public",
+        ),
+        (
+            "        return each.sum(1) / counted\n",
+            "        return each.sum(1) / counted.sum()\n",
+            "a record's loss is divided by the tokens of others",
+        ),
+        (
+            "                found[name] = each[:, seen]\n",
+            "                found[name] = each\n",
+            "padding of the user's own counts as text",
+        ),
+        (
+            "state=[self.lr_scheduler, ScheduleArguments(args)]",
+            "state=[self.lr_scheduler]",
+            "a run goes on with another schedule",
+        ),
+        (
+            '        return output(self.state.global_step, float("nan"), found)\n',
+            "        return output(self.state.global_step, 0.0, found)\n",
+            "a training loss is told that nobody released",
+        ),
+    ),
+]
