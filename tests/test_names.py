@@ -24,6 +24,10 @@ CALLED_FROM_OUTSIDE = {
         "_run_epoch", "_save_checkpoint", "save_model", "save_state", "hyperparameter_search",
         "create_model_card",
     ), "transformers.Trainer"),
+    **dict.fromkeys((
+        "configure_callbacks", "val_dataloader", "on_fit_start", "on_train_start",
+        "on_train_batch_start", "on_validation_start", "validation_step",
+    ), "lightning.pytorch"),
 }  # fmt: skip
 
 # Called by users from Python only.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpdist.config.sections import PrivacyRecipe
-from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import ItemRecords, Options, without_transforms
 from dpdist.data.protocol import Records
+from dpdist.integrations import kept_modes, refuse
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.training.private_score import count_common
@@ -91,10 +90,6 @@ _INSTEAD = {
 _UNREAD = "the private step does not read it, and no one has said what it would mean; leave it out"
 
 
-def _refuse(key: str, must: str, got: Any, then: str) -> NoReturn:
-    raise UserError(f"{key}: must {must}, got {got}: {then}")
-
-
 def _word(value: Any) -> Any:
     """Return a value as the user wrote it: the text of an enumeration's member."""
     return repr(getattr(value, "value", value))
@@ -111,12 +106,12 @@ def check_arguments(args: Any) -> None:
     """
     kind = transformers.TrainingArguments
     if type(args) is not kind:
-        _refuse(
+        refuse(
             "args", "be a transformers.TrainingArguments", type(args).__name__,
             "arguments of other trainers are not read here",
         )  # fmt: skip
     if args.lr_scheduler_type in _PLATEAUS:
-        _refuse(
+        refuse(
             "args.lr_scheduler_type", "follow the number of the step alone",
             _word(args.lr_scheduler_type), "take linear, cosine or constant",
         )  # fmt: skip
@@ -125,22 +120,22 @@ def check_arguments(args: Any) -> None:
         name, value, default = each.name, getattr(args, each.name), getattr(usual, each.name)
         if name not in _READ and value != default and not _is_unset(name, value):
             then = _INSTEAD.get(name, _UNREAD)
-            _refuse(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
+            refuse(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
     if args.save_strategy not in ("no", usual.save_strategy):
-        _refuse("args.save_strategy", "be 'no'", _word(args.save_strategy), _OWN_CHECKPOINTS)
+        refuse("args.save_strategy", "be 'no'", _word(args.save_strategy), _OWN_CHECKPOINTS)
     if args.optim not in _OPTIMIZERS:
-        _refuse(
+        refuse(
             "args.optim", f"be one of {', '.join(_OPTIMIZERS)}", _word(args.optim),
             "or give a torch optimizer by optimizers=(optimizer, None)",
         )  # fmt: skip
     if getattr(args, "mixed_precision", "no") not in ("no", None):
-        _refuse("args.mixed_precision", "be 'no'", _word(args.mixed_precision), _INSTEAD["fp16"])
+        refuse("args.mixed_precision", "be 'no'", _word(args.mixed_precision), _INSTEAD["fp16"])
     if args.max_steps <= 0 and args.num_train_epochs != int(args.num_train_epochs):
-        _refuse(
+        refuse(
             "args.num_train_epochs", "be a whole number", args.num_train_epochs, "or give max_steps"
         )
     if args.world_size > 1 or args.n_gpu > 1:
-        _refuse(
+        refuse(
             "args.world_size", "be 1, on one device", f"{args.world_size} on {args.n_gpu} devices",
             "take dpdist.PrivateTraining for several workers, or show this process one GPU "
             "(CUDA_VISIBLE_DEVICES)",
@@ -160,13 +155,13 @@ def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
     for each in callbacks or ():
         kind = each if isinstance(each, type) else type(each)
         if issubclass(kind, transformers.EarlyStoppingCallback):
-            _refuse(
+            refuse(
                 "callbacks", "not stop by metrics", kind.__name__,
                 "stop by scores that the plan pays for: trainer.training.score(...), and a "
                 "callback of your own that sets control.should_training_stop",
             )  # fmt: skip
         if kind.__module__.partition(".")[0] == "transformers" and kind.__name__ not in usual:
-            _refuse("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
+            refuse("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
 
 
 # --- records and losses -----------------------------------------------------------------------
@@ -207,12 +202,12 @@ class ModelLoss:
         kind = str(getattr(base, "loss_type", None))
         config: Any = getattr(base, "config", None)
         if kind not in _TASKS or getattr(config, "is_encoder_decoder", False):
-            _refuse(
+            refuse(
                 "model", f"be a class that ends in {', '.join(_TASKS)}", type(base).__name__,
                 "or give loss=, a function of module and batch that returns one value a record",
             )  # fmt: skip
         if getattr(config, "output_router_logits", False):
-            _refuse(
+            refuse(
                 "model.config.output_router_logits", "be False", True,
                 "a loss that balances routers mixes the records of a batch",
             )  # fmt: skip
@@ -359,17 +354,6 @@ class _InputsAlone(Records):
         return ((*inputs, *items) for inputs, items in both)
 
 
-@contextmanager
-def _kept_modes(model: nn.Module) -> Iterator[None]:
-    """Restore the mode of each module in the end."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
 class ScheduleArguments:
     """Keep in a checkpoint the arguments of a schedule, which its own state leaves out.
 
@@ -390,7 +374,7 @@ class ScheduleArguments:
         """Raise UserError where the run began with other arguments."""
         for name, now in self._now.items():
             if begun.get(name) != now:
-                _refuse(
+                refuse(
                     f"args.{name}", f"be {begun.get(name)!r} as when the run began", repr(now),
                     "give the old value, or another output_dir",
                 )  # fmt: skip
@@ -493,12 +477,12 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         check_arguments(args)
         _check_callbacks(callbacks)
         for name in others:
-            _refuse(name, "be left out", "a value", _NOT_TAKEN.get(name, "it is not read here"))
+            refuse(name, "be left out", "a value", _NOT_TAKEN.get(name, "it is not read here"))
         for name in training_options or {}:
             if name not in _OPTIONS:
-                _refuse("training_options", f"have {', '.join(_OPTIONS)}", name, "leave it out")
+                refuse("training_options", f"have {', '.join(_OPTIONS)}", name, "leave it out")
         if train_dataset is None:
-            _refuse("train_dataset", "be the private records", None, "give a map-style data set")
+            refuse("train_dataset", "be the private records", None, "give a map-style data set")
         self._public_eval, self._max_length = public_eval, max_length
         if eval_dataset is not None:
             self._check_declared("eval_dataset")
@@ -533,7 +517,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         elif not isinstance(self._loss, ModelLoss):
             classes = None
         if vocabulary is not None and self._max_length is None:
-            _refuse(
+            refuse(
                 "max_length", "be the public number of tokens of a record", None,
                 "shorter ones are filled up, longer ones cut",
             )  # fmt: skip
@@ -577,7 +561,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     def _check_declared(self, name: str) -> None:
         """Raise UserError where nobody said that the records of an evaluation are public."""
         if not self._public_eval:
-            _refuse(
+            refuse(
                 name, "be public records, said by public_eval=True", "no such word",
                 "metrics of private records would be logged without noise; take "
                 "trainer.training.score(...) for held-out private records",
@@ -589,7 +573,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         for key, each in parts.items():
             at = f"{name}[{key!r}]" if key else name
             if common := count_common(self._inputs_of(each, at), self._private_inputs):
-                _refuse(
+                refuse(
                     at, "share no record with train_dataset", f"{common:,} in common",
                     "metrics on private records would be logged without noise",
                 )  # fmt: skip
@@ -615,7 +599,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         known = eval_dataset is self.eval_dataset or isinstance(eval_dataset, str)
         if eval_dataset is not None and not known:  # a text names a part of the trainer's own
             self._check_apart(eval_dataset, "eval_dataset")
-        with _kept_modes(self.model):
+        with kept_modes(self.model):
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 
@@ -629,7 +613,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         """
         self._check_declared("test_dataset")
         self._check_apart(test_dataset, "test_dataset")
-        with _kept_modes(self.model):
+        with kept_modes(self.model):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     # --- the loop
@@ -661,13 +645,13 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
                 `PrivateTraining.step`.
         """
         if resume_from_checkpoint not in (None, True, False):
-            _refuse(
+            refuse(
                 "resume_from_checkpoint", "be left out", repr(resume_from_checkpoint),
                 "the run in args.output_dir continues from its own checkpoints, and weights of "
                 "another run have a privacy cost that its ledger does not know",
             )  # fmt: skip
         if trial is not None:
-            _refuse("trial", "be None", "a trial", _NOT_TAKEN["model_init"])
+            refuse("trial", "be None", "a trial", _NOT_TAKEN["model_init"])
         self._begin()
         if self.args.eval_on_start and self.training.steps_left:
             self._evaluate(None, ignore_keys_for_eval)
@@ -757,7 +741,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     def save_model(self, *given: Any, **named: Any) -> NoReturn:
         """Refuse weights without their guarantee."""
-        _refuse("save_model", "be left out", "a call", _INSTEAD["push_to_hub"])
+        refuse("save_model", "be left out", "a call", _INSTEAD["push_to_hub"])
 
     def save_state(self) -> NoReturn:
         """Refuse a checkpoint outside of private/."""
@@ -765,18 +749,18 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     def hyperparameter_search(self, *given: Any, **named: Any) -> NoReturn:
         """Refuse a search whose trials nobody pays for."""
-        _refuse("hyperparameter_search", "be left out", "a call", _NOT_TAKEN["model_init"])
+        refuse("hyperparameter_search", "be left out", "a call", _NOT_TAKEN["model_init"])
 
     def push_to_hub(self, *given: Any, **named: Any) -> NoReturn:
         """Refuse an upload."""
-        _refuse("push_to_hub", "be left out", "a call", _INSTEAD["push_to_hub"])
+        refuse("push_to_hub", "be left out", "a call", _INSTEAD["push_to_hub"])
 
     def create_model_card(self, *given: Any, **named: Any) -> NoReturn:
         """Refuse a card without the guarantee."""
-        _refuse("create_model_card", "be left out", "a call", _INSTEAD["push_to_hub"])
+        refuse("create_model_card", "be left out", "a call", _INSTEAD["push_to_hub"])
 
     def _not_private(self, name: str) -> NoReturn:
-        _refuse(
+        refuse(
             name, "not be called", "a call",
             "it would read private records without clip and noise; call train(), or take "
             "trainer.training.step() in a loop of your own",

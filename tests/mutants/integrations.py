@@ -64,4 +64,53 @@ FAULTS: list[Fault] = [
             "a training loss is told that nobody released",
         ),
     ),
+    *group(
+        "dpdist/integrations/lightning.py",
+        "integrations/test_private_module",
+        (
+            "        self._held = (module,)  # in no tree of modules: Lightning finds no weights to touch\n",
+            "        self._held = torch.nn.ModuleList([module])\n",
+            "Lightning holds the weights, and saves or moves them",
+        ),
+        (
+            '        if getattr(loader, "dataset", None) is not self._numbers:\n',
+            "        if loader is None:\n",
+            "Lightning reads batches of private records",
+        ),
+        (
+            "            if not self._public_eval:\n",
+            "            if False:\n",
+            "records that nobody called public are validated",
+        ),
+        (
+            "            if common := count_common(",
+            "            if common := 0 * count_common(",
+            "private records are validated and the metric is logged",
+        ),
+        (
+            "        check_trainer(self.trainer, public_eval=self._public_eval)\n",
+            "",
+            "finders, checkpoints, scalers and clips of the Trainer's pass",
+        ),
+        (
+            "    if foreign and kind.__name__ not in _CALLBACKS:\n",
+            "    if False:\n",
+            "a callback of Lightning that nobody has read passes",
+        ),
+        (
+            "        if type(each).__name__ not in _LOGGERS:\n",
+            "        if False:\n",
+            "a logger that may watch gradients passes",
+        ),
+        (
+            "        with self._attached(), kept_modes(self.module), plain, torch.no_grad():\n",
+            "        with self._attached(), plain, torch.no_grad():\n",
+            "a step after a validation runs in another mode",
+        ),
+        (
+            "            every *= len(self._numbers) if",
+            "            every *= 1 if",
+            "a schedule of epochs is stepped after each step",
+        ),
+    ),
 ]
