@@ -10,9 +10,11 @@ below, so that what a later version of `transformers` adds is refused until some
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,12 +23,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpdist.config.sections import PrivacyRecipe
+from dpdist.core.files import atomic_folder, read_json, write_atomic, write_json
 from dpdist.core.optional_imports import import_extra
+from dpdist.core.version import __version__
 from dpdist.data.adapters import ItemRecords, Options, without_transforms
 from dpdist.data.protocol import Records
 from dpdist.integrations import kept_modes, refuse
+from dpdist.privacy.card import card_markdown
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
 from dpdist.training.private_score import count_common
 
 with torch.device("cpu"):  # whatever device the importing code has as its default
@@ -378,6 +385,136 @@ class ScheduleArguments:
                     f"args.{name}", f"be {begun.get(name)!r} as when the run began", repr(now),
                     "give the old value, or another output_dir",
                 )  # fmt: skip
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+BASE = "base.json"  # name and digest of the base that an adapter belongs to
+CARD, CARD_TEXT = "privacy_card.json", "privacy_card.md"
+_ADAPTER_PAGE = """# Adapter of {base}
+
+Trained by dpdist {version} from private records; what is proved stands in {card}. Load it by
+`peft.PeftModel.from_pretrained(base, folder)`, where base is {base}: {file} holds the digest of its
+weights, to compare by `dpdist.integrations.transformers.base_digest(base)`.
+
+The card speaks of the adapter. It says nothing of what the base was trained on.
+"""
+
+
+def base_digest(model: nn.Module) -> str:
+    """Return a digest of the weights of a base: 32 hex digits, of a model with adapters or without.
+
+    Covered are names, types, shapes and values of the tensors that belong to no adapter.
+
+    Args:
+        model: of `transformers`, or a `peft` model of one.
+
+    Example:
+        >>> import torch
+        >>> base_digest(torch.nn.Linear(2, 1)) == base_digest(torch.nn.Linear(2, 1))
+        False
+    """
+    base: Any = model
+    if hasattr(model, "get_base_model"):
+        base = base.get_base_model()
+    prefixes = {str(getattr(each, "prefix", "")) for each in model.modules()} | {"lora_", "ia3_"}
+    marks = tuple(prefix for prefix in prefixes if prefix)
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
+    for name, tensor in sorted(base.state_dict().items()):
+        if any(part.startswith(marks) for part in name.split(".")):
+            continue
+        plain = tensor.detach().cpu().contiguous()
+        told = name.replace(".base_layer.", "."), str(plain.dtype), tuple(plain.shape)
+        digest.update(repr(told).encode())
+        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_adapter(
+    model: Any,
+    run: RunFolder,
+    folder: str | Path,
+    *,
+    base_name: str | None = None,
+    not_private: bool = False,
+) -> Path:
+    """Write the adapter that a run trained, with its card, as `peft` loads it.
+
+    Guarantee: the adapter's tensors are those that the run released, so its card speaks of them. No
+    other weight is written, and no path of this machine.
+
+    Args:
+        model: the `peft` model that was trained, with one adapter.
+        run: its run, which is finished.
+        folder: a new folder: adapter_config.json and adapter_model.safetensors, the privacy card,
+            base.json with the base's name and digest, and a page.
+        base_name: public name of the base; default: the one that `peft` noted, without a path.
+        not_private: write it although the run has no finite epsilon or a fixed key; the card then
+            says so.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: the run is not finished or not private, the model is not the one that it trained,
+            weights outside of the adapter were trained, or the folder exists.
+    """
+    target = Path(folder)
+    if target.exists():
+        refuse("folder", "be new", target, "name another one")
+    configs = getattr(model, "peft_config", {})
+    if list(configs) != ["default"] or not hasattr(model, "save_pretrained"):
+        refuse(
+            "model", "be a peft model with one adapter", type(model).__name__,
+            "`dpdist release` writes other models",
+        )  # fmt: skip
+    facts = read_facts(run)
+    card = facts.privacy_card()
+    if not card["private"] and not not_private:
+        refuse(
+            "run", "be private", "a fixed key or an infinite epsilon",
+            "train without run_key and with noise, or give not_private=True, which the card says",
+        )  # fmt: skip
+    _check_released(model, run)
+    name = base_name or str(configs["default"].base_model_name_or_path or "unnamed")
+    if base_name is None and (Path(name).exists() or Path(name).is_absolute()):
+        name = Path(name).name
+    with atomic_folder(target) as aside:
+        model.save_pretrained(aside, save_embedding_layers=False)
+        config = read_json(aside / "adapter_config.json")
+        write_json(aside / "adapter_config.json", config | {"base_model_name_or_path": name})
+        write_json(aside / CARD, card)
+        write_atomic(aside / CARD_TEXT, card_markdown(card))
+        write_json(aside / BASE, {"name": name, "digest": base_digest(model)})
+        page = _ADAPTER_PAGE.format(base=name, version=__version__, card=CARD_TEXT, file=BASE)
+        write_atomic(aside / "README.md", page)
+    return target
+
+
+def _check_released(model: Any, run: RunFolder) -> None:
+    """Raise UserError unless all that a run trained is in the adapter, as the run released it."""
+    from safetensors.torch import load_file
+
+    peft = import_extra("peft", "hf", "save_adapter")
+    kept = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    places = {each.data_ptr() for each in kept.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.data_ptr() not in places:
+            refuse(
+                "model", "train its adapter alone", name,
+                "`dpdist release` writes models whose base was trained",
+            )  # fmt: skip
+    file = run.model_folder / "model.safetensors"
+    if not run.training_summary.exists() or not file.exists():
+        refuse("run", "be finished", run.path, "take the steps that are left")
+    now = model.state_dict()
+    for name, tensor in load_file(file).items():
+        if name not in now or not torch.equal(now[name].detach().cpu(), tensor):
+            refuse(
+                "model", "be the one that the run trained", f"another {name}",
+                "the card speaks of the run's own weights: load them, or train again",
+            )  # fmt: skip
 
 
 # --- the trainer ------------------------------------------------------------------------------
@@ -741,7 +878,15 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     def save_model(self, *given: Any, **named: Any) -> NoReturn:
         """Refuse weights without their guarantee."""
-        refuse("save_model", "be left out", "a call", _INSTEAD["push_to_hub"])
+        then = "save_adapter(folder) writes an adapter with its card, `dpdist release` a model"
+        refuse("save_model", "be left out", "a call", then)
+
+    def save_adapter(
+        self, folder: str | Path, *, base_name: str | None = None, not_private: bool = False
+    ) -> Path:
+        """Write the trained adapter with its card, as `peft` loads it (`save_adapter`)."""
+        run = self.training.run
+        return save_adapter(self.model, run, folder, base_name=base_name, not_private=not_private)
 
     def save_state(self) -> NoReturn:
         """Refuse a checkpoint outside of private/."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import signal
 import subprocess
@@ -491,3 +492,55 @@ def test_dropout_is_refused(tmp_path):
     rows = [{"input_ids": row["input_ids"], "label": n % 2} for n, row in enumerate(texts())]
     with pytest.raises(UserError, match=r"model: draws random numbers in its forward pass"):
         trainer(tmp_path / "run", model, train_dataset=rows)
+
+
+# --- adapters
+
+
+def test_an_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path, trained):
+    folder = trained.save_adapter(tmp_path / "adapter", base_name="tiny", not_private=True)
+    assert {path.name for path in folder.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "privacy_card.json", "privacy_card.md",
+        "base.json", "README.md",
+    }  # fmt: skip
+    base = llama()
+    assert json.loads((folder / "base.json").read_text()) == {
+        "name": "tiny", "digest": integration.base_digest(base)
+    }  # fmt: skip
+    assert integration.base_digest(base) == integration.base_digest(trained.model)
+    with torch.no_grad():
+        next(base.parameters())[0, 0] += 1e-6
+    assert integration.base_digest(base) != integration.base_digest(trained.model)
+    loaded = peft.PeftModel.from_pretrained(llama(), folder).eval()
+    ids = padded(texts(5))["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, trained.model.eval()(ids).logits)
+        assert not torch.allclose(loaded(ids).logits, lora().eval()(ids).logits, atol=1e-4)
+    trained.model.train()
+    facts = dpdist.read_facts(trained.training.run)
+    assert json.loads((folder / "privacy_card.json").read_text()) == facts.privacy_card()
+    everything = b"".join(path.read_bytes() for path in folder.iterdir())
+    assert str(tmp_path).encode() not in everything and KEY.encode() not in everything
+
+
+def test_adapters_without_their_run_are_refused(tmp_path, trained):
+    run, folder = trained.training.run, tmp_path / "adapter"
+    with pytest.raises(UserError, match=r"run: must be private, got a fixed key"):
+        trained.save_adapter(folder)
+    for model, said in ((llama(), "model: must be a peft model"),
+                        (lora(), "model: must be the one that the run trained")):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            integration.save_adapter(model, run, folder, not_private=True)
+    model = lora()
+    model.base_model.model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(UserError, match=r"must train its adapter alone, got .*lm_head"):
+        integration.save_adapter(model, run, folder, not_private=True)
+    begun = trainer(tmp_path / "run")
+    begun.training.step()
+    with pytest.raises(UserError):
+        begun.save_adapter(folder, not_private=True)
+    begun.training.close()
+    assert not folder.exists()
+    folder.mkdir()
+    with pytest.raises(UserError, match="folder: must be new"):
+        trained.save_adapter(folder, not_private=True)

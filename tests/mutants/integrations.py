@@ -63,6 +63,16 @@ FAULTS: list[Fault] = [
             "        return output(self.state.global_step, 0.0, found)\n",
             "a training loss is told that nobody released",
         ),
+        (
+            "        if name not in now or not torch.equal(now[name].detach().cpu(), tensor):\n",
+            "        if name not in now:\n",
+            "a card is laid beside weights that the run did not release",
+        ),
+        (
+            "        if parameter.requires_grad and parameter.data_ptr() not in places:\n",
+            "        if False:\n",
+            "an adapter lacks weights that were trained",
+        ),
     ),
     *group(
         "dpdist/integrations/lightning.py",
