@@ -123,4 +123,28 @@ FAULTS: list[Fault] = [
             "a schedule of epochs is stepped after each step",
         ),
     ),
+    *group(
+        "dpdist/release/generation.py",
+        "test_text_answers",
+        (
+            '        private="" if release.card["private"] else _NOT_PRIVATE,\n',
+            '        private="",\n',
+            "texts of a model that is not private do not say so",
+        ),
+        (
+            '            scores[list(decoder.never)] = float("-inf")\n',
+            "",
+            "unknown words stand in texts",
+        ),
+        (
+            "    shares = (scores / temperature).softmax(-1)\n",
+            "    shares = scores.softmax(-1)\n",
+            "the temperature is not used",
+        ),
+        (
+            "        write_json(aside / PRIVACY_CARD, release.card)\n",
+            '        write_json(aside / PRIVACY_CARD, {**release.card, "private": True})\n',
+            "the card beside the texts is another than the release's",
+        ),
+    ),
 ]
