@@ -339,6 +339,12 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
     def configure_callbacks(self) -> list[Any]:
         """Return no callbacks; the Trainer asks before anything is set up, and is checked."""
         check_trainer(self.trainer, public_eval=self._public_eval)
+        for name in ("training_step", "train_dataloader", "on_validation_start", "log_dict"):
+            if getattr(type(self), name) is not getattr(PrivateModule, name):
+                refuse(
+                    f"{type(self).__name__}.{name}", "be left out", "one of its own",
+                    "it would take the place of the private step; change the module inside",
+                )  # fmt: skip
         return []
 
     def configure_optimizers(self) -> None:

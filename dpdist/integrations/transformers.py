@@ -171,6 +171,28 @@ def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
             refuse("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
 
 
+def _check_model_and_schedule(model: Any, schedule: Any) -> None:
+    """Raise UserError for a model that runs its passes twice, or a schedule that follows losses."""
+    if any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules()):
+        refuse(
+            "model.gradient_checkpointing", "be off", True,
+            "a layer that is run again tells its gradients twice; call "
+            'gradient_checkpointing_disable(), and bound the memory by "micro_batch"',
+        )  # fmt: skip
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        refuse(
+            "optimizers", "follow the number of the step alone", type(schedule).__name__,
+            "take another schedule",
+        )  # fmt: skip
+
+
+# What a subclass may not change, since the private step would not call it, or must not.
+_OVERRIDES = (
+    "compute_loss", "training_step", "train", "log", "evaluate", "predict", "_inner_training_loop",
+    "_run_epoch", "_save_checkpoint", "save_model", "get_train_dataloader",
+)  # fmt: skip
+
+
 # --- records and losses -----------------------------------------------------------------------
 
 
@@ -613,6 +635,11 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     ) -> None:
         check_arguments(args)
         _check_callbacks(callbacks)
+        _check_model_and_schedule(model, optimizers[1])
+        for name in _OVERRIDES:
+            if getattr(type(self), name) is not getattr(PrivateTrainer, name):
+                refuse(f"{type(self).__name__}.{name}", "be left out", "one of its own",
+                       "the private step does not call it; give loss= or callbacks")  # fmt: skip
         for name in others:
             refuse(name, "be left out", "a value", _NOT_TAKEN.get(name, "it is not read here"))
         for name in training_options or {}:

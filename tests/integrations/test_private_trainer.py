@@ -544,3 +544,28 @@ def test_adapters_without_their_run_are_refused(tmp_path, trained):
     folder.mkdir()
     with pytest.raises(UserError, match="folder: must be new"):
         trained.save_adapter(folder, not_private=True)
+
+
+def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
+    class Weighted(PrivateTrainer):
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(UserError, match=r"Weighted\.compute_loss: must be left out"):
+        Weighted(lora(), arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
+
+
+def test_layers_that_run_twice_and_schedules_of_losses_are_refused(tmp_path):
+    model = llama()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(UserError, match=r"model\.gradient_checkpointing: must be off, got True"):
+        trainer(tmp_path / "run", model)
+    model = lora()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UserError, match=r"optimizers: must follow the number of the step alone"):
+        trainer(tmp_path / "run", model, optimizers=(optimizer, plateau))
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    assert (
+        trainer(tmp_path / "run", model, optimizers=(optimizer, constant)).train().global_step == 4
+    )
