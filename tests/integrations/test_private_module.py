@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,15 @@ pytestmark = [
 ]
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
 RECORDS, WIDTH = 80, 6
+
+
+@pytest.fixture(autouse=True)
+def kept_environment():
+    """Lightning says ranks in the environment, where others then look for a process group."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def records(count: int = RECORDS, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
