@@ -19,6 +19,15 @@ CALLED_FROM_OUTSIDE = {
     "on_trial_result": "ray.tune", "on_trial_start": "ray.tune", "on_trial_error": "ray.tune",
     "compose_node": "yaml", "_maybe_compose": "dp_accounting",
     "_repr_html_": "notebooks", "check_health": "ray.serve", "format_commands": "click",
+    **dict.fromkeys((
+        "add_callback", "training_step", "get_train_dataloader", "_inner_training_loop",
+        "_run_epoch", "_save_checkpoint", "save_model", "save_state", "hyperparameter_search",
+        "create_model_card",
+    ), "transformers.Trainer"),
+    **dict.fromkeys((
+        "configure_callbacks", "val_dataloader", "on_fit_start", "on_train_start",
+        "on_train_batch_start", "on_validation_start", "validation_step",
+    ), "lightning.pytorch"),
 }  # fmt: skip
 
 # Called by users from Python only.

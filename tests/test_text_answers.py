@@ -22,6 +22,7 @@ from dpdist.core.fields import BEGIN
 from dpdist.data.text import TextColumn, WordList
 from dpdist.evaluation import load_model
 from dpdist.publishing import write_release
+from dpdist.release import generation
 from dpdist.release.bundle import CHECKSUMS, DESCRIPTION, TOKENIZER, WORDS, compute_checksums
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
@@ -222,3 +223,83 @@ def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
         "<begin>", "<end>", "<unknown>", "the", "cat",
     ]  # fmt: skip
     assert models.NO_CLASS == -1
+
+
+# --- sampled texts
+
+
+@pytest.fixture(scope="module")
+def in_bytes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    model = {"name": "next-word-mlp", "options": {}}
+    return made(tmp_path_factory.mktemp("bytes"), "bytes", "next", {}, model)
+
+
+def test_texts_are_sampled_by_the_scores_of_the_next_word(following):
+    answerer = dpdist.load(following.release_folder).text_answerer
+    scores = answerer.next_scores(np.array([BEGIN, 3, 4])).clone()  # begin, the, cat
+    scores[[BEGIN, 2]] = float("-inf")  # no text
+    wanted = scores.softmax(-1)
+    sampling = generation.Sampling(4000, 1, 1.0, 7)
+    found = list(generation.sample_texts(answerer, "The cat", sampling))
+    names = ["", "the", "cat", "sat", "mat"]  # "" of the end
+    shares = [found.count(name) / 4000 for name in names]
+    # Hoeffding: all five within 0.04 but with probability 10 exp(-2 * 4000 * 0.04^2) < 3e-5
+    assert shares == pytest.approx([float(wanted[place]) for place in (1, 3, 4, 5, 6)], abs=0.04)
+    assert sum(shares) == 1
+    best = next(generation.sample_texts(answerer, "The cat", generation.Sampling(1, 1, 0.0, 7)))
+    assert best == names[max(range(5), key=lambda place: float(wanted[[1, 3, 4, 5, 6]][place]))]
+    cold = list(generation.sample_texts(answerer, "The cat", generation.Sampling(200, 1, 0.001, 7)))
+    assert set(cold) == {best}
+
+
+def test_sampled_texts_end_where_the_model_does(following, in_bytes):
+    for run, prompt in ((following, "the cat"), (in_bytes, "the ")):
+        release = dpdist.load(run.release_folder)
+        answerer = release.text_answerer
+        texts = list(generation.sample_texts(answerer, prompt, generation.Sampling(40, 99, 1.0, 1)))
+        words = [len(text.split()) if run is following else len(text) for text in texts]
+        room = LENGTH - len(answerer.column.tokenize_beginning(prompt))
+        assert 0 < max(words) <= room
+        assert len(set(texts)) > 5
+    assert (
+        generation.TokenDecoder(answerer.column).decode([2 + b for b in b"caf\xc3\xa9"]) == "café"
+    )
+
+
+def test_generated_texts_lie_beside_the_card(following, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the cat\nthe dog\n")
+    release = following.release_folder
+    asked = ("generate", release, "--n", 3, "--prompt-file", prompts, "--seed", 5)
+    for name in ("a", "b"):
+        said(*asked, "--to", tmp_path / name)
+    files = {path.name for path in (tmp_path / "a").iterdir()}
+    assert files == {
+        "texts.jsonl", "generated.json", "privacy_card.json", "privacy_card.md", "README.md"
+    }  # fmt: skip
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    rows = [json.loads(line) for line in (tmp_path / "a" / "texts.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["the cat"] * 3 + ["the dog"] * 3
+    for name in ("privacy_card.json", "privacy_card.md"):
+        assert (tmp_path / "a" / name).read_text() == (release / name).read_text()
+    page = (tmp_path / "a" / "README.md").read_text()
+    assert "does **not** promise" in page and "NOT private" in page  # its run key is fixed
+    about = json.loads((tmp_path / "a" / "generated.json").read_text())
+    assert about["model"] == dpdist.load(release).description.model and about["texts"] == 6
+
+
+def test_what_cannot_be_generated_is_refused(following, labelled, tmp_path):
+    release, new = following.release_folder, tmp_path / "new"
+    (tmp_path / "empty").write_text("")
+    for given, complaint in (
+        ((release, "--to", tmp_path), "--to: must be a new folder"),
+        ((release, "--to", new, "--prompt-file", tmp_path / "empty"), "a prompt a line, got none"),
+        ((labelled.release_folder, "--to", new), "a model of next tokens, got one that tells"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            said("generate", *given)
+    (tmp_path / "long").write_text("the cat sat on the mat and ran on\n")
+    with pytest.raises(UserError, match="text: must have 1 to 8 tokens to be continued"):
+        said("generate", release, "--to", new, "--prompt-file", tmp_path / "long")
+    assert not new.exists()

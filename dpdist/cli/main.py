@@ -62,6 +62,7 @@ _COMMANDS: dict[str, dict[str, Any]] = {
         "verify": report.verify_command,
         "predict": certify.predict_command,
         "serve": certify.serve_command,
+        "generate": report.generate_command,
     },
     "Calculate": {
         "radius": certify.radius_command,

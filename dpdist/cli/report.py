@@ -1,9 +1,10 @@
-"""``dpdist report``, ``compare``, ``log``, ``release`` and ``verify``: publish and check results.
+"""``dpdist report``, ``compare``, ``log``, ``release``, ``verify`` and ``generate``: publish.
 
 report: write the HTML page again, from the files of a run, or one page over all runs. compare:
 runs side by side, as Markdown tables and one picture. log: a finished run's figures for
 TensorBoard, MLflow or W&B. release: the only writer of a run's release/ folder. verify: whether a
-release is whole, and its epsilon follows from the phases that it names.
+release is whole, and its epsilon follows from the phases that it names. generate: texts sampled
+from a released model of next tokens, with its card beside them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dpdist.cli.options import (
     path_option,
 )
 from dpdist.core.errors import ExitCode, UserError
-from dpdist.core.fields import Count, Licence, Positive
+from dpdist.core.fields import Count, CountOrZero, Licence, NotNegative, Positive
 
 if TYPE_CHECKING:
     from dpdist.data import Dataset
@@ -296,3 +297,56 @@ def _test_data(release: Release, root: Path | None) -> Dataset:
     from dpdist.training.records import data_source_under
 
     return data.load(data_source_under(release.description.data, root), "test")
+
+
+# --- dpdist generate --------------------------------------------------------------------------
+
+
+_Texts = Annotated[int, option("Texts to sample for each prompt.", Count)]
+_Tokens = Annotated[int, option("Most tokens of a text behind its prompt.", Count)]
+_Prompts = Annotated[
+    Path | None, path_option("A file with a prompt a line (default: one empty prompt).")
+]
+_To = Annotated[Path, path_option("A new folder, for the texts and the card.", metavar="FOLDER")]
+_Temperature = Annotated[
+    float, option("Divides the scores; 0: the most probable token.", NotNegative)
+]
+_Seed = Annotated[
+    int | None, option("Samples the same texts again (default: a fresh one).", CountOrZero)
+]
+
+
+def generate_command(
+    release: ReleaseArgument,
+    to: _To,
+    n: _Texts = 1,
+    prompt_file: _Prompts = None,
+    tokens: _Tokens = 100,
+    temperature: _Temperature = 1.0,
+    seed: _Seed = None,
+    trust_factory: TrustFactory = None,
+    signer: Signer = None,
+) -> None:
+    """Sample texts from a released model of next tokens, at no further cost of privacy.
+
+    The folder holds the texts, the release's privacy card, and what the card does not promise.
+    """
+    import secrets
+
+    from dpdist.core import console
+    from dpdist.core.files import read_text
+    from dpdist.release.bundle import load
+    from dpdist.release.generation import PAGE, Sampling, write_texts
+
+    prompts = [""] if prompt_file is None else read_text(prompt_file).splitlines()
+    if not prompts:
+        raise UserError(f"--prompt-file: must have a prompt a line, got none in {prompt_file}")
+    sampling = Sampling(
+        n, tokens, temperature, secrets.randbits(32) if seed is None else seed
+    )  # fmt: skip
+    found = load(release, trusted_factory=trust_factory, signer=signer)
+    folder = write_texts(found, prompts, sampling, to)
+    console.log(
+        f"{folder / PAGE}: says what the card promises of these texts, and what it does not"
+    )
+    typer.echo(str(folder))

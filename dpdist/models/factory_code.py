@@ -93,7 +93,10 @@ def source_digests(factory: str) -> dict[str, str]:
         and _DIGESTS_AT_IMPORT[module][0] is _identity(module) is not None
     ):
         return _DIGESTS_AT_IMPORT[module][1]
-    return _compute_digests(module, factory)
+    found = _compute_digests(module, factory)
+    if is_library(module):  # an installed package has thousands of files: one look at them
+        record_digests(factory, found)
+    return found
 
 
 def require_current_sources(factory: str, context: object) -> None:
@@ -240,7 +243,22 @@ def _read_source(spec: ModuleSpec) -> bytes | None:
         return None
 
 
-def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:
+# By a source's digest, name, top-level package and form: an installed package has thousands.
+_IMPORTS: dict[tuple[bytes, str, str, bool], tuple[str, ...]] = {}
+
+
+def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterable[str]:
+    """Return the modules that a source may import; those of an installed package are found once."""
+    key = hashlib.blake2b(raw, digest_size=16).digest(), name, top, package
+    if key in _IMPORTS:
+        return _IMPORTS[key]
+    found = tuple(_find_imports(raw, name, top, package))
+    if not _root_folders(top):
+        _IMPORTS[key] = found
+    return found
+
+
+def _find_imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:
     """Yield the modules that a source may import when it runs, and their packages.
 
     A string that names a module of the package `top` counts too: so do packages list what they

@@ -586,15 +586,25 @@ class TextAnswerer:
         import torch
 
         if self._column.predicts_next_token:
-            tokens = self._column.tokenize_beginning(text)
-            row = np.full((1, self._column.length), PADDING, dtype=np.float32)
-            row[0, : len(tokens)] = tokens
-            scores = self._scores(torch.from_numpy(row))[0, len(tokens) - 1]
+            scores = self.next_scores(self._column.tokenize_beginning(text))
             return self._class(scores, self._column.token_name)
         outputs = self._scores(torch.from_numpy(self._column.tokenize_one(text)))[0]
         if self._targets != "class":
             return TextAnswer(-1, None, (), tuple(outputs.tolist()))
         return self._class(outputs, self._classes.__getitem__)
+
+    @property
+    def column(self) -> TextColumn:
+        """Return what makes tokens of texts."""
+        return self._column
+
+    def next_scores(self, tokens: np.ndarray) -> Tensor:
+        """Return the scores (classes,) of the token that comes after 1 to `length` tokens."""
+        import torch
+
+        row = np.full((1, self._column.length), PADDING, dtype=np.float32)
+        row[0, : len(tokens)] = tokens
+        return self._scores(torch.from_numpy(row))[0, len(tokens) - 1]
 
     def _scores(self, rows: Tensor) -> Tensor:
         import torch

@@ -16,7 +16,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -546,17 +546,19 @@ def code_digest_of(model: nn.Module, *others: Any) -> str:
     if main is not None and Path(main).is_file():
         found["__main__"] = _hash(Path(main).read_bytes())
     things = [*{type(module): None for module in model.modules()}, *others]
+    known: dict[str, dict[str, str]] = {}  # by module: one walk over a package for all its classes
     for thing in things:
         home = str(getattr(thing, "__module__", None) or "")
         if not callable(thing) or home.partition(".")[0] in _NOT_OF_A_SCRIPT:
             continue
-        covered: dict[str, str] = {}
-        if home != "__main__":
-            try:
-                covered = source_digests(f"{home}:{getattr(thing, '__qualname__', '')}")
-            except UserError:
-                covered = {}
-        found |= covered or {f"{home}:{getattr(thing, '__qualname__', '')}": _hash(_source(thing))}
+        if home not in known:
+            known[home] = {}
+            if home != "__main__":
+                with suppress(UserError):
+                    known[home] = source_digests(f"{home}:{getattr(thing, '__qualname__', '')}")
+        found |= known[home] or {
+            f"{home}:{getattr(thing, '__qualname__', '')}": _hash(_source(thing))
+        }
     return _hash(json.dumps(found, sort_keys=True).encode())
 
 

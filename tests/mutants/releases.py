@@ -299,8 +299,8 @@ FAULTS: list[Fault] = [
         "dpdist/release/bundle.py",
         "test_text_answers",
         (
-            "scores = self._scores(torch.from_numpy(row))[0, len(tokens) - 1]\n",
-            "scores = self._scores(torch.from_numpy(row))[0, len(tokens) - 2]\n",
+            "return self._scores(torch.from_numpy(row))[0, len(tokens) - 1]\n",
+            "return self._scores(torch.from_numpy(row))[0, len(tokens) - 2]\n",
             "the answer is that of the last word but one",
         ),
         (

@@ -26,3 +26,9 @@ def needs_datasets() -> None:
     """Skip a test unless Hugging Face's datasets is there, which no extra brings."""
     if find_spec("datasets") is None:
         pytest.skip("datasets missing: pip install datasets")
+
+
+def needs_lightning() -> None:
+    """Skip a file of tests unless the extra lightning is there."""
+    if find_spec("lightning") is None:
+        pytest.skip("lightning missing: pip install 'dpdist[lightning]'", allow_module_level=True)

@@ -1,0 +1,25 @@
+"""Private training inside the trainers of other libraries, each an extra of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from dpdist.core.errors import UserError
+
+
+def refuse(key: str, must: str, got: Any, then: str) -> NoReturn:
+    """Raise UserError for an argument of a trainer: its rule, its value and what to do instead."""
+    raise UserError(f"{key}: must {must}, got {got}: {then}")
+
+
+@contextmanager
+def kept_modes(model: Any) -> Iterator[None]:
+    """Restore the mode of each module of a model in the end."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -1,0 +1,470 @@
+"""Private training by the Trainer of Lightning, whose module takes dpdist's own steps.
+
+`PrivateModule` stands around a `LightningModule` of the user's. Lightning drives it, and sees
+neither private records nor trained weights: its batches are the numbers of steps, its optimizer is
+none, and the module of the user's is held beside its module tree. So nothing that Lightning clips,
+accumulates, scales, finds or saves can reach a private gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import data as torch_data
+
+from dpdist.config.sections import PrivacyRecipe
+from dpdist.core.optional_imports import import_extra
+from dpdist.data.adapters import as_records
+from dpdist.integrations import kept_modes, refuse
+from dpdist.privacy.guarantee import Guarantee
+from dpdist.private_training import PrivateTraining, StepReport
+from dpdist.training.private_score import count_common
+
+pytorch: Any = import_extra("lightning.pytorch", "lightning", "PrivateModule")
+_overriding: Any = import_extra(
+    "lightning.pytorch.utilities.model_helpers", "lightning", "PrivateModule"
+)
+
+# --- settings of the Trainer ------------------------------------------------------------------
+
+
+_PAID_SCORES = "take scores that the plan pays for: the option score of PrivateModule"
+_CALLBACKS = {  # of Lightning, which may see what there is: released values and public metrics
+    "ProgressBar", "TQDMProgressBar", "RichProgressBar", "ModelSummary", "RichModelSummary",
+    "Timer", "LambdaCallback", "EarlyStopping",
+}  # fmt: skip
+_LOGGERS = ("CSVLogger", "TensorBoardLogger")
+_INSTEAD = {
+    "LearningRateFinder": "it takes steps that nobody pays for; take dpdist.tune",
+    "BatchSizeFinder": "the expected batch is a term of the guarantee; bound the memory by "
+    'resources={"micro_batch": ...}',
+    "ModelCheckpoint": "the run keeps checkpoints of its own in private/ and continues from them; "
+    "give Trainer(enable_checkpointing=False)",
+    "GradientAccumulationScheduler": "batch_size is the whole expected batch of a step",
+    "StochasticWeightAveraging": "average the released weights in a loop of your own "
+    "(dpdist.PrivateTraining)",
+}
+_UNREAD = "no one has said what it would mean with privacy; leave it out"
+
+
+def check_trainer(trainer: Any, *, public_eval: bool) -> None:
+    """Raise UserError for settings of Lightning's Trainer that private steps do not honour.
+
+    Args:
+        trainer: a `lightning.pytorch.Trainer` that is about to run.
+        public_eval: whether its validation data were said to be public.
+
+    Raises:
+        UserError: one line for the first setting that is refused, with what to do instead.
+    """
+    call = str(getattr(trainer.state.fn, "value", trainer.state.fn))
+    if call not in ("fit", "validate"):
+        refuse(
+            "trainer", "call fit or validate", call,
+            "test and predict with the trained module itself, on public records",
+        )  # fmt: skip
+    count, kind = trainer.num_devices * trainer.num_nodes, type(trainer.strategy).__name__
+    if count != 1 or kind != "SingleDeviceStrategy":
+        refuse(
+            "trainer.devices", "be 1, without a strategy of several", f"{count} ({kind})",
+            "give Trainer(devices=1), or take dpdist.PrivateTraining for several workers",
+        )  # fmt: skip
+    batch = "batch_size is the whole expected batch of a step; split its passes by "
+    batch += 'resources={"micro_batch": ...}'
+    for key, usual, got, then in (
+        ("precision", "32-true", trainer.precision, "autocast and scalers are not used, since a "
+         "scale that follows overflows would tell of private records"),
+        ("accumulate_grad_batches", 1, trainer.accumulate_grad_batches, batch),
+        ("gradient_clip_val", None, trainer.gradient_clip_val or None,
+         "each record's gradient is clipped, never the batch's; give privacy.clip_norm"),
+        ("fast_dev_run", False, trainer.fast_dev_run, "each step is released and paid for; give "
+         "PrivateModule invented records to try a script"),
+        ("max_steps", -1, trainer.max_steps, "give steps= or epochs= to PrivateModule, whose plan "
+         "is paid for"),
+        ("overfit_batches", 0, trainer.overfit_batches, "each step draws its own sample"),
+        ("profiler", "PassThroughProfiler", type(trainer.profiler).__name__,
+         "times and memory of a step tell of its private sample"),
+    ):  # fmt: skip
+        if got != usual:
+            refuse(f"trainer.{key}", f"be {usual}", got, then)
+    if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
+        refuse(
+            "trainer.limit_train_batches", "be 1.0", trainer.limit_train_batches,
+            "a step draws its own sample; leave it out",
+        )  # fmt: skip
+    for each in trainer.callbacks:
+        _check_callback(each, public_eval)
+    for each in trainer.loggers:
+        if type(each).__name__ not in _LOGGERS:
+            refuse(
+                "trainer.logger", f"be {' or '.join(_LOGGERS)} or False", type(each).__name__,
+                "others may watch gradients; send what a callback of your own finds in "
+                "trainer.callback_metrics, which is released or public",
+            )  # fmt: skip
+
+
+def _check_callback(callback: Any, public_eval: bool) -> None:
+    """Raise UserError for a callback of Lightning that trains, saves or reads metrics."""
+    kind = type(callback)
+    foreign = kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    parents = {each.__name__ for each in kind.__mro__}
+    if found := [name for name in _INSTEAD if name in parents]:
+        refuse("trainer.callbacks", f"be without a {found[0]}", kind.__name__, _INSTEAD[found[0]])
+    if foreign and kind.__name__ not in _CALLBACKS:
+        refuse("trainer.callbacks", "be yours", kind.__name__, _UNREAD)
+    monitor = getattr(callback, "monitor", None)
+    if "EarlyStopping" in parents and monitor != "score" and not public_eval:
+        refuse(
+            "trainer.callbacks", "stop by a score or by public records",
+            f"EarlyStopping({monitor})",
+            f"{_PAID_SCORES}, and monitor='score'; or say public_eval=True",
+        )  # fmt: skip
+
+
+# --- the user's module ------------------------------------------------------------------------
+
+
+_HOOKS = (  # of a module, which the private step does not call
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
+    "lr_scheduler_step", "on_before_backward", "on_after_backward", "on_before_zero_grad",
+    "on_before_optimizer_step", "on_train_start", "on_train_end", "on_train_epoch_start",
+    "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end", "on_validation_start",
+    "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
+    "on_validation_batch_start", "on_validation_batch_end", "configure_model", "on_fit_start",
+    "on_fit_end", "transfer_batch_to_device", "on_before_batch_transfer",
+    "on_after_batch_transfer", "test_step", "predict_step", "configure_callbacks",
+)  # fmt: skip
+
+
+def _check_module(module: Any) -> None:
+    """Raise UserError for anything but a LightningModule without hooks that nobody would call."""
+    if not isinstance(module, pytorch.LightningModule):
+        refuse(
+            "module", "be a lightning.pytorch.LightningModule", type(module).__name__,
+            "of pytorch_lightning, import it from lightning.pytorch; a bare module goes into "
+            "dpdist.PrivateTraining",
+        )  # fmt: skip
+    if not module.automatic_optimization:
+        refuse(
+            "module.automatic_optimization", "be True", False,
+            "a training_step that steps optimizers itself is not run; take dpdist.PrivateTraining",
+        )  # fmt: skip
+    for name in _HOOKS:
+        if _overriding.is_overridden(name, module, parent=pytorch.LightningModule):
+            refuse(
+                f"module.{name}", "be left out", "one of its own",
+                "the private step does not call it; a callback of the Trainer's may do its work",
+            )  # fmt: skip
+
+
+def _optimizer_and_schedule(made: Any) -> tuple[Any, dict[str, Any] | None]:
+    """Return the optimizer and the schedule that `configure_optimizers` made.
+
+    Raises:
+        UserError: it made several, none, or a schedule that follows a metric.
+    """
+    schedules: Any = []
+    if isinstance(made, Mapping):
+        schedules = [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else []
+        made = made.get("optimizer")
+    elif isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple):
+        made, schedules = made
+    optimizers = [*made] if isinstance(made, list | tuple) else [made]
+    if len(optimizers) == 1 and isinstance(optimizers[0], Mapping):
+        return _optimizer_and_schedule(optimizers[0])
+    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer) or len(schedules) > 1:
+        refuse(
+            "module.configure_optimizers", "return one optimizer, and one schedule at most",
+            f"{len(optimizers)} and {len(schedules)}", "take dpdist.PrivateTraining for others",
+        )  # fmt: skip
+    if not schedules:
+        return optimizers[0], None
+    given = schedules[0] if isinstance(schedules[0], Mapping) else {"scheduler": schedules[0]}
+    found = {"interval": "epoch", "frequency": 1, **given}
+    by_metric = isinstance(found["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if by_metric or found["interval"] not in ("step", "epoch"):
+        refuse(
+            "module.configure_optimizers", "return a schedule of steps or epochs",
+            type(found["scheduler"]).__name__, "one that follows a metric is not stepped here",
+        )  # fmt: skip
+    return optimizers[0], found
+
+
+# --- the module that Lightning drives ---------------------------------------------------------
+
+
+class _StepNumbers(torch_data.Dataset[int]):
+    """The data set that Lightning sees: the numbers of one epoch's steps."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+PUBLIC_VALIDATION = (
+    "the Trainer's validation data are public: no private record, and nothing made of one, is there"
+)
+_OPTIONS = ("resources", "factory", "isolate", "certify", "reproducible", "held_out")
+_MODULE: Any = pytorch.LightningModule
+
+
+class PrivateModule(_MODULE):  # type: ignore[misc]
+    """Train a `LightningModule` privately, driven by Lightning's Trainer.
+
+    Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
+    everything that was released so far. A step is `dpdist.PrivateTraining.step` on the private
+    records; the Trainer's batches are numbers of steps. Logged are released values: learning rate,
+    the noisy sum's norm, epsilon and paid scores, never a loss. The same script continues the run
+    in `folder`.
+
+    Args:
+        module: with `forward` and `configure_optimizers`; its `training_step` is not run, since its
+            loss is one of a batch. Its `validation_step` is, on public records.
+        data: the PRIVATE records: `(X, y)`, or anything that `dpdist.as_records` takes; None: those
+            of `module.train_dataloader()`.
+        loss: a name, such as "cross-entropy", or a function of module and batch that returns one
+            value a record.
+        privacy: a `dpdist.Privacy`, or its fields as a dict.
+        batch_size: expected number of records in a step.
+        steps, epochs: length of the training; one of the two. An epoch of the Trainer has as many
+            steps as draw each record once, in expectation; `max_epochs` may end the fit earlier.
+        folder: folder of the run, made where it is not there.
+        public_eval: say that validation data are public, which the card repeats as an assumption.
+            Validation without it, and a private record in it, are refused.
+        score: arguments of `PrivateTraining.score`: held_out, every, noise, value.
+        options: further options of `PrivateTraining`: resources, factory, isolate, certify,
+            reproducible, held_out.
+
+    Attributes:
+        private: the `dpdist.PrivateTraining`, once `fit` began.
+
+    Raises:
+        UserError: one line that names the argument or the Trainer's setting, its rule and what to
+            do; nothing was released.
+
+    Source:
+        Abadi et al., CCS 2016 (DP-SGD).
+
+    Example:
+        >>> import logging, tempfile, warnings, torch
+        >>> import lightning.pytorch as pl
+        >>> from dpdist.integrations.lightning import PrivateModule
+        >>> class Net(pl.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(4, 2)
+        ...     def forward(self, inputs):
+        ...         return self.layer(inputs)
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> private = PrivateModule(
+        ...     Net(), (torch.randn(200, 4), torch.randint(2, (200,))), loss="cross-entropy",
+        ...     privacy={"noise_multiplier": 1.0, "delta": 1e-3}, batch_size=20, steps=3,
+        ...     folder=tempfile.mkdtemp() + "/run")
+        >>> warnings.simplefilter("ignore")
+        >>> logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        >>> trainer = pl.Trainer(
+        ...     devices=1, accelerator="cpu", enable_checkpointing=False, logger=False,
+        ...     enable_progress_bar=False, enable_model_summary=False)
+        >>> trainer.fit(private)
+        >>> private.private.steps_left, private.guarantee.kind
+        (0, 'proved')
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        data: Any = None,
+        *,
+        loss: Any,
+        privacy: PrivacyRecipe | Mapping[str, Any],
+        batch_size: int,
+        steps: int | None = None,
+        epochs: int | None = None,
+        folder: Any,
+        public_eval: bool = False,
+        score: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _check_module(module)
+        for name in options:
+            if name not in _OPTIONS:
+                refuse("options", f"be {', '.join(_OPTIONS)}", name, "leave it out")
+        self.automatic_optimization = False
+        self._held = (module,)  # in no tree of modules: Lightning finds no weights to touch
+        self._records = as_records(module.train_dataloader() if data is None else data)
+        if public_eval:
+            self._records.assumed = (*self._records.assumed, PUBLIC_VALIDATION)
+        self._public_eval, self._score = public_eval, score
+        self._given = {
+            "loss": loss, "privacy": privacy, "batch_size": batch_size, "steps": steps,
+            "epochs": epochs, "folder": folder, **options,
+        }  # fmt: skip
+        self._numbers = _StepNumbers(max(1, len(self._records) // batch_size))
+        self._schedule: dict[str, Any] | None = None
+        self._apart: list[Any] = []  # validation loaders without private records
+        self.private: PrivateTraining | None = None
+
+    @property
+    def module(self) -> Any:
+        """Return the user's module, with the weights of the newest step."""
+        return self._held[0]
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Return the guarantee of everything that was released so far. Raises UserError."""
+        return self._begun().guarantee
+
+    def _begun(self) -> PrivateTraining:
+        if self.private is None:
+            refuse("guarantee", "be asked once fit began", "no fit", "call trainer.fit(module)")
+        return self.private
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Return what the user's module returns."""
+        return self.module(*given, **named)
+
+    # --- what Lightning calls
+
+    def configure_callbacks(self) -> list[Any]:
+        """Return no callbacks; the Trainer asks before anything is set up, and is checked."""
+        check_trainer(self.trainer, public_eval=self._public_eval)
+        for name in ("training_step", "train_dataloader", "on_validation_start", "log_dict"):
+            if getattr(type(self), name) is not getattr(PrivateModule, name):
+                refuse(
+                    f"{type(self).__name__}.{name}", "be left out", "one of its own",
+                    "it would take the place of the private step; change the module inside",
+                )  # fmt: skip
+        return []
+
+    def configure_optimizers(self) -> None:
+        """Return nothing: Lightning could step an optimizer without a private gradient."""
+
+    def train_dataloader(self) -> torch_data.DataLoader[int]:
+        """Return the numbers of an epoch's steps."""
+        return torch_data.DataLoader(self._numbers, batch_size=1)
+
+    def val_dataloader(self) -> Any:
+        """Return the validation data of the user's module, if it has some."""
+        if not _overriding.is_overridden(
+            "val_dataloader", self.module, parent=pytorch.LightningModule
+        ):
+            return []
+        return self.module.val_dataloader()
+
+    def on_fit_start(self) -> None:
+        """Build the private training on the Trainer's device, or go on with it."""
+        if self.private is not None:
+            return
+        self.module.to(self.trainer.strategy.root_device)
+        with self._attached():
+            optimizer, self._schedule = _optimizer_and_schedule(self.module.configure_optimizers())
+        state = [] if self._schedule is None else [self._schedule["scheduler"]]
+        self.private = PrivateTraining(
+            self.module, optimizer, self._records, state=state, **self._given
+        )
+        if self._score is not None:
+            self.private.score(**self._score)
+
+    def on_train_start(self) -> None:
+        """Raise UserError where the Trainer got batches of records."""
+        loader = self.trainer.train_dataloader
+        if getattr(loader, "dataset", None) is not self._numbers:
+            refuse(
+                "trainer.fit", "get no training data", type(loader).__name__,
+                "give the private records to PrivateModule(module, data), which draws each step's "
+                "sample itself",
+            )  # fmt: skip
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Return -1, which ends the epoch, where all steps are taken."""
+        if self._begun().steps_left:
+            return None
+        self.trainer.should_stop = True
+        return -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Take one private step, and log what it released."""
+        private = self._begun()
+        report = private.step()
+        self._step_schedule(report.step + 1)
+        self.log_dict(self._told(report), on_step=True, on_epoch=False, batch_size=1)
+        if not private.steps_left:
+            self.trainer.should_stop = True
+
+    def _step_schedule(self, done: int) -> None:
+        """Step the schedule, where it is due after so many steps."""
+        if self._schedule is not None:
+            every = int(self._schedule["frequency"])
+            every *= len(self._numbers) if self._schedule["interval"] == "epoch" else 1
+            if done % every == 0:
+                self._schedule["scheduler"].step()
+
+    def _told(self, report: StepReport) -> dict[str, float]:
+        """Return the released values of a step; epsilon where a logger takes it."""
+        found = {"learning_rate": report.learning_rate, "noisy_norm": report.noisy_norm}
+        last = not self._begun().steps_left
+        if last or (report.step + 1) % max(1, self.trainer.log_every_n_steps) == 0:
+            found["epsilon"] = report.epsilon
+        return found if report.score is None else {**found, "score": report.score}
+
+    # --- public records
+
+    def on_validation_start(self) -> None:
+        """Raise UserError where validation data are not public."""
+        loaders = self.trainer.val_dataloaders
+        for each in loaders if isinstance(loaders, list | tuple) else [loaders]:
+            if not self._public_eval:
+                refuse(
+                    "val_dataloaders", "be public records, said by public_eval=True",
+                    "no such word",
+                    f"metrics of private records would be logged without noise; {_PAID_SCORES}",
+                )  # fmt: skip
+            if any(each is known for known in self._apart):
+                continue
+            if common := count_common(as_records(each, name="val_dataloaders"), self._records):
+                refuse(
+                    "val_dataloaders", "share no record with data", f"{common:,} in common",
+                    "metrics on private records would be logged without noise",
+                )  # fmt: skip
+            self._apart.append(each)
+
+    def validation_step(self, batch: Any, *places: Any) -> Any:
+        """Return what the user's `validation_step` returns for a batch of PUBLIC records."""
+        plain = torch.inference_mode(False)  # whose tensors a later step could not use
+        with self._attached(), kept_modes(self.module), plain, torch.no_grad():
+            return self.module.eval().validation_step(batch, *places)
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Let the user's module know the Trainer, for `log` and for lengths, and forget it."""
+        module = self.module
+        module.trainer, module._current_fx_name = self.trainer, self._current_fx_name
+        try:
+            yield
+        finally:
+            module.trainer, module._current_fx_name = None, None
+
+    # --- what would go around the private step
+
+    def state_dict(self, *given: Any, **named: Any) -> dict[str, Any]:
+        """Return no weights: checkpoints lie in the run's private folder alone."""
+        return {}
+
+    def load_state_dict(self, *given: Any, **named: Any) -> NoReturn:
+        """Refuse weights whose privacy cost the run's ledger does not know."""
+        refuse(
+            "ckpt_path", "be None", "a checkpoint",
+            "the run in folder continues from its own checkpoints, and the ledger does not know "
+            "what weights of another run cost",
+        )  # fmt: skip

@@ -1,0 +1,939 @@
+"""Private training by the Trainer of Hugging Face's `transformers`, whose step is dpdist's own.
+
+`PrivateTrainer` takes a model, a data set, a collator, arguments and callbacks as the Trainer does
+and hands them to `dpdist.PrivateTraining`. No line of the Trainer's own training loop is run: its
+sampler, its loss over a batch, its optimizer step, its checkpoints and its log of losses are
+replaced, and an argument that only they would read is refused. Which arguments are read is a list
+below, so that what a later version of `transformers` adds is refused until somebody has read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpdist.config.sections import PrivacyRecipe
+from dpdist.core.files import atomic_folder, read_json, write_atomic, write_json
+from dpdist.core.optional_imports import import_extra
+from dpdist.core.version import __version__
+from dpdist.data.adapters import ItemRecords, Options, without_transforms
+from dpdist.data.protocol import Records
+from dpdist.integrations import kept_modes, refuse
+from dpdist.privacy.card import card_markdown
+from dpdist.privacy.guarantee import Guarantee
+from dpdist.private_training import PrivateTraining, StepReport
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.training.private_score import count_common
+
+with torch.device("cpu"):  # whatever device the importing code has as its default
+    transformers: Any = import_extra("transformers", "hf", "PrivateTrainer")
+    import_extra("accelerate", "hf", "PrivateTrainer")
+
+# --- arguments of the Trainer -----------------------------------------------------------------
+
+
+_READ = {
+    "output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "logging_strategy", "logging_steps",
+    "logging_first_step", "log_level", "disable_tqdm", "eval_strategy", "eval_steps", "eval_delay",
+    "eval_on_start", "per_device_eval_batch_size", "prediction_loss_only", "do_eval", "do_train",
+    "do_predict", "run_name", "seed", "use_cpu", "dataloader_pin_memory", "save_strategy",
+}  # fmt: skip
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+_PLATEAUS = ("reduce_lr_on_plateau", "greedy")
+_OWN_CHECKPOINTS = (
+    "the run keeps checkpoints of its own in private/, every resources.checkpoint_seconds, and "
+    "continues from them; leave it out"
+)
+_ONE_DRAW = "each record joins a step by the plan's own draw; leave it out"
+# Arguments that people set, and what to do instead; all others have one line in common.
+_INSTEAD = {
+    "load_best_model_at_end": "losses of a private or public part would choose the model after the "
+    "fact; take scores that the plan pays for: trainer.training.score(...)",
+    "metric_for_best_model": "no checkpoint is chosen by a metric; leave it out",
+    "greater_is_better": "no checkpoint is chosen by a metric; leave it out",
+    "train_sampling_strategy": _ONE_DRAW,
+    "length_column_name": _ONE_DRAW,
+    "dataloader_drop_last": _ONE_DRAW,
+    "data_seed": _ONE_DRAW,
+    "auto_find_batch_size": "the expected batch is a term of the guarantee; bound the memory by "
+    'training_options={"resources": {"micro_batch": ...}}',
+    "gradient_accumulation_steps": "per_device_train_batch_size is the whole expected batch of a "
+    'step; split its passes by training_options={"resources": {"micro_batch": ...}}',
+    "max_grad_norm": "each record's gradient is clipped, never the batch's; give privacy.clip_norm",
+    "label_smoothing_factor": "the Trainer smooths a loss over the batch; give loss=, a function "
+    "of module and batch that returns one value a record",
+    "average_tokens_across_devices": "a record's loss is the mean over its own tokens, never over "
+    "those of others (num_items_in_batch); leave it out",
+    "fp16": "a scaler that follows overflows would tell of private records; leave it out",
+    "bf16": "sums are float64 and autocast is not used; load the model's base in bfloat16 instead",
+    "push_to_hub": "nothing is uploaded; `dpdist release` writes what may be published",
+    "hub_token": "nothing is uploaded; leave it out",
+    "hub_model_id": "nothing is uploaded; `dpdist release` writes what may be published",
+    "report_to": "trackers may log losses and gradients of private records; leave it out, and send "
+    "what on_log of a callback of your own receives, which is released values",
+    "save_steps": _OWN_CHECKPOINTS,
+    "save_total_limit": _OWN_CHECKPOINTS,
+    "save_only_model": _OWN_CHECKPOINTS,
+    "enable_jit_checkpoint": _OWN_CHECKPOINTS,
+    "resume_from_checkpoint": "the run continues from its own checkpoints; leave it out",
+    "include_num_input_tokens_seen": "how many tokens a step saw tells of its private sample; "
+    "leave it out",
+    "skip_memory_metrics": "memory of a step tells of its private sample; leave it out",
+    "neftune_noise_alpha": "its noise is not keyed by record; leave it out",
+}
+_UNREAD = "the private step does not read it, and no one has said what it would mean; leave it out"
+
+
+def _word(value: Any) -> Any:
+    """Return a value as the user wrote it: the text of an enumeration's member."""
+    return repr(getattr(value, "value", value))
+
+
+def check_arguments(args: Any) -> None:
+    """Raise UserError for arguments of the Trainer that the private step does not honour.
+
+    Args:
+        args: a `transformers.TrainingArguments`, no subclass of it.
+
+    Raises:
+        UserError: one line for the first argument that is refused, with what to do instead.
+    """
+    kind = transformers.TrainingArguments
+    if type(args) is not kind:
+        refuse(
+            "args", "be a transformers.TrainingArguments", type(args).__name__,
+            "arguments of other trainers are not read here",
+        )  # fmt: skip
+    if args.lr_scheduler_type in _PLATEAUS:
+        refuse(
+            "args.lr_scheduler_type", "follow the number of the step alone",
+            _word(args.lr_scheduler_type), "take linear, cosine or constant",
+        )  # fmt: skip
+    usual = kind(output_dir=args.output_dir)
+    for each in dataclasses.fields(kind):
+        name, value, default = each.name, getattr(args, each.name), getattr(usual, each.name)
+        if name not in _READ and value != default and not _is_unset(name, value):
+            then = _INSTEAD.get(name, _UNREAD)
+            refuse(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
+    if args.save_strategy not in ("no", usual.save_strategy):
+        refuse("args.save_strategy", "be 'no'", _word(args.save_strategy), _OWN_CHECKPOINTS)
+    if args.optim not in _OPTIMIZERS:
+        refuse(
+            "args.optim", f"be one of {', '.join(_OPTIMIZERS)}", _word(args.optim),
+            "or give a torch optimizer by optimizers=(optimizer, None)",
+        )  # fmt: skip
+    if getattr(args, "mixed_precision", "no") not in ("no", None):
+        refuse("args.mixed_precision", "be 'no'", _word(args.mixed_precision), _INSTEAD["fp16"])
+    if args.max_steps <= 0 and args.num_train_epochs != int(args.num_train_epochs):
+        refuse(
+            "args.num_train_epochs", "be a whole number", args.num_train_epochs, "or give max_steps"
+        )
+    if args.world_size > 1 or args.n_gpu > 1:
+        refuse(
+            "args.world_size", "be 1, on one device", f"{args.world_size} on {args.n_gpu} devices",
+            "take dpdist.PrivateTraining for several workers, or show this process one GPU "
+            "(CUDA_VISIBLE_DEVICES)",
+        )  # fmt: skip
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    """Return whether the Trainer set this itself, beside an argument that is refused or read."""
+    return name == "local_rank" or (name == "report_to" and not value)
+
+
+def _check_callbacks(callbacks: Sequence[Any] | None) -> None:
+    """Raise UserError for callbacks of transformers that choose by metrics or report to others."""
+    usual = (
+        "DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "NotebookProgressCallback",
+    )  # fmt: skip
+    for each in callbacks or ():
+        kind = each if isinstance(each, type) else type(each)
+        if issubclass(kind, transformers.EarlyStoppingCallback):
+            refuse(
+                "callbacks", "not stop by metrics", kind.__name__,
+                "stop by scores that the plan pays for: trainer.training.score(...), and a "
+                "callback of your own that sets control.should_training_stop",
+            )  # fmt: skip
+        if kind.__module__.partition(".")[0] == "transformers" and kind.__name__ not in usual:
+            refuse("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
+
+
+def _check_model_and_schedule(model: Any, schedule: Any) -> None:
+    """Raise UserError for a model that runs its passes twice, or a schedule that follows losses."""
+    if any(getattr(each, "gradient_checkpointing", False) is True for each in model.modules()):
+        refuse(
+            "model.gradient_checkpointing", "be off", True,
+            "a layer that is run again tells its gradients twice; call "
+            'gradient_checkpointing_disable(), and bound the memory by "micro_batch"',
+        )  # fmt: skip
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        refuse(
+            "optimizers", "follow the number of the step alone", type(schedule).__name__,
+            "take another schedule",
+        )  # fmt: skip
+
+
+# What a subclass may not change, since the private step would not call it, or must not.
+_OVERRIDES = (
+    "compute_loss", "training_step", "train", "log", "evaluate", "predict", "_inner_training_loop",
+    "_run_epoch", "_save_checkpoint", "save_model", "get_train_dataloader",
+)  # fmt: skip
+
+
+# --- records and losses -----------------------------------------------------------------------
+
+
+_TASKS = {  # the loss of a class of transformers: what a record's targets speak of
+    "ForCausalLM": "next tokens",
+    "ForMaskedLM": "tokens",
+    "ForTokenClassification": "tokens",
+    "ForSequenceClassification": "record",
+    "ForImageClassification": "record",
+}
+_IGNORED = -100  # label of a token that does not count
+_TOKEN_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
+_FIELDS = (*_TOKEN_FIELDS, "pixel_values", "labels")
+
+
+class ModelLoss:
+    """Compute the loss of each record from the logits of a model of `transformers`.
+
+    Guarantee: one value a record, which depends on its own fields alone. Where a record has many
+    labelled tokens it is the mean over those, so that neither other records' lengths nor padding
+    count. A causal model gets no mask: records are filled up behind their end, where none of their
+    tokens looks. Another model gets one of four dimensions, so that which kernel runs depends on
+    shapes alone.
+
+    Args:
+        model: the model, whose class says the task.
+
+    Raises:
+        UserError: no loss a record is known for its class.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base: Any = model
+        if hasattr(model, "get_base_model"):
+            base = base.get_base_model()
+        kind = str(getattr(base, "loss_type", None))
+        config: Any = getattr(base, "config", None)
+        if kind not in _TASKS or getattr(config, "is_encoder_decoder", False):
+            refuse(
+                "model", f"be a class that ends in {', '.join(_TASKS)}", type(base).__name__,
+                "or give loss=, a function of module and batch that returns one value a record",
+            )  # fmt: skip
+        if getattr(config, "output_router_logits", False):
+            refuse(
+                "model.config.output_router_logits", "be False", True,
+                "a loss that balances routers mixes the records of a batch",
+            )  # fmt: skip
+        self.task = _TASKS[kind]
+        self.problem = getattr(config, "problem_type", None)
+        self.causal = any(getattr(each, "is_causal", False) is True for each in base.modules())
+        self.numbers_positions = _trains_positions(base)
+
+    def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the losses (B,) of a batch of fields (B, ...)."""
+        inputs = {n: each for n, each in batch.items() if n not in ("labels", "attention_mask")}
+        mask = batch.get("attention_mask")
+        if mask is not None and not self.causal:
+            dtype: Any = getattr(module, "dtype", torch.float32)
+            hidden = (mask == 0)[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
+            room = torch.zeros(hidden.shape, dtype=dtype, device=mask.device)
+            inputs["attention_mask"] = room.masked_fill(hidden, torch.finfo(dtype).min)
+        labels = batch["labels"]
+        if self.numbers_positions:
+            count, length = batch["input_ids"].shape
+            places = torch.arange(length, device=batch["input_ids"].device)
+            inputs["position_ids"] = places.expand(count, -1)
+        logits = module(**inputs).logits.float()
+        if self.task == "record":
+            return self._of_record(logits, labels)
+        if self.task == "next tokens":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        each = functional.cross_entropy(
+            logits.transpose(1, 2), labels.long(), reduction="none", ignore_index=_IGNORED
+        )
+        counted = (labels != _IGNORED).sum(1).clamp(min=1)
+        return each.sum(1) / counted
+
+    def _of_record(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses (B,) of logits (B, C) and one label or one row of labels a record."""
+        several = labels.dim() > 1 and labels.shape[1] > 1
+        if self.problem == "regression" or (self.problem is None and logits.shape[1] == 1):
+            errors = functional.mse_loss(
+                logits.view(labels.shape), labels.float(), reduction="none"
+            )
+            return errors.view(len(labels), -1).mean(1)
+        if self.problem == "multi_label_classification" or several:
+            wanted = labels.to(logits.dtype)
+            found = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+            return found.mean(1)
+        return functional.cross_entropy(logits, labels.long().view(-1), reduction="none")
+
+
+def _trains_positions(model: nn.Module) -> bool:
+    """Return whether positions are looked up in a trained table, whose rows need the batch first.
+
+    A table with a row for padding numbers its positions by the tokens, batch first already.
+    """
+    tables = [
+        each for name, each in model.named_modules()
+        if isinstance(each, nn.Embedding) and name.endswith(("position_embeddings", "wpe"))
+    ]  # fmt: skip
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    return takes and any(t.weight.requires_grad and t.padding_idx is None for t in tables)
+
+
+class TokenOutsideVocabularyError(Exception):
+    """A record has a token or a label that the model does not know."""
+
+
+class _RecordFields:
+    """Collate one record to the fields that the private step reads, without its padding.
+
+    collate: the Trainer's data collator. classes: labels are below it, or `_IGNORED`; None where
+    they are numbers. causal: no mask is kept.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], vocabulary: int | None, classes: int | None,
+        *, causal: bool,
+    ) -> None:  # fmt: skip
+        self._collate, self._vocabulary, self._classes = collate, vocabulary, classes
+        self._causal = causal
+
+    def __call__(self, items: list[Any]) -> dict[str, Tensor]:
+        renamed = [
+            {("labels" if name in ("label", "label_ids") else name): v for name, v in each.items()
+             if name in (*_FIELDS, "label", "label_ids") and v is not None}
+            for each in items
+        ]  # fmt: skip
+        made = dict(self._collate(renamed))
+        found = {name: torch.as_tensor(made[name]) for name in _FIELDS if name in made}
+        if "input_ids" in found:
+            found = self._without_padding(found)
+            _check_below(found["input_ids"], self._vocabulary, ignored=False)
+        if "labels" in found and not found["labels"].is_floating_point():
+            _check_below(found["labels"], self._classes, ignored=True)
+        return found
+
+    def _without_padding(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the fields of one record (1, length) without the places that its mask hides."""
+        length = found["input_ids"].shape[1]
+        mask = found.pop("attention_mask", torch.ones(1, length, dtype=torch.int64))
+        seen = mask[0] != 0
+        for name, each in found.items():
+            if name in (*_TOKEN_FIELDS, "labels") and each.shape[1:] == (length,):
+                found[name] = each[:, seen]
+        if not self._causal:
+            found["attention_mask"] = mask[:, seen]
+        return found
+
+
+def _check_below(values: Tensor, most: int | None, *, ignored: bool) -> None:
+    """Raise TokenOutsideVocabularyError for whole numbers beyond 0..most-1."""
+    known = (values >= 0) | ((values == _IGNORED) & ignored)
+    if most is not None and not bool((known & (values < most)).all()):
+        raise TokenOutsideVocabularyError
+
+
+_REPLACED = (
+    "the Trainer's sampler and batches: a record joins each step with the plan's rate, drawn under "
+    "the run key"
+)
+PUBLIC_EVALUATION = (
+    "the Trainer's eval_dataset is public: no private record, and nothing made of one, is in it"
+)
+
+
+class _InputsAlone(Records):
+    """Recognise records by their inputs, whatever their labels, and by their items."""
+
+    def __init__(self, records: Records) -> None:
+        self.name, self._records = records.name, records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def batch(self, indices: np.ndarray | slice) -> Any:
+        found = self._records.batch(indices)
+        if not isinstance(found, dict):
+            return found
+        return {name: each for name, each in found.items() if name != "labels"}
+
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        return self._records.targets(indices)
+
+    def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
+        both = zip(super().input_macs(key), self._records.input_macs(key), strict=True)
+        return ((*inputs, *items) for inputs, items in both)
+
+
+class ScheduleArguments:
+    """Keep in a checkpoint the arguments of a schedule, which its own state leaves out.
+
+    Args:
+        args: the Trainer's arguments.
+    """
+
+    def __init__(self, args: Any) -> None:
+        kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        self._now = {"lr_scheduler_type": kind, "warmup_steps": float(args.warmup_steps),
+                     "lr_scheduler_kwargs": repr(args.lr_scheduler_kwargs)}  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the arguments."""
+        return dict(self._now)
+
+    def load_state_dict(self, begun: Mapping[str, Any]) -> None:
+        """Raise UserError where the run began with other arguments."""
+        for name, now in self._now.items():
+            if begun.get(name) != now:
+                refuse(
+                    f"args.{name}", f"be {begun.get(name)!r} as when the run began", repr(now),
+                    "give the old value, or another output_dir",
+                )  # fmt: skip
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+BASE = "base.json"  # name and digest of the base that an adapter belongs to
+CARD, CARD_TEXT = "privacy_card.json", "privacy_card.md"
+_ADAPTER_PAGE = """# Adapter of {base}
+
+Trained by dpdist {version} from private records; what is proved stands in {card}. Load it by
+`peft.PeftModel.from_pretrained(base, folder)`, where base is {base}: {file} holds the digest of its
+weights, to compare by `dpdist.integrations.transformers.base_digest(base)`.
+
+The card speaks of the adapter. It says nothing of what the base was trained on.
+"""
+
+
+def base_digest(model: nn.Module) -> str:
+    """Return a digest of the weights of a base: 32 hex digits, of a model with adapters or without.
+
+    Covered are names, types, shapes and values of the tensors that belong to no adapter.
+
+    Args:
+        model: of `transformers`, or a `peft` model of one.
+
+    Example:
+        >>> import torch
+        >>> base_digest(torch.nn.Linear(2, 1)) == base_digest(torch.nn.Linear(2, 1))
+        False
+    """
+    base: Any = model
+    if hasattr(model, "get_base_model"):
+        base = base.get_base_model()
+    prefixes = {str(getattr(each, "prefix", "")) for each in model.modules()} | {"lora_", "ia3_"}
+    marks = tuple(prefix for prefix in prefixes if prefix)
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
+    for name, tensor in sorted(base.state_dict().items()):
+        if any(part.startswith(marks) for part in name.split(".")):
+            continue
+        plain = tensor.detach().cpu().contiguous()
+        told = name.replace(".base_layer.", "."), str(plain.dtype), tuple(plain.shape)
+        digest.update(repr(told).encode())
+        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_adapter(
+    model: Any,
+    run: RunFolder,
+    folder: str | Path,
+    *,
+    base_name: str | None = None,
+    not_private: bool = False,
+) -> Path:
+    """Write the adapter that a run trained, with its card, as `peft` loads it.
+
+    Guarantee: the adapter's tensors are those that the run released, so its card speaks of them. No
+    other weight is written, and no path of this machine.
+
+    Args:
+        model: the `peft` model that was trained, with one adapter.
+        run: its run, which is finished.
+        folder: a new folder: adapter_config.json and adapter_model.safetensors, the privacy card,
+            base.json with the base's name and digest, and a page.
+        base_name: public name of the base; default: the one that `peft` noted, without a path.
+        not_private: write it although the run has no finite epsilon or a fixed key; the card then
+            says so.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: the run is not finished or not private, the model is not the one that it trained,
+            weights outside of the adapter were trained, or the folder exists.
+    """
+    target = Path(folder)
+    if target.exists():
+        refuse("folder", "be new", target, "name another one")
+    configs = getattr(model, "peft_config", {})
+    if list(configs) != ["default"] or not hasattr(model, "save_pretrained"):
+        refuse(
+            "model", "be a peft model with one adapter", type(model).__name__,
+            "`dpdist release` writes other models",
+        )  # fmt: skip
+    facts = read_facts(run)
+    card = facts.privacy_card()
+    if not card["private"] and not not_private:
+        refuse(
+            "run", "be private", "a fixed key or an infinite epsilon",
+            "train without run_key and with noise, or give not_private=True, which the card says",
+        )  # fmt: skip
+    _check_released(model, run)
+    name = base_name or str(configs["default"].base_model_name_or_path or "unnamed")
+    if base_name is None and (Path(name).exists() or Path(name).is_absolute()):
+        name = Path(name).name
+    with atomic_folder(target) as aside:
+        model.save_pretrained(aside, save_embedding_layers=False)
+        config = read_json(aside / "adapter_config.json")
+        write_json(aside / "adapter_config.json", config | {"base_model_name_or_path": name})
+        write_json(aside / CARD, card)
+        write_atomic(aside / CARD_TEXT, card_markdown(card))
+        write_json(aside / BASE, {"name": name, "digest": base_digest(model)})
+        page = _ADAPTER_PAGE.format(base=name, version=__version__, card=CARD_TEXT, file=BASE)
+        write_atomic(aside / "README.md", page)
+    return target
+
+
+def _check_released(model: Any, run: RunFolder) -> None:
+    """Raise UserError unless all that a run trained is in the adapter, as the run released it."""
+    from safetensors.torch import load_file
+
+    peft = import_extra("peft", "hf", "save_adapter")
+    kept = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    places = {each.data_ptr() for each in kept.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.data_ptr() not in places:
+            refuse(
+                "model", "train its adapter alone", name,
+                "`dpdist release` writes models whose base was trained",
+            )  # fmt: skip
+    file = run.model_folder / "model.safetensors"
+    if not run.training_summary.exists() or not file.exists():
+        refuse("run", "be finished", run.path, "take the steps that are left")
+    now = model.state_dict()
+    for name, tensor in load_file(file).items():
+        if name not in now or not torch.equal(now[name].detach().cpu(), tensor):
+            refuse(
+                "model", "be the one that the run trained", f"another {name}",
+                "the card speaks of the run's own weights: load them, or train again",
+            )  # fmt: skip
+
+
+# --- the trainer ------------------------------------------------------------------------------
+
+
+_TRAINER: Any = transformers.Trainer
+_NOT_TAKEN = {
+    "model_init": "models that are made anew are trials of a search, which costs privacy; take "
+    "dpdist.tune",
+    "compute_loss_func": "it is divided by num_items_in_batch of other records; give loss=, a "
+    "function of module and batch that returns one value a record",
+    "optimizer_cls_and_kwargs": "give optimizers=(optimizer, scheduler)",
+}
+_OPTIONS = ("resources", "factory", "isolate", "certify", "reproducible")
+
+
+class PrivateTrainer(_TRAINER):  # type: ignore[misc]
+    """Train a model of `transformers` privately, by the Trainer's arguments and callbacks.
+
+    Guarantee: the run is (epsilon, delta)-differentially private as `training.guarantee` states,
+    for everything that was released so far. A step is `dpdist.PrivateTraining.step`: a keyed
+    Poisson sample, every record's gradient clipped, the sum on record before its noise is drawn.
+    What is logged are released values: step, learning rate, the noisy sum's norm, epsilon and paid
+    scores, never a loss. `args.output_dir` is the run's folder; the same script continues it.
+
+    Args:
+        model: of `transformers`, or a `peft` model of one, in the mode in which it is trained: a
+            model with dropout is given in `eval()` mode, or its probability is 0.
+        args: `transformers.TrainingArguments`. `per_device_train_batch_size` is the expected batch;
+            arguments that the private step does not read are refused.
+        train_dataset: the PRIVATE records: a map-style data set of dicts of fields, as the Trainer
+            takes it, or what `dpdist.as_records` returns.
+        privacy: a `dpdist.Privacy`, or its fields as a dict.
+        max_length: public number of tokens of a record; shorter ones are filled up, longer ones
+            cut. Needed where a record is tokens.
+        loss: a function of module and batch that returns one value a record; None: the loss of the
+            model's class, as the mean over a record's own tokens (`ModelLoss`).
+        eval_dataset: PUBLIC records for `evaluate`; with `public_eval` alone.
+        public_eval: say that eval_dataset, and what `evaluate` and `predict` are called with, is
+            public, which the card repeats as an assumption. A record that is in train_dataset too
+            is refused.
+        data_collator, processing_class, compute_metrics, callbacks, optimizers: as the Trainer
+            takes them; a collator gets one record at a time.
+        training_options: further options of `PrivateTraining`: resources, factory, isolate,
+            certify, reproducible.
+
+    Attributes:
+        training: the `dpdist.PrivateTraining`, with `score(...)`, `guarantee` and `run`.
+
+    Raises:
+        UserError: one line that names the argument, its rule and what to do; nothing was released.
+
+    Source:
+        Abadi et al., CCS 2016 (DP-SGD).
+
+    Example:
+        >>> import tempfile, torch, transformers
+        >>> from dpdist.integrations.transformers import PrivateTrainer
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16)
+        >>> texts = [{"input_ids": [n % 20, 1, 2], "labels": [n % 20, 1, 2]} for n in range(100)]
+        >>> trainer = PrivateTrainer(
+        ...     transformers.LlamaForCausalLM(config),
+        ...     transformers.TrainingArguments(
+        ...         tempfile.mkdtemp() + "/run", per_device_train_batch_size=10, max_steps=2,
+        ...         disable_tqdm=True, use_cpu=True),
+        ...     train_dataset=texts, max_length=4,
+        ...     privacy={"noise_multiplier": 1.0, "delta": 1e-3})
+        >>> done = trainer.train()
+        >>> done.global_step, done.metrics["epsilon"] == trainer.training.guarantee.epsilon
+        (2, True)
+    """
+
+    control: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        privacy: PrivacyRecipe | Mapping[str, Any],
+        max_length: int | None = None,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        public_eval: bool = False,
+        compute_metrics: Any = None,
+        preprocess_logits_for_metrics: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        training_options: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        check_arguments(args)
+        _check_callbacks(callbacks)
+        _check_model_and_schedule(model, optimizers[1])
+        for name in _OVERRIDES:
+            if getattr(type(self), name) is not getattr(PrivateTrainer, name):
+                refuse(f"{type(self).__name__}.{name}", "be left out", "one of its own",
+                       "the private step does not call it; give loss= or callbacks")  # fmt: skip
+        for name in others:
+            refuse(name, "be left out", "a value", _NOT_TAKEN.get(name, "it is not read here"))
+        for name in training_options or {}:
+            if name not in _OPTIONS:
+                refuse("training_options", f"have {', '.join(_OPTIONS)}", name, "leave it out")
+        if train_dataset is None:
+            refuse("train_dataset", "be the private records", None, "give a map-style data set")
+        self._public_eval, self._max_length = public_eval, max_length
+        if eval_dataset is not None:
+            self._check_declared("eval_dataset")
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class,
+            compute_metrics=compute_metrics, callbacks=None if callbacks is None else [*callbacks],
+            optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
+        self._loss = loss or ModelLoss(model)
+        self._records = self._records_of(train_dataset, "train_dataset")
+        if public_eval:
+            self._records.assumed = (*self._records.assumed, PUBLIC_EVALUATION)
+        self.training = self._private_training(privacy, training_options or {})
+        if eval_dataset is not None:
+            self._check_apart(eval_dataset, "eval_dataset")
+
+    # --- what goes into the private training
+
+    def _records_of(self, dataset: Any, name: str) -> Records:
+        """Return the records of a data set, each collated alone. Raises UserError."""
+        if isinstance(dataset, Records):
+            return dataset
+        embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
+        vocabulary = getattr(embedding, "num_embeddings", None)
+        tokens = not isinstance(self._loss, ModelLoss) or self._loss.task != "record"
+        config: Any = getattr(self.model, "config", None)
+        classes = getattr(config, "num_labels", None)
+        if isinstance(self._loss, ModelLoss) and getattr(self.model, "loss_type", "") in (
+            "ForCausalLM", "ForMaskedLM",
+        ):  # fmt: skip
+            classes = vocabulary
+        elif not isinstance(self._loss, ModelLoss):
+            classes = None
+        if vocabulary is not None and self._max_length is None:
+            refuse(
+                "max_length", "be the public number of tokens of a record", None,
+                "shorter ones are filled up, longer ones cut",
+            )  # fmt: skip
+        padding = getattr(self.processing_class, "pad_token_id", None)
+        if padding is None:
+            padding = getattr(config, "pad_token_id", None)
+        fields = [*_TOKEN_FIELDS, *(["labels"] if tokens else [])]
+        options = Options(
+            name,
+            pad_to=None if self._max_length is None else dict.fromkeys(fields, self._max_length),
+            pad_value={"input_ids": padding if isinstance(padding, int) else 0, "labels": _IGNORED},
+            ranges={
+                "input_ids": vocabulary or 2, "labels": classes or 2, "attention_mask": 2,
+                "token_type_ids": getattr(config, "type_vocab_size", 2),
+            },
+        )  # fmt: skip
+        collate = _RecordFields(
+            self.data_collator, vocabulary, classes, causal=getattr(self._loss, "causal", False)
+        )
+        return ItemRecords(
+            dataset, options, collate=collate, plain=without_transforms(dataset),
+            replaced=(_REPLACED,),
+        )  # fmt: skip
+
+    def _private_training(
+        self, privacy: PrivacyRecipe | Mapping[str, Any], options: Mapping[str, Any]
+    ) -> PrivateTraining:
+        """Return the private training of this model by the Trainer's optimizer and schedule."""
+        args, batch = self.args, self.args.per_device_train_batch_size
+        epochs = int(args.num_train_epochs)
+        steps = args.max_steps if args.max_steps > 0 else epochs * len(self._records) // batch
+        self.create_optimizer_and_scheduler(num_training_steps=max(1, steps))
+        return PrivateTraining(
+            self.model, self.optimizer, self._records, loss=self._loss, privacy=privacy,
+            batch_size=batch, steps=max(1, steps), folder=args.output_dir,
+            state=[self.lr_scheduler, ScheduleArguments(args)], **options,
+        )  # fmt: skip
+
+    # --- public records
+
+    def _check_declared(self, name: str) -> None:
+        """Raise UserError where nobody said that the records of an evaluation are public."""
+        if not self._public_eval:
+            refuse(
+                name, "be public records, said by public_eval=True", "no such word",
+                "metrics of private records would be logged without noise; take "
+                "trainer.training.score(...) for held-out private records",
+            )  # fmt: skip
+
+    def _check_apart(self, dataset: Any, name: str) -> None:
+        """Raise UserError where a private record is among public ones."""
+        parts = dataset if isinstance(dataset, dict) else {"": dataset}
+        for key, each in parts.items():
+            at = f"{name}[{key!r}]" if key else name
+            if common := count_common(self._inputs_of(each, at), self._private_inputs):
+                refuse(
+                    at, "share no record with train_dataset", f"{common:,} in common",
+                    "metrics on private records would be logged without noise",
+                )  # fmt: skip
+
+    def _inputs_of(self, dataset: Any, name: str) -> Records:
+        """Return the records of a data set without their labels, to be recognised by."""
+        records = self._records_of(dataset, name)
+        return _InputsAlone(records)
+
+    @cached_property
+    def _private_inputs(self) -> Records:
+        return _InputsAlone(self._records)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Measure the model on PUBLIC records, as the Trainer does; its mode stays as it was.
+
+        Raises:
+            UserError: nobody said that they are public, or one of them is in train_dataset.
+        """
+        self._check_declared("eval_dataset")
+        known = eval_dataset is self.eval_dataset or isinstance(eval_dataset, str)
+        if eval_dataset is not None and not known:  # a text names a part of the trainer's own
+            self._check_apart(eval_dataset, "eval_dataset")
+        with kept_modes(self.model):
+            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return found
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
+    ) -> Any:
+        """Answer PUBLIC records, as the Trainer does; its mode stays as it was.
+
+        Raises:
+            UserError: nobody said that they are public, or one of them is in train_dataset.
+        """
+        self._check_declared("test_dataset")
+        self._check_apart(test_dataset, "test_dataset")
+        with kept_modes(self.model):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    # --- the loop
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Return the guarantee of everything that was released so far."""
+        return self.training.guarantee
+
+    def train(
+        self,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
+        """Take the private steps that are left, with the callbacks' events around them.
+
+        Args:
+            resume_from_checkpoint: None or True; the run continues from its own newest checkpoint.
+            trial: None.
+            ignore_keys_for_eval: as the Trainer takes it.
+
+        Returns:
+            `transformers.trainer_utils.TrainOutput`: the number of steps, NaN in place of a
+            training loss, and epsilon and delta of all that was released.
+
+        Raises:
+            UserError: a checkpoint of another trainer, a trial of a search, or as
+                `PrivateTraining.step`.
+        """
+        if resume_from_checkpoint not in (None, True, False):
+            refuse(
+                "resume_from_checkpoint", "be left out", repr(resume_from_checkpoint),
+                "the run in args.output_dir continues from its own checkpoints, and weights of "
+                "another run have a privacy cost that its ledger does not know",
+            )  # fmt: skip
+        if trial is not None:
+            refuse("trial", "be None", "a trial", _NOT_TAKEN["model_init"])
+        self._begin()
+        if self.args.eval_on_start and self.training.steps_left:
+            self._evaluate(None, ignore_keys_for_eval)
+        self._control("on_train_begin")
+        while self.training.steps_left and not self.control.should_training_stop:
+            self._one_step(ignore_keys_for_eval)
+        self._control("on_train_end")
+        self.is_in_train = False
+        guarantee = self.training.guarantee
+        found = {"epsilon": guarantee.epsilon, "delta": guarantee.delta}
+        output = transformers.trainer_utils.TrainOutput
+        return output(self.state.global_step, float("nan"), found)
+
+    def _begin(self) -> None:
+        """Set the state that callbacks read: public numbers of the plan alone."""
+        plan, handler = self.training.plan, self.callback_handler
+        rate = self.args.per_device_train_batch_size / len(self.training.records)
+        self._per_epoch = max(1, round(1 / rate))
+        self.is_in_train = True
+        self.state.max_steps, self.state.global_step = plan.steps, self._done
+        self.state.num_train_epochs = -(-plan.steps // self._per_epoch)
+        self.state.epoch = self._done / self._per_epoch
+        self.state.compute_steps(self.args, plan.steps)
+        handler.model, handler.optimizer = self.model, self.optimizer
+        handler.lr_scheduler, handler.train_dataloader = self.lr_scheduler, None
+
+    @property
+    def _done(self) -> int:
+        return self.training.plan.steps - self.training.steps_left
+
+    def _control(self, event: str) -> None:
+        """Tell the callbacks of an event."""
+        handler = getattr(self.callback_handler, event)
+        self.control = handler(self.args, self.state, self.control)
+
+    def _one_step(self, ignore_keys: Any) -> None:
+        """Take one private step, and tell the callbacks what it released."""
+        if self._done % self._per_epoch == 0:
+            self._control("on_epoch_begin")
+        self._control("on_step_begin")
+        report = self.training.step()
+        self.lr_scheduler.step()
+        self.state.global_step = report.step + 1
+        self.state.epoch = self.state.global_step / self._per_epoch
+        self._control("on_step_end")
+        self._tell(report, ignore_keys)
+        if self.state.global_step % self._per_epoch == 0 or not self.training.steps_left:
+            self._control("on_epoch_end")
+            self._tell(report, ignore_keys)
+
+    def _tell(self, report: StepReport, ignore_keys: Any) -> None:
+        """Log released values and evaluate public records, where the callbacks ask for it."""
+        if self.control.should_log and self._globalstep_last_logged < self.state.global_step:
+            self._globalstep_last_logged = self.state.global_step
+            told = {"learning_rate": report.learning_rate, "noisy_norm": report.noisy_norm,
+                    "epsilon": report.epsilon}  # fmt: skip
+            self.log(told if report.score is None else {**told, "score": report.score})
+        if self.control.should_evaluate:
+            self._evaluate(None, ignore_keys)
+        self.control.should_save = False
+
+    _globalstep_last_logged = 0
+
+    # --- what the Trainer would do without privacy
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback of your own. Raises UserError for those that report or choose."""
+        _check_callbacks([callback])
+        super().add_callback(callback)
+
+    def training_step(self, *given: Any, **named: Any) -> NoReturn:
+        """Refuse the Trainer's own step, whose gradient is that of a batch."""
+        self._not_private("training_step")
+
+    def get_train_dataloader(self) -> NoReturn:
+        """Refuse batches of private records."""
+        self._not_private("get_train_dataloader")
+
+    def _inner_training_loop(self, *given: Any, **named: Any) -> NoReturn:
+        self._not_private("_inner_training_loop")
+
+    def _run_epoch(self, *given: Any, **named: Any) -> NoReturn:
+        self._not_private("_run_epoch")
+
+    def _save_checkpoint(self, *given: Any, **named: Any) -> NoReturn:
+        self._not_private("_save_checkpoint")
+
+    def save_model(self, *given: Any, **named: Any) -> NoReturn:
+        """Refuse weights without their guarantee."""
+        then = "save_adapter(folder) writes an adapter with its card, `dpdist release` a model"
+        refuse("save_model", "be left out", "a call", then)
+
+    def save_adapter(
+        self, folder: str | Path, *, base_name: str | None = None, not_private: bool = False
+    ) -> Path:
+        """Write the trained adapter with its card, as `peft` loads it (`save_adapter`)."""
+        run = self.training.run
+        return save_adapter(self.model, run, folder, base_name=base_name, not_private=not_private)
+
+    def save_state(self) -> NoReturn:
+        """Refuse a checkpoint outside of private/."""
+        self._not_private("save_state")
+
+    def hyperparameter_search(self, *given: Any, **named: Any) -> NoReturn:
+        """Refuse a search whose trials nobody pays for."""
+        refuse("hyperparameter_search", "be left out", "a call", _NOT_TAKEN["model_init"])
+
+    def push_to_hub(self, *given: Any, **named: Any) -> NoReturn:
+        """Refuse an upload."""
+        refuse("push_to_hub", "be left out", "a call", _INSTEAD["push_to_hub"])
+
+    def create_model_card(self, *given: Any, **named: Any) -> NoReturn:
+        """Refuse a card without the guarantee."""
+        refuse("create_model_card", "be left out", "a call", _INSTEAD["push_to_hub"])
+
+    def _not_private(self, name: str) -> NoReturn:
+        refuse(
+            name, "not be called", "a call",
+            "it would read private records without clip and noise; call train(), or take "
+            "trainer.training.step() in a loop of your own",
+        )  # fmt: skip

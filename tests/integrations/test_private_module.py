@@ -1,0 +1,357 @@
+"""`PrivateModule`: Lightning drives dpdist's own steps, and touches neither records nor weights."""
+
+from __future__ import annotations
+
+import csv
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.optional_extras import needs_lightning
+from support.training import KEY, release_ids
+
+import dpdist
+from dpdist import UserError
+from dpdist.core.optional_imports import import_extra
+
+needs_lightning()
+integration = import_extra("dpdist.integrations.lightning", "lightning", "tests")
+pl = import_extra("lightning.pytorch", "lightning", "tests")
+tuner = import_extra("lightning.pytorch.tuner", "lightning", "tests")
+PrivateModule = integration.PrivateModule
+
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.guarantee,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
+RECORDS, WIDTH = 80, 6
+
+
+@pytest.fixture(autouse=True)
+def kept_environment():
+    """Lightning says ranks in the environment, where others then look for a process group."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def records(count: int = RECORDS, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    inputs = torch.rand(count, WIDTH, generator=draw)
+    return inputs, (inputs.sum(1) > WIDTH / 2).long()
+
+
+class Net(pl.LightningModule):
+    """A user's module, whose own training step nobody may run."""
+
+    def __init__(self, schedule: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(WIDTH, 5), torch.nn.Linear(5, 2)
+        self.schedule = schedule
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs).tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError("a gradient of a batch of private records")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert not self.training
+        self.log("val_loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.5)
+        if self.schedule is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}  # fmt: skip
+
+
+def loader(rows: Any, size: int = 10) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows), batch_size=size)
+
+
+def module(folder: Path, net: Any = None, **given: Any) -> Any:
+    options = {
+        "data": records(), "loss": "cross-entropy", "privacy": PRIVATE, "batch_size": 16,
+        "steps": 6, "folder": folder, **given,
+    }  # fmt: skip
+    return PrivateModule(net or Net(), options.pop("data"), **options)
+
+
+def trainer(**given: Any) -> Any:
+    options = {
+        "devices": 1, "accelerator": "cpu", "enable_checkpointing": False, "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, **given,
+    }  # fmt: skip
+    return pl.Trainer(**options)
+
+
+def own_loop(folder: Path, every: int = 0) -> Any:
+    """The own loop: a schedule that is stepped after so many steps."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if every else None
+    training = dpdist.PrivateTraining(
+        model, optimizer, records(), loss="cross-entropy", privacy=PRIVATE, batch_size=16, steps=6,
+        folder=folder, state=[] if schedule is None else [schedule],
+    )  # fmt: skip
+    while training.steps_left:
+        report = training.step()
+        if schedule is not None and (report.step + 1) % every == 0:
+            schedule.step()
+    return training
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(("schedule", "every"), [(None, 0), ("step", 1), ("epoch", 5)])
+def test_it_releases_the_bits_of_the_own_loop(tmp_path, schedule, every):
+    private = module(tmp_path / "run", Net(schedule))
+    trainer().fit(private)
+    wanted = own_loop(tmp_path / "own", every)
+    assert release_ids(private.private.run) == release_ids(wanted.run)
+    assert len(release_ids(wanted.run)) == 6
+    assert torch.equal(weights(private.module), weights(wanted.model))
+    assert private.guarantee == wanted.guarantee and private.guarantee.kind == "proved"
+
+
+def test_lightning_sees_neither_records_nor_weights(tmp_path):
+    seen = []
+
+    class Spy(pl.Callback):
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, i: int
+        ) -> Any:
+            seen.append((outputs, batch.tolist(), trainer.optimizers, list(module.parameters())))
+
+    private = module(tmp_path / "run")
+    trainer(callbacks=[Spy()]).fit(private)
+    assert [each[1] for each in seen] == [[0], [1], [2], [3], [4], [0]]  # of epochs of 5 steps
+    assert all(not outputs and not found for outputs, _, _, found in seen)
+    held = [optimizer for *_, optimizers, _ in seen for optimizer in optimizers]
+    assert all(not group["params"] for each in held for group in each.param_groups)
+    assert private.state_dict() == {}
+
+
+def test_what_is_logged_was_released(tmp_path):
+    logger = pl.loggers.CSVLogger(tmp_path / "logs")
+    private = module(tmp_path / "run")
+    trainer(logger=logger, log_every_n_steps=2).fit(private)
+    (file,) = (tmp_path / "logs").rglob("metrics.csv")
+    rows = list(csv.DictReader(file.open()))
+    assert rows[0].keys() == {"epoch", "step", "learning_rate", "noisy_norm", "epsilon"}
+    plan = private.private.plan
+    assert [int(row["step"]) for row in rows] == [1, 3, 5]
+    assert [float(row["epsilon"]) for row in rows] == pytest.approx(
+        [plan.guarantee(steps=steps).epsilon for steps in (2, 4, 6)], rel=1e-6
+    )
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {
+        "run.json", "recipe.yaml", "private", "README.txt"
+    }  # fmt: skip
+
+
+def test_a_fit_goes_on_where_another_ended(tmp_path):
+    resources = {"checkpoint_seconds": 1e-6}
+    begun = module(tmp_path / "run", resources=resources)
+    trainer(max_epochs=1).fit(begun)
+    assert begun.private.steps_left == 1 and begun.guarantee.epsilon > 0
+    begun.private.close()
+    ended = module(tmp_path / "run", resources=resources)
+    trainer().fit(ended)
+    wanted = own_loop(tmp_path / "own")
+    assert release_ids(ended.private.run) == release_ids(wanted.run)
+    assert torch.equal(weights(ended.module), weights(wanted.model))
+
+
+def test_records_may_be_those_of_the_modules_own_loader(tmp_path):
+    class Loading(Net):
+        def train_dataloader(self) -> Any:
+            return loader(records())
+
+    private = module(tmp_path / "run", Loading(), data=None, epochs=1, steps=None)
+    trainer().fit(private)
+    assert private.private.plan.steps == 5 and private.private.steps_left == 0
+    notes = dpdist.read_facts(private.private.run).privacy_card()["notes"]
+    assert any("SequentialSampler" in each for each in notes)
+
+
+# --- public records
+
+
+def test_public_records_are_validated_between_steps(tmp_path):
+    public = records(20, seed=9)
+    private = module(tmp_path / "run", public_eval=True)
+    logger = pl.loggers.CSVLogger(tmp_path / "logs")
+    driver = trainer(val_check_interval=2, logger=logger, log_every_n_steps=1)
+    driver.fit(private, val_dataloaders=loader(public))
+    outputs = private.module.eval()(public[0])
+    wanted = float(torch.nn.functional.cross_entropy(outputs, public[1]))
+    found = driver.validate(private, loader(public), verbose=False)
+    assert found[0]["val_loss"] == pytest.approx(wanted, rel=1e-5)
+    assert private.guarantee.kind == "proved"
+    assumed = " ".join(dpdist.read_facts(private.private.run).privacy_card()["assumptions"])
+    assert "validation data are public" in assumed
+    assert torch.equal(weights(private.module), weights(own_loop(tmp_path / "own").model))
+
+
+def test_private_records_are_not_validated(tmp_path):
+    with pytest.raises(UserError, match="val_dataloaders: must be public records, said by"):
+        trainer().fit(module(tmp_path / "a"), val_dataloaders=loader(records(20, seed=9)))
+    inputs, labels = records(20)
+    with pytest.raises(UserError, match="must share no record with data, got 20 in common"):
+        trainer().fit(
+            module(tmp_path / "b", public_eval=True), val_dataloaders=loader((inputs, 1 - labels))
+        )
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def test_scores_are_paid_for_and_may_stop_the_fit(tmp_path):
+    held = records(40, seed=9)
+    private = module(tmp_path / "run", score={"held_out": held, "every": 2, "noise": 5.0})
+    stop = pl.callbacks.EarlyStopping(
+        "score", patience=1, mode="max", check_on_train_epoch_end=True
+    )
+    driver = trainer(callbacks=[stop])
+    driver.fit(private)
+    assert "score" in driver.callback_metrics
+    with pytest.raises(UserError, match=r"callbacks: must stop by a score .*EarlyStopping\(loss\)"):
+        trainer(callbacks=[pl.callbacks.EarlyStopping("loss")]).fit(module(tmp_path / "other"))
+
+
+# --- what is refused
+
+
+class SWA(pl.callbacks.StochasticWeightAveraging):
+    pass
+
+
+REFUSED = {
+    "accumulate_grad_batches": {"accumulate_grad_batches": 2},
+    "gradient_clip_val": {"gradient_clip_val": 1.0},
+    "precision": {"precision": "bf16-mixed"},
+    "fast_dev_run": {"fast_dev_run": True},
+    "max_steps": {"max_steps": 3},
+    "overfit_batches": {"overfit_batches": 1},
+    "limit_train_batches": {"limit_train_batches": 2},
+    "limit_train_batches ": {"limit_train_batches": 1},
+    "profiler": {"profiler": "simple"},
+    "devices": {"devices": 2},
+    "callbacks": {"enable_checkpointing": True},
+    "callbacks ": {"callbacks": [SWA(0.1)]},
+    "callbacks  ": {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 2})]},
+    "callbacks   ": {"callbacks": [pl.callbacks.LearningRateMonitor()], "logger": True},
+    "callbacks    ": {"callbacks": [pl.callbacks.BatchSizeFinder()]},
+    "callbacks     ": {"callbacks": [pl.callbacks.LearningRateFinder()]},
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_settings_that_private_steps_do_not_honour_are_refused(tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    given = dict(REFUSED[key])
+    driver = trainer(**given)
+    with pytest.raises(UserError, match=rf"^trainer\.{key.strip()}: must .*, got .*: .+"):
+        driver.fit(module(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_finders_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("lr_find", "scale_batch_size"):
+        with pytest.raises(UserError, match=r"trainer\.callbacks: must be without a \w+Finder"):
+            getattr(tuner.Tuner(trainer()), name)(module(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_foreign_loggers_checkpoints_and_calls_are_refused(tmp_path):
+    class Watching(pl.loggers.CSVLogger):
+        pass
+
+    private = module(tmp_path / "run")
+    with pytest.raises(UserError, match=r"trainer\.logger: must be CSVLogger or .*, got Watching"):
+        trainer(logger=Watching(tmp_path / "logs")).fit(private)
+    torch.save(
+        {"state_dict": {}, "pytorch-lightning_version": pl.__version__}, tmp_path / "elsewhere.ckpt"
+    )
+    with pytest.raises(UserError, match="ckpt_path: must be None, got a checkpoint"):
+        trainer().fit(private, ckpt_path=str(tmp_path / "elsewhere.ckpt"))
+    with pytest.raises(UserError, match=r"trainer\.fit: must get no training data, got DataLoader"):
+        trainer().fit(private, train_dataloaders=loader(records()))
+    with pytest.raises(UserError, match="trainer: must call fit or validate, got predict"):
+        trainer().predict(private, loader(records()))
+    with pytest.raises(UserError, match="ckpt_path: must be None"):
+        private.load_state_dict({})
+    with pytest.raises(UserError, match="guarantee: must be asked once fit began"):
+        _ = module(tmp_path / "other").guarantee
+
+
+def test_modules_with_hooks_of_their_own_are_refused(tmp_path):
+    class Hooked(Net):
+        def on_after_backward(self) -> None: ...
+
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    class Several(Net):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1)] * 2
+
+    class Plateau(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+    for net, said in ((Hooked(), r"module\.on_after_backward: must be left out"),
+                      (Manual(), r"module\.automatic_optimization: must be True"),
+                      (torch.nn.Linear(6, 2), "module: must be a lightning")):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            module(tmp_path / "run", net)
+    for net, said in ((Several(), "return one optimizer"), (Plateau(), "a schedule of steps")):
+        with pytest.raises(UserError, match=rf"module\.configure_optimizers: must .*{said}"):
+            trainer().fit(module(tmp_path / "run", net))
+    with pytest.raises(UserError, match=r"options: must be resources, .*, got private_metrics"):
+        module(tmp_path / "run", private_metrics=True)
+
+
+def test_a_subclass_cannot_put_a_step_of_its_own_aside(tmp_path):
+    class Own(PrivateModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError
+
+    own = Own(Net(), records(), loss="cross-entropy", privacy=PRIVATE, batch_size=16, steps=6,
+              folder=tmp_path / "run")  # fmt: skip
+    with pytest.raises(UserError, match=r"Own\.training_step: must be left out"):
+        trainer().fit(own)
+
+
+@pytest.mark.parametrize("form", ["one", "list", "dict", "pair"])
+def test_optimizers_are_found_in_every_form(form):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    made = {"one": optimizer, "list": [optimizer], "dict": {"optimizer": optimizer},
+            "pair": ([optimizer], [schedule])}[form]  # fmt: skip
+    found, then = integration._optimizer_and_schedule(made)
+    assert found is optimizer
+    assert (then is None) == (form != "pair")
+
+
+def test_warnings_are_errors_of_no_private_value(tmp_path):
+    """What Lightning warns of is public: workers of a loader, an optimizer that is not there."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer().fit(module(tmp_path / "run"))
+    assert not any("loss" in str(each.message) and "nan" in str(each.message) for each in told)

@@ -1,0 +1,570 @@
+"""`PrivateTrainer`: the Trainer of transformers takes dpdist's own steps, and none of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.optional_extras import needs_hf
+from support.training import KEY, release_ids
+
+import dpdist
+from dpdist import UserError
+from dpdist.core.optional_imports import import_extra
+
+needs_hf(whole_file=True)
+integration = import_extra("dpdist.integrations.transformers", "hf", "tests")
+peft = import_extra("peft", "hf", "tests")
+transformers = import_extra("transformers", "hf", "tests")
+ModelLoss, PrivateTrainer = integration.ModelLoss, integration.PrivateTrainer
+
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
+WORDS, LENGTH = 24, 7
+PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
+
+
+def llama(**settings: Any) -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16, **settings,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def lora() -> Any:
+    model = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    torch.manual_seed(4)
+    with torch.no_grad():  # as after some steps: no adapter is zero
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def texts(count: int = 40, seed: int = 1) -> list[dict[str, Any]]:
+    """Documents of three to nine tokens, the first two a prompt that does not count."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        size = int(torch.randint(3, 10, (1,), generator=draw))
+        tokens = torch.randint(WORDS, (size,), generator=draw).tolist()
+        found.append(
+            {"input_ids": tokens, "labels": [-100, -100, *tokens[2:]], "source": "private"}
+        )
+    return found
+
+
+def arguments(folder: Path, **given: Any) -> Any:
+    options = {
+        "per_device_train_batch_size": 8, "max_steps": 4, "learning_rate": 0.01, "use_cpu": True,
+        "disable_tqdm": True, "logging_steps": 1, **given,
+    }  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **options)
+
+
+def trainer(folder: Path, model: Any = None, **given: Any) -> PrivateTrainer:
+    args = given.pop("args", None) or arguments(folder)
+    options = {"train_dataset": texts(), "privacy": PRIVATE, "max_length": LENGTH, **given}
+    return PrivateTrainer(model or lora(), args, **options)
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+# --- the same training as the own loop
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids, labels = (
+        torch.tensor([(row[name] + [fill] * LENGTH)[:LENGTH] for row in rows])
+        for name, fill in (("input_ids", 0), ("labels", -100))
+    )
+    return {"input_ids": ids, "labels": labels}
+
+
+def own_loss(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean over a record's counted tokens, record by record."""
+    logits = module(input_ids=batch["input_ids"]).logits[:, :-1].float()
+    labels = batch["labels"][:, 1:]
+    each = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), labels, reduction="none", ignore_index=-100
+    )
+    return each.sum(1) / (labels != -100).sum(1).clamp(min=1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> PrivateTrainer:
+    found = trainer(tmp_path_factory.mktemp("trained") / "run")
+    found.output = found.train()
+    return found
+
+
+def test_it_releases_the_bits_of_the_own_loop(tmp_path, trained):
+    model, rows = lora(), padded(texts())
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": 0.0},
+         {"params": [], "weight_decay": 0.0}], lr=0.01, fused=True, eps=1e-8,
+    )  # fmt: skip
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, 4)
+    training = dpdist.PrivateTraining(
+        model, optimizer,
+        dpdist.as_records(
+            [{name: each[i] for name, each in rows.items()} for i in range(40)],
+            ranges={"input_ids": WORDS, "labels": WORDS},
+        ),
+        loss=own_loss, privacy=PRIVATE, batch_size=8, steps=4, folder=tmp_path / "own",
+        state=[schedule],
+    )  # fmt: skip
+    # The key of a run is made from the plan and from its records, which both call otherwise.
+    training._records.keyed_fingerprint = trained._records.keyed_fingerprint
+    while training.steps_left:
+        training.step()
+        schedule.step()
+    assert training.plan == trained.training.plan
+    assert release_ids(training.run) == release_ids(trained.training.run)
+    assert len(release_ids(training.run)) == 4
+    assert torch.equal(weights(model), weights(trained.model))
+
+
+def test_gradients_of_batch_steps_would_be_others(tmp_path, trained):
+    """The test above can fail: the Trainer's own steps lead elsewhere."""
+    own = transformers.Trainer(lora(), arguments(tmp_path / "own", save_strategy="no"),
+                               train_dataset=[{**row} for row in texts(8)][:1] * 8)  # fmt: skip
+    own.train()
+    assert not torch.allclose(weights(own.model), weights(trained.model), atol=1e-3)
+
+
+def test_what_is_logged_was_released(trained):
+    training, history = trained.training, trained.state.log_history
+    assert [each["step"] for each in history] == [1, 2, 3, 4]
+    for each in history:
+        assert each.keys() == {"step", "epoch", "learning_rate", "noisy_norm", "epsilon"}
+    assert history[1]["epsilon"] == training.plan.guarantee(steps=2).epsilon
+    assert history[3]["learning_rate"] == pytest.approx(0.01 / 4)
+    output = trained.output
+    assert output.global_step == 4 and output.training_loss != output.training_loss  # NaN
+    assert output.metrics == {"epsilon": training.guarantee.epsilon, "delta": 1e-3}
+    assert training.guarantee.kind == "proved"
+
+
+def test_nothing_is_written_beside_the_run(trained):
+    run = trained.training.run
+    assert {path.name for path in run.path.iterdir()} <= {"run.json", "recipe.yaml", "private",
+                                                          "README.txt"}  # fmt: skip
+    assert (run.private / "model").is_dir() and run.training_summary.exists()
+    card = dpdist.read_facts(run).privacy_card()
+    assert any("sampler and batches" in each for each in card["notes"])
+
+
+def test_gradients_have_no_way_around_the_clip(tmp_path):
+    """Without noise a step's sum is no longer than one clip norm a record."""
+    privacy = {"noise_multiplier": 0.0, "delta": 1e-3, "clip_norm": 0.25, "run_key": KEY}
+    for count in (2, 4):
+        folder = tmp_path / f"{count}"
+        args = arguments(folder, per_device_train_batch_size=count)  # every record in every step
+        t = trainer(folder, train_dataset=texts(count), args=args, privacy=privacy)
+        t.train()
+        norms = [each["noisy_norm"] for each in t.state.log_history]
+        assert 0.05 * count < max(norms) <= 0.25 * count + 1e-9
+
+
+# --- after a kill
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from integrations.test_private_trainer import *
+
+class Kill(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **rest):
+        if state.global_step == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+t = trainer(Path(sys.argv[1]), callbacks=[Kill()],
+            training_options={{"resources": {{"checkpoint_seconds": 1e-6}}}})
+t.train()
+print("done", t.state.global_step)
+"""
+
+
+@pytest.mark.long
+def test_a_killed_training_goes_on(tmp_path, trained):
+    tests = Path(__file__).resolve().parents[1]
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(paths=[str(tests)]))
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    killed = subprocess.run([*command, "2"], cwd=tests, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    ended = subprocess.run([*command, "0"], cwd=tests, capture_output=True, text=True)
+    assert ended.stdout.split()[-2:] == ["done", "4"], ended.stderr
+    run = dpdist.RunFolder(tmp_path / "run")
+    assert release_ids(run) == release_ids(trained.training.run)
+
+
+def test_it_goes_on_with_the_same_schedule_alone(tmp_path, trained):
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    resources = {"resources": {"checkpoint_seconds": 1e-6}}
+    begun = trainer(tmp_path / "run", callbacks=[Stop()], training_options=resources)
+    assert begun.train().global_step == 2
+    assert begun.guarantee.epsilon == begun.training.plan.guarantee(steps=2).epsilon
+    begun.training.close()
+    args = arguments(tmp_path / "run", warmup_steps=2)
+    with pytest.raises(UserError, match=r"optimizer.*\.lr: must be .* as when the run began"):
+        trainer(tmp_path / "run", args=args)
+    args = arguments(tmp_path / "run", lr_scheduler_type="cosine")
+    with pytest.raises(UserError, match=r"args\.lr_scheduler_type: must be 'linear' as when"):
+        trainer(tmp_path / "run", args=args)
+    ended = trainer(tmp_path / "run")
+    assert ended.train().global_step == 4
+    assert [each["step"] for each in ended.state.log_history] == [2, 3, 4]
+    again = trainer(tmp_path / "run")  # a finished run: nothing is trained, its weights are there
+    assert again.train().global_step == 4 and again.state.log_history == []
+    assert release_ids(again.training.run) == release_ids(trained.training.run)
+    for each in (ended, again):
+        assert torch.equal(weights(each.model), weights(trained.model))
+
+
+# --- losses
+
+
+def own_losses(model: Any, rows: list[dict[str, Any]]) -> list[float]:
+    """The loss of transformers itself, one record at a time, without padding."""
+    with torch.no_grad():
+        return [
+            float(model(**{n: torch.tensor([v]) for n, v in row.items() if n != "source"}).loss)
+            for row in rows
+        ]
+
+
+def collated(model: Any, rows: list[dict[str, Any]], folder: Path, **given: Any) -> Any:
+    args = arguments(folder, per_device_train_batch_size=2)
+    t = trainer(folder, model, train_dataset=rows, max_length=12, args=args, **given)
+    return t, t._records.batch(np.arange(len(rows)))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_loss_of_a_causal_model_is_that_of_transformers_record_by_record(tmp_path, attention):
+    model, rows = llama(attn_implementation=attention).eval(), texts(6)
+    t, batch = collated(model, rows, tmp_path / "run")
+    assert set(batch) == {"input_ids", "labels"}
+    with torch.no_grad():
+        found = t._loss(model, batch)
+    torch.testing.assert_close(found, torch.tensor(own_losses(model, rows)), rtol=1e-5, atol=1e-6)
+
+
+def test_padding_of_the_users_own_does_not_count(tmp_path):
+    model, rows = llama().eval(), texts(6)
+    for side in ("left", "right"):
+        filled = []
+        for row in rows:
+            room = 12 - len(row["input_ids"])
+            each = {"input_ids": ([5] * room, row["input_ids"]),
+                    "labels": ([-100] * room, row["labels"]),
+                    "attention_mask": ([0] * room, [1] * len(row["input_ids"]))}  # fmt: skip
+            filled.append({n: a + b if side == "left" else b + a for n, (a, b) in each.items()})
+        t, batch = collated(model, filled, tmp_path / side)
+        with torch.no_grad():
+            found = t._loss(model, batch)
+        torch.testing.assert_close(
+            found, torch.tensor(own_losses(model, rows)), rtol=1e-5, atol=1e-6
+        )
+
+
+BERT = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 8, "max_position_embeddings": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "label"),
+    [
+        ("SequenceClassification", {"num_labels": 3}, lambda n, size: n % 3),
+        ("SequenceClassification", {"num_labels": 1}, lambda n, size: n / 3),
+        ("SequenceClassification", {"num_labels": 3}, lambda n, size: [1.0, 0.0, n % 2.0]),
+        ("TokenClassification", {"num_labels": 3}, lambda n, size: [-100] + [n % 3] * (size - 1)),
+        ("MaskedLM", {}, lambda n, size: [-100] + [n % WORDS] * (size - 1)),
+    ],
+)
+def test_losses_of_encoders_are_those_of_transformers(tmp_path, kind, settings, label):
+    torch.manual_seed(5)
+    model = getattr(transformers, f"BertFor{kind}")(
+        transformers.BertConfig(**BERT, **settings)
+    ).eval()
+    rows = [
+        {"input_ids": (size := row["input_ids"]), "labels": label(n, len(size))}
+        for n, row in enumerate(texts(6))
+    ]
+    t, batch = collated(model, rows, tmp_path / "run")
+    with torch.no_grad():
+        found = t._loss(model, batch)
+    torch.testing.assert_close(found, torch.tensor(own_losses(model, rows)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_classifier_is_trained(tmp_path):
+    torch.manual_seed(5)
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(**BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
+    before = weights(model)
+    rows = [{"input_ids": row["input_ids"], "label": n % 2} for n, row in enumerate(texts())]
+    t = trainer(tmp_path / "run", model, train_dataset=rows)
+    assert t.train().global_step == 4 and not torch.equal(before, weights(model))
+
+
+# --- evaluation
+
+
+def test_public_records_are_evaluated_between_steps(tmp_path):
+    public = texts(8, seed=9)
+    args = arguments(tmp_path / "run", eval_strategy="steps", eval_steps=2, logging_steps=4,
+                     per_device_eval_batch_size=1)  # fmt: skip
+    t = trainer(tmp_path / "run", args=args, eval_dataset=public, public_eval=True)
+    t.train()
+    steps = [each["step"] for each in t.state.log_history if "eval_loss" in each]
+    assert steps == [2, 4] and t.training.guarantee.kind == "proved"
+    wanted = own_losses(
+        t.model.eval(), [{k: v for k, v in r.items() if k != "source"} for r in public]
+    )
+    assert t.evaluate()["eval_loss"] == pytest.approx(sum(wanted) / 8, rel=1e-4)
+    assumed = " ".join(dpdist.read_facts(t.training.run).privacy_card()["assumptions"])
+    assert "eval_dataset is public" in assumed
+
+
+def test_private_records_are_not_evaluated(tmp_path, trained):
+    with pytest.raises(
+        UserError, match="eval_dataset: must be public records, said by public_eval"
+    ):
+        trainer(tmp_path / "run", eval_dataset=texts(4, seed=9))
+    for call in (trained.evaluate, trained.predict):
+        with pytest.raises(UserError, match="_dataset: must be public records"):
+            call(texts())
+    relabelled = {**texts()[3], "labels": [-100] * len(texts()[3]["labels"])}
+    t = trainer(tmp_path / "run", public_eval=True)
+    for call in (t.evaluate, t.predict):
+        with pytest.raises(UserError, match=r"share no record with train_dataset, got 1 in common"):
+            call([*texts(3, seed=9), relabelled])
+    with pytest.raises(UserError, match=r"eval_dataset\['a'\]: must share no record"):
+        t.evaluate({"a": texts()})
+
+
+def test_scores_on_held_out_private_records_are_paid_for(tmp_path):
+    t = trainer(tmp_path / "run")
+    held = t._records_of(texts(20, seed=9), "held out")
+    t.training.score(held, every=2, noise=5.0, value=lambda module, batch: -own_loss(module, batch))
+    t.train()
+    assert ["score" in each for each in t.state.log_history] == [False, True, False, True]
+
+
+# --- what is refused
+
+
+REFUSED = {
+    "load_best_model_at_end": {"load_best_model_at_end": True, "eval_strategy": "steps",
+                               "eval_steps": 500},
+    "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "push_to_hub": {"push_to_hub": True},
+    "save_strategy": {"save_strategy": "epoch"},
+    "save_steps": {"save_steps": 10},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 2},
+    "average_tokens_across_devices": {"average_tokens_across_devices": False},
+    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
+    "max_grad_norm": {"max_grad_norm": 0.5},
+    "bf16": {"bf16": True},
+    "report_to": {"report_to": ["tensorboard"]},
+    "resume_from_checkpoint": {"resume_from_checkpoint": "elsewhere"},
+    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": True},
+    "skip_memory_metrics": {"skip_memory_metrics": False},
+    "neftune_noise_alpha": {"neftune_noise_alpha": 1.0},
+    "dataloader_drop_last": {"dataloader_drop_last": True},
+    "data_seed": {"data_seed": 1},
+    "activation_checkpointing": {"activation_checkpointing": True},
+    "optim": {"optim": "paged_adamw_8bit"},
+    "lr_scheduler_type": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+    "num_train_epochs": {"num_train_epochs": 1.5, "max_steps": -1},
+    "full_determinism": {"full_determinism": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_arguments_that_the_private_step_does_not_honour_are_refused(tmp_path, key):
+    args = arguments(tmp_path / "run", **REFUSED[key])
+    with pytest.raises(UserError) as refusal:
+        trainer(tmp_path / "run", args=args)
+    said = str(refusal.value)
+    assert re.match(rf"args\.{key}: must .*, got .*: .+", said), said
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_argument_is_read_or_refused():
+    """A field that a later version adds is refused until somebody has read it."""
+    fields = {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+    assert fields >= integration._READ
+    assert not integration._READ & integration._INSTEAD.keys()
+    assert integration._INSTEAD.keys() <= fields
+    assert "fp16" in integration._INSTEAD  # which no CPU takes: it is refused by the same lines
+
+
+def test_a_scaler_a_world_and_a_subclass_are_refused(tmp_path, monkeypatch):
+    args = arguments(tmp_path / "run")
+    args.fp16 = True
+    with pytest.raises(UserError, match=r"args\.fp16: must be left at False, got True: a scaler"):
+        integration.check_arguments(args)
+    args = arguments(tmp_path / "run")
+    args.mixed_precision = "fp16"  # as ACCELERATE_MIXED_PRECISION sets it
+    with pytest.raises(UserError, match=r"args\.mixed_precision: must be 'no'"):
+        integration.check_arguments(args)
+    args = arguments(tmp_path / "run")
+    args._n_gpu = 2
+    with pytest.raises(UserError, match=r"args\.world_size: must be 1, on one device"):
+        integration.check_arguments(args)
+    other = transformers.Seq2SeqTrainingArguments(str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(UserError, match=r"args: must be a transformers\.Tr.*, got Seq2"):
+        integration.check_arguments(other)
+
+
+def test_options_callbacks_and_calls_are_refused(tmp_path, trained):
+    folder = tmp_path / "run"
+    for name, given, said in (
+        ("callbacks", [transformers.EarlyStoppingCallback()], "must not stop by metrics"),
+        ("callbacks", [transformers.integrations.WandbCallback], "must be yours"),
+        ("compute_loss_func", len, "num_items_in_batch"),
+        ("model_init", llama, "must be left out"),
+        ("training_options", {"private_metrics": True}, "must have resources"),
+        ("train_dataset", None, "must be the private records"),
+        ("max_length", None, "must be the public number of tokens"),
+        ("train_dataset", iter(texts()), "must have a length and records by position"),
+        ("train_dataset", [{"input_ids": [1, WORDS, 2], "labels": [1, 2, 3]}] * 8, "TokenOutside"),
+        ("train_dataset", [{"input_ids": [1, 2, 3], "labels": [1, 2, -5]}] * 8, "TokenOutside"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=rf"^{name}: .*{said}"):
+            trainer(folder, **{name: given})
+    with pytest.raises(UserError, match="must not stop by metrics"):
+        trained.add_callback(transformers.EarlyStoppingCallback)
+    for call in (
+        "push_to_hub", "create_model_card", "hyperparameter_search", "save_state", "save_model",
+        "get_train_dataloader", "training_step", "_inner_training_loop", "_run_epoch",
+        "_save_checkpoint",
+    ):  # fmt: skip
+        with pytest.raises(
+            UserError, match=rf"^{call}: must (not be called|be left out), got a call"
+        ):
+            getattr(trained, call)()
+    for given, said in (({"resume_from_checkpoint": "elsewhere"}, "be left out, got 'elsewhere'"),
+                        ({"trial": {"lr": 1}}, "must be None")):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            trained.train(**given)
+
+
+def test_models_without_a_loss_a_record_are_refused():
+    with pytest.raises(UserError, match=r"output_router_logits: must be False"):
+        model = llama()
+        model.config.output_router_logits = True
+        ModelLoss(model)
+    with pytest.raises(
+        UserError, match=r"model: must be a class that ends in ForCausalLM, .* got Lin"
+    ):
+        ModelLoss(torch.nn.Linear(2, 2))
+
+
+def test_dropout_is_refused(tmp_path):
+    torch.manual_seed(5)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT)).train()
+    rows = [{"input_ids": row["input_ids"], "label": n % 2} for n, row in enumerate(texts())]
+    with pytest.raises(UserError, match=r"model: draws random numbers in its forward pass"):
+        trainer(tmp_path / "run", model, train_dataset=rows)
+
+
+# --- adapters
+
+
+def test_an_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path, trained):
+    folder = trained.save_adapter(tmp_path / "adapter", base_name="tiny", not_private=True)
+    assert {path.name for path in folder.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "privacy_card.json", "privacy_card.md",
+        "base.json", "README.md",
+    }  # fmt: skip
+    base = llama()
+    assert json.loads((folder / "base.json").read_text()) == {
+        "name": "tiny", "digest": integration.base_digest(base)
+    }  # fmt: skip
+    assert integration.base_digest(base) == integration.base_digest(trained.model)
+    with torch.no_grad():
+        next(base.parameters())[0, 0] += 1e-6
+    assert integration.base_digest(base) != integration.base_digest(trained.model)
+    loaded = peft.PeftModel.from_pretrained(llama(), folder).eval()
+    ids = padded(texts(5))["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, trained.model.eval()(ids).logits)
+        assert not torch.allclose(loaded(ids).logits, lora().eval()(ids).logits, atol=1e-4)
+    trained.model.train()
+    facts = dpdist.read_facts(trained.training.run)
+    assert json.loads((folder / "privacy_card.json").read_text()) == facts.privacy_card()
+    everything = b"".join(path.read_bytes() for path in folder.iterdir())
+    assert str(tmp_path).encode() not in everything and KEY.encode() not in everything
+
+
+def test_adapters_without_their_run_are_refused(tmp_path, trained):
+    run, folder = trained.training.run, tmp_path / "adapter"
+    with pytest.raises(UserError, match=r"run: must be private, got a fixed key"):
+        trained.save_adapter(folder)
+    for model, said in ((llama(), "model: must be a peft model"),
+                        (lora(), "model: must be the one that the run trained")):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            integration.save_adapter(model, run, folder, not_private=True)
+    model = lora()
+    model.base_model.model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(UserError, match=r"must train its adapter alone, got .*lm_head"):
+        integration.save_adapter(model, run, folder, not_private=True)
+    begun = trainer(tmp_path / "run")
+    begun.training.step()
+    with pytest.raises(UserError):
+        begun.save_adapter(folder, not_private=True)
+    begun.training.close()
+    assert not folder.exists()
+    folder.mkdir()
+    with pytest.raises(UserError, match="folder: must be new"):
+        trained.save_adapter(folder, not_private=True)
+
+
+def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
+    class Weighted(PrivateTrainer):
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(UserError, match=r"Weighted\.compute_loss: must be left out"):
+        Weighted(lora(), arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
+
+
+def test_layers_that_run_twice_and_schedules_of_losses_are_refused(tmp_path):
+    model = llama()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(UserError, match=r"model\.gradient_checkpointing: must be off, got True"):
+        trainer(tmp_path / "run", model)
+    model = lora()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UserError, match=r"optimizers: must follow the number of the step alone"):
+        trainer(tmp_path / "run", model, optimizers=(optimizer, plateau))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    own = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    assert trainer(tmp_path / "run", model, optimizers=own).train().global_step == 4

@@ -1,0 +1,150 @@
+"""Faults in the trainers of other libraries that take private steps."""
+
+from __future__ import annotations
+
+from mutants.fault import Fault, group
+
+FAULTS: list[Fault] = [
+    *group(
+        "dpdist/integrations/transformers.py",
+        "integrations/test_private_trainer",
+        (
+            '        self._not_private("_inner_training_loop")\n',
+            "        super()._inner_training_loop(*given, **named)\n",
+            "the Trainer's own loop and optimizer step, which clip no record, can be reached",
+        ),
+        (
+            "        if name not in _READ and value != default",
+            "        if name in _INSTEAD and value != default",
+            "an argument of the Trainer that nobody has read passes",
+        ),
+        (
+            "    if args.lr_scheduler_type in _PLATEAUS:\n",
+            "    if False:\n",
+            "a schedule follows losses",
+        ),
+        (
+            "            if common := count_common(self._inputs_of(each, at), self._private_inputs):\n",
+            "            if common := 0:\n",
+            "private records are evaluated and the metric is logged",
+        ),
+        (
+            '        return {name: each for name, each in found.items() if name != "labels"}\n',
+            "        return found\n",
+            "a private record with another label is evaluated",
+        ),
+        (
+            '        self._check_declared("eval_dataset")\n        known',
+            "        known",
+            "records that nobody called public are evaluated",
+        ),
+        (
+            "            self._records.assumed = (*self._records.assumed, PUBLIC_EVALUATION)\n",
+            "            pass\n",
+            "the card does not say that an evaluation was assumed to be public",
+        ),
+        (
+            "        return each.sum(1) / counted\n",
+            "        return each.sum(1) / counted.sum()\n",
+            "a record's loss is divided by the tokens of others",
+        ),
+        (
+            "                found[name] = each[:, seen]\n",
+            "                found[name] = each\n",
+            "padding of the user's own counts as text",
+        ),
+        (
+            "state=[self.lr_scheduler, ScheduleArguments(args)]",
+            "state=[self.lr_scheduler]",
+            "a run goes on with another schedule",
+        ),
+        (
+            '        return output(self.state.global_step, float("nan"), found)\n',
+            "        return output(self.state.global_step, 0.0, found)\n",
+            "a training loss is told that nobody released",
+        ),
+        (
+            "        if name not in now or not torch.equal(now[name].detach().cpu(), tensor):\n",
+            "        if name not in now:\n",
+            "a card is laid beside weights that the run did not release",
+        ),
+        (
+            "        if parameter.requires_grad and parameter.data_ptr() not in places:\n",
+            "        if False:\n",
+            "an adapter lacks weights that were trained",
+        ),
+    ),
+    *group(
+        "dpdist/integrations/lightning.py",
+        "integrations/test_private_module",
+        (
+            "        self._held = (module,)  # in no tree of modules: Lightning finds no weights to touch\n",
+            "        self._held = torch.nn.ModuleList([module])\n",
+            "Lightning holds the weights, and saves or moves them",
+        ),
+        (
+            '        if getattr(loader, "dataset", None) is not self._numbers:\n',
+            "        if loader is None:\n",
+            "Lightning reads batches of private records",
+        ),
+        (
+            "            if not self._public_eval:\n",
+            "            if False:\n",
+            "records that nobody called public are validated",
+        ),
+        (
+            "            if common := count_common(",
+            "            if common := 0 * count_common(",
+            "private records are validated and the metric is logged",
+        ),
+        (
+            "        check_trainer(self.trainer, public_eval=self._public_eval)\n",
+            "",
+            "finders, checkpoints, scalers and clips of the Trainer's pass",
+        ),
+        (
+            "    if foreign and kind.__name__ not in _CALLBACKS:\n",
+            "    if False:\n",
+            "a callback of Lightning that nobody has read passes",
+        ),
+        (
+            "        if type(each).__name__ not in _LOGGERS:\n",
+            "        if False:\n",
+            "a logger that may watch gradients passes",
+        ),
+        (
+            "        with self._attached(), kept_modes(self.module), plain, torch.no_grad():\n",
+            "        with self._attached(), plain, torch.no_grad():\n",
+            "a step after a validation runs in another mode",
+        ),
+        (
+            "            every *= len(self._numbers) if",
+            "            every *= 1 if",
+            "a schedule of epochs is stepped after each step",
+        ),
+    ),
+    *group(
+        "dpdist/release/generation.py",
+        "test_text_answers",
+        (
+            '        private="" if release.card["private"] else _NOT_PRIVATE,\n',
+            '        private="",\n',
+            "texts of a model that is not private do not say so",
+        ),
+        (
+            '            scores[list(decoder.never)] = float("-inf")\n',
+            "",
+            "unknown words stand in texts",
+        ),
+        (
+            "    shares = (scores / temperature).softmax(-1)\n",
+            "    shares = scores.softmax(-1)\n",
+            "the temperature is not used",
+        ),
+        (
+            "        write_json(aside / PRIVACY_CARD, release.card)\n",
+            '        write_json(aside / PRIVACY_CARD, {**release.card, "private": True})\n',
+            "the card beside the texts is another than the release's",
+        ),
+    ),
+]
