@@ -284,11 +284,22 @@ def run_pass(
     current.flat_lengths = frozenset(
         math.prod(shape[:size]) for shape in shapes for size in range(2, len(shape) + 1)
     )
-    with _install_hooks(layers, current), torch.enable_grad():
+
+    def forward_and_backward() -> Tensor:
         seen = each_tensor(Tensor.detach, inputs)
         losses = example_losses(model, objective, everything, seen, targets)
         if losses.requires_grad:
             (losses if weights is None else losses * weights).sum().backward()
+        return losses
+
+    with _install_hooks(layers, current), torch.enable_grad():
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            # The backward pass runs parts of the model again, which must have the same parameters.
+            whole = _Enclosing(model, forward_and_backward)
+            named = {f"model.{name}": value for name, value in everything.items()}
+            losses: Tensor = torch.func.functional_call(whole, named, ())
+        else:
+            losses = forward_and_backward()
         with torch.no_grad():
             for layer, call in current.pending:
                 if any(signal is not None for signal in call.output_gradients):
@@ -298,6 +309,17 @@ def run_pass(
                     ]
                     current.deliver(layer, call.args, call.kwargs, signals)
     return losses.detach()
+
+
+class _Enclosing(nn.Module):
+    """What runs while the parameters of a model are replaced."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self) -> Tensor:
+        return self.run()
 
 
 @contextmanager
@@ -324,11 +346,7 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
             return None
         args, kwargs = _detach_arguments(args, kwargs)
         if layer.rule is embedding and isinstance(output, Tensor) and len(output) == 1:
-            # Numbers of positions, looked up once for all examples.
-            args, kwargs = pytree.tree_map_only(
-                Tensor, lambda ids: ids.expand(current.batch, *ids.shape[1:]), (args, kwargs)
-            )
-            output = output.expand(current.batch, *output.shape[1:])
+            args, kwargs, output = _for_each_example(current.batch, args, kwargs, output)
         flat = _is_flat(layer, current, output)
         leaves, spec = (
             ([output], None) if isinstance(output, Tensor) else pytree.tree_flatten(output)
@@ -345,6 +363,7 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
                 leaves[position] = leaves[position].clone()
             if not leaves[position].requires_grad:
                 leaves[position] = _Attach.apply(leaves[position], current.anchor)  # type: ignore[no-untyped-call]
+            _require_gradients(layer, leaves[position])
         if len(wanted) == 1:
             if flat:
                 args, kwargs = pytree.tree_map_only(Tensor, by_example, (args, kwargs))
@@ -362,6 +381,21 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     return hook
+
+
+def _for_each_example(batch: int, *values: Any) -> Any:
+    """Return values with numbers of positions, looked up once for all examples, for each one."""
+    return pytree.tree_map_only(Tensor, lambda one: one.expand(batch, *one.shape[1:]), values)
+
+
+def _require_gradients(layer: Layer, output: Tensor) -> None:
+    """Raise UserError for an output that nothing can be learned from."""
+    if not output.requires_grad:
+        raise UserError(
+            f"layer {layer.name} must run with gradients, got torch.no_grad() or reentrant "
+            "checkpointing: its parameters would learn nothing; use checkpoints with "
+            "use_reentrant=False"
+        )
 
 
 def _is_flat(layer: Layer, current: _PassState, output: Any) -> bool:

@@ -24,8 +24,7 @@ from dpdist.cluster.session import WORKER_MIB
 from dpdist.config.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.fields import weakest
-from dpdist.data import Dataset
-from dpdist.data.text import next_tokens
+from dpdist.data import Dataset, next_tokens
 from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective, input_targets
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, take

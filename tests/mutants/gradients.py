@@ -19,6 +19,20 @@ FAULTS: list[Fault] = [
         ("    if targets.dim() != 2:", "    if False:", "one label is taken for many"),
     ),
     *group(
+        "dpdist/gradients/objective.py", "models/test_language_models",
+        ("counted = (labels >= 0) & real", "counted = real", "prompts are learned"),
+        ("/ counted.sum(1).clamp(min=1)", "/ counted.shape[1]",
+         "a document's loss is divided by the length of its row"),
+        ("(~real).to(torch.int64).argsort(dim=1, stable=True)", "torch.zeros_like(tokens).argsort(dim=1, stable=True)",
+         "a causal model sees what fills a document up"),
+    ),
+    *group(
+        "dpdist/data/text.py", "models/test_language_models",
+        ("first <= start and start < stop <= last for", "start < stop <= last for",
+         "prompts of a chat are learned"),
+        ("np.where(tokens.learned, ids, PROMPT - ids)", "ids", "prompts of a table are learned"),
+    ),
+    *group(
         "dpdist/gradients/hooks.py", "gradients/test_objective",
         ("or losses.shape != (count,)", "or losses.dim() > 1", "a mean over the batch is taken for each record's loss"),
         ("        return self.loss.function(self.model, (*several, targets))", "        return self.loss.function(self.model, (several[0], targets))",
@@ -32,7 +46,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/models/transformers.py", "models/test_transformer",
-        ("attention_mask=self._mask(real, dtype)", "attention_mask=None",
+        ("input_ids=tokens, attention_mask=self._mask(real, dtype)\n", "input_ids=tokens, attention_mask=None\n",
          "what fills a document up is attended to"),
         ("(states * real[..., None]).sum(1) / count.clamp(min=1)", "states.mean(1)",
          "what fills a document up is in the mean"),
